@@ -14,7 +14,7 @@ from batchgen.engine.engine_models import check_products, chunk_multiple, planne
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.interface.engine_config import EngineConfig, bit_rules
-from batchgen.engine.memory.largest_steps import score_rows
+from batchgen.engine.memory.largest_steps import max_scored_tokens
 from batchgen.engine.memory.memory_plan import plan_memory
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.memory.window_plan import window_needs
@@ -79,7 +79,7 @@ class EngineParts:
             tokenizer,
             eos_token_ids,
             strategy,
-            vocab_size=model.vocab_size,
+            config=model.config,
             max_model_len=max_model_len,
             cache_capacity=manager.capacity,
             context_columns=uses[TARGET].columns,
@@ -89,7 +89,7 @@ class EngineParts:
         self.runners = {name: self._runner(use) for name, use in uses.items()}
         self.scheduler = self._scheduler(manager, model, uses[TARGET])
         strategy.attach(self.runners)
-        rows, windows = score_rows(model, self.config), manager.window is not None
+        rows, windows = max_scored_tokens(model, self.config), manager.window is not None
         runner = self.runners[TARGET]
         self.launcher = StepLauncher(
             strategy, runner, rows, timer, self.images, windows=windows, rules=self.config.rules

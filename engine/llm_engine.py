@@ -18,17 +18,18 @@ from batchgen.engine.engine_parts import EngineParts
 from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import Begun, HostCopy, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.replicas import Abort, Add, Leader, Step, tokens_digest
+from batchgen.engine.replicas import Abort, Add, Leader, StepBegins, tokens_digest
 from batchgen.engine.rows.compile_queue import CompileQueue
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     PrefillBatch,
-    ScoreBatch,
+    StateBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.step_costs import StepCosts
+from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.step_costs import CostShares
 from batchgen.engine.strategy import TARGET, Strategy
 from batchgen.engine.vision.image import Image
 
@@ -40,14 +41,14 @@ if TYPE_CHECKING:
 class _Launched:
     """A batch, or the part of one, that was launched, and its results on their way to the host."""
 
-    batch: PrefillBatch | DecodeBatch | ScoreBatch
+    batch: PrefillBatch | DecodeBatch | StateBatch
     copy: HostCopy
 
 
 class LLMEngine:
     """Runs requests over one target model with continuous batching.
 
-    A request's tokens depend only on the model, the prompt and the `SamplingParams` (including the
+    A request's tokens depend only on the model, the prompt and the `RequestParams` (including the
     seed). They depend neither on the requests beside it nor on any value of `config`, except
     through the device's floating-point rounding; on a CPU in float32 they are exactly equal.
 
@@ -102,7 +103,7 @@ class LLMEngine:
         self.stats = EngineStats()
         self._requests, self._launcher = parts.requests, parts.launcher
         self._runners, self._runner = parts.runners, parts.runners[TARGET]
-        self._costs: StepCosts | None = None
+        self._costs: CostShares | None = None
         self._live: dict[Hashable, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
@@ -133,17 +134,17 @@ class LLMEngine:
         self,
         request_id: Hashable,
         prompt_token_ids: abc.Sequence[int],
-        params: SamplingParams,
-        answer_token_ids: abc.Sequence[int] | None = None,
+        params: RequestParams,
+        answer: GivenAnswer | None = None,
         images: abc.Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
         """Queue a request. Returns whether it goes on from what was `begun`.
 
         Args:
-            answer_token_ids: tokens behind the prompt that are scored instead of generating any:
-                the columns of answer scope say how likely each of them is. They must be given if
-                `params.max_new_tokens` is 0, and not otherwise.
+            answer: tokens behind the prompt that are scored instead of generating any, of diffusion
+                models with their steps: the columns of answer scope say how likely each of them is.
+                They must be given if `params.max_new_tokens` is 0, and not otherwise.
             images: the pictures of the prompt, in order. For each the prompt has as many of the
                 model's image tokens as the picture takes.
             begun: what another engine has generated of the request. The request begins again if
@@ -155,7 +156,8 @@ class LLMEngine:
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
-        answer = None if answer_token_ids is None else list(answer_token_ids)
+        if answer is not None and not isinstance(answer, Trajectory):
+            answer = list(answer)
         prompt = list(prompt_token_ids)
         seq = self._requests.sequence(request_id, prompt, params, answer, images, begun)
         if params.constraint is None:
@@ -170,12 +172,16 @@ class LLMEngine:
 
     def begun_lengths(self) -> dict[Any, int]:
         """How many tokens each request that has not ended has generated so far, by its id, of those
-        that have some."""
+        that have some. Replays generate none."""
         running, lengths = self.scheduler.running, {}
         for request_id, seq in self._live.items():
             slot = seq.batch_slot
             known = seq.num_tokens if slot is None else int(running.num_tokens[slot])
-            if seq.finish_reason is None and known > seq.num_prompt_tokens:
+            if (
+                seq.finish_reason is None
+                and seq.trajectory is None
+                and known > seq.num_prompt_tokens
+            ):
                 lengths[request_id] = known - seq.num_prompt_tokens
         return lengths
 
@@ -230,7 +236,7 @@ class LLMEngine:
         assert self._costs is None and not self._live
         timer = StepTimer(self._runner.device)
         self._launcher.timer = timer
-        self._costs = StepCosts(timer, self.max_num_seqs)
+        self._costs = CostShares(timer, self.max_num_seqs)
 
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
         """Return the seconds of the device that requests took, by their ids, of those that have
@@ -295,7 +301,7 @@ class LLMEngine:
             return self._step(compiled)
 
     @torch.inference_mode()
-    def follow(self, step: Step) -> None:
+    def follow(self, step: StepBegins) -> None:
         """Make the step that the engine of rank 0 makes. Raises RuntimeError if this engine's
         tokens differ from those of rank 0."""
         if step.digest != self._digest:

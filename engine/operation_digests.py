@@ -37,8 +37,8 @@ _OPERATIONS_OF: tuple[tuple[Any, str, str | None, Callable[[Any], Tensor] | None
     (latent_layer, "latent_attention", "attention", None),
     (delta_layer, "gated_rms_norm", "recurrence", None),
     (mamba_layer, "norm_of_gated", "recurrence", None),
-    (moe_layer, "route", "routing", lambda found: found[1]),
-    (experts_layer, "grouped_parts", "experts", lambda found: found.transpose(0, 1)),
+    (moe_layer, "route", "routing", lambda match: match[1]),
+    (experts_layer, "grouped_parts", "experts", lambda match: match.transpose(0, 1)),
 )
 """Where an operation is called, its function, how it is called here (products by their weights),
 and how the rows of its result are found."""
@@ -62,14 +62,14 @@ class Tape:
         self._whole = True
 
     def resize(self, slots: int) -> None:
-        """Have room for so many slots, and forget what was there."""
+        """Make room for a number of slots, and forget what was there."""
         self.plane = self.plane.new_zeros(len(self.plane), slots)
 
     def first_difference(self, one: Tensor, other: Tensor) -> tuple[str, int] | None:
         """Name the first operation, in the order of the layers, whose digests [operations, tokens]
         differ at tokens of which both are known, and the first such token; None if there is
         none."""
-        order = sorted(self.operations.items(), key=lambda found: (found[0][0], found[1]))
+        order = sorted(self.operations.items(), key=lambda match: (match[0][0], match[1]))
         for (layer, name, _), place in order:
             a, b = one[place], other[place]
             differs = ((a != b) & (a != 0) & (b != 0)).nonzero()

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from batchgen.engine.interface.outputs import Begun, HostOutput
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.interface.trajectory import GivenAnswer
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ class Add(NamedTuple):
 
     request_id: Hashable
     prompt_token_ids: list[int]
-    params: SamplingParams
-    answer_token_ids: list[int] | None
+    params: RequestParams
+    answer: GivenAnswer | None
     images: list[Image]
     begun: Begun | None
 
@@ -41,7 +42,7 @@ class Abort(NamedTuple):
     request_id: Hashable
 
 
-class Step(NamedTuple):
+class StepBegins(NamedTuple):
     """A step begins."""
 
     # The requests whose constraints rank 0 has compiled since the last step, each with the error
@@ -50,7 +51,7 @@ class Step(NamedTuple):
     digest: int  # of all tokens that rank 0 has read so far
 
 
-Command = Add | Abort | Step
+Command = Add | Abort | StepBegins
 
 
 class Leader:
@@ -83,7 +84,7 @@ class Leader:
 
     def begin(self, compiled: Sequence[tuple[Hashable, str | None]], digest: int) -> None:
         """Let the other ranks begin the step that rank 0 begins."""
-        self._posted.append(Step(list(compiled), digest))
+        self._posted.append(StepBegins(list(compiled), digest))
         posted, self._posted = self._posted, []
         self._processes.send(posted)
 
@@ -108,18 +109,18 @@ class Follower(Protocol):
         self,
         request_id: Hashable,
         prompt_token_ids: list[int],
-        params: SamplingParams,
-        answer_token_ids: list[int] | None,
+        params: RequestParams,
+        answer: GivenAnswer | None,
         images: Sequence[Image],
         begun: Begun | None,
     ) -> bool: ...
 
     def abort(self, request_id: Hashable) -> bool: ...
 
-    def follow(self, step: Step) -> None: ...
+    def follow(self, step: StepBegins) -> None: ...
 
 
-def follow(engine: Follower, connection: Connection[Any, Any]) -> None:
+def follow_engine(engine: Follower, connection: Connection[Any, Any]) -> None:
     """Do what rank 0 does, until it closes the connection. Raises RuntimeError if this rank's
     tokens differ from those of rank 0."""
     while True:
@@ -133,7 +134,7 @@ def follow(engine: Follower, connection: Connection[Any, Any]) -> None:
                     engine.add_request(*command)
                 case Abort(request_id):
                     engine.abort(request_id)
-                case Step():
+                case StepBegins():
                     engine.follow(command)
 
 

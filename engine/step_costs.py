@@ -25,7 +25,7 @@ class _Shares(NamedTuple):
     tokens: Accounts | None = None
 
 
-class StepCosts:
+class CostShares:
     """Shares the seconds of each step among the requests whose rows it computed.
 
     A step's seconds are divided by the tokens of its forward. A row that reads a chunk of its

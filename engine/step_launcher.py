@@ -16,7 +16,7 @@ from batchgen.engine.rows.scheduled_batch import (
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
-    ScoreBatch,
+    StateBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.image_store import ImageStore
@@ -28,14 +28,14 @@ from batchgen.engine.scheduling.prefill_inputs import (
     state_slots,
     window_tables,
 )
-from batchgen.engine.scorer import Scorer, sampling_inputs
+from batchgen.engine.state_reader import StateReader, sampling_inputs
 from batchgen.engine.step_inputs import JoiningRows
 from batchgen.engine.strategy import Strategy
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
-Launched = tuple[PrefillBatch | DecodeBatch | ScoreBatch, StepOutput]
-"""A batch, or the part of one, that yields tokens or scores them, and what it produces on the
-device."""
+Launched = tuple[PrefillBatch | DecodeBatch | StateBatch, StepOutput]
+"""A batch, or the part of one, that yields tokens, scores or pooled values, and what it produces on
+the device."""
 
 
 class StepLauncher:
@@ -43,7 +43,7 @@ class StepLauncher:
 
     Args:
         runner: the runner of the target.
-        score_rows: how many tokens of answers are scored at once.
+        score_rows: how many hidden states are scored or pooled at once.
         timer: measures the steps; None measures nothing.
         images: the images that rows are about to read; None if the model reads none.
         windows: whether some model has layers with a window.
@@ -63,7 +63,7 @@ class StepLauncher:
     ) -> None:
         self._strategy, self._runner, self.timer = strategy, runner, timer
         self._images, self._windows, self._replay = images, windows, rules.replay
-        self._scorer = Scorer(runner, score_rows)
+        self._states = StateReader(runner, score_rows)
 
     def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
         """Enqueue a step on the device.
@@ -86,13 +86,13 @@ class StepLauncher:
                 inputs, output = self._with_images(inputs, batch), None
                 if inputs is not None:  # Otherwise the prefix cache had all of it.
                     output = self._runner.prefill(inputs)
-                return [*self._scorer.score(batch, output), *self._join(batch, inputs, output)]
+                return [*self._states.read(batch, output), *self._join(batch, inputs, output)]
         decode = batch.decode
         with timed(self.timer, "mixed", decode.num_rows + len(prefill.seqs)):
             inputs = self._with_images(inputs, prefill)
             step, prefilled = self._decode(decode, inputs, catch_up)
-            scored = self._scorer.score(prefill, prefilled)
-            return [(decode, step), *scored, *self._join(prefill, inputs, prefilled)]
+            states = self._states.read(prefill, prefilled)
+            return [(decode, step), *states, *self._join(prefill, inputs, prefilled)]
 
     def _decode(
         self, batch: DecodeBatch, prefill: PrefillInputs | None, catch_up: Callable[[], None]

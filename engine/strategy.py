@@ -15,11 +15,12 @@ from torch import Tensor
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
+from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.sampling.sampler import sample
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampler import sample_tokens
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.pacing import Pacing
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 
@@ -92,11 +93,14 @@ class Strategy(Pacing, ABC):
         name: the paradigm's name in the configuration.
         columns: the columns of output scope that it can produce besides the sampler's.
         counts: what it counts for each row.
+        decoding: the class of options that a row may have of its own
+            (`RequestParams.decoding`); None if there are none.
     """
 
     name: str
     columns: tuple[OutputColumn, ...] = ()
     counts: tuple[RowCount, ...] = ()
+    decoding: type | None = None
 
     # Each step
 
@@ -152,7 +156,7 @@ class Strategy(Pacing, ABC):
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         """Decide one token for each row from the logits that end its prefill."""
         mask = None if rows.guide is None else rows.guide.mask(output.logits)
-        return sample(output.divided, rows.sampling, output.positions + 1, mask=mask)
+        return sample_tokens(output.divided, rows.sampling, output.positions + 1, mask=mask)
 
     def prefilled(
         self, batch: PrefillBatch, inputs: ModelInputs, hidden: Tensor | None, newest: Tensor
@@ -172,6 +176,12 @@ class Strategy(Pacing, ABC):
         [B] are the rows that have not left since the step was launched."""
 
     # Once, before the first step
+
+    @classmethod
+    def decoding_of_row(cls, values: Mapping[str, Any]) -> object:
+        """Make the options that a row has of its own (`RequestParams.decoding`) of their values by
+        name. Raises ValueError, which names the option, if one cannot be honoured."""
+        raise ValueError(f"rows of strategy {cls.name} have no options of their own")
 
     @property
     def models(self) -> Mapping[str, ModelRole]:
@@ -199,9 +209,25 @@ class Strategy(Pacing, ABC):
         model and user allow. Raises ValueError if no row could have any token."""
         return longest
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: RequestParams, *, replays: bool = False) -> None:
         """Check that the strategy can honour these parameters. Raises ValueError if it cannot; the
-        message names the option."""
+        message names the option. If an answer is scored, `replays` says whether it has steps."""
+        if replays:
+            raise ValueError(
+                "a step map says in which order a diffusion model unmasked an answer, and strategy "
+                f"{self.name} reads it from left to right: leave prompt.answer_step_map_column out"
+            )
+
+    def is_exact(
+        self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
+    ) -> bool:
+        """Return whether the replay of a trajectory behind so many tokens reads in every step what
+        was read when the tokens were drawn. Only called if `check` allows replays.
+
+        Raises:
+            RequestError: bad_step_map, for steps that no row can have had.
+        """
+        raise NotImplementedError
 
     def allocate(self, limits: Limits) -> None:
         """Allocate what it keeps on the device, before the caches take the rest."""

@@ -77,6 +77,7 @@ def pytest_collection_finish() -> None:
     """Leave what all tests have imported out of every collection of garbage, as it is much."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # models die by themselves; few objects need a search
 
 
 def pytest_sessionfinish() -> None:
@@ -153,11 +154,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     `gemma4_text`, `gemma4_moe`, `gemma4_e2b`, `gemma3`, `gemma4` or `mistral3_small` (with a vision
     tower), `gpt_oss`, or one of `CLASSES` in tests/support/engine/tiny_models.py. config overrides
     sizes. The projections of experts are saved apart (`split_experts=False` leaves those of a layer
-    in one tensor, as gpt-oss's always are).
+    in one tensor, as gpt-oss's always are). `llada2_moe` and
+    `fast_dllm_qwen` have the names and the configuration that their checkpoints have.
     `max_shard_size` saves it in shards. The same arguments give the same folder, which tests must
     not change.
     """
-    from tests.support.engine.tiny_models import name_sdar, random_model
+    from tests.support.engine.tiny_models import (
+        name_fast_dllm,
+        name_sdar,
+        publish_llada2,
+        random_model,
+    )
 
     made: dict[str, Path] = {}
 
@@ -172,6 +179,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
             )
             if kind.startswith("sdar"):
                 name_sdar(folder / "config.json")
+            elif kind == "llada2_moe":
+                publish_llada2(folder)
+            elif kind == "fast_dllm_qwen":
+                name_fast_dllm(folder / "config.json")
             made[key] = folder
         return made[key]
 

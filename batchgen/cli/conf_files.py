@@ -27,7 +27,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Choice:
+class GroupChoice:
     """One choice of a group: what its file says of it, and its keys in the order of the file."""
 
     group: str
@@ -36,7 +36,7 @@ class Choice:
     entries: tuple[Entry, ...]
 
 
-def read_choice(group: str, name: str, folders: Sequence[Path] = ()) -> Choice:
+def read_choice(group: str, name: str, folders: Sequence[Path] = ()) -> GroupChoice:
     """A choice with its comments, from its file in conf/ or in a folder of the user."""
     about: tuple[str, ...] | None = None
     entries: list[Entry] = []
@@ -55,4 +55,4 @@ def read_choice(group: str, name: str, folders: Sequence[Path] = ()) -> Choice:
         elif line:
             entries.append(Entry(line.partition(":")[0], tuple(comment), (line,)))
             comment = []
-    return Choice(group, name, about or (), tuple(entries))
+    return GroupChoice(group, name, about or (), tuple(entries))

@@ -21,7 +21,7 @@ from batchgen.config.groups.config_keys import (
     nearest,
     nearest_key,
 )
-from batchgen.pipelines.run.pipeline_file import PIPELINE
+from batchgen.pipelines.run.given_pipeline import PIPELINE
 from batchgen.util.errors import ConfigError
 
 _WIDTH = 100
@@ -105,7 +105,9 @@ def _group_help(group: str, folders: Sequence[Path]) -> str:
     return "\n\n".join(texts)
 
 
-def _choice_help(group: str, name: str, folders: Sequence[Path], told: Sequence[Entry] = ()) -> str:
+def _choice_help(
+    group: str, name: str, folders: Sequence[Path], entries: Sequence[Entry] = ()
+) -> str:
     choice = read_choice(group, name, folders)
     default = default_choices().get(group) == name
     lines = [f"{group}={name}{' (the default)' if default else ''}"]
@@ -114,10 +116,10 @@ def _choice_help(group: str, name: str, folders: Sequence[Path], told: Sequence[
         lines += [f"  {line}" for entry in choice.entries for line in entry.lines]
         return "\n".join(lines)
     for entry in choice.entries:
-        if entry not in told:
+        if entry not in entries:
             is_key = entry.name != "defaults"  # of a file of the user, what it begins with
             lines += _entry_lines(entry, f"{group}.{entry.name}" if is_key else entry.name)
-    if again := [entry.name for entry in choice.entries if entry in told]:
+    if again := [entry.name for entry in choice.entries if entry in entries]:
         named = f"  as above: {', '.join(again)}"
         lines += textwrap.wrap(named, _WIDTH, subsequent_indent="    ")
     return "\n".join(lines)

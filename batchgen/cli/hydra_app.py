@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from batchgen.api.python.configured_job import Result, run_configured
+from batchgen.api.python.configured_job import JobOutcome, run_configured
 from batchgen.cli.cpu_threads import share_cores
 from batchgen.cli.hydra_arguments import (
     HydraArguments,
@@ -39,10 +39,10 @@ from batchgen.cli.run_options import trust_of
 from batchgen.cli.sweep import (
     SweepJob,
     dated_folder,
-    folder_name,
+    job_folder_name,
     record,
+    sweep_table,
     swept_values,
-    table,
     worst,
 )
 from batchgen.cli.sweep_end import show_arms
@@ -124,7 +124,7 @@ class HydraTask:
             sys.exit(job.code)
         return _speed(job)
 
-    def _run(self, cfg: DictConfig, job: SweepJob) -> Result:
+    def _run(self, cfg: DictConfig, job: SweepJob) -> JobOutcome:
         hydra_config = HydraConfig.get()
         if self.below == "run.dir":
             cfg.output.dir = hydra_config.run.dir
@@ -143,7 +143,9 @@ class HydraTask:
         own = tuple(text for text in given if text.partition("=")[0] not in fixed)
         if own in self.arguments.names:
             return self.arguments.names[own]
-        return folder_name([self.arguments.typed.get(text, text).lstrip("+") for text in own], ())
+        return job_folder_name(
+            [self.arguments.typed.get(text, text).lstrip("+") for text in own], ()
+        )
 
 
 def run_hydra(options: Options) -> int:
@@ -177,7 +179,7 @@ def run_hydra(options: Options) -> int:
         return code
     if sweep:
         others = names[len(task.jobs) :]
-        print(table([*task.jobs, *(SweepJob(name or ".", None) for name in others)]))
+        print(sweep_table([*task.jobs, *(SweepJob(name or ".", None) for name in others)]))
         ran = [(job.name, job.config.output.dir) for job in task.jobs if job.config is not None]
         show_arms(ran)
     return worst([code, *(job.code for job in task.jobs if job.code is not None)])

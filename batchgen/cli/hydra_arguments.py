@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from batchgen.cli.options import Options, choice_folders
 from batchgen.cli.run_options import compose_options, job_file
 from batchgen.cli.sweep import FolderNames, swept, swept_values
-from batchgen.config.compose.compose_config import collect
+from batchgen.config.compose.compose_config import collect_values
 from batchgen.config.compose.overrides import Override, parse_override
 from batchgen.config.compose.value_references import RESOLVERS_OF_HYDRA, refuse_resolvers
 from batchgen.config.groups.config_keys import EXPERIMENT, STEP_LISTS, choice_values
@@ -144,7 +144,7 @@ def _first(argument: str) -> str:
 def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
     """The choices and keys that are the same for all jobs."""
     values, places = job_file(options)
-    given, parsed = collect(values, first, folders=choice_folders(options), places=places)
+    given, parsed = collect_values(values, first, folders=choice_folders(options), places=places)
     moving = {argument.partition("=")[0].lstrip("+") for argument in varied}
     found = [f"~{group}" for group in given.whole]
     found += [f"{group}={name}" for group, name in given.choices.items() if group not in moving]

@@ -10,12 +10,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
-from batchgen.api.python.configured_job import Result
+from batchgen.api.python.configured_job import JobOutcome
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.text.colours import print_table
 
 
-def report(run: Callable[[], Result]) -> int:
+def report(run: Callable[[], JobOutcome]) -> int:
     """Run a job, tell the user how it ended, and return the exit code."""
     try:
         result = run()

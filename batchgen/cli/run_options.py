@@ -14,8 +14,9 @@ from batchgen.config.compose.job_file import read_job_file
 from batchgen.config.compose.load_config import load_config, resolved
 from batchgen.config.compose.trust import TYPED, Trust
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.pipelines.run.given_pipeline import PIPELINE, STEPS
 from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
-from batchgen.pipelines.run.pipeline_file import PIPELINE, STEPS, read_pipeline, ready_pipeline
+from batchgen.pipelines.run.pipeline_file import read_pipeline, ready_pipeline
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
 

@@ -126,7 +126,7 @@ def _arguments(options: Options) -> list[str]:
     return [*file, *folders, *options.overrides, *options.hydra]
 
 
-def folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
+def job_folder_name(overrides: Sequence[str], taken: Sequence[str]) -> str:
     """A short name, safe in every shell and file system, that no other job has."""
     parts = [re.sub(r"[^\w.+=-]+", "-", override).strip("-") for override in overrides]
     name = ",".join(parts) or "job"
@@ -148,11 +148,11 @@ class FolderNames:
         own = tuple(argument for argument in overrides if not names_worker(argument))
         if own not in self._names:
             alone = overrides and not own
-            self._names[own] = "" if alone else folder_name(own, list(self._names.values()))
+            self._names[own] = "" if alone else job_folder_name(own, list(self._names.values()))
         return self._names[own]
 
 
-def table(jobs: Sequence[SweepJob]) -> str:
+def sweep_table(jobs: Sequence[SweepJob]) -> str:
     """What became of each job, for people."""
     header = ("job", "exit", "rows", "errors", "tokens/s", "folder")
     rows = [header, *((job.name, *_facts(job)) for job in jobs)]

@@ -11,7 +11,7 @@ from typing import NoReturn
 from batchgen.util.errors import ConfigError
 
 
-class Parser(ArgumentParser):
+class VerbParser(ArgumentParser):
     """A parser whose complaints look like those of the rest of the command."""
 
     def __init__(self, verb: str, about: str, epilog: str | None = None) -> None:

@@ -22,6 +22,10 @@ class FolderLost(JobError):
     """The output folder of a running job was deleted or replaced: no row is known to be safe."""
 
 
+class OpenedAnew(JobError):
+    """Another process has opened the job anew while this one joined it: joining again mends it."""
+
+
 @contextmanager
 def mistakes_in(group: str) -> Iterator[None]:
     """Turn a ValueError of the lower layers into a ConfigError that names the group it is about."""

@@ -8,38 +8,38 @@ from pathlib import Path
 from batchgen.util.errors import ConfigError
 
 
-def is_url(given: str | os.PathLike[str]) -> bool:
+def is_url(typed: str | os.PathLike[str]) -> bool:
     """Whether what a user gives for a job's folder is in an object store."""
-    return isinstance(given, str) and "://" in given
+    return isinstance(typed, str) and "://" in typed
 
 
-def user_folder(given: str | os.PathLike[str], key: str) -> str:
-    """The folder of a job that a user means: a path as of `short_user_path`, or a URL of a known
+def user_folder(typed: str | os.PathLike[str], key: str) -> str:
+    """The folder of a job that a user means: a path see `short_user_path`, or a URL of a known
     store."""
-    if not is_url(given):
-        return str(short_user_path(given, key))
-    scheme, _, rest = os.fspath(given).partition("://")
+    if not is_url(typed):
+        return str(short_user_path(typed, key))
+    scheme, _, rest = os.fspath(typed).partition("://")
     rest = rest.strip("/")
     if scheme != "s3" or not rest:
         raise ConfigError(
-            f"{key}={given}: give a folder, or s3://BUCKET/NAME for an object store that speaks "
+            f"{key}={typed}: give a folder, or s3://BUCKET/NAME for an object store that speaks "
             "S3 (its endpoint in AWS_ENDPOINT_URL, if it is not Amazon's)"
         )
     return f"{scheme}://{rest}"
 
 
-def folder_here(given: str, what: str) -> str:
+def folder_here(typed: str, what: str) -> str:
     """A job's folder for `what` works on folders of this machine alone; ConfigError for an object
     store."""
-    if is_url(given):
+    if is_url(typed):
         raise ConfigError(
-            f"{what} works on a folder of this machine, and {given} is in an object store: copy it "
-            f"first (aws s3 sync {given} FOLDER), and name that folder"
+            f"{what} works on a folder of this machine, and {typed} is in an object store: copy it "
+            f"first (aws s3 sync {typed} FOLDER), and name that folder"
         )
-    return given
+    return typed
 
 
-def user_path(given: str | os.PathLike[str], key: str) -> Path:
+def user_path(typed: str | os.PathLike[str], key: str) -> Path:
     """The absolute path that a user means for a key or argument.
 
     A leading `~` or `~name` is a home folder, as in a shell, and a relative path begins at the
@@ -49,7 +49,7 @@ def user_path(given: str | os.PathLike[str], key: str) -> Path:
     Raises:
         ConfigError: the path is empty, names an unknown user, or holds a null character.
     """
-    text = os.fspath(given)
+    text = os.fspath(typed)
     if not text:
         raise ConfigError(f"{key} is empty: give a path")
     if "\0" in text:
@@ -64,11 +64,11 @@ def user_path(given: str | os.PathLike[str], key: str) -> Path:
     return Path(os.path.abspath(expanded))
 
 
-def short_user_path(given: str | os.PathLike[str], key: str) -> Path:
+def short_user_path(typed: str | os.PathLike[str], key: str) -> Path:
     """`user_path`, but a relative path stays relative, so that configurations and messages show it
     as it was typed. No job changes the working directory."""
-    path = user_path(given, key)
-    short = os.path.normpath(given)
+    path = user_path(typed, key)
+    short = os.path.normpath(typed)
     # pyarrow reads a leading ~ (of ./~/x) as the home folder, and a colon as the mark of a URL.
     odd = short.startswith("~") or ":" in short
     return path if odd or os.path.isabs(short) else Path(short)

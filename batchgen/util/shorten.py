@@ -53,24 +53,24 @@ def some_names(names: Iterable[str], meant: str = "") -> str:
     return f"{line} and {more:,} more" if more > 0 else line
 
 
-def wrapped(text: str, width: int, most: int | None = None) -> list[str]:
+def wrapped(text: str, width: int, limit: int | None = None) -> list[str]:
     """A text in lines that a terminal of `width` ≥ 2 columns does not break; wide characters take
     two.
 
     Lines are broken between words, and words only where they are longer than a line. The text's
-    newlines stay. The last of `most` lines ends with `…` if there is more.
+    newlines stay. The last of `limit` lines ends with `…` if there is more.
     """
     lines: list[str] = []
     for line in visible(text).expandtabs(4).split("\n"):
         lines += _broken(line.rstrip(), width)
-        if most is not None and len(lines) > most:
+        if limit is not None and len(lines) > limit:
             break
-    if most is None or len(lines) <= most:
+    if limit is None or len(lines) <= limit:
         return lines
-    last = lines[most - 1]
+    last = lines[limit - 1]
     while _columns(last) > width - 1:
         last = last[:-1]
-    return [*lines[: most - 1], last.rstrip() + "…"]
+    return [*lines[: limit - 1], last.rstrip() + "…"]
 
 
 def _broken(line: str, width: int) -> list[str]:

@@ -20,11 +20,11 @@ class ContextRows:
     """
 
     def __init__(
-        self, known: Mapping[str, npt.NDArray[Any]] | None = None, num_tokens: int = 0
+        self, columns: Mapping[str, npt.NDArray[Any]] | None = None, num_tokens: int = 0
     ) -> None:
         """Begin with the values [num_tokens, *tail] of each column, by name, if some are known."""
         self.num_tokens = num_tokens
-        self._known = known or {}
+        self._known = columns or {}
         self._lengths = [num_tokens]  # of what is known, and then of each part
         self._parts: list[Mapping[str, Download]] = []
 

@@ -186,14 +186,14 @@ class Matcher:
         except UnicodeDecodeError as error:
             return text[: error.start].decode()
 
-    def forced(self, most: int) -> list[int]:
-        """Take up to `most` tokens tentatively into which the tokenizer cuts `forced_text`; return
+    def forced(self, limit: int) -> list[int]:
+        """Take up to `limit` tokens tentatively into which the tokenizer cuts `forced_text`; return
         them.
 
         Others may be legal too, because text can nearly always be cut in several ways.
         """
         text = self.forced_text()
-        token_ids = self.grammar.vocabulary.cut(text)[:most] if text else ()
+        token_ids = self.grammar.vocabulary.cut(text)[:limit] if text else ()
         return list(token_ids[: self.walk(token_ids)])
 
     def constraining(self) -> Any:

@@ -77,8 +77,8 @@ def keep_literals(grammar: Any) -> Any:
     return Grammar.from_ebnf(cut)
 
 
-def _cut(found: re.Match[str]) -> str:
+def _cut(match: re.Match[str]) -> str:
     """Cut a string of EBNF behind escapes before digits; classes need no cut."""
-    if found[0].startswith("["):
-        return found[0]
-    return _ESCAPE.sub(lambda escape: escape[0] + '" "' if escape[1] else escape[0], found[0])
+    if match[0].startswith("["):
+        return match[0]
+    return _ESCAPE.sub(lambda escape: escape[0] + '" "' if escape[1] else escape[0], match[0])

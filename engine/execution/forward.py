@@ -96,6 +96,8 @@ def run_forward(
         # The layers read this while the forward is launched.
         slots = _joined([_lora_slots(part) for part in parts])
         model.lora.tokens = lora_tokens(slots, len(model.lora.names))
+        if outputs is not None and len(outputs.index) != len(slots):
+            model.lora.outputs = lora_tokens(slots[outputs.index], len(model.lora.names))
     hidden_inputs = [part.inputs.hidden for part in parts if part.inputs.hidden is not None]
     context = ForwardContext(
         caches.layers,
@@ -116,7 +118,7 @@ def run_forward(
         context,
     )
     if model.lora is not None:
-        model.lora.tokens = None
+        model.lora.tokens = model.lora.outputs = None
     return hidden
 
 

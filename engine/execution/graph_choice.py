@@ -26,9 +26,9 @@ class GraphChoice:
     captured first, because the memory that it takes holds all others.
     """
 
-    def __init__(self, sizes: Sequence[int], beside: int = 0) -> None:
+    def __init__(self, sizes: Sequence[int], concurrent_tokens: int = 0) -> None:
         self.sizes = sizes
-        self._beside = beside
+        self._beside = concurrent_tokens
         self._captured: list[int] = []
         self._padding = 0.0
 

@@ -78,9 +78,9 @@ class GraphShapes:
         return sum(map(len, sizes)) + wide
 
 
-def launch_bound_tokens(num_layers: int, parameters_per_token: int, most: int) -> int:
+def launch_bound_tokens(num_layers: int, parameters_per_token: int, limit: int) -> int:
     """Return the tokens of the largest prefill that is worth a CUDA graph. Up to this size the
     device computes a prefill faster than the host launches its kernels one by one. The number is a
-    multiple of 256, or `most` if that is smaller."""
+    multiple of 256, or `limit` if that is smaller."""
     tokens = int(num_layers * _LAUNCH_SECONDS * _FLOPS / (2 * parameters_per_token))
-    return min(most, tokens // 256 * 256)
+    return min(limit, tokens // 256 * 256)

@@ -115,9 +115,10 @@ class ModelInputs(Batched):
             lora_slots=tokens.new_zeros(rows) if lora else None,
         )
 
-    def pad_tokens(self, multiple: int, beside: int = 0) -> ModelInputs:
-        """Pad the tokens with a row on scratch so that T + `beside` is a multiple of `multiple`."""
-        missing = -(len(self.input_ids) + beside) % multiple
+    def pad_tokens(self, multiple: int, concurrent_tokens: int = 0) -> ModelInputs:
+        """Pad the tokens with a row on scratch so that T + `concurrent_tokens` is a multiple of
+        `multiple`."""
+        missing = -(len(self.input_ids) + concurrent_tokens) % multiple
         if not missing:
             return self
         padding = ModelInputs.on_scratch(

@@ -230,6 +230,14 @@ class ModelRunner:
         return self.divided_logits(hidden).whole()
 
     @torch.inference_mode()
+    def class_scores(self, hidden: Tensor) -> Tensor:
+        """Compute a classifier's scores [R, C], as `TokenModel.class_scores` says."""
+        rows = len(hidden)
+        if missing := -rows % self._token_multiple:
+            hidden = F.pad(hidden, (0, 0, 0, missing))
+        return self.model.class_scores(hidden)[:rows]
+
+    @torch.inference_mode()
     def divided_logits(self, hidden: Tensor) -> Logits:
         """Compute the logits of R hidden states [R, hidden_size], on each rank its columns."""
         rows, model = len(hidden), self.model
@@ -298,10 +306,12 @@ class ModelRunner:
         """Return the indices [R] int64 of the last tokens of these rows among all tokens."""
         return upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, self.device)
 
-    def _prefill_part(self, prefill: PrefillInputs, beside: int = 0) -> Part:
+    def _prefill_part(self, prefill: PrefillInputs, concurrent_tokens: int = 0) -> Part:
         """Make a part of a prefill, whose rows may have different numbers of tokens, with padding
-        for a forward of so many tokens `beside` it."""
-        inputs = prefill.inputs.pad_tokens(self._token_multiple, beside=beside)
+        for a forward that also has `concurrent_tokens` tokens."""
+        inputs = prefill.inputs.pad_tokens(
+            self._token_multiple, concurrent_tokens=concurrent_tokens
+        )
         if len(set(inputs.query_lens.tolist())) == 1:
             return Part(inputs, images=prefill.images)
         rows = np.repeat(np.arange(inputs.num_rows, dtype=np.int32), inputs.query_lens)

@@ -14,10 +14,10 @@ from torch import Tensor
 from batchgen.engine.device.transfer import Download, upload
 
 FinishReason = Literal[
-    "stop", "length", "constraint_conflict", "scored", "error", "tool_call", "no_answer"
+    "stop", "length", "constraint_conflict", "scored", "read", "error", "tool_call", "no_answer"
 ]
 """Why a row ended; `RequestOutput.finish_reason` explains each."""
-Scope = Literal["output", "context", "answer", "choice"]
+Scope = Literal["output", "edits", "tail", "context", "answer", "choice", "row"]
 """Which tokens a column has values for; `OutputColumn.scope` explains each."""
 
 
@@ -29,11 +29,15 @@ class OutputColumn:
     dtype: np.dtype[Any]  # the dtype of its elements
     tail_shape: tuple[int, ...] = ()  # the shape of one token's value; `()` is a scalar
     # `output` columns have one value for each generated token, and a strategy puts them into
-    # `StepOutput.columns`. `context` columns have one value for each token that the model has read
-    # (the prompt and all generated or given tokens but the last), and a layer of the model writes
-    # them with `ForwardContext.record`. `answer` columns have one value for each token of a given
-    # answer, and the sampler puts them into `StepOutput.columns`. `choice` columns have one value
-    # for each choice of a row's constraint, and the job makes them.
+    # `StepOutput.columns`. `tail` columns have one for each token that the row's last step yielded
+    # behind its last one: what tail_X has are the token ids or the column X there. `edits` columns
+    # have one for each token that was replaced before it was yielded; of a step they are as
+    # `EditBuffer` takes them. `context` columns have one value for each token that the model has
+    # read (the prompt and all generated or given tokens but the last), and a layer of the model
+    # writes them with `ForwardContext.record`. `answer` columns have one value for each token of a
+    # given answer, and the sampler puts them into `StepOutput.columns`. `choice` columns have one
+    # value for each choice of a row's constraint, and the job makes them. `row` columns have one
+    # value for the whole row, which is pooled from the hidden states of the tokens that were read.
     scope: Scope = "output"
     # Further facts, as pairs of a name and a text, that readers of the output files need to
     # understand the values, such as which layers they are of.
@@ -223,8 +227,9 @@ class RequestOutput:
     text: str  # the generated tokens decoded without special tokens, and cut before a stop string
     # `stop` (EOS, a stop id or a stop string), `length` (the most tokens were reached),
     # `constraint_conflict` (the constraint allows no token that the other parameters leave),
-    # `scored` (the row had an answer whose tokens were all scored) or `error`. A job whose model
-    # writes Harmony makes `tool_call` and `no_answer` of some that are `stop` to the engine.
+    # `scored` (the row had an answer whose tokens were all scored), `read` (the row was to be read
+    # alone, and all its tokens were) or `error`. A job whose model writes Harmony makes `tool_call`
+    # and `no_answer` of some that are `stop` to the engine.
     finish_reason: FinishReason
     # The stop string, or the text of the stop id, that ended the row; else None.
     stop: str | None = None
@@ -232,7 +237,8 @@ class RequestOutput:
     error: RequestError | None = None
     # Maps the name of each requested column to its values [N, *tail]. N is the number of generated
     # tokens; for a column of context scope it is the number of all tokens, prompt included, less
-    # one; for one of answer scope it is the number of the answer's tokens.
+    # one, or of all if the row was to be read alone; for one of answer scope it is the number of
+    # the answer's tokens. A column of row scope has one value [*tail].
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     # Maps the name of each of the strategy's counts to its value for this row.
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -242,3 +248,6 @@ class RequestOutput:
     # Whether the text is complete by its constraint; None if there is none.
     constraint_satisfied: bool | None = None
     answer_token_ids: list[int] | None = None  # the given answer's tokens; None if there is none
+    # Whether a replay has the log-probabilities with which the tokens were drawn, if the model is
+    # the one that drew them; None if nothing is replayed.
+    replay_exact: bool | None = None

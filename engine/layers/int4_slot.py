@@ -86,13 +86,13 @@ class Int4Slot(WeightSlot):
         shape = [*self.panels.sizes][0 if self.several else 1 :]
         return shape if self.shard is None else self.shard.whole_shape(shape)
 
-    def _own(self, name: str, part: Tensor, place: int) -> Tensor:
+    def _own(self, name: str, part: Tensor, index: int) -> Tensor:
         """This rank's share of one of the three parts of the weight, in the order of the layer."""
         assert self.panels is not None
         shard = self.shard
         if shard is not None:
             if shard.axis == (2 if self.several else 1):
-                shard = shard.of_blocks(self.panels.group if place else _CODES)
+                shard = shard.of_blocks(self.panels.group if index else _CODES)
             try:
                 part = shard.take(part)
             except ValueError as error:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.int4_slot import Int4Slot, int4_parameters
-from batchgen.engine.layers.lora import Factors, LayerLoRA, LoRAPlace, LoRAState, own_factors
+from batchgen.engine.layers.lora import Factors, LayerLoRA, LoRAPlace, LoRAState
 from batchgen.engine.layers.packed_format import Int4Format
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
@@ -211,17 +211,6 @@ class Linear(nn.Module):
             self.lora = LayerLoRA(
                 places, factors, state, self.out_features, depth, self._dtype, device
             )
-
-    def fold_lora(self, path: str, factors: Mapping[str, Factors]) -> None:
-        """Add what an adapter adds to the loaded weight, with sums in float32."""
-        for place in self.lora_places(path):
-            if (own := factors.get(place.name)) is None:
-                continue
-            assert self.scales is None, "only weights in the model's dtype are folded"
-            device = self.weight.device
-            down, up = own_factors(place, own, self.in_features, torch.float32)
-            rows = self.weight[place.part.start :][: place.part.size]
-            rows.copy_(rows.float() + up.to(device) @ down.to(device))
 
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weight to the layout for this CPU; it cannot be loaded again then.

@@ -66,6 +66,8 @@ class LoRAState:
         ranks: the highest rank of each.
         default: the adapter of rows that ask for none; None: they have none.
         tokens: which adapters the tokens have; None if no token has any.
+        outputs: the same of the tokens whose results are wanted, which are all that the end of the
+            last layer computes; None if their number is that of all tokens.
     """
 
     names: tuple[str, ...]
@@ -73,6 +75,7 @@ class LoRAState:
     default: str | None = None
     num_bytes: int = 0
     tokens: LoRATokens | None = field(default=None, repr=False)
+    outputs: LoRATokens | None = field(default=None, repr=False)
 
     @property
     def slots(self) -> dict[str | None, int]:
@@ -177,32 +180,34 @@ class LayerLoRA:
 
     def add_(self, out: Tensor, x: Tensor) -> Tensor:
         """Add what the tokens' adapters make of x [T, in_features] to `out` [T, out_features] in
-        place, and return it."""
-        tokens = self._state.tokens
+        place, and return it; x may be of the output tokens alone."""
+        tokens, outputs = self._state.tokens, self._state.outputs
         if tokens is None:
             return out
+        if outputs is not None and len(outputs.slots) == len(x):
+            tokens = outputs
         assert len(tokens.slots) == len(x), "the rows of this layer are not the forward's tokens"
         return add_lora_(out, x, tokens, self._stacked, self._products)
 
 
-def _any(place: LoRAPlace, factors: Sequence[Mapping[str, Factors]]) -> bool:
-    return any(place.name in own for own in factors)
+def _any(site: LoRAPlace, factors: Sequence[Mapping[str, Factors]]) -> bool:
+    return any(site.name in own for own in factors)
 
 
 def own_factors(
-    place: LoRAPlace, factors: Factors, depth: int, dtype: torch.dtype
+    site: LoRAPlace, factors: Factors, depth: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's A [rank, in] and scale · B [out, rank] in the layer's order and dtype."""
     down = torch.empty((factors.rank, depth), dtype=dtype)
     name = factors.down_name
-    WeightSlot(down, (name,), (name,), shard=place.columns).fill({name: factors.down})
-    up = torch.empty((place.part.size, factors.rank), dtype=dtype)
-    name, arrange = factors.up_name, place.arrange
+    WeightSlot(down, (name,), (name,), shard=site.columns).fill({name: factors.down})
+    up = torch.empty((site.part.size, factors.rank), dtype=dtype)
+    name, arrange = factors.up_name, site.arrange
     combine = None if arrange is None else lambda tensors: arrange(tensors[name])
     scaled = factors.up.float() * factors.scale
-    if place.within is not None:
-        scaled = scaled[slice(*place.within)]
-    WeightSlot(up, (name,), (name,), combine, shard=place.rows).fill({name: scaled})
+    if site.within is not None:
+        scaled = scaled[slice(*site.within)]
+    WeightSlot(up, (name,), (name,), combine, shard=site.rows).fill({name: scaled})
     return down, up
 
 

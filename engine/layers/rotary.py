@@ -54,9 +54,9 @@ class DefaultRope:
         return 1.0
 
 
-def _is_between(least: float, value: object, most: float) -> bool:
+def _is_between(least: float, value: object, upper: float) -> bool:
     """Whether a value is a number between two others."""
-    return isinstance(value, int | float) and type(value) is not bool and least < value < most
+    return isinstance(value, int | float) and type(value) is not bool and least < value < upper
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class RotaryTable:
 
 
 def axes_of_frequencies(number: int, sections: tuple[int, int, int]) -> Tensor:
-    """Return the axis that each of so many frequencies reads, [number] int64 on the CPU: 0 is time,
+    """Return the axis that each frequency reads, [number] int64 on the CPU: 0 is time,
     1 the row and 2 the column."""
     index = torch.arange(number, device="cpu")
     axis = index % 3

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.four_bit.int4_weight import Int4Weight
-from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight, quantise_weight, rows_of_scales
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight, quantise_fp8, rows_of_scales
 
 CheckpointTensor = Tensor | FP8Weight | Int4Weight
 """What a checkpoint has under a name: values, or quantised ones with their scales."""
@@ -106,7 +106,7 @@ class WeightSlot:
             return
         drawn = torch.empty(self.source_shape, device=self.parameter.device, dtype=torch.bfloat16)
         values(drawn)
-        rounded = quantise_weight(drawn)
+        rounded = quantise_fp8(drawn)
         if self.shard is not None:
             self.fill(dict.fromkeys(self.sources, rounded))
             return
@@ -176,7 +176,7 @@ class WeightSlot:
                 f"scales, but quantization_config says that weights are in FP8: list its module in "
                 "modules_to_not_convert if it is not"
             )
-        return quantise_weight(plain.to(self.parameter.device))
+        return quantise_fp8(plain.to(self.parameter.device))
 
     def _plain(self, tensor: CheckpointTensor) -> Tensor:
         if isinstance(tensor, Tensor):

@@ -8,20 +8,26 @@ from batchgen.engine.layers.decoder_layer import DecoderLayer, HasInputProjectio
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.lora import Factors, LoRAPlace, LoRAState
 from batchgen.engine.layers.weight_slot import named_parts
-from batchgen.engine.loading.peft_files import AdapterFile
+from batchgen.engine.loading.folding import check_fold, fold_adapter
+from batchgen.engine.loading.peft_files import FOLD_IT, AdapterFile
 from batchgen.engine.models.causal_lm import CausalLM, full_name
 
 _WEIGHT = ".weight"
 
 
-def check_adapter(adapter: AdapterFile, model: CausalLM) -> None:
-    """Raise ValueError if an adapter does not fit a model, whose parameters need no values; the
-    message names the tensor."""
+def check_adapter(adapter: AdapterFile, model: CausalLM, *, fold: bool = False) -> None:
+    """Raise ValueError if an adapter does not fit a model, whose parameters need no values, or if
+    it cannot stand beside its weights, nor be added to them with `fold`; the message names the
+    tensor."""
     places: dict[str, list[tuple[LoRAPlace, int]]] = {}
     for layer, path in _layers(model):
         for place in layer.lora_places(path):
             depth = layer.in_features if place.columns is None else place.columns.size
             places.setdefault(place.name, []).append((place, depth))
+    single = [name for name, found in places.items() if len(found) == 1]
+    if fold:
+        _check_complete(adapter, check_fold(adapter, model), single)
+        return
     adapted = set()
     for module, (down, up) in adapter.modules().items():
         name = _piece_name(module, model)
@@ -39,7 +45,7 @@ def check_adapter(adapter: AdapterFile, model: CausalLM) -> None:
                     f"{module} of the model has {size} {'in' if axis else 'out'} features: the "
                     "adapter is of another model"
                 )
-    _check_complete(adapter, adapted, [n for n, found in places.items() if len(found) == 1])
+    _check_complete(adapter, adapted, single)
 
 
 def _check_complete(adapter: AdapterFile, adapted: set[str], names: list[str]) -> None:
@@ -69,16 +75,16 @@ def add_adapters(
     the weights instead; all of them are in the model's dtype. Raises ValueError as `check_adapter`
     does.
     """
+    if fold:
+        (only,) = adapters.values()
+        check_adapter(only, model, fold=True)
+        fold_adapter(only, model)
+        return
     factors: list[dict[str, Factors]] = []
     for adapter in adapters.values():
         check_adapter(adapter, model)
         read = adapter.read()
         factors.append({_piece_name(module, model): own for module, own in read.items()})
-    if fold:
-        (own,) = factors
-        for layer, path in _layers(model):
-            layer.fold_lora(path, own)
-        return
     ranks = tuple(max(one.rank for one in own.values()) for own in factors)
     model.lora = state = LoRAState(tuple(adapters), ranks, default)
     for layer, path in _layers(model):
@@ -118,7 +124,7 @@ def _why_not(name: str, model: CausalLM) -> str:
     known = {piece for slot in model.checkpoint_slots() for piece in slot.pieces}
     if name + _WEIGHT in known or any(piece.startswith(f"{name}.") for piece in known):
         return (
-            f", and adapters of this module of {kind} are not supported: merge the adapter into "
-            "the model with PEFT's merge_and_unload"
+            f", and adapters of this module of {kind} are not computed beside the weights: "
+            f"{FOLD_IT}"
         )
     return f", which {kind} does not have: the adapter is of another model"

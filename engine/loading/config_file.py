@@ -9,20 +9,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.engine.layers.packed_format import PackedFormat
-from batchgen.engine.loading.model_keys import check_keys, unknown_keys
+from batchgen.engine.loading.model_keys import check_model_keys, unknown_keys
 from batchgen.engine.loading.packed_weights import with_modules
-from batchgen.engine.loading.safetensors_files import are_equal, read_json, tensor_names
+from batchgen.engine.loading.safetensors_files import read_json, tensor_names, tensors_equal
 from batchgen.engine.loading.tokenizer import load_tokenizer
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
 from batchgen.engine.models.model_config import ModelConfig
-from batchgen.engine.models.model_registry import model_class
+from batchgen.engine.models.model_registry import ModelHead, decoder_of, model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
-_MASK = "<|MASK|>"  # The mask token of the published SDAR tokenizers.
+_OF_EMBEDDERS = "modules.json"
+"""A file of embedding models, by sentence-transformers."""
+_BARE_EMBEDDING = "embed_tokens.weight"
+"""What the embedding is called in files of a decoder without its head."""
+_MOST_LABELS, _LABEL_LENGTH = 10_000, 200
+"""The most classes of a classifier, and the most characters of a class's name."""
+_MASKS = ("<|MASK|>", "|<MASK>|")
+"""The mask tokens of the published tokenizers of SDAR and of Fast-dLLM v2."""
 _OBJECTS = ("text_config", "quantization_config", "rope_parameters", "rope_scaling")
 """The keys of config.json that hold an object, or null."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -32,7 +39,7 @@ _SHOWN = 60
 """How many characters of a wrong value a message shows."""
 
 
-def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
+def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     """Read the configuration of a GGUF file or of a folder with a config.json.
 
     If a folder's config.json says that embedding and logits' layer share a weight, and the
@@ -51,22 +58,43 @@ def load_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
     values = with_infinities(read_json(file))
     _check_values(file, values)
     model = _class_of(file, values)
-    check_keys(file, values, model.hf_config().model_type)
+    check_model_keys(file, values, model.hf_config().model_type)
     if model.is_diffusion and values.get("mask_token_id") is None:
         values["mask_token_id"] = _mask_token_id(path)
+    _, head = decoder_of(values["architectures"][0])
     try:
-        config = model.config_from_hf(_parsed(model.hf_config(), values))
+        hf = _parsed(model.hf_config(), values)
+        config = model.config_from_hf(hf)
+        if head is not None:
+            labels = _labels(hf) if head is ModelHead.CLASSES else None
+            config = replace(config, has_logits=False, labels=labels, heads=())
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     looked_at = load_format != "dummy" and any(path.glob("*.safetensors"))
     if isinstance(config.form, PackedFormat) and looked_at:
         config = replace(config, form=with_modules(config.form, path))
-    if config.tie_word_embeddings and looked_at:
-        names = {model.piece_name(full_name(name), config): name for name in tensor_names(path)}
-        if names.keys() >= {EMBEDDING, LM_HEAD}:
-            tied = are_equal(path, names[EMBEDDING], names[LM_HEAD])
+    embeds = (path / _OF_EMBEDDERS).is_file()
+    if config.has_logits and looked_at and (config.tie_word_embeddings or embeds):
+        given = list(tensor_names(path))
+        names = {model.piece_name(full_name(name), config): name for name in given}
+        if config.tie_word_embeddings and names.keys() >= {EMBEDDING, LM_HEAD}:
+            tied = tensors_equal(path, names[EMBEDDING], names[LM_HEAD])
             config = replace(config, tie_word_embeddings=tied, untied=not tied)
+        elif not config.tie_word_embeddings and LM_HEAD not in names and _BARE_EMBEDDING in given:
+            # Embedding models may be saved without the layer that their architecture names.
+            config = replace(config, has_logits=False, heads=())
     return config
+
+
+def _labels(hf: PretrainedConfig) -> tuple[str, ...]:
+    """Return the names of a classifier's classes, in their order; raise ValueError if they are not
+    numbered from 0 on, or are no texts."""
+    names: object = hf.id2label
+    if not isinstance(names, dict) or not 0 < len(names) <= _MOST_LABELS:
+        raise ValueError(f"id2label must name 1 to {_MOST_LABELS:,} classes, got {_shown(names)}")
+    if sorted(names) != [*range(len(names))] or not all(isinstance(n, str) for n in names.values()):
+        raise ValueError(f"id2label is {_shown(names)}, and must give each class from 0 on a name")
+    return tuple(_cut(names[i], _LABEL_LENGTH) for i in range(len(names)))
 
 
 def strange_keys(path: Path) -> list[str]:
@@ -174,9 +202,11 @@ def _mask_token_id(path: Path) -> int:
         if tokenizer.mask_token_id is not None:
             return int(tokenizer.mask_token_id)
         added: dict[str, int] = tokenizer.get_added_vocab()
-        if _MASK in added:
-            return added[_MASK]
+        for mask in _MASKS:
+            if mask in added:
+                return added[mask]
     raise ValueError(
         f"{path}: neither config.json (key 'mask_token_id') nor the tokenizer (mask_token, or an "
-        f"added token {_MASK}) says which token stands for masked ones: add it to config.json"
+        f"added token {' or '.join(_MASKS)}) says which token stands for masked ones: add it to "
+        "config.json"
     )

@@ -17,13 +17,13 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, Units, WeightFormat, units_of
 from batchgen.engine.layers.packed_format import Int4Format, PackedFormat
 from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot
-from batchgen.engine.loading.config_file import LoadFormat, load_config
+from batchgen.engine.loading.config_file import LoadFormat, load_model_config
 from batchgen.engine.loading.packed_weights import packed_weights
 from batchgen.engine.loading.safetensors_files import (
     abbreviate,
-    are_equal,
     tensor_names,
     tensors,
+    tensors_equal,
     tensors_with_scales,
 )
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
@@ -46,6 +46,7 @@ def load_model(
     native_fp8: bool | None = None,
     parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
     vision: bool = False,  # load the tower that reads images
+    hidden_layers: tuple[int, ...] = (),  # `ModelConfig.hidden_layers`
 ) -> CausalLM:
     """Build the model of a checkpoint and load its weights, one tensor at a time.
 
@@ -55,7 +56,7 @@ def load_model(
     """
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"{path} is not a .gguf file, which load_format=gguf asks for")
-    config = load_config(path, load_format)
+    config = replace(load_model_config(path, load_format), hidden_layers=hidden_layers)
     kind = model_class(config.architecture, path)
     release_cached_memory(device)
     dtype = dtype or config.dtype
@@ -118,7 +119,7 @@ def _check_copies(model: CausalLM, path: Path) -> None:
     """Refuse a checkpoint in which a head has an embedding or a layer for logits of its own."""
     names = {model.piece_name(full_name(name), model.config): name for name in tensor_names(path)}
     for copy, piece in model.copies.items():
-        if names.keys() >= {copy, piece} and not are_equal(path, names[copy], names[piece]):
+        if names.keys() >= {copy, piece} and not tensors_equal(path, names[copy], names[piece]):
             raise ValueError(
                 f"{path}: {names[copy]} differs from {names[piece]}, and a head that does not "
                 "share it with the model is not supported: do not use the head"

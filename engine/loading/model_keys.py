@@ -97,7 +97,7 @@ _OF_FILES = {
 """Keys that families read though no class of transformers declares them, and those of all files."""
 
 
-def check_keys(file: Path, values: Mapping[str, Any], model_type: str) -> None:
+def check_model_keys(file: Path, values: Mapping[str, Any], model_type: str) -> None:
     """Refuse keys of a config.json, and of its text_config, that change the model in a way that the
     engine does not have. Raises ValueError, which names the key."""
     for place, part in _parts(values):

@@ -15,15 +15,22 @@ from torch import Tensor
 from batchgen.engine.layers.lora import Factors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _PLAIN = re.compile(r"\^?[A-Za-z_][\w.]*")
 _UNUSED = (
     *("alora_invocation_tokens", "arrow_config", "corda_config", "eva_config", "layer_replication"),
-    *("lora_bias", "megatron_config", "target_parameters", "trainable_token_indices", "use_bdlora"),
-    *("use_dora", "use_qalora", "velora_config", "monteclora_config"),
+    *("lora_bias", "megatron_config", "trainable_token_indices", "use_bdlora", "use_qalora"),
+    *("velora_config", "monteclora_config"),
 )
 """Keys of PEFT that change what an adapter computes, and which must be off."""
+_FOLDED = ("modules_to_save", "target_parameters", "use_dora")
+"""Keys of PEFT for what is added to weights alone, and never computed beside them."""
+FOLD_IT = (
+    "add the adapter to the weights with lora_fold=true, which takes it as the only one, or merge "
+    "it into the model with PEFT's merge_and_unload"
+)
+"""What to do with an adapter that does not stand beside the weights."""
 _SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights after which the base model's weights are what they were."""
 
@@ -40,6 +47,10 @@ class AdapterConfig:
     target_modules: tuple[str, ...] = ()  # names that modules end with; empty if it is a pattern
     layers: tuple[int, ...] | None = None  # the layers that have the modules; None: all
     base: str | None = None  # the model that it was trained on, by its name
+    parameters: tuple[str, ...] = ()  # weights of all experts in one tensor, by their last names
+    saved: tuple[str, ...] = ()  # modules whose weights were trained as a whole
+    bias: str = "none"  # which biases were trained
+    dora: bool = False  # whether rows of weights have norms of their own
 
     def rank_of(self, module: str) -> int:
         """The rank at the module of this name."""
@@ -79,37 +90,57 @@ class AdapterFile:
             match = _FACTOR.fullmatch(name)
             if match is None:
                 raise ValueError(f"{self.folder}: tensor {name} {_what_it_is(name)}")
-            found.setdefault(match[1].removeprefix(_PREFIX), {})[match[2]] = name
-        for module, factors in found.items():
-            for one, other in ("AB", "BA"):
-                if one not in factors:
-                    lack = factors[other].replace(f"lora_{other}", f"lora_{one}")
-                    raise ValueError(
-                        f"{self.folder} is damaged: tensor {lack} is missing, and there is "
-                        f"{factors[other]} for {module}"
-                    )
-        return {module: (factors["A"], factors["B"]) for module, factors in found.items()}
+            found.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = name
+        return {module: self.both(module, factors) for module, factors in found.items()}
+
+    def both(self, module: str, factors: Mapping[str, str]) -> tuple[str, str]:
+        """Return the names of A and B of a module. Raises ValueError if one is missing."""
+        for one, other in ("AB", "BA"):
+            if one not in factors:
+                lack = factors[other].replace(f"_{other}", f"_{one}")
+                raise ValueError(
+                    f"{self.folder} is damaged: tensor {lack} is missing, and there is "
+                    f"{factors[other]} for {module}"
+                )
+        return factors["A"], factors["B"]
+
+    def check_rank(self, rank: int, down: str, up: str) -> None:
+        """Raise ValueError unless A and B have this rank."""
+        for name, axis in ((down, 0), (up, 1)):
+            shape = self.shapes[name]
+            if len(shape) != 2 or shape[axis] != rank:
+                expected = f"[{rank}, …]" if axis == 0 else f"[…, {rank}]"
+                raise ValueError(
+                    f"{self.folder}: tensor {name} has shape {list(shape)}, and {CONFIG} says that "
+                    f"its rank is {rank}, which is {expected}"
+                )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Read all tensors, by their names."""
+        from safetensors.torch import load_file
+
+        found: dict[str, Tensor] = load_file(self.folder / WEIGHTS)
+        return found
 
     def read(self) -> dict[str, Factors]:
         """Read the tensors; returns what the adapter adds by the name of the module."""
-        from safetensors.torch import load_file
-
-        tensors: dict[str, Tensor] = load_file(self.folder / WEIGHTS)
+        tensors = self.tensors()
         return {
             module: Factors(down, up, tensors[down], tensors[up], self.config.scale_of(module))
             for module, (down, up) in self.modules().items()
         }
 
 
-def open_adapter(folder: Path) -> AdapterFile:
-    """Read what an adapter is, and the names and shapes of its tensors.
+def open_adapter(folder: Path, *, fold: bool = False) -> AdapterFile:
+    """Read what an adapter is, and the names and shapes of its tensors; with `fold` also one that
+    can be added to the weights alone.
 
     Raises ValueError if it is none, is damaged, or computes what is not supported; the message
     names the file and the key or the tensor.
     """
     from safetensors import SafetensorError, safe_open
 
-    config = _read_config(folder / CONFIG)
+    config = _read_config(folder / CONFIG, fold)
     path = folder / WEIGHTS
     if not path.is_file():
         pickles = sorted(
@@ -137,24 +168,13 @@ def open_adapter(folder: Path) -> AdapterFile:
     if not shapes:
         raise ValueError(f"{path} has no tensors: the adapter adds nothing")
     adapter = AdapterFile(folder, config, shapes)
-    for module, (down, up) in adapter.modules().items():
-        _check_rank(adapter, module, down, up)
+    if not fold:
+        for module, (down, up) in adapter.modules().items():
+            adapter.check_rank(config.rank_of(module), down, up)
     return adapter
 
 
-def _check_rank(adapter: AdapterFile, module: str, down: str, up: str) -> None:
-    rank, shapes = adapter.config.rank_of(module), adapter.shapes
-    for name, axis in ((down, 0), (up, 1)):
-        shape = shapes[name]
-        if len(shape) != 2 or shape[axis] != rank:
-            expected = f"[{rank}, …]" if axis == 0 else f"[…, {rank}]"
-            raise ValueError(
-                f"{adapter.folder}: tensor {name} has shape {list(shape)}, and {CONFIG} says that "
-                f"its rank is {rank}, which is {expected}"
-            )
-
-
-def _read_config(path: Path) -> AdapterConfig:
+def _read_config(path: Path, fold: bool) -> AdapterConfig:
     if not path.is_file():
         raise ValueError(f"{path.parent} is no adapter: it has no {CONFIG}, as PEFT writes it")
     try:
@@ -163,11 +183,10 @@ def _read_config(path: Path) -> AdapterConfig:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(given, dict):
         raise ValueError(f"{path} is damaged: it holds no object")
-    _refuse_unsupported(path, given)
+    _refuse_unsupported(path, given, fold)
     layers, targets = given.get("layers_to_transform"), given.get("target_modules")
     if isinstance(layers, int):
         layers = [layers]
-    names = targets if isinstance(targets, list) else []
     base = given.get("base_model_name_or_path")
     return AdapterConfig(
         rank=_number(path, given, "r", whole=True),
@@ -175,42 +194,51 @@ def _read_config(path: Path) -> AdapterConfig:
         rank_pattern=_pattern(path, given, "rank_pattern", whole=True),
         alpha_pattern=_pattern(path, given, "alpha_pattern"),
         rslora=given.get("use_rslora") is True,
-        target_modules=tuple(name for name in names if isinstance(name, str)),
+        target_modules=_texts(targets),
         layers=tuple(layers) if isinstance(layers, list) else None,
         base=base if isinstance(base, str) and base else None,
+        parameters=_texts(given.get("target_parameters")),
+        saved=_texts(given.get("modules_to_save")),
+        bias=str(given.get("bias", "none")),
+        dora=given.get("use_dora") is True,
     )
 
 
-def _refuse_unsupported(path: Path, given: Mapping[str, Any]) -> None:
-    if (kind := given.get("peft_type")) != "LORA":
+def _texts(value: Any) -> tuple[str, ...]:
+    names = value if isinstance(value, list) else []
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _refuse_unsupported(path: Path, values: Mapping[str, Any], fold: bool) -> None:
+    if (kind := values.get("peft_type")) != "LORA":
         raise ValueError(f"{path}: peft_type is {kind!r}, and only LORA adapters are supported")
-    if given.get("bias", "none") != "none":
+    if not fold and values.get("bias", "none") != "none":
         raise ValueError(
-            f"{path}: bias is {given['bias']!r}, so it changes biases of the base model: merge the "
-            "adapter into the model with PEFT's merge_and_unload, or train it with bias='none'"
+            f"{path}: bias is {values['bias']!r}, so it changes biases of the base model: {FOLD_IT}"
         )
-    if given.get("fan_in_fan_out"):
+    if values.get("fan_in_fan_out"):
         raise ValueError(f"{path}: fan_in_fan_out is true, which no model of batchgen has")
-    if saved := given.get("modules_to_save"):
-        raise ValueError(
-            f"{path}: modules_to_save is {saved}, whole weights instead of low-rank ones: merge "
-            "the adapter into the model with PEFT's merge_and_unload"
-        )
-    if (start := given.get("init_lora_weights", True)) not in _SAME_BASE:
+    for key in () if fold else _FOLDED:
+        if values.get(key):
+            raise ValueError(
+                f"{path}: {key} is {str(values[key])[:100]}, which is not computed beside the "
+                f"weights: {FOLD_IT}"
+            )
+    if (start := values.get("init_lora_weights", True)) not in _SAME_BASE:
         raise ValueError(
             f"{path}: init_lora_weights is {start!r}, which changes the base model's weights: save "
             "the adapter with PEFT's path_initial_model_for_weight_conversion, or merge it"
         )
     for key in _UNUSED:
-        if given.get(key):
+        if values.get(key):
             raise ValueError(
-                f"{path}: {key} is {str(given[key])[:100]}, which is not supported: merge the "
+                f"{path}: {key} is {str(values[key])[:100]}, which is not supported: merge the "
                 "adapter into the model with PEFT's merge_and_unload"
             )
 
 
-def _number(path: Path, given: Mapping[str, Any], key: str, *, whole: bool = False) -> Any:
-    value = given.get(key)
+def _number(path: Path, values: Mapping[str, Any], key: str, *, whole: bool = False) -> Any:
+    value = values.get(key)
     return _checked(path, key, value, whole)
 
 
@@ -228,11 +256,11 @@ def _checked(path: Path, key: str, value: Any, whole: bool) -> Any:
 
 
 def _pattern(
-    path: Path, given: Mapping[str, Any], key: str, *, whole: bool = False
+    path: Path, values: Mapping[str, Any], key: str, *, whole: bool = False
 ) -> dict[str, Any]:
     """Read a mapping of module names. PEFT takes them for regular expressions; those of strangers
     could take any time, so they must be plain."""
-    found = given.get(key) or {}
+    found = values.get(key) or {}
     if not isinstance(found, dict):
         raise ValueError(f"{path}: {key} must be an object, got {str(found)[:100]}")
     plain = {}
@@ -257,7 +285,7 @@ def _by_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
 
 def _what_it_is(name: str) -> str:
     if "lora_embedding" in name:
-        return "adapts an embedding, which is not supported: merge the adapter into the model"
+        return f"adapts an embedding, which is not computed beside the weights: {FOLD_IT}"
     if "lora_magnitude_vector" in name:
-        return "is of DoRA, which is not supported: merge the adapter into the model"
+        return f"is of DoRA, which is not computed beside the weights: {FOLD_IT}"
     return "is none of a low-rank adapter (….lora_A.weight, ….lora_B.weight)"

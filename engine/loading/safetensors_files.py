@@ -27,7 +27,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, found.get_tensor(name)
 
 
-def are_equal(folder: Path, one: str, other: str) -> bool:
+def tensors_equal(folder: Path, one: str, other: str) -> bool:
     """Whether two tensors of a folder hold equal values of the same type."""
     # Values are read only where they are looked at.
     first, second = (next(t for name, t in tensors(folder) if name == n) for n in (one, other))

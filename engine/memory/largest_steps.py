@@ -52,7 +52,7 @@ def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
         if shapes.prefill_tokens:
             graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
     # The logits and their float32 copy for penalties; the rows' histories, copied when rows join.
-    logits = max(rows * width, score_rows(model, config))
+    logits = max(rows * width, max_scored_tokens(model, config))
     sampling = logits * model.vocab_size * (model.dtype.itemsize + 4)
     sampling += rows * config.max_model_len * 3 * 8
     return max(prefill, decode, images) + graphs + sampling + LIBRARY_BYTES
@@ -68,7 +68,7 @@ def replay_bytes(decode: int, config: ResolvedConfig) -> int:
     return tables + decode * max(1, -(-MOST_ROWS // config.max_num_seqs))
 
 
-def score_rows(model: TokenModel, config: ResolvedConfig) -> int:
+def max_scored_tokens(model: TokenModel, config: ResolvedConfig) -> int:
     """Return how many given tokens are scored at once, a multiple of 16: those whose logits, in
     float32, are within a budget. On a GPU they are no more than the rows of a decode step, whose
     logits need room anyway, unless these are very few."""

@@ -114,10 +114,10 @@ class Room(NamedTuple):
     total: int | None = None  # of the GPU; None for a CPU
 
 
-def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room) -> MemoryPlan:
+def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, available: Room) -> MemoryPlan:
     """Divide the memory that is given for caches, as `plan_memory` says; the weights need not be
     loaded."""
-    room, total = given.caches, given.total
+    room, total = available.caches, available.total
     advice = "set kv_cache_gib"
     if total is not None:
         advice = "raise gpu_memory_utilization, lower max_batched_tokens or free the GPU"
@@ -153,7 +153,7 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, given: Room)
     num_blocks = _num_blocks(per_block, room - window_cache, config, advice)
     return MemoryPlan(
         weights=weight_bytes(uses),
-        work_space=given.activations,
+        work_space=available.activations,
         kv_cache=num_blocks * per_block,
         num_blocks=num_blocks,
         kv_tokens=(num_blocks - 1) * config.block_size,

@@ -1,4 +1,4 @@
-"""The base of all models: a decoder, and a head that computes logits."""
+"""The base of all models: a decoder, and a head that computes logits or scores of classes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext
+from batchgen.engine.interface.hidden_columns import HIDDEN_STATES
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.embedding import Embedding, LogitsLayer
 from batchgen.engine.layers.layer_inputs import LayerInputs
+from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.mxfp4_format import WeightFormat
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
@@ -40,7 +43,8 @@ class Decoder(nn.Module):
     """The part of a model from token ids to hidden states: embedding, layers and final norm.
 
     `rotaries` has the rotary table of each layer, None for one that rotates nothing. `layer_inputs`
-    makes what layers read besides the stream.
+    makes what layers read besides the stream. `hidden_column` records the hidden states behind
+    `hidden_layers` (`ModelConfig.hidden_layers`).
     """
 
     checkpoint_names: Mapping[str, str] = {"layer_inputs": ""}
@@ -52,9 +56,13 @@ class Decoder(nn.Module):
         norm: RMSNorm,
         rotaries: Iterable[RotaryTable | None],
         layer_inputs: LayerInputs | None = None,
+        hidden_column: OutputColumn | None = None,
+        hidden_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.embed_tokens, self.layer_inputs = embed_tokens, layer_inputs
+        self._hidden_column = hidden_column
+        self._places = {layer: place for place, layer in enumerate(hidden_layers)}
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.rotaries = tuple(rotaries)
@@ -70,18 +78,48 @@ class Decoder(nn.Module):
         tables = dict.fromkeys(self.rotaries)
         places = positions if ctx.rope_positions is None else ctx.rope_positions
         turns = {table: None if table is None else table(places) for table in tables}
-        last = None if ctx.adapted else len(self.layers) - 1
+        # Adapters know the tokens of a layer by their number.
+        wanted = ctx.outputs
+        if wanted is not None and ctx.adapted and len(wanted.index) == len(input_ids):
+            wanted = None
+        stream = self._recorded(0, stream, ctx)
         for index, (layer, table) in enumerate(zip(self.layers, self.rotaries, strict=True)):
             # The last layer writes its cache for all tokens, but computes results for the outputs.
-            outputs = ctx.outputs if index == last else None
+            outputs = wanted if index == len(self.layers) - 1 else None
             stream = layer(stream, turns[table], ctx, outputs)
             if ctx.images is not None and index < ctx.images.num_layers:
                 stream = ctx.images.add(summed(stream), index)
-        if ctx.adapted and ctx.outputs is not None:
+            if index + 1 < len(self.layers):  # the last one's are recorded behind the norm
+                stream = self._recorded(index + 1, stream, ctx)
+        if wanted is None and ctx.outputs is not None:
             stream = summed(stream)[ctx.outputs.index]
         hidden: Tensor
         hidden, _ = self.norm.of_stream(stream)
+        self._recorded(len(self.layers), hidden, ctx)
         return hidden
+
+    def _recorded(self, layer: int, stream: Stream, ctx: ForwardContext) -> Stream:
+        """Record the hidden states behind a number of layers, if they are wanted; return the
+        stream."""
+        column = self._hidden_column
+        if column is None or layer not in self._places or column.name not in ctx.columns:
+            return stream
+        states = summed(stream)
+        ctx.record(column, states, self._places[layer])
+        return states
+
+
+def hidden_column(config: ModelConfig) -> OutputColumn | None:
+    """Return the column of the hidden states that `hidden_layers` asks for; None without any."""
+    if not (layers := config.hidden_layers):
+        return None
+    return OutputColumn(
+        HIDDEN_STATES,
+        np.dtype(np.float32),
+        (len(layers), config.hidden_size),
+        scope="context",
+        metadata=(("layers", str(list(layers))),),
+    )
 
 
 _BARE = re.compile(r"embed_tokens\.|layers\.\d|norm\.weight$")
@@ -94,7 +132,8 @@ def full_name(name: str) -> str:
 
 
 class CausalLM(TokenModel):
-    """A decoder and the linear layer that computes logits from its hidden states.
+    """A decoder and the linear layer that computes logits from its hidden states, or what a
+    checkpoint has in its place: a classifier's scores, or nothing.
 
     Each model is a subclass in a file of its own and a line in the registry. It makes its layers
     (`make_layer`), its final norm and its rotary tables, and says how its configuration is read. It
@@ -143,10 +182,17 @@ class CausalLM(TokenModel):
             self.make_norm(),
             self.make_rotaries(),
             self.make_layer_inputs(),
+            hidden_column(config),
+            config.hidden_layers,
         )
-        self.lm_head = LogitsLayer(config.hidden_size, config.vocab_size, where=self.where)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.lm_head = self.score = None
+        if config.has_logits:
+            self.lm_head = LogitsLayer(config.hidden_size, config.vocab_size, where=self.where)
+            if config.tie_word_embeddings:
+                self.lm_head.weight = self.model.embed_tokens.weight
+        if config.labels is not None:
+            sizes = config.hidden_size, len(config.labels)
+            self.score = Linear(*sizes, bias=False, quantisable=False, where=self.where)
         self.count_parameters()
         self.heads: Mapping[str, TokenModel] = {name: self._head(name) for name in heads}
 
@@ -252,7 +298,8 @@ class CausalLM(TokenModel):
     @classmethod
     def declared_columns(cls, config: ModelConfig) -> tuple[OutputColumn, ...]:
         """Return the columns of context scope that a model of this configuration can record."""
-        return ()
+        column = hidden_column(config)
+        return () if column is None else (column,)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states after the final norm, as `TokenModel.forward` says."""
@@ -261,8 +308,16 @@ class CausalLM(TokenModel):
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's columns of logits, as `TokenModel.own_logits` says."""
+        if self.lm_head is None:  # nobody draws tokens
+            return hidden.new_empty((len(hidden), 0))
         logits: Tensor = self.lm_head(hidden)
         return logits
+
+    def class_scores(self, hidden: Tensor) -> Tensor:
+        """Compute a classifier's scores, as `TokenModel.class_scores` says."""
+        assert self.score is not None
+        scores: Tensor = self.score(hidden)
+        return scores
 
     def pack(self, rules: BitRules = BY_BATCH) -> None:
         """Convert the loaded weights of the model and its heads to the layout for computing."""
@@ -297,6 +352,8 @@ class CausalLM(TokenModel):
     def is_derived(self, name: str) -> bool:
         """Whether a checkpoint's tensor of this name can be ignored: it follows from others, or
         belongs to a part of the model that is not built."""
+        if name == LM_HEAD and self.lm_head is None:
+            return True
         return name in self.copies or name.endswith(".rotary_emb.inv_freq")
 
     @property

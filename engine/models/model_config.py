@@ -36,12 +36,13 @@ ROPE_TYPES: Mapping[str, type[DefaultRope]] = {
 class Diffusion:
     """What a model for block diffusion needs.
 
-    Its logits are for the token at their own position, not for the next one. Its attention is
-    causal over blocks of positions and full inside a block.
+    Its logits are for the token at their own position, or for the next one if they are `shifted`.
+    Its attention is causal over blocks of positions and full inside a block.
     """
 
     mask_token_id: int  # stands where a token is to be filled in
     block_length: int | None  # positions of a block in training, if the checkpoint says it
+    shifted: bool = False
 
     def __post_init__(self) -> None:
         if self.block_length is not None and self.block_length < 2:
@@ -81,6 +82,11 @@ class ModelConfig:
     family: FamilyConfig  # in the class that the model expects
     diffusion: Diffusion | None = None  # None: it predicts the next token
     heads: tuple[str, ...] = ()  # in the checkpoint; they continue from hidden states
+    has_logits: bool = True  # a layer computes logits; without one the model can only be read
+    labels: tuple[str, ...] | None = None  # names of a classifier's classes; None: it is none
+    # The layers behind which hidden states are recorded, as transformers counts them: 0 is the
+    # embedding, and `num_layers` the last layer with the norm behind it.
+    hidden_layers: tuple[int, ...] = ()
     # None: all weights are in `dtype`
     form: WeightFormat | PackedFormat | None = None
     # the checkpoint says tied, but holds two weights that differ: both are used

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +32,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "Exaone4ForCausalLM": ModelEntry("batchgen.engine.models.exaone4"),
     "ExaoneMoeForCausalLM": ModelEntry("batchgen.engine.models.exaone_moe"),
     "FalconH1ForCausalLM": ModelEntry("batchgen.engine.models.falcon_h1"),
+    "Fast_dLLM_QwenForCausalLM": ModelEntry("batchgen.engine.models.fast_dllm_qwen"),
     "Gemma2ForCausalLM": ModelEntry("batchgen.engine.models.gemma2"),
     "Gemma3ForCausalLM": ModelEntry("batchgen.engine.models.gemma3"),
     "Gemma3ForConditionalGeneration": ModelEntry("batchgen.engine.models.gemma3"),
@@ -46,6 +49,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "HunYuanDenseV1ForCausalLM": ModelEntry("batchgen.engine.models.hunyuan_v1_dense"),
     "HunYuanMoEV1ForCausalLM": ModelEntry("batchgen.engine.models.hunyuan_v1_moe"),
     "InternLM3ForCausalLM": ModelEntry("batchgen.engine.models.internlm3"),
+    "LLaDA2MoeModelLM": ModelEntry("batchgen.engine.models.llada2_moe"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.llama", gguf="llama"),
     "MiniMaxM2ForCausalLM": ModelEntry("batchgen.engine.models.minimax_m2"),
     "Ministral3ForCausalLM": ModelEntry("batchgen.engine.models.ministral3"),
@@ -82,6 +86,11 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
     "CohereForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Cohere2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
+    "DiffusionGemmaForBlockDiffusion": (
+        "Gemma4ForCausalLM",
+        "canvases of 256 tokens without a mask token, beside an encoder, whose steps read the last "
+        "step's distributions",
+    ),
     "DreamModel": ("SDARForCausalLM", _BIDIRECTIONAL),
     "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
     "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),
@@ -98,11 +107,42 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
 """Architectures that are not supported: the nearest one that is, and what it lacks for them."""
 
 
+class ModelHead(Enum):
+    """What stands on a decoder in place of the layer that computes logits."""
+
+    CLASSES = "ForSequenceClassification"
+    NONE = "Model"
+
+
+_ENCODERS = re.compile(
+    r"(Bert|Roberta|XLMRoberta|DistilBert|Albert|Electra|MPNet|Deberta(V2)?|Camembert|ModernBert|"
+    r"NomicBert|EuroBert|Gte|New|JinaBert|MegatronBert|T5Encoder|T5GemmaEncoder)"
+    r"(Model|For[A-Z]\w*)"
+)
+"""Architectures of encoders, whose tokens see the whole text in both directions."""
+
+
+def decoder_of(architecture: str) -> tuple[str, ModelHead | None]:
+    """Return the registered architecture whose decoder a classifier or a bare model has, and what
+    stands on it; for any other architecture itself and None."""
+    for head in ModelHead:
+        name = architecture.removesuffix(head.value)
+        if name == architecture or architecture in MODELS:
+            continue
+        # The text part of a family with towers has a name of its own there, and none here.
+        tries = f"{name}ForConditionalGeneration", f"{name.removesuffix('Text')}ForCausalLM"
+        if (found := next((one for one in tries if one in MODELS), None)) is not None:
+            return found, head
+    return architecture, None
+
+
 def model_class(architecture: str, source: Path) -> type[CausalLM]:
-    """Find the class of a model by the architecture that the config.json of `source` gives.
+    """Find the class of a model by the architecture that the config.json of `source` gives; that of
+    a classifier or of a bare decoder is the class of its family.
 
     Raises ValueError, which names the nearest one that is supported, and what is missing.
     """
+    architecture, _ = decoder_of(architecture)
     if architecture not in MODELS:
         raise ValueError(
             f"{source}: architecture {architecture!r} is not supported{_why(architecture)}; "
@@ -114,6 +154,12 @@ def model_class(architecture: str, source: Path) -> type[CausalLM]:
 
 def _why(architecture: str) -> str:
     """Say what is missing for an architecture, or which supported one has a name like its."""
+    if _ENCODERS.fullmatch(architecture):
+        return (
+            ": it is an encoder, whose tokens see the whole text in both directions, and the "
+            "engine runs decoders; take an embedding or reward model that is built on one, such "
+            "as Qwen3-Embedding"
+        )
     if architecture in RELATIVES:
         nearest, missing = RELATIVES[architecture]
         return f": the nearest is {nearest}, which lacks {missing}"

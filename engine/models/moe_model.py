@@ -106,7 +106,8 @@ class MoEForCausalLM(DenseForCausalLM):
     @classmethod
     def declared_columns(cls, config: ModelConfig) -> tuple[OutputColumn, ...]:
         family = config.family_as(MoEConfig)
-        return (family.routed_experts,) if family.moe_layers else ()
+        experts = (family.routed_experts,) if family.moe_layers else ()
+        return (*experts, *super().declared_columns(config))
 
     def make_mlp(self, index: int) -> FeedForward:
         if index in self.family.moe_layers:

@@ -56,6 +56,7 @@ class MTPHead(TokenModel):
         self.count_parameters()
         self._spared = spared
         # In a tuple, so that the target's weights do not count as the head's.
+        assert target.lm_head is not None, "models without a layer for logits have no heads"
         self._shared = target.model.embed_tokens, target.model.rotaries[-1], target.lm_head
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.engine.models.model_config import Diffusion, ModelConfig
 from batchgen.engine.models.qwen3 import Qwen3ForCausalLM
@@ -55,23 +55,30 @@ def sdar_config_class(model_type: Literal["sdar", "sdar_moe"]) -> type[Pretraine
       whose logits predict the next token.
     - block_causal_prompt: false for derived models whose prompt tokens see later tokens.
     """
-    from huggingface_hub.dataclasses import strict
     from transformers import Qwen3Config, Qwen3MoeConfig
 
-    base = Qwen3MoeConfig if model_type == "sdar_moe" else Qwen3Config
-    # `strict` checks the types of fields at run time, so these are types and not strings.
-    fields = {
-        "block_size": int | None,
-        "mask_token_id": int | None,
-        "use_regular_causal": bool,
-        "block_causal_prompt": bool,
-    }
-    defaults = {
-        "model_type": model_type,
-        "block_size": None,
-        "mask_token_id": None,
-        "use_regular_causal": False,
-        "block_causal_prompt": True,
-    }
-    made = type("SDARConfig", (base,), {**defaults, "__annotations__": fields})
-    return strict(made)
+    return extended_class(
+        Qwen3MoeConfig if model_type == "sdar_moe" else Qwen3Config,
+        model_type,
+        block_size=(int | None, None),
+        mask_token_id=(int | None, None),
+        use_regular_causal=(bool, False),
+        block_causal_prompt=(bool, True),
+    )
+
+
+def extended_class(
+    base: type[PretrainedConfig], model_type: str, **fields: tuple[Any, Any]
+) -> type[PretrainedConfig]:
+    """Make a class that reads the config.json of a model which transformers does not have, from the
+    class of its nearest relative.
+
+    Args:
+        fields: what the file has besides: a type, which is checked at run time, and a default.
+    """
+    from huggingface_hub.dataclasses import strict
+
+    types = {name: kind for name, (kind, _) in fields.items()}
+    defaults = {name: default for name, (_, default) in fields.items()}
+    values = {"model_type": model_type, **defaults, "__annotations__": types}
+    return strict(type(f"{base.__name__}Extended", (base,), values))

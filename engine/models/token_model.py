@@ -101,6 +101,11 @@ class TokenModel(nn.Module, ABC):
         """Compute this rank's columns of logits (`Logits.own`), in the model's dtype, from states
         [R, hidden_size]."""
 
+    def class_scores(self, hidden: Tensor) -> Tensor:
+        """Compute the scores [R, C] of a classifier's C classes, in the model's dtype, from states
+        [R, hidden_size]."""
+        raise NotImplementedError("only classifiers score classes")
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute all logits [R, vocab_size]."""
         return Logits(self.own_logits(hidden), self.vocab_size, self.parallel).whole()

@@ -23,8 +23,8 @@ class PeerCollectives:
     """Memory that all ranks can write, and the collectives in which they do.
 
     That a rank has read what it was sent in a lane is known once it has sent something in another
-    one: so lanes take turns. Sums are told theirs (`TensorParallel.add_sum`), and so are gathers in
-    CUDA graphs. Other gathers have two of their own.
+    one: so lanes take turns. Sums are given theirs (`TensorParallel.add_sum`), and so are gathers
+    in CUDA graphs. Other gathers have two of their own.
 
     Args:
         memory: uint8, the inboxes of this rank, which are empty and which all ranks share.
@@ -72,5 +72,5 @@ def reach_each_other(size: int) -> bool:
     return all(_reaches(own, other) for own in range(size) for other in range(size))
 
 
-def _reaches(own: int, other: int) -> bool:
-    return own == other or torch.cuda.can_device_access_peer(own, other)
+def _reaches(rank: int, other: int) -> bool:
+    return rank == other or torch.cuda.can_device_access_peer(rank, other)

@@ -54,7 +54,7 @@ _PROGRAM = (
 )
 
 
-class Recipe(Protocol):
+class RankRecipe(Protocol):
     """What the engine of a rank is made of. It is sent to other processes by pickle."""
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
@@ -74,7 +74,7 @@ class RankProcesses:
         RuntimeError: a rank was lost before it was ready.
     """
 
-    def __init__(self, size: int, recipe: Recipe, device: str) -> None:
+    def __init__(self, size: int, recipe: RankRecipe, device: str) -> None:
         check_free()
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

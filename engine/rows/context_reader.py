@@ -32,8 +32,9 @@ class ContextReader:
         What was read before stays: after a preemption tokens are computed again, and the values
         that were used to generate the row are those of the first time."""
         names, rows = seq.context_columns, seq.context
-        # The last token of a row that has ended was never read, or its value does not count.
-        known = seq.num_tokens - 1
+        # The last token of a row that has ended was never read, or its value does not count, unless
+        # the row was to be read alone.
+        known = seq.num_tokens - (not seq.num_pooled_tokens)
         if seq.finish_reason is None:
             known = min(seq.num_computed_tokens, known)
         places = np.arange(rows.num_tokens, known)

@@ -76,13 +76,13 @@ class Guide:
             }
         return masks.build()
 
-    def forced(self, most: int) -> npt.NDArray[np.int64] | None:
-        """The tokens that must come next because the constraint leaves no choice, at most `most`
+    def forced(self, limit: int) -> npt.NDArray[np.int64] | None:
+        """The tokens that must come next because the constraint leaves no choice, at most `limit`
         for each row. Matchers are left as they stood after the last commit. Returns [B, most], in
         each row its forced tokens and then -1; None if no row has any."""
-        tokens = np.full((self.num_rows, most), -1, np.int64)
+        tokens = np.full((self.num_rows, limit), -1, np.int64)
         for row, matcher in self.matchers:
-            forced = matcher.forced(most)
+            forced = matcher.forced(limit)
             matcher.rewind(matcher.num_committed)
             tokens[row, : len(forced)] = forced
         return tokens if (tokens >= 0).any() else None

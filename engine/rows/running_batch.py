@@ -215,6 +215,10 @@ class RunningBatch:
         for i in np.flatnonzero(ended | step.failed[index] | conflicts).tolist():
             seq = self[slots[i]]
             self._logs.flush(slots[i], seq)
+            if seq.tail:
+                cut = slice(counts[i], step.num_tokens[index[i]])
+                columns = {name: values[index[i], cut] for name, values in step.columns.items()}
+                seq.keep_tail(step.token_ids[index[i], cut], columns)
             # Whether a row ended is checked first, because broken logits behind its last token do
             # not matter.
             if i in strings:
@@ -230,15 +234,15 @@ class RunningBatch:
             finished.append(seq)
         return finished
 
-    def commit_scores(
+    def commit_states(
         self,
         slots: BatchSlots,
         epochs: npt.NDArray[np.int64],
         counts: npt.NDArray[np.int64],
         step: HostOutput,
     ) -> list[Sequence]:
-        """Give rows the scores of the next tokens of their answers, unless they left since the step
-        was launched. Returns the rows whose answers are scored to their end.
+        """Give rows what the next hidden states yield that they are scored or pooled by, unless
+        they left since the step was launched. Returns the rows that have all of it.
 
         Args:
             slots: [B], the batch slots of the rows.
@@ -253,13 +257,13 @@ class RunningBatch:
             if (most := seq.params.top_logprobs) > 0:
                 best = columns[ANSWER_TOP_LOGPROBS][:, :most]
                 columns[ANSWER_REST_PROBS.name] = rest_probs(best)
-            seq.add_scores(columns)
-            seq.num_broken_scores += int(step.failed[rows].sum())
-            if seq.next_scored == seq.num_tokens:
-                if seq.num_broken_scores:
+            seq.take_states(columns, int(counts[i]))
+            seq.num_broken_states += int(step.failed[rows].sum())
+            if seq.next_state == seq.num_prefill_tokens:
+                if seq.num_broken_states:
                     seq.fail(_not_numbers(seq))
                 else:
-                    seq.finish("scored", None)
+                    seq.finish("scored" if seq.num_answer_tokens else "read", None)
                 finished.append(seq)
         return finished
 
@@ -326,11 +330,14 @@ class RunningBatch:
 
 def _not_numbers(seq: Sequence) -> RequestError:
     """The error of a row of which a token had NaN or infinite logits."""
-    where = f"token {seq.num_tokens}"
-    if seq.num_broken_scores:
-        where = f"{seq.num_broken_scores} of the answer's {seq.num_answer_tokens} tokens"
+    where, what = f"token {seq.num_tokens}", "logits"
+    if seq.num_answer_tokens:
+        where = f"{seq.num_broken_states} of the answer's {seq.num_answer_tokens} tokens"
+    elif seq.num_pooled_tokens:
+        where = f"{seq.num_broken_states} of the prompt's {seq.num_prompt_tokens} tokens"
+        what = "hidden states"
     return RequestError(
         "non_finite_logits",
-        f"the model gave NaN or infinite logits at {where}: its weights are damaged, or it needs "
+        f"the model gave NaN or infinite {what} at {where}: its weights are damaged, or it needs "
         "dtype bfloat16 or float32",
     )

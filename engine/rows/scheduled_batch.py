@@ -21,9 +21,9 @@ class Snapshot(NamedTuple):
     state_slot: int
 
 
-class ScoredRow(NamedTuple):
-    """The tokens of a row's answer that a chunk of its prefill scores, each by the logits of the
-    token before it."""
+class StateRow(NamedTuple):
+    """The tokens of a row's chunk whose hidden states are wanted: each scores the next token of the
+    answer, or is one from which columns are pooled."""
 
     row: int  # its index in the batch
     slot: int  # its batch slot
@@ -50,17 +50,18 @@ class PrefillBatch:
     keep: npt.NDArray[np.int64] | None
     # What this prefill leaves for the prefix cache, with recurrent layers.
     snapshots: list[Snapshot] = field(default_factory=list)
-    # The rows of which the chunk scores tokens. They never join the decoding rows.
-    scored: list[ScoredRow] = field(default_factory=list)
+    # The rows with wanted hidden states in their chunk. They never join the decoding rows.
+    state_rows: list[StateRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreBatch:
-    """R given tokens of B rows that a step scores, one row after another."""
+class StateBatch:
+    """R hidden states of B rows that a step makes scores or pooled values of, one row after
+    another."""
 
     batch_slots: BatchSlots  # [B], the rows' slots in the `RunningBatch`
     epochs: npt.NDArray[np.int64]  # [B], the epochs of these slots
-    counts: npt.NDArray[np.int64]  # [B], how many of the tokens are of each row
+    counts: npt.NDArray[np.int64]  # [B], how many of the states are of each row
 
 
 @dataclass(frozen=True, slots=True)

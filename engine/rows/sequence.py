@@ -12,9 +12,14 @@ import numpy.typing as npt
 from batchgen.engine.caches.context_columns import ContextRows
 from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.interface.outputs import Begun, FinishReason, OutputColumn, RequestError
+from batchgen.engine.interface.trajectory import Trajectory
+from batchgen.engine.rows.pooling import PooledValue
 from batchgen.engine.rows.stopping import StopRule
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image_span import ImageSpan
+
+TAIL = "tail_"
+"""What the names of columns of tail scope begin with."""
 
 
 class ColumnBuffer:
@@ -48,6 +53,27 @@ class ColumnBuffer:
         return self._data[start : self._length].copy()
 
 
+class EditBuffer(ColumnBuffer):
+    """The edits of a row: position in the output, step, old and new id of each, [E, 4]."""
+
+    def __init__(self, column: OutputColumn) -> None:
+        super().__init__(column)
+        self._records: list[npt.NDArray[Any]] = []
+
+    def extend(self, rows: npt.NDArray[Any]) -> None:
+        """Append the edits of n tokens, [n, K, 3]: step, old and new id of each, the newest first;
+        step 0 is none."""
+        place, number = np.nonzero(rows[:, ::-1, 0])
+        found = rows[:, ::-1][place, number]
+        self._records.append(np.column_stack((place + self._length, found)))
+        self._length += len(rows)
+
+    def array(self, start: int = 0) -> npt.NDArray[Any]:
+        """The edits of the tokens from one on."""
+        records = np.concatenate([np.empty((0, 4), np.int64), *self._records])
+        return records[records[:, 0] >= start].astype(self._column.dtype)
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request as a row of tokens, with its columns and what it owns of the caches. A row waits,
@@ -58,7 +84,7 @@ class Sequence:
 
     request_id: Any
     token_ids: list[int]
-    params: SamplingParams
+    params: RequestParams
     stop: StopRule
     requested_columns: tuple[OutputColumn, ...]
     # How many of the given tokens, the last ones, are an answer whose log-probabilities are wanted.
@@ -66,6 +92,8 @@ class Sequence:
     spans: tuple[ImageSpan, ...] = ()  # the prompt's images, in their order
     banned_ids: tuple[int, ...] = ()  # tokens that are never sampled
     lora_slot: int = 0  # of the row's adapter; 0: the model without one
+    # What the row replays: its tokens come as if they were drawn, each in its step.
+    trajectory: Trajectory | None = None
     batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
     matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
     # What the row owns of the caches; state slot 0 is none.
@@ -94,10 +122,16 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_text: str | None = None  # the stop string, or the text of the stop id, that ended the row
     error: RequestError | None = None
-    num_broken_scores: int = 0  # tokens of the answer whose logits were NaN or infinite
+    # How many of the given tokens, the last ones, have hidden states from which columns are pooled.
+    num_pooled_tokens: int = 0
+    num_states_taken: int = 0  # hidden states of which scores or pooled values have arrived
+    num_broken_states: int = 0  # those of them that had NaN or infinity, or logits like that
     constraint_satisfied: bool = False  # whether the output is complete by the constraint
     context_columns: tuple[str, ...] = field(init=False)
-    columns: dict[str, ColumnBuffer] = field(init=False)  # of output or answer scope
+    # Of tail scope, once the row has ended: [M, *tail] for the M tokens behind its last one.
+    tail: dict[str, npt.NDArray[Any]] = field(init=False)
+    # Those of output, edits, answer or row scope.
+    columns: dict[str, ColumnBuffer | PooledValue] = field(init=False)
     num_prompt_tokens: int = field(init=False)  # given tokens, those of an answer included
 
     def __post_init__(self) -> None:
@@ -105,9 +139,20 @@ class Sequence:
         self.columns = self._empty_columns()
         requested = self.requested_columns
         self.context_columns = tuple(c.name for c in requested if c.scope == "context")
+        empty = {c.name: np.empty((0, *c.tail_shape), c.dtype) for c in requested}
+        self.tail = {c.name: empty[c.name] for c in requested if c.scope == "tail"}
 
-    def _empty_columns(self) -> dict[str, ColumnBuffer]:
-        return {c.name: ColumnBuffer(c) for c in self.requested_columns if c.scope != "context"}
+    def _empty_columns(self) -> dict[str, ColumnBuffer | PooledValue]:
+        apart = ("context", "tail")
+        return {c.name: self._empty(c) for c in self.requested_columns if c.scope not in apart}
+
+    def _empty(self, column: OutputColumn) -> ColumnBuffer | PooledValue:
+        if column.scope == "edits":
+            return EditBuffer(column)
+        if column.scope != "row":
+            return ColumnBuffer(column)
+        assert self.params.pooling is not None
+        return PooledValue(column, self.params.pooling, normalise=self.params.normalise)
 
     @property
     def prefix_root(self) -> bytes:
@@ -130,16 +175,24 @@ class Sequence:
         return self.num_prompt_tokens - self.num_answer_tokens
 
     @property
-    def next_scored(self) -> int:
-        """The position of the first token whose score was not read yet, in a row with an answer."""
-        return self.answer_start + min(map(len, self.columns.values()))
+    def generates(self) -> bool:
+        """Whether the row generates tokens, and is not to be scored or pooled alone."""
+        return not (self.num_answer_tokens or self.num_pooled_tokens)
+
+    @property
+    def next_state(self) -> int:
+        """The position of the token with the next hidden state from which a token of the answer is
+        scored, or columns are pooled, as far as steps were read."""
+        if self.num_answer_tokens:
+            return self.answer_start - 1 + self.num_states_taken
+        return self.num_prompt_tokens - self.num_pooled_tokens + self.num_states_taken
 
     @property
     def num_shareable_tokens(self) -> int:
-        """How many of the first tokens may come from the prefix cache, because nobody wants the
-        logits behind them."""
-        if self.num_answer_tokens:
-            return self.next_scored - 1
+        """How many of the first tokens may come from the prefix cache, because nobody wants their
+        hidden states."""
+        if not self.generates:
+            return self.next_state
         return self.num_prefill_tokens - self.prefill_yields
 
     @property
@@ -187,10 +240,21 @@ class Sequence:
         if self.stop.decoder is not None:
             self.stop.decoder.clear()
 
-    def add_scores(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take the values [n, *tail] of each column of answer scope, of the next n tokens."""
+    def take_states(self, columns: Mapping[str, npt.NDArray[Any]], count: int) -> None:
+        """Take what the next `count` hidden states yield: the values [count, *tail] of each column
+        of answer or row scope."""
         for name, buffer in self.columns.items():
             buffer.extend(columns[name])
+        self.num_states_taken += count
+
+    def keep_tail(
+        self, token_ids: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        """Take the M tokens [M] that the last step yielded behind the row's last one, with their
+        columns [M, *tail], for those of tail scope."""
+        values = {"token_ids": token_ids, **columns}
+        for name, none in self.tail.items():
+            self.tail[name] = values[name.removeprefix(TAIL)].astype(none.dtype)
 
     def fail(self, error: RequestError) -> None:
         """End the row with an error; tokens that it has generated are kept."""

@@ -19,8 +19,8 @@ class Logits:
         parallel: the ranks that have C columns each.
     """
 
-    def __init__(self, own: Tensor, vocab_size: int, parallel: TensorParallel = ALONE) -> None:
-        self.own, self.vocab_size, self._parallel = own, vocab_size, parallel
+    def __init__(self, logits: Tensor, vocab_size: int, parallel: TensorParallel = ALONE) -> None:
+        self.own, self.vocab_size, self._parallel = logits, vocab_size, parallel
         self._whole: Tensor | None = None
 
     def __getitem__(self, rows: slice) -> Logits:
@@ -44,6 +44,7 @@ class Logits:
             or sampling.any_min_new_tokens
             or sampling.any_bans
             or sampling.max_top_logprobs
+            or sampling.any_entropy
         )
         if ranks == 1 or needs_all or not self.own.is_cuda:
             return None

@@ -6,8 +6,9 @@ and V the size of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,13 @@ from torch import Tensor
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.kernels.sampling import filter_triton, sampling_triton, top_logprobs_triton
+from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.kernels.sampling import (
+    entropy_triton,
+    filter_triton,
+    sampling_triton,
+    top_logprobs_triton,
+)
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.sampling_triton import Share
 from batchgen.kernels.sampling.token_mask import TokenMask, apply_token_mask
@@ -30,6 +36,9 @@ TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
 """The log-probabilities of the K most likely tokens at each position."""
 TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
 """The ids of those K tokens."""
+
+ENTROPY = OutputColumn("entropy", np.dtype(np.float32))
+"""The entropy of the distribution of each generated token, in nats."""
 
 _ANSWER = "answer_"
 """What the names of columns of answer scope begin with."""
@@ -52,19 +61,33 @@ class Drawn(NamedTuple):
     # [R] float32: the token's probability as drawn, greedy rows before filters
     confidence: Tensor | None
     conflict: Tensor | None = None  # [R] bool; None without a mask
+    # [R] float32, in nats: of the distribution that the token was drawn from, if asked for
+    entropy: Tensor | None = None
 
 
-def requested_columns(params: SamplingParams) -> tuple[OutputColumn, ...]:
+def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
     """Return the output columns of the sampler that a row with these options asks for."""
     columns = [LOGPROBS] if params.logprobs else []
     if params.top_logprobs:
         tail = (params.top_logprobs,)
         columns.append(replace(TOP_LOGPROBS, tail_shape=tail))
         columns.append(replace(TOP_LOGPROB_IDS, tail_shape=tail))
+    columns += [ENTROPY] if ENTROPY.name in params.columns else []
     if params.scores_answer:
         columns = [replace(c, name=_ANSWER + c.name, scope="answer") for c in columns]
         columns += [ANSWER_REST_PROBS] if params.top_logprobs else []
     return tuple(columns)
+
+
+def of_answer(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """The sampler's columns of generated tokens under the names that those of a given answer have,
+    and all others as they are, with the probability of the rest if top log-probabilities are
+    there."""
+    own = {LOGPROBS.name, TOP_LOGPROBS.name, TOP_LOGPROB_IDS.name, ENTROPY.name}
+    out = {_ANSWER + name if name in own else name: v for name, v in columns.items()}
+    if ANSWER_TOP_LOGPROBS in out:
+        out[ANSWER_REST_PROBS.name] = rest_probs(out[ANSWER_TOP_LOGPROBS])
+    return out
 
 
 def process(
@@ -132,7 +155,7 @@ def _float_copy(logits: Tensor) -> Tensor:
     return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def sample(
+def sample_tokens(
     logits: Tensor | Logits,
     sampling: SamplingInputs,
     positions: Tensor,
@@ -150,25 +173,27 @@ def sample(
             drawn = _draw_fused(logits.own, sampling, positions, share=share)
             return _step_output(drawn)
         logits = logits.whole()
-    return _step_output(draw(logits, sampling, positions, mask=mask))
+    return _step_output(draw_tokens(logits, sampling, positions, mask=mask))
 
 
-def draw(
+def draw_tokens(
     logits: Tensor,
     sampling: SamplingInputs,
     positions: Tensor,
     draws: Tensor | None = None,
     *,
     confidence: bool = False,
+    entropy: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
     """Draw a token for each row of logits, for strategies that decide which become output.
 
     `draws` [R] counts earlier draws of a position, whose random numbers differ; None means 0.
-    `confidence` asks for `Drawn.confidence`.
+    `confidence` and `entropy` ask for these of `Drawn`.
     """
     if logits.is_cuda:
-        return draw_fused(logits, sampling, positions, draws, confidence=confidence, mask=mask)
+        asked = {"confidence": confidence, "entropy": entropy}
+        return draw_fused(logits, sampling, positions, draws, **asked, mask=mask)
     left, empty = _exclude(logits, sampling, positions, mask)
     processed = _scale_and_filter(left, logits, sampling)
     if sampling.all_greedy:
@@ -180,7 +205,8 @@ def draw(
     failed = ~logits.amax(-1).isfinite()  # the maximum of a row with a NaN is NaN
     columns = describe(logits, processed, sampling, token_ids)
     probabilities = kernels.probability_of(processed, token_ids) if confidence else None
-    return Drawn(token_ids, failed, columns, probabilities, _conflict(empty, failed))
+    entropies = kernels.entropy_of(processed) if entropy else None
+    return Drawn(token_ids, failed, columns, probabilities, _conflict(empty, failed), entropies)
 
 
 def _conflict(empty: Tensor | None, failed: Tensor) -> Tensor | None:
@@ -204,6 +230,8 @@ def describe(
     if sampling.max_top_logprobs:
         ids, values = kernels.top_logprobs(source, sampling.max_top_logprobs)
         columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
+    if sampling.any_entropy:
+        columns[ENTROPY.name] = kernels.entropy_of(source)
     return columns
 
 
@@ -214,44 +242,51 @@ def rest_probs(top_logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]
     return clipped
 
 
-def score(
+def score_tokens(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """Describe given tokens as `sample` describes those that it draws, to the bit.
+    """Describe given tokens as `sample_tokens` describes those that it draws, to the bit.
 
     The step has R rows with W = 1 and columns of answer scope. `token_ids` [R] stand at `positions`
     [R], and the row's history holds all tokens before them if it has penalties.
     """
+    return _scored(take_tokens(logits, sampling, positions, token_ids))
+
+
+def take_tokens(
+    logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
+) -> Drawn:
+    """Describe given tokens [R] as `draw_tokens` describes those that it draws, to the bit, but for
+    their confidence."""
     if logits.is_cuda:
-        return score_fused(logits, sampling, positions, token_ids)
+        return _draw_fused(logits, sampling, positions, scored_ids=token_ids)
     processed = logits
     if sampling.any_processed_logprobs:
         processed = process(logits, sampling, positions)
     failed = ~logits.amax(-1).isfinite()
-    return _scored(token_ids, failed, describe(logits, processed, sampling, token_ids))
+    return Drawn(token_ids, failed, describe(logits, processed, sampling, token_ids), None)
 
 
 def score_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """`score` with the fused Triton kernels, on any device."""
-    drawn = _draw_fused(logits, sampling, positions, given=token_ids)
-    return _scored(token_ids, drawn.failed, drawn.columns)
+    """`score_tokens` with the fused Triton kernels, on any device."""
+    return _scored(_draw_fused(logits, sampling, positions, scored_ids=token_ids))
 
 
-def _scored(token_ids: Tensor, failed: Tensor, columns: dict[str, Tensor]) -> StepOutput:
+def _scored(drawn: Drawn) -> StepOutput:
     return StepOutput(
-        num_tokens=torch.ones_like(failed, dtype=torch.int32),
-        token_ids=token_ids.unsqueeze(1),
-        failed=failed,
-        columns={_ANSWER + name: values.unsqueeze(1) for name, values in columns.items()},
+        num_tokens=torch.ones_like(drawn.failed, dtype=torch.int32),
+        token_ids=drawn.token_ids.unsqueeze(1),
+        failed=drawn.failed,
+        columns={_ANSWER + name: values.unsqueeze(1) for name, values in drawn.columns.items()},
     )
 
 
 def sample_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> StepOutput:
-    """`sample` with the fused Triton kernels, on any device."""
+    """`sample_tokens` with the fused Triton kernels, on any device."""
     return _step_output(draw_fused(logits, sampling, positions, mask=mask))
 
 
@@ -262,15 +297,16 @@ def draw_fused(
     draws: Tensor | None = None,
     *,
     confidence: bool = False,
+    entropy: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
-    """`draw` with the fused Triton kernels, on any device.
+    """`draw_tokens` with the fused Triton kernels, on any device.
 
     The kernel applies temperature and filters while it reads the logits, once; only penalties, a
-    ban or a mask copy them. The host never waits. Tokens differ from `draw`'s only if two scores
-    are so close that rounding decides.
+    ban or a mask copy them. The host never waits. Tokens differ from `draw_tokens`'s only if two
+    scores are so close that rounding decides.
     """
-    return _draw_fused(logits, sampling, positions, draws, confidence, mask)
+    return _draw_fused(logits, sampling, positions, draws, confidence, mask, entropy=entropy)
 
 
 def _draw_fused(
@@ -281,18 +317,19 @@ def _draw_fused(
     confidence: bool = False,
     mask: TokenMask | None = None,
     *,
-    given: Tensor | None = None,
+    entropy: bool = False,
+    scored_ids: Tensor | None = None,
     share: Share | None = None,
 ) -> Drawn:
-    """`draw_fused`, or with `given` [R] the same of these tokens in place of drawn ones. With a
-    `share` the logits are the columns of this rank (`Logits.share_for`)."""
+    """`draw_fused`, or with `scored_ids` [R] the same of these tokens in place of drawn ones. With
+    a `share` the logits are the columns of this rank (`Logits.share_for`)."""
     left, empty = _exclude(logits, sampling, positions, mask)
     threshold = None
     if sampling.any_filters:
         threshold = filter_triton.thresholds(
             left, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
-    drawn = sampling_triton.draw(
+    drawn = sampling_triton.draw_triton(
         left,
         logits,
         sampling.temperature,
@@ -303,14 +340,14 @@ def _draw_fused(
         sampling.processed_logprobs if sampling.any_logprobs else None,
         draws=draws,
         confidence=confidence,
-        given=given,
+        scored_ids=scored_ids,
         share=share,
     )
     columns: dict[str, Tensor] = {}
     if drawn.logprobs is not None:
         columns[LOGPROBS.name] = drawn.logprobs
     if sampling.max_top_logprobs:
-        ids, values = top_logprobs_triton.top_logprobs(
+        ids, values = top_logprobs_triton.top_logprobs_triton(
             left,
             logits,
             sampling.temperature,
@@ -320,7 +357,16 @@ def _draw_fused(
         )
         columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
     conflict = _conflict(empty, drawn.failed)
-    return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict)
+    entropies = None
+    if entropy:
+        entropies = entropy_triton.entropy_of_triton(left, sampling.temperature, threshold)
+    if sampling.any_entropy:
+        source = logits
+        if sampling.any_processed_logprobs:  # this may overwrite `left`
+            processed = _scale_and_filter(left, logits, sampling)
+            source = torch.where(sampling.processed_logprobs.unsqueeze(1), processed, logits)
+        columns[ENTROPY.name] = kernels.entropy_of(source)
+    return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict, entropies)
 
 
 def _step_output(drawn: Drawn) -> StepOutput:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchgen.engine.device.batched import Batched, row
 from batchgen.engine.device.transfer import upload
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling.history import append_tokens
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -32,8 +32,8 @@ class SamplingInputs(Batched):
     width.
     """
 
-    params: tuple[SamplingParams, ...] = row()  # of the B rows, on the host
-    seeds: Tensor = row()  # [R] int64, the 64 bits of `SamplingParams.seed`
+    params: tuple[RequestParams, ...] = row()  # of the B rows, on the host
+    seeds: Tensor = row()  # [R] int64, the 64 bits of `RequestParams.seed`
     greedy: Tensor = row()  # [R] bool; such rows have temperature 1 and no filter
     temperature: Tensor = row()  # [R] float32
     top_k: Tensor = row()  # [R] int64, 0 where it is off
@@ -53,7 +53,7 @@ class SamplingInputs(Batched):
     @classmethod
     def build(
         cls,
-        params: Sequence[SamplingParams],
+        params: Sequence[RequestParams],
         prompt_lens: Sequence[int],
         histories: Sequence[Sequence[int]],  # prompt and output tokens so far
         stop_ids: Sequence[Sequence[int]],  # EOS unless ignored, and stop_token_ids
@@ -186,6 +186,10 @@ class SamplingInputs(Batched):
         return any(p.columns for p in self.params)
 
     @cached_property
+    def any_entropy(self) -> bool:
+        return any("entropy" in p.columns for p in self.params)
+
+    @cached_property
     def any_processed_logprobs(self) -> bool:
         return any(p.logprobs_mode == "processed" for p in self.params)
 
@@ -195,12 +199,12 @@ class SamplingInputs(Batched):
         return max((p.top_logprobs for p in self.params), default=0)
 
 
-def _filters(params: SamplingParams) -> tuple[float, float, float]:
+def _filters(params: RequestParams) -> tuple[float, float, float]:
     """The temperature, top_p and min_p of a row, in this order; all are off for a greedy row."""
     return (1, 1, 0) if params.greedy else (params.temperature, params.top_p, params.min_p)
 
 
-def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+def _penalties(params: RequestParams) -> tuple[float, float, float]:
     """The repetition, presence and frequency penalty of a row, in this order."""
     return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 

@@ -5,6 +5,7 @@ from operator import attrgetter
 from typing import Literal
 
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.interface.hidden_columns import Pooling
 
 BASE = "base"
 """The name under which rows ask for the model without an adapter."""
@@ -14,7 +15,7 @@ LogprobsMode = Literal["raw", "processed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSampling:
-    """Options that a job's configuration has, too; `SamplingParams` checks their ranges."""
+    """Options that a job's configuration has, too; `RequestParams` checks their ranges."""
 
     temperature: float = 1.0  # divides the logits; 0 takes the most likely token (greedy)
     top_k: int = 0  # keep the k most likely tokens; 0: off
@@ -23,7 +24,7 @@ class SharedSampling:
     repetition_penalty: float = 1.0  # > 1: tokens so far are less likely (Keskar 2019)
     presence_penalty: float = 0.0  # subtracted once from tokens of the output
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
-    max_new_tokens: int = 256  # 0: the row's given answer is scored, and nothing is generated
+    max_new_tokens: int = 256  # 0: nothing is generated; a given answer is scored, or `pooling`
     min_new_tokens: int = 0  # before, neither EOS, stop_token_ids nor stop strings end it
     stop: tuple[str, ...] = ()  # strings that end the row; the text is cut before them
     stop_token_ids: tuple[int, ...] = ()  # ids that end the row, besides EOS
@@ -32,7 +33,7 @@ class SharedSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(SharedSampling):
+class RequestParams(SharedSampling):
     """How one row is sampled and when it stops.
 
     The filters apply in the order temperature, top_k, top_p, min_p. Tokens as likely as the last
@@ -46,6 +47,9 @@ class SamplingParams(SharedSampling):
     columns: tuple[str, ...] = ()  # output columns of the strategy or of layers
     lora: str | None = None  # the name of the row's adapter; None: the default one, or none
     constraint: Constraint | None = None  # the form of the output; ends the row when complete
+    decoding: object | None = None  # of the strategy, for this row; None: the strategy's own
+    pooling: Pooling | None = None  # the row is only read, and its embedding pooled like this
+    normalise: bool = False  # divide the embedding by its length
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -76,6 +80,12 @@ class SamplingParams(SharedSampling):
                 not (self.constraint and not self.max_new_tokens),
                 "none with max_new_tokens=0, which generates nothing that it could restrict",
             ),
+            ("pooling", self.pooling in (None, "last", "mean", "cls"), "last, mean, cls or None"),
+            (
+                "max_new_tokens",
+                self.pooling is None or self.max_new_tokens == 0,
+                "0 with pooling, as the row is only read",
+            ),
             ("seed", -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
             ("top_logprobs", 0 <= self.top_logprobs <= 256, "between 0 and 256"),
             ("lora", self.lora != "", "the name of an adapter, or None"),
@@ -87,10 +97,10 @@ class SamplingParams(SharedSampling):
         if self.scores_answer:
             object.__setattr__(self, "logprobs", True)
 
-    def with_seed(self, seed: int) -> "SamplingParams":
+    def with_seed(self, seed: int) -> "RequestParams":
         """Return these parameters with another seed, in [0, 2**64). Nothing else is checked again:
         a job calls this for each of its rows, and so it is fast."""
-        other = object.__new__(SamplingParams)
+        other = object.__new__(RequestParams)
         for write, value in zip(_WRITERS, _VALUES(self), strict=True):
             write(other, value)
         _WRITE_SEED(other, seed)
@@ -99,7 +109,7 @@ class SamplingParams(SharedSampling):
     @property
     def scores_answer(self) -> bool:
         """Whether the row has an answer whose tokens are scored, and generates nothing."""
-        return not self.max_new_tokens
+        return not self.max_new_tokens and self.pooling is None
 
     @property
     def greedy(self) -> bool:
@@ -112,8 +122,8 @@ class SamplingParams(SharedSampling):
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-_NAMES = [field.name for field in fields(SamplingParams)]
+_NAMES = [field.name for field in fields(RequestParams)]
 _VALUES = attrgetter(*_NAMES)
-_WRITERS = [getattr(SamplingParams, name).__set__ for name in _NAMES]
+_WRITERS = [getattr(RequestParams, name).__set__ for name in _NAMES]
 _WRITE_SEED = _WRITERS[_NAMES.index("seed")]
 """What reads and writes the slots of frozen parameters."""

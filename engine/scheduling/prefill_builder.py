@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from batchgen.engine.rows.running_batch import RunningBatch
-from batchgen.engine.rows.scheduled_batch import PrefillBatch, ScoredRow, Snapshot
+from batchgen.engine.rows.scheduled_batch import PrefillBatch, Snapshot, StateRow
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.block_manager import BlockManager
 
@@ -32,7 +32,7 @@ class PrefillBuilder:
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._snapshots: list[Snapshot] = []
-        self._scored: list[ScoredRow] = []
+        self._state_rows: list[StateRow] = []
 
     @property
     def has_room(self) -> bool:
@@ -56,11 +56,11 @@ class PrefillBuilder:
         blocks.reserve_chunk(seq, end)
         for tokens, state_slot in blocks.snapshots(seq, start, end):
             self._snapshots.append(Snapshot(row, tokens - start, state_slot))
-        if seq.num_answer_tokens and end >= seq.next_scored:
+        if not seq.generates and end > seq.next_state:
             slot = seq.batch_slot
             assert slot is not None
-            first, epoch = max(start + 1, seq.next_scored), int(self._running.epochs[slot])
-            self._scored.append(ScoredRow(row, slot, epoch, first, end + 1))
+            first, epoch = max(start, seq.next_state), int(self._running.epochs[slot])
+            self._state_rows.append(StateRow(row, slot, epoch, first, end))
         self.seqs.append(seq)
         self._starts.append(start)
         self._lengths.append(chunk)
@@ -74,9 +74,7 @@ class PrefillBuilder:
     def batch(self) -> PrefillBatch:
         """Return the batch, which may be empty; rows that it completes join those that decode."""
         seqs = self.seqs
-        completing = [
-            i for i, seq in enumerate(seqs) if not (seq.is_prefilling or seq.num_answer_tokens)
-        ]
+        completing = [i for i, seq in enumerate(seqs) if seq.generates and not seq.is_prefilling]
         # Rows that ended leave the StepInputs with this batch, too, and not only with a decode
         # batch: if every row ends with its first token, there is never one.
         keep = self._running.join([seqs[i] for i in completing]) if completing else None
@@ -91,5 +89,5 @@ class PrefillBuilder:
             self._running.epochs[slots],
             keep,
             self._snapshots,
-            self._scored,
+            self._state_rows,
         )

@@ -35,7 +35,7 @@ def prefill_inputs(
     Args:
         device: the model's device.
         states: whether the model has recurrent layers.
-        all_hidden: as for `PrefillInputs`. The tokens of an answer are scored by them as well.
+        all_hidden: as for `PrefillInputs`. Answers are scored and rows pooled by them as well.
         windows: whether the models have layers with a window.
         lora: whether the model has adapters.
         steps_from: returns the number of a row's first tokens that a prefill reads in its own way;
@@ -68,7 +68,7 @@ def prefill_inputs(
     )
     yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
     rows = np.searchsorted(chosen, np.array(yielding, np.int64)).astype(np.int64)
-    return PrefillInputs(inputs, rows, all_hidden or bool(batch.scored))
+    return PrefillInputs(inputs, rows, all_hidden or bool(batch.state_rows))
 
 
 def _snapshots(batch: PrefillBatch, chosen: npt.NDArray[np.int64], device: torch.device) -> Tensor:

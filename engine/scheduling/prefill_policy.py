@@ -62,7 +62,7 @@ class PrefillRoom(NamedTuple):
 
     tokens: int
     rows: int
-    beside: bool
+    with_decode: bool
 
 
 def choose_prefill(
@@ -86,10 +86,10 @@ def choose_prefill(
             tokens = min(sum(candidates.lengths), beside)
             # It is larger than a chunk, and too large for a CUDA graph of its own.
             if tokens > max(limits.alone_tokens, limits.chunk_tokens):
-                return PrefillRoom(beside, limits.max_num_seqs, beside=True)
-        return PrefillRoom(limits.max_batched_tokens, limits.max_num_seqs, beside=False)
+                return PrefillRoom(beside, limits.max_num_seqs, with_decode=True)
+        return PrefillRoom(limits.max_batched_tokens, limits.max_num_seqs, with_decode=False)
     if chunk_tokens and _is_worthwhile(limits, candidates, chunk_tokens // 2):
-        return PrefillRoom(chunk_tokens, limits.chunk_rows, beside=True)
+        return PrefillRoom(chunk_tokens, limits.chunk_rows, with_decode=True)
     return None
 
 

@@ -19,7 +19,7 @@ from batchgen.engine.rows.scheduled_batch import (
     MixedBatch,
     PrefillBatch,
     ScheduledBatch,
-    ScoreBatch,
+    StateBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.admission import Admission
@@ -108,8 +108,9 @@ class Scheduler:
     def _plan_prefill(self, seq: Sequence) -> None:
         """Ask the strategy how much of the row's known tokens its prefill reads. Nobody wants the
         logits behind the last token of an answer."""
-        if seq.num_answer_tokens:
-            seq.num_prefill_tokens, seq.prefill_yields = seq.num_tokens - 1, False
+        if not seq.generates:
+            seq.num_prefill_tokens = seq.num_tokens - bool(seq.num_answer_tokens)
+            seq.prefill_yields = False
         else:
             seq.num_prefill_tokens, seq.prefill_yields = self._pacing.prefill_of(seq)
 
@@ -147,7 +148,7 @@ class Scheduler:
         room = choose_prefill(self.limits, candidates, self.running, staying, width)
         if room is None:
             return self._decode_batch(width)
-        if not room.beside:
+        if not room.with_decode:
             prefill = self._prefill_batch(room.tokens, room.rows)
             return prefill if prefill.seqs else self._decode_batch(width)
         decode = self._decode_batch(width)
@@ -338,23 +339,23 @@ class Scheduler:
         self.block_manager.free(seq)
 
     def update(
-        self, batch: PrefillBatch | DecodeBatch | ScoreBatch, step: HostOutput
+        self, batch: PrefillBatch | DecodeBatch | StateBatch, step: HostOutput
     ) -> list[Sequence]:
         """Commit what a step produced, and free what the rows own that it ends. Returns the rows
         that ended.
 
         Args:
-            step: what it produced, with a row for each of `batch.batch_slots`, or for each token
-                that is scored.
+            step: what it produced, with a row for each of `batch.batch_slots`, or for each hidden
+                state of a `StateBatch`.
         """
         slots, epochs = batch.batch_slots, batch.epochs
-        if isinstance(batch, ScoreBatch):
-            finished = self.running.commit_scores(slots, epochs, batch.counts, step)
+        if isinstance(batch, StateBatch):
+            finished = self.running.commit_states(slots, epochs, batch.counts, step)
         else:
             finished = self.running.commit(slots, epochs, step)
         for seq in finished:
             self.running.remove(seq)
             self._release(seq)
-            if seq.error is None and not seq.num_answer_tokens:
+            if seq.error is None and seq.generates:
                 self._admission.lengths.observe(seq.num_generated)
         return finished

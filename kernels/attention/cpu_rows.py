@@ -26,21 +26,25 @@ def row_batches(a: Tensor, b: Tensor) -> Tensor:
 
 
 @functools.cache
-def row_multiple(kv_heads: int, chunk: int, head_dim: int, most: int, threads: int) -> int | None:
+def row_multiple(kv_heads: int, chunk: int, head_dim: int, limit: int, threads: int) -> int | None:
     """Find the least number that the rows of a matrix of queries must be a multiple of, so that a
     row's scores and sums have the same bits at any number of rows and in any batch of matrices.
 
     A product takes `chunk` context tokens. All row counts up to _MOST_ROWS are tried for small
-    batches, and some for up to `most` rows of the engine. This takes a few hundredths of a second,
+    batches, and some for up to `limit` rows of the engine. This takes a few hundredths of a second,
     once for each shape. None if no number does it.
     """
-    return next((m for m in _MULTIPLES if keeps_bits(kv_heads, chunk, head_dim, most, m)), None)
+    return next(
+        (m for m in _MULTIPLES if attention_keeps_bits(kv_heads, chunk, head_dim, limit, m)), None
+    )
 
 
-def keeps_bits(kv_heads: int, chunk: int, head_dim: int, most: int, multiple: int) -> bool:
-    few, many = (1, 2, 3), (5, 8, 16, most)
+def attention_keeps_bits(
+    kv_heads: int, chunk: int, head_dim: int, limit: int, multiple: int
+) -> bool:
+    few, many = (1, 2, 3), (5, 8, 16, limit)
     for batches, most_rows in ((few, _MOST_ROWS), (many, 3 * multiple)):
-        counts = [kv_heads * min(batch, most) for batch in batches]
+        counts = [kv_heads * min(batch, limit) for batch in batches]
         scores = _numbers(max(counts), most_rows + multiple, head_dim)
         keys = _numbers(max(counts), chunk, head_dim).transpose(1, 2)
         weights = _numbers(max(counts), most_rows + multiple, chunk)

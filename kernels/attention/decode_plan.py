@@ -53,15 +53,15 @@ def plan_decode(
     assert positions.numel() == rows * width and positions.is_contiguous()
     room = blocks * block_size
     longest = room if window is None else min(room, window + width + _SPLIT_MULTIPLE.value)
-    capacity = min(cut.most, triton.cdiv(longest, cut.tokens))
+    capacity = min(cut.max_splits, triton.cdiv(longest, cut.tokens))
     device = positions.device
     units = torch.empty((rows * capacity, UNIT_FIELDS.value), dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     splits = torch.empty(rows, dtype=torch.int32, device=device)
     _plan_kernel[(rows,)](
         positions, units, count, splits, rows, room, capacity,
-        WIDTH=width, WINDOW=window, SPLIT=cut.tokens, MAX_SPLITS=cut.most,
-        SPLITS_PAD=triton.next_power_of_2(cut.most), ROWS=256, num_warps=4,
+        WIDTH=width, WINDOW=window, SPLIT=cut.tokens, MAX_SPLITS=cut.max_splits,
+        SPLITS_PAD=triton.next_power_of_2(cut.max_splits), ROWS=256, num_warps=4,
     )  # fmt: skip
     return DecodePlan(units, count, splits, width, capacity)
 

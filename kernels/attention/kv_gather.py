@@ -39,7 +39,7 @@ class GatherPlan:
     num_tokens: int  # C, the context tokens of all rows
 
 
-def upload(values: Tensor, device: torch.device | str) -> Tensor:
+def upload_tensor(values: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor of the host to the device; the host does not wait for a GPU."""
     if torch.device(device).type != "cuda":
         return values
@@ -68,7 +68,7 @@ def plan_gather(context_lens: Sequence[int], device: torch.device | str) -> Gath
     tokens = (lens[row] - first).clamp(max=PIECE)
     pieces = torch.stack((row, first, places[row] + first, tokens), 1)
     # One copy to the device for both.
-    flat = upload(torch.cat((places, pieces.flatten())).to(torch.int32), device)
+    flat = upload_tensor(torch.cat((places, pieces.flatten())).to(torch.int32), device)
     return GatherPlan(flat[len(lens) :].view(-1, 4), flat[: len(lens)], int(lens.sum()))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention.kv_gather import upload
+from batchgen.kernels.attention.kv_gather import upload_tensor
 from batchgen.kernels.row_indices import row_indices
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
@@ -111,8 +111,8 @@ def _part(
     """Make the part of the tokens with these indices [n] and of these rows [R], which may be there
     more than once. `lens` and `contexts` [B] are those of all rows; all are int64 on the host."""
     device, windows = meta.positions.device, meta.window_tables
-    index = upload(tokens, device)
-    places = upload(rows, device)
+    index = upload_tensor(tokens, device)
+    places = upload_tensor(rows, device)
     return index, replace(
         meta,
         positions=meta.positions[index],

@@ -13,7 +13,7 @@ from batchgen.kernels.attention.kv_gather import (
     GatherPlan,
     does_gathering_pay,
     plan_gather,
-    upload,
+    upload_tensor,
 )
 from batchgen.kernels.row_indices import row_indices
 
@@ -94,7 +94,9 @@ def plan_prefill(
         assert context_lens is not None
         gather_plan = plan_gather(context_lens, device)
     if tiles is None:
-        tiles = upload(cut_tiles(query_lens, _tile_tokens(config, group), context_lens), device)
+        tiles = upload_tensor(
+            cut_tiles(query_lens, _tile_tokens(config, group), context_lens), device
+        )
     return PrefillPlan(tiles, sum(query_lens), len(query_lens), group, config, gather_plan)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from batchgen.kernels.four_bit.experts_triton import (
+    four_bit_mlp_parts_triton,
     four_bit_mlp_triton,
-    four_bit_parts_triton,
 )
 from batchgen.kernels.four_bit.panels import FourBitPanels, dequantise_reference
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
@@ -57,7 +57,7 @@ def four_bit_parts(
     None where parts are not computed, which is on a CPU and without tokens."""
     if not x.is_cuda or not len(x):
         return None
-    parts = four_bit_parts_triton(x, gate_up, down, ids, weights, epilogues=epilogues)
+    parts = four_bit_mlp_parts_triton(x, gate_up, down, ids, weights, epilogues=epilogues)
     return parts.view(*weights.shape, -1).transpose(0, 1)
 
 

@@ -17,7 +17,7 @@ from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.experts_triton import sum_of_slots
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
 from batchgen.kernels.moe.moe_align_triton import moe_align
-from batchgen.kernels.moe.moe_tiles import Tiles, tiles_of_panels
+from batchgen.kernels.moe.moe_tiles import MoETiles, tiles_of_panels
 
 
 def four_bit_mlp_triton(
@@ -31,7 +31,7 @@ def four_bit_mlp_triton(
     epilogues: Epilogues = PLAIN,
     shared: Callable[[], SharedPart] | None = None,
     num_routed: int | None = None,
-    tiles: FourBitTiles | Tiles | None = None,
+    tiles: FourBitTiles | MoETiles | None = None,
 ) -> Tensor:
     """Compute `four_bit_mlp` in four launches, eight if there are many tokens.
 
@@ -40,7 +40,7 @@ def four_bit_mlp_triton(
     chooses from the tables.
     """
     parts = partial(
-        four_bit_parts_triton,
+        four_bit_mlp_parts_triton,
         x,
         gate_up,
         down,
@@ -53,7 +53,7 @@ def four_bit_mlp_triton(
     return sum_of_slots(parts, x, residual, ids, len(gate_up.words), num_routed, shared)
 
 
-def four_bit_parts_triton(
+def four_bit_mlp_parts_triton(
     x: Tensor,
     gate_up: FourBitPanels,
     down: FourBitPanels,
@@ -62,7 +62,7 @@ def four_bit_parts_triton(
     *,
     epilogues: Epilogues = PLAIN,
     num_routed: int | None = None,
-    tiles: FourBitTiles | Tiles | None = None,
+    tiles: FourBitTiles | MoETiles | None = None,
 ) -> Tensor:
     """Compute what `four_bit_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results
     times their weights. There must be tokens. Nothing is written for slots whose expert is

@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.kernels.four_bit.mxfp4_layout import PANEL_WORDS
 from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.kernels.four_bit.steps_triton import add_panel, add_steps, load_tokens
-from batchgen.kernels.four_bit.tiles import ProductTiles
+from batchgen.kernels.four_bit.tiles import FourBitProductTiles
 from batchgen.kernels.four_bit.unpack_triton import load_scales, scale_rows
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
@@ -36,7 +36,7 @@ def four_bit_gate_up(
     x: Tensor,  # [T, H]
     weight: FourBitPanels,  # [E, 2·I, H]: the I rows of gate, then the rows of up
     alignment: Alignment,  # of the T·k slots
-    tiles: ProductTiles,
+    tiles: FourBitProductTiles,
     k: int,
     out: Tensor,  # [T·k, I]
     epilogues: Epilogues = PLAIN,
@@ -59,7 +59,7 @@ def four_bit_down(
     weight: FourBitPanels,  # [E, H, I]
     slot_weights: Tensor,  # [N] float32, in the order of slots
     alignment: Alignment,
-    tiles: ProductTiles,
+    tiles: FourBitProductTiles,
     out: Tensor,  # [N, H], contiguous
     bias: Tensor | None = None,  # [E, H], contiguous
 ) -> None:
@@ -74,7 +74,7 @@ def four_bit_down(
 
 
 def _options(
-    alignment: Alignment, tiles: ProductTiles, weight: FourBitPanels
+    alignment: Alignment, tiles: FourBitProductTiles, weight: FourBitPanels
 ) -> dict[str, int | bool | str]:
     return {
         **weight.constants,

@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_rows
-from batchgen.kernels.four_bit.linear_triton import four_bit_linear_triton, four_bit_parts_triton
+from batchgen.kernels.four_bit.linear_triton import (
+    four_bit_linear_parts_triton,
+    four_bit_linear_triton,
+)
 from batchgen.kernels.four_bit.panels import FourBitPanels, dequantise_reference
-from batchgen.kernels.four_bit.tiles import MOST_ROWS, linear_tiles
+from batchgen.kernels.four_bit.tiles import MOST_ROWS, four_bit_linear_tiles
 from batchgen.kernels.layers.linear import add_linear_
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
@@ -44,7 +47,7 @@ def four_bit_linear_parts(
     launch of its own; None if `four_bit_linear` is to compute it."""
     if not x.is_cuda or is_dequantised(len(x), rules):
         return None
-    return four_bit_parts_triton(x, weight, linear_tiles(len(x), rules))
+    return four_bit_linear_parts_triton(x, weight, four_bit_linear_tiles(len(x), rules))
 
 
 def is_dequantised(rows: int, rules: BitRules) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from batchgen.kernels.four_bit.mxfp4_layout import PANEL_WORDS
 from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.kernels.four_bit.steps_triton import add_steps
-from batchgen.kernels.four_bit.tiles import LinearTiles, linear_tiles
+from batchgen.kernels.four_bit.tiles import FourBitLinearTiles, four_bit_linear_tiles
 from batchgen.kernels.layers.add_splits_triton import add_splits
 from batchgen.kernels.moe.tiled_layout import PANEL
 from batchgen.kernels.rules import BY_BATCH, BitRules
@@ -30,21 +30,23 @@ def four_bit_linear_triton(
     bias: Tensor | None = None,
     *,
     add: bool = False,  # to what `out` holds, rounded once
-    tiles: LinearTiles | None = None,  # None chooses from the table
+    tiles: FourBitLinearTiles | None = None,  # None chooses from the table
     rules: BitRules = BY_BATCH,
 ) -> None:
     """Compute x·Wᵀ + b in one launch, two if the sums are cut."""
     if not len(x):
         return
-    tiles = tiles or linear_tiles(len(x), rules)
-    parts = four_bit_parts_triton(x, weight, tiles)
+    tiles = tiles or four_bit_linear_tiles(len(x), rules)
+    parts = four_bit_linear_parts_triton(x, weight, tiles)
     if parts is None:
         _multiply(x, weight, out, 1, tiles, bias, add)
     else:
         add_splits(parts, bias, out, add=add)
 
 
-def four_bit_parts_triton(x: Tensor, weight: FourBitPanels, tiles: LinearTiles) -> Tensor | None:
+def four_bit_linear_parts_triton(
+    x: Tensor, weight: FourBitPanels, tiles: FourBitLinearTiles
+) -> Tensor | None:
     """Compute x·Wᵀ in one launch, as parts [P, M, N] float32 with P > 1; None if the sums are not
     cut."""
     _, width, depth = weight.sizes
@@ -62,7 +64,7 @@ def _multiply(
     weight: FourBitPanels,
     out: Tensor,
     splits: int,
-    tiles: LinearTiles,
+    tiles: FourBitLinearTiles,
     bias: Tensor | None = None,
     add: bool = False,
 ) -> None:

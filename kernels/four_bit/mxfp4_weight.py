@@ -91,7 +91,7 @@ def pack_codes(codes: Tensor) -> Tensor:
     return low | (high << 4)
 
 
-def quantise_weight(weight: Tensor) -> MXFP4Weight:
+def quantise_mxfp4(weight: Tensor) -> MXFP4Weight:
     """Round a weight [..., N, K] of finite values to MXFP4.
 
     The largest value of a group gets the largest exponent of e2m1, as the standard says, so values

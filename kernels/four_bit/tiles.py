@@ -9,7 +9,7 @@ from batchgen.kernels.four_bit.mxfp4_layout import SCALE_COLUMNS
 from batchgen.kernels.rules import BitRules, num_parts
 
 
-class ProductTiles(NamedTuple):
+class FourBitProductTiles(NamedTuple):
     """How one of the two products is cut, and what the kernel is compiled with."""
 
     block_n: int  # rows of weights of a tile; in the first product of gate and of up each
@@ -22,8 +22,8 @@ class FourBitTiles(NamedTuple):
     """How both products are cut."""
 
     block_m: int  # slots of a tile
-    gate_up: ProductTiles
-    down: ProductTiles
+    gate_up: FourBitProductTiles
+    down: FourBitProductTiles
 
 
 MOST_SLOTS = 512
@@ -31,11 +31,22 @@ MOST_SLOTS = 512
 layer is dequantised for each forward, and multiplied as one in 16 bits."""
 
 TABLE = (
-    (2.0, FourBitTiles(16, ProductTiles(64, 4, 4), ProductTiles(64, 4, 4))),
-    (11.3, FourBitTiles(16, ProductTiles(64, 4, 4), ProductTiles(128, 4, 4))),
-    (26.0, FourBitTiles(32, ProductTiles(128, 4, 3, True), ProductTiles(64, 4, 3, True))),
-    (56.0, FourBitTiles(64, ProductTiles(64, 4, 3, True), ProductTiles(128, 8, 3, True))),
-    (math.inf, FourBitTiles(128, ProductTiles(128, 8, 3, True), ProductTiles(128, 8, 3, True))),
+    (2.0, FourBitTiles(16, FourBitProductTiles(64, 4, 4), FourBitProductTiles(64, 4, 4))),
+    (11.3, FourBitTiles(16, FourBitProductTiles(64, 4, 4), FourBitProductTiles(128, 4, 4))),
+    (
+        26.0,
+        FourBitTiles(32, FourBitProductTiles(128, 4, 3, True), FourBitProductTiles(64, 4, 3, True)),
+    ),
+    (
+        56.0,
+        FourBitTiles(64, FourBitProductTiles(64, 4, 3, True), FourBitProductTiles(128, 8, 3, True)),
+    ),
+    (
+        math.inf,
+        FourBitTiles(
+            128, FourBitProductTiles(128, 8, 3, True), FourBitProductTiles(128, 8, 3, True)
+        ),
+    ),
 )
 """(The most slots of an expert, on average, tiles), tuned with MXFP4."""
 
@@ -48,7 +59,7 @@ def four_bit_tiles(num_slots: int, num_experts: int) -> FourBitTiles | None:
     return next(tiles for most, tiles in TABLE if num_slots <= most * num_experts)
 
 
-class LinearTiles(NamedTuple):
+class FourBitLinearTiles(NamedTuple):
     """How the product of rows with one weight is cut, and what the kernel is compiled with."""
 
     block_m: int  # rows of tokens of a tile
@@ -67,15 +78,15 @@ MOST_ROWS = 512
 """The most rows that are multiplied by weights in 4 bits. For more of them a weight is dequantised,
 and the library multiplies."""
 LINEAR = (
-    (16, LinearTiles(16, 64, 4, 4, programs=528)),
-    (32, LinearTiles(32, 64, 4, 4, programs=528)),
-    (64, LinearTiles(64, 64, 4, 3, programs=396)),
-    (math.inf, LinearTiles(128, 128, 8, 3, programs=132)),
+    (16, FourBitLinearTiles(16, 64, 4, 4, programs=528)),
+    (32, FourBitLinearTiles(32, 64, 4, 4, programs=528)),
+    (64, FourBitLinearTiles(64, 64, 4, 3, programs=396)),
+    (math.inf, FourBitLinearTiles(128, 128, 8, 3, programs=132)),
 )
 """(The most rows, tiles.)"""
 
 
-def linear_tiles(rows: int, rules: BitRules) -> LinearTiles:
+def four_bit_linear_tiles(rows: int, rules: BitRules) -> FourBitLinearTiles:
     """Look up how to cut a product of `rows` rows."""
     tiles = next(tiles for most, tiles in LINEAR if rows <= most)
     return tiles if rules.cut_sums else tiles._replace(programs=0)

@@ -15,10 +15,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchgen.kernels.fp8.fp8_tiles import (
-    LinearTiles,
+    FP8LinearTiles,
     copy_engine_reads,
     fitting_stages,
-    linear_tiles,
+    fp8_linear_tiles,
 )
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.layers.add_splits_triton import add_splits
@@ -26,7 +26,7 @@ from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 _GROUP = 8
-"""Tiles of rows that are computed beside each other with the same weights."""
+"""The number of neighbouring tiles of rows that are computed with the same weights."""
 
 
 def fp8_linear_triton(
@@ -37,7 +37,7 @@ def fp8_linear_triton(
     bias: Tensor | None = None,
     *,
     add: bool = False,  # to what `out` holds, rounded once
-    tiles: LinearTiles | None = None,  # None chooses from the table
+    tiles: FP8LinearTiles | None = None,  # None chooses from the table
     rules: BitRules = BY_BATCH,
 ) -> None:
     """Compute x·Wᵀ + b in one launch, two if the sums are cut."""
@@ -47,7 +47,7 @@ def fp8_linear_triton(
     assert weight.scales.is_contiguous() and len(values) >= rows
     if not rows:
         return
-    tiles = tiles or linear_tiles(rows, rules)
+    tiles = tiles or fp8_linear_tiles(rows, rules)
     splits = tiles.num_splits(rows, width, depth)
     if splits == 1:
         _multiply(values, scales, weight, out, 1, tiles, bias, add)
@@ -62,12 +62,12 @@ def fp8_linear_parts_triton(
     scales: Tensor,
     weight: FP8Weight,
     rows: int,
-    tiles: LinearTiles | None = None,
+    tiles: FP8LinearTiles | None = None,
 ) -> Tensor | None:
     """Compute x·Wᵀ of the first `rows` rows in one launch, as parts [P, M, N] float32 with P > 1;
     None if the sums are not cut."""
     width, depth = weight.values.shape
-    tiles = tiles or linear_tiles(rows, BY_BATCH)
+    tiles = tiles or fp8_linear_tiles(rows, BY_BATCH)
     splits = tiles.num_splits(rows, width, depth) if rows else 1
     if splits == 1:
         return None
@@ -82,7 +82,7 @@ def _multiply(
     weight: FP8Weight,
     out: Tensor,
     splits: int,
-    tiles: LinearTiles,
+    tiles: FP8LinearTiles,
     bias: Tensor | None = None,
     add: bool = False,
 ) -> None:

@@ -22,7 +22,7 @@ _RESERVED = 3 * 2**10
 """Bytes of shared memory that a program needs besides the tiles of its stages."""
 
 
-class LinearTiles(NamedTuple):
+class FP8LinearTiles(NamedTuple):
     """How a product of rows with a weight is cut, and what the kernel is compiled with."""
 
     block_m: int
@@ -41,16 +41,16 @@ class LinearTiles(NamedTuple):
 
 
 LINEAR = (
-    (16, LinearTiles(16, 64, 4, 4, swap=True, programs=264)),
-    (32, LinearTiles(32, 64, 4, 4, swap=True, programs=264)),
-    (512, LinearTiles(64, 128, 4, 4, programs=264)),
-    (math.inf, LinearTiles(128, 128, 8, 4)),
+    (16, FP8LinearTiles(16, 64, 4, 4, swap=True, programs=264)),
+    (32, FP8LinearTiles(32, 64, 4, 4, swap=True, programs=264)),
+    (512, FP8LinearTiles(64, 128, 4, 4, programs=264)),
+    (math.inf, FP8LinearTiles(128, 128, 8, 4)),
 )
 """For Hopper: (the most rows, tiles). Measured with `bench_kernels.py fp8 --tune` of commit 48f452c
 on an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8192 rows."""
 
 
-def linear_tiles(rows: int, rules: BitRules) -> LinearTiles:
+def fp8_linear_tiles(rows: int, rules: BitRules) -> FP8LinearTiles:
     """Look up how to cut a product of `rows` rows."""
     tiles = next(tiles for most, tiles in LINEAR if rows <= most)
     return tiles if rules.cut_sums else tiles._replace(programs=0)
@@ -99,12 +99,12 @@ def copy_engine_reads(depth: int, device: torch.device) -> bool:
     )
 
 
-def fitting_stages(stages: int, stage_rows: int, device: torch.device, beside: int = 0) -> int:
+def fitting_stages(stages: int, stage_rows: int, device: torch.device, resident: int = 0) -> int:
     """Return the wanted depth of a pipeline, or less if shared memory does not hold the tiles.
 
-    A stage has `stage_rows` rows of 128 bytes; `beside` bytes are needed besides.
+    A stage has `stage_rows` rows of 128 bytes; `resident` bytes are needed besides.
     """
     if device.type != "cuda":
         return stages
-    room = shared_bytes(device) - _RESERVED - beside
+    room = shared_bytes(device) - _RESERVED - resident
     return max(1, min(stages, room // (stage_rows * BLOCK)))

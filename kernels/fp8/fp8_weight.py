@@ -59,7 +59,7 @@ def rows_of_scales(scales: Tensor, rows: int) -> Tensor:
     return scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
 
 
-def quantise_weight(weight: Tensor) -> FP8Weight:
+def quantise_fp8(weight: Tensor) -> FP8Weight:
     """Round a weight [..., N, K] to FP8, so that the largest value of each block becomes 448.
 
     128 rows share a scale. A block of zeros stays zero; one with a value that is not finite has no

@@ -44,10 +44,10 @@ def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
         bias = torch.zeros_like(bias)  # would hide how the sums were rounded
     for packed, most_rows, laid_out in _ways(weight):
 
-        def product(x: Tensor, laid_out: Tensor = laid_out, most: int = most_rows) -> Tensor:
-            return linear(x, laid_out, bias, most)
+        def product(x: Tensor, laid_out: Tensor = laid_out, limit: int = most_rows) -> Tensor:
+            return linear(x, laid_out, bias, limit)
 
-        if keeps_bits(product, weight.shape[1], weight.dtype, most_rows):
+        if product_keeps_bits(product, weight.shape[1], weight.dtype, most_rows):
             return CPUProduct(packed, most_rows)
     return CPUProduct(pack_weight(weight) is not weight, None)
 
@@ -75,7 +75,7 @@ def few_keep_bits(weight: Tensor, product: CPUProduct) -> bool:
 
 
 def _mirrored(weight: Tensor) -> Tensor:
-    """Make a weight whose products with rows of `keeps_bits` are zero but for their rounding."""
+    """Make a weight whose products with rows of `product_keeps_bits` are zero but for rounding."""
     out_features, in_features = weight.shape
     half = _numbers(64, -(-in_features // 2))
     rows = torch.cat((half, half[:, : in_features // 2].flip(1)), dim=1).to(weight.dtype)
@@ -94,7 +94,7 @@ def _ways(weight: Tensor) -> Iterator[tuple[bool, int, Tensor]]:
             yield is_packed, most_rows, laid_out
 
 
-def keeps_bits(
+def product_keeps_bits(
     product: Callable[[Tensor], Tensor], in_features: int, dtype: torch.dtype, most_rows: int
 ) -> bool:
     """Whether a row of the product [T, in_features] → [T, N] has the same bits at each multiple of

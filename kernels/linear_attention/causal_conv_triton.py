@@ -114,11 +114,13 @@ def _conv_step(
 
 
 @triton.jit
-def _before(window, records, first, place, mask, channels, TAPS: tl.constexpr, RING: tl.constexpr):
+def _before(
+    window, records, first, offsets, mask, channels, TAPS: tl.constexpr, RING: tl.constexpr
+):
     """The inputs at places of the window, behind which the pending records stand."""
-    recorded = place >= TAPS - 1
-    kept = tl.load(window + place * channels, mask=mask & (place < TAPS - 1), other=0.0)
-    record = records + (first + tl.maximum(place - (TAPS - 1), 0)) % RING * channels
+    recorded = offsets >= TAPS - 1
+    kept = tl.load(window + offsets * channels, mask=mask & (offsets < TAPS - 1), other=0.0)
+    record = records + (first + tl.maximum(offsets - (TAPS - 1), 0)) % RING * channels
     return tl.where(recorded, tl.load(record, mask=mask & recorded, other=0.0), kept)
 
 

@@ -11,6 +11,8 @@ from batchgen.kernels.moe.moe_align_triton import Alignment, moe_align
 
 BLOCK_M = 16
 """Tokens of one adapter that a program computes at once."""
+_WIDE_BLOCK_M, _MANY_TOKENS = 64, 512
+"""`BLOCK_M` of forwards of at least that many tokens, where factors would be read too often."""
 
 
 class LoRATokens(NamedTuple):
@@ -32,4 +34,5 @@ def lora_tokens(slots: Tensor, num_slots: int) -> LoRATokens:
 def sorted_tokens(slots: Tensor, num_slots: int) -> Alignment:
     """Return `LoRATokens.alignment`."""
     ids = torch.where(slots == 0, num_slots, slots - 1).to(torch.int32).unsqueeze(1)
-    return moe_align(ids, num_slots, BLOCK_M, some_elsewhere=True)
+    block_m = BLOCK_M if len(slots) < _MANY_TOKENS else _WIDE_BLOCK_M
+    return moe_align(ids, num_slots, block_m, some_elsewhere=True)

@@ -1,8 +1,10 @@
 """The thin products of adapters in Triton: one launch for A, one for B, whatever the number of
 adapters.
 
-Sums over the in features are split into SPLITS parts, because few programs would else read all of
-x; the second launch adds the parts up. A token's sums have one order, whatever the batch.
+Sums over the in features are split into SPLITS parts, which are added up in their order. For few
+tokens each part has programs of its own, because few programs would else read all of x, and the
+second launch adds the parts up. For many tokens one program computes all parts of its tokens, and
+the second launch reads their sum alone. So a token's sums have one order, whatever the batch.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from torch import Tensor
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.slot_tile_triton import tile_of_program
 
-BLOCK_N = 128
-"""Output features of a program."""
+BLOCK_N = 256
+"""Output features of a program, which reads its tokens' hidden values once for all of them."""
 _SPLITS = 8
 """Parts of the sums over the in features."""
 _BLOCK_K = 128
 _BLOCK_R = 64
-"""Ranks of a program, of all parts of a layer, and of a step of the second launch."""
+"""Ranks of a program of the first launch, of all parts of a layer."""
+_ONE_PROGRAM = 2048
+"""Tokens from which on a program computes all parts of a sum. By bytes: with rank 16 a program of
+the second launch moves 64 KiB of results of 64 tokens, and reads 4 KiB of sums or 32 of parts."""
 
 
 def add_lora_triton_(
@@ -34,21 +39,27 @@ def add_lora_triton_(
     assert x.stride(1) == out.stride(1) == 1 and rank >= 16 and rank & (rank - 1) == 0
     splits = min(_SPLITS, triton.cdiv(depth, _BLOCK_K))
     share = triton.cdiv(triton.cdiv(depth, _BLOCK_K), splits) * _BLOCK_K
-    hidden = torch.empty((splits, count, ranks), dtype=torch.float32, device=x.device)
+    planes = 1 if count >= _ONE_PROGRAM else splits
+    hidden = torch.empty((planes, count, ranks), dtype=torch.float32, device=x.device)
     block_r = min(_BLOCK_R, triton.next_power_of_2(ranks))
     columns = triton.cdiv(ranks, block_r)
     tiles, block_m = alignment.most_tiles, alignment.block_m
     wide, interpreted = x.dtype == torch.float32, not x.is_cuda
-    _down[(tiles * columns, splits)](
+    _down[(tiles * columns, planes)](
         x, down, hidden, alignment.slots, *alignment[1:-1], count, depth, ranks, share, x.stride(0),
-        COLUMNS=columns, BLOCK_M=block_m, BLOCK_R=block_r, BLOCK_K=_BLOCK_K // (2 if wide else 1),
+        COLUMNS=columns, ALL_PARTS=planes < splits, BLOCK_M=block_m, BLOCK_R=block_r,
+        BLOCK_K=_BLOCK_K // (2 if wide else 1),
         INTERPRETED=interpreted, num_warps=4, num_stages=1 if wide else 3,
     )  # fmt: skip
+    # More values for each thread would leave no room for a second program beside the first.
+    step_n, step_r, warps = (128, 64, 4) if block_m == 16 else (64, 32, 8)
+    registers = 128 if block_m > 16 and rank <= step_r else None
     _up[(tiles * len(blocks),)](
         out, hidden, up, blocks, alignment.slots, *alignment[1:-1], count, width, ranks,
         out.stride(0),
-        COLUMNS=len(blocks), SPLITS=splits, BLOCK_M=block_m, BLOCK_N=BLOCK_N, RANK=rank,
-        BLOCK_R=min(_BLOCK_R, rank), INTERPRETED=interpreted, num_warps=4,
+        COLUMNS=len(blocks), PLANES=planes, BLOCK_M=block_m, BLOCK_N=BLOCK_N, STEP_N=step_n,
+        RANK=rank, BLOCK_R=min(step_r, rank), INTERPRETED=interpreted, num_warps=warps,
+        maxnreg=registers,
     )  # fmt: skip
     return out
 
@@ -57,11 +68,11 @@ def add_lora_triton_(
 def _down(
     x_ptr, down_ptr, hidden_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
     num_tiles_ptr, count, depth, ranks, share, x_stride,
-    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, ALL_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes a part of the sums of A·x: for one tile of tokens, some ranks, and
-    `share` in features."""
+    """Each program computes sums of A·x for one tile of tokens and some ranks: a part of them, over
+    `share` in features, or all parts and what they add up to."""
     is_none, adapter, first, end = tile_of_program(
         tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, COLUMNS
     )
@@ -76,15 +87,22 @@ def _down(
     row = adapter.to(tl.int64) * ranks + tl.minimum(r, ranks - 1)
     a_tile = down_ptr + row[:, None] * depth + k[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    part = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     begin = split * share
-    for start in range(begin, tl.minimum(begin + share, depth), BLOCK_K):
+    behind = depth if ALL_PARTS else tl.minimum(begin + share, depth)
+    for start in range(begin, behind, BLOCK_K):
         inside = (start + k < depth)[None, :]
         x = tl.load(x_tile + start, mask=inside, other=0.0)
         a = tl.load(a_tile + start, mask=inside, other=0.0)
         if INTERPRETED:  # which multiplies the bits of bfloat16 as integers
             x = x.to(tl.float32)
             a = a.to(tl.float32)
-        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+        part = tl.dot(x, tl.trans(a), part, input_precision="ieee")
+        if ALL_PARTS:
+            is_last = (start + BLOCK_K) % share == 0
+            total = tl.where(is_last, total + part, total)
+            part = tl.where(is_last, 0.0, part)
+    total += part
     target = hidden_ptr + (split * count + token).to(tl.int64)[:, None] * ranks + r[None, :]
     tl.store(target, total, mask=(place < end)[:, None] & (r < ranks)[None, :])
 
@@ -93,8 +111,8 @@ def _down(
 def _up(
     out_ptr, hidden_ptr, up_ptr, blocks_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
     tile_ends_ptr, num_tiles_ptr, count, width, ranks, out_stride,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEP_N: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program adds B·hidden to one tile of tokens and one block of output features."""
     is_none, adapter, first, end = tile_of_program(
@@ -108,22 +126,34 @@ def _up(
     at = tl.load(blocks_ptr + block * 3 + 2)
     place = first + tl.arange(0, BLOCK_M)
     token = tl.load(slots_ptr + tl.minimum(place, end - 1)).to(tl.int64)
-    n = begin + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
-    row = adapter.to(tl.int64) * width + tl.minimum(n, last - 1)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.static_range(0, RANK, BLOCK_R):
-        source = hidden_ptr + token[:, None] * ranks + (at + start + r)[None, :]
-        hidden = tl.load(source)
-        for split in tl.static_range(1, SPLITS):
-            hidden += tl.load(source + split * count.to(tl.int64) * ranks)
-        b = tl.load(up_ptr + row[:, None] * RANK + (start + r)[None, :])
-        hidden = hidden.to(up_ptr.dtype.element_ty)
-        if INTERPRETED:
-            hidden = hidden.to(tl.float32)
-            b = b.to(tl.float32)
-        total = tl.dot(hidden, tl.trans(b), total, input_precision="ieee")
-    target = out_ptr + token[:, None] * out_stride + n[None, :]
-    there = (place < end)[:, None] & (n < last)[None, :]
-    before = tl.load(target, mask=there, other=0.0).to(tl.float32)
-    tl.store(target, (before + total).to(out_ptr.dtype.element_ty), mask=there)
+    b_tile = up_ptr + adapter.to(tl.int64) * width * RANK + r[None, :]
+    source = hidden_ptr + token[:, None] * ranks + (at + r)[None, :]
+    plane = count.to(tl.int64) * ranks
+    if RANK == BLOCK_R:
+        hidden = _added(source, plane, PLANES, up_ptr.dtype.element_ty, INTERPRETED)
+    for first_n in tl.static_range(0, BLOCK_N, STEP_N):
+        n = begin + first_n + tl.arange(0, STEP_N)
+        row = tl.minimum(n, last - 1)[:, None] * RANK
+        total = tl.zeros([BLOCK_M, STEP_N], tl.float32)
+        for start in tl.static_range(0, RANK, BLOCK_R):
+            if RANK > BLOCK_R:
+                hidden = _added(source + start, plane, PLANES, up_ptr.dtype.element_ty, INTERPRETED)
+            b = tl.load(b_tile + row + start)
+            if INTERPRETED:
+                b = b.to(tl.float32)
+            total = tl.dot(hidden, tl.trans(b), total, input_precision="ieee")
+        target = out_ptr + token[:, None] * out_stride + n[None, :]
+        there = (place < end)[:, None] & (n < last)[None, :]
+        before = tl.load(target, mask=there, other=0.0).to(tl.float32)
+        tl.store(target, (before + total).to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _added(source, plane, PLANES: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Add up the parts of hidden values, `plane` apart, and round them to DTYPE."""
+    hidden = tl.load(source)
+    for index in tl.static_range(1, PLANES):
+        hidden += tl.load(source + index * plane)
+    hidden = hidden.to(DTYPE)
+    return hidden.to(tl.float32) if INTERPRETED else hidden

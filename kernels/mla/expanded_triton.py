@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.attention.kv_cache import slot_mapping
-from batchgen.kernels.attention.kv_gather import upload
+from batchgen.kernels.attention.kv_gather import upload_tensor
 from batchgen.kernels.attention.prefill_plan import cut_tiles
 from batchgen.kernels.row_indices import row_indices
 
@@ -83,9 +83,14 @@ def plan_expanded(
     positions = torch.arange(len(rows)) - places[rows]
     tiles = cut_tiles(query_lens, config.block_m, context_lens)
     slots = slot_mapping(
-        upload(positions, device), upload(rows.int(), device), block_tables, block_size
+        upload_tensor(positions, device),
+        upload_tensor(rows.int(), device),
+        block_tables,
+        block_size,
     )
-    return ExpandedPlan(slots, upload(places.int(), device), upload(tiles, device), config)
+    return ExpandedPlan(
+        slots, upload_tensor(places.int(), device), upload_tensor(tiles, device), config
+    )
 
 
 def _config(key_size: int, value_size: int, itemsize: int) -> ExpandedConfig:

@@ -24,7 +24,7 @@ from torch import Tensor
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.decode_plan import DecodePlan, plan_decode, row_pieces
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.kv_gather import upload
+from batchgen.kernels.attention.kv_gather import upload_tensor
 from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
 from batchgen.kernels.attention.prefill_plan import cut_equal_tiles, cut_tiles, tile_tokens
 from batchgen.kernels.mla.absorbed_sizes import decode_span
@@ -156,4 +156,4 @@ def _make_plan(
             lens, contexts, tables, block_size, key_size, expansion.value_size, q.itemsize
         )
         return plan, tables
-    return (upload(cut_tiles(lens, tile, contexts), q.device), tile), tables
+    return (upload_tensor(cut_tiles(lens, tile, contexts), q.device), tile), tables

@@ -16,7 +16,7 @@ from batchgen.kernels.layers.elementwise import times_sigmoid
 
 
 class ClampedGate(NamedTuple):
-    """The gate of gpt-oss's experts in the place of SwiGLU: (up + 1) · gate · sigmoid(slope · gate)
+    """The gate of gpt-oss's experts instead of SwiGLU: (up + 1) · gate · sigmoid(slope · gate)
     with gate ≤ limit and -limit ≤ up ≤ limit."""
 
     limit: float

@@ -18,7 +18,7 @@ from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
 from batchgen.kernels.moe.moe_align_triton import moe_align
-from batchgen.kernels.moe.moe_tiles import Tiles, choose_tiles
+from batchgen.kernels.moe.moe_tiles import MoETiles, choose_moe_tiles
 from batchgen.kernels.moe.tiled_layout import are_panels, matrix_sizes
 
 _CHUNK = 1024
@@ -36,7 +36,7 @@ def grouped_mlp_triton(
     epilogues: Epilogues = PLAIN,
     shared: Callable[[], SharedPart] | None = None,
     num_routed: int | None = None,
-    tiles: Tiles | None = None,
+    tiles: MoETiles | None = None,
 ) -> Tensor:
     """Compute `experts.grouped_mlp` in four launches, six if there are many tokens.
 
@@ -66,7 +66,7 @@ def grouped_parts_triton(
     *,
     epilogues: Epilogues = PLAIN,
     num_routed: int | None = None,
-    tiles: Tiles | None = None,
+    tiles: MoETiles | None = None,
 ) -> Tensor:
     """Compute what `grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
     their weights. There must be tokens. Nothing is written for slots whose expert is elsewhere."""
@@ -79,7 +79,7 @@ def grouped_parts_triton(
     assert x.dtype == gate_up.dtype == down.dtype and x.stride(1) == 1
     assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
     num_routed = num_routed or experts
-    tiles = tiles or choose_tiles(ids.numel() * experts // num_routed, gate_up)
+    tiles = tiles or choose_moe_tiles(ids.numel() * experts // num_routed, gate_up)
     alignment = moe_align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
     activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
     gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated, epilogues)

@@ -25,7 +25,7 @@ class ProductTiles(NamedTuple):
     persistent: bool = False
 
 
-class Tiles(NamedTuple):
+class MoETiles(NamedTuple):
     """How both products are cut."""
 
     block_m: int  # slots of a tile
@@ -33,27 +33,29 @@ class Tiles(NamedTuple):
     down: ProductTiles
 
 
-FLOAT32 = Tiles(16, ProductTiles(32, 32, 4, 2), ProductTiles(64, 32, 4, 2))
+FLOAT32 = MoETiles(16, ProductTiles(32, 32, 4, 2), ProductTiles(64, 32, 4, 2))
 """For float32, which the matrix units do not take, so that its operands need registers."""
 
 TABLE = (
-    (0.7, Tiles(16, ProductTiles(64, 128, 4, 4, swap=True), ProductTiles(64, 128, 4, 3))),
+    (0.7, MoETiles(16, ProductTiles(64, 128, 4, 4, swap=True), ProductTiles(64, 128, 4, 3))),
     (
         5.7,
-        Tiles(16, ProductTiles(64, 128, 4, 3, swap=True), ProductTiles(128, 128, 8, 3, swap=True)),
+        MoETiles(
+            16, ProductTiles(64, 128, 4, 3, swap=True), ProductTiles(128, 128, 8, 3, swap=True)
+        ),
     ),
-    (11.3, Tiles(16, ProductTiles(64, 128, 4, 3, swap=True), ProductTiles(64, 128, 4, 3))),
-    (26, Tiles(32, ProductTiles(128, 128, 8, 3, swap=True), ProductTiles(128, 128, 8, 3))),
-    (56, Tiles(64, ProductTiles(128, 64, 4, 4), ProductTiles(128, 64, 4, 3))),
+    (11.3, MoETiles(16, ProductTiles(64, 128, 4, 3, swap=True), ProductTiles(64, 128, 4, 3))),
+    (26, MoETiles(32, ProductTiles(128, 128, 8, 3, swap=True), ProductTiles(128, 128, 8, 3))),
+    (56, MoETiles(64, ProductTiles(128, 64, 4, 4), ProductTiles(128, 64, 4, 3))),
     (
         128,
-        Tiles(
+        MoETiles(
             128, ProductTiles(128, 64, 8, 4, halve=True), ProductTiles(256, 64, 8, 4, halve=True)
         ),
     ),
     (
         math.inf,
-        Tiles(
+        MoETiles(
             128,
             ProductTiles(128, 64, 8, 3, halve=True),
             ProductTiles(256, 64, 8, 4, persistent=True),
@@ -65,7 +67,7 @@ TABLE = (
 each is compiled at the start of an engine whose batches need it."""
 
 
-def choose_tiles(num_slots: int, gate_up: Tensor) -> Tiles:
+def choose_moe_tiles(num_slots: int, gate_up: Tensor) -> MoETiles:
     """Look up how to cut the products of T·k slots with weights [E, 2·I, H] or their panels.
 
     The mean number of an expert's slots decides: the host does not know how slots are routed.
@@ -78,6 +80,6 @@ def choose_tiles(num_slots: int, gate_up: Tensor) -> Tiles:
     return tiles._replace(down=tiles.down._replace(persistent=False))
 
 
-def tiles_of_panels(num_slots: int, num_experts: int) -> Tiles:
+def tiles_of_panels(num_slots: int, num_experts: int) -> MoETiles:
     """Look up how to cut the products of this many slots with weights of 16 bits in panels."""
     return next(tiles for most, tiles in TABLE if num_slots <= most * num_experts)

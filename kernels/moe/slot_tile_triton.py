@@ -49,13 +49,13 @@ def gated_product(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.c
 
 @triton.jit
 def store_slots(
-    acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, width, SWAP: tl.constexpr,
+    acc, out_ptr, slots_ptr, slot_weights_ptr, offsets, end, column, width, SWAP: tl.constexpr,
 ):  # fmt: skip
     """Store slot weight · acc [places, columns], or its transpose if SWAP, in the order of slots,
     without the places from `end` on and columns from `width` on."""
-    slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    slot = tl.load(slots_ptr + tl.minimum(offsets, end - 1))
     weight = tl.load(slot_weights_ptr + slot)
-    store_places(acc, out_ptr, slot, weight, place < end, column, width, SWAP)
+    store_places(acc, out_ptr, slot, weight, offsets < end, column, width, SWAP)
 
 
 @triton.jit

@@ -46,14 +46,13 @@ def add_sum_norm(
     """Add Σ_r partial_r to residual, summed in float32 and rounded once, and compute the norm of
     that.
 
-    Returns the normed rows [T, H], a new tensor, and the residual stream, in the place of
-    `residual` or else of `partial`. What is too large for a launch takes several.
-    """
+    Returns the normed rows [T, H], a new tensor, and the residual stream, written over `residual`,
+    or else over `partial`. What is too large for a launch takes several."""
     stream = partial if residual is None else residual
     assert stream.is_contiguous() and stream.dtype == partial.dtype
     normed = torch.empty_like(stream)
     row_bytes = partial.shape[1] * partial.itemsize
-    most = most_rows(len(partial), row_bytes, peers)
+    most = max_launch_rows(len(partial), row_bytes, peers)
     for at, rows in row_chunks(len(partial), most, lane, peers):
         _launch(
             stream[rows], partial[rows], weight, normed[rows], eps, peers, at,
@@ -64,14 +63,14 @@ def add_sum_norm(
 
 
 def sends_sums(rows: int, row_bytes: int, size: int) -> bool:
-    """Whether so many rows are faster in two shots: ranks add up rows for each other."""
+    """Whether this number of rows is faster in two shots: ranks add up rows for each other."""
     # One-shot sends (size - 1) times the tensor, two-shot twice the (size - 1) / size-th of it.
     # In two shots a rank with no row of its own would not send anything to the others.
     return rows >= size and (size - 1) * (size - 2) * rows * row_bytes > size * _HOP_BYTES
 
 
-def most_rows(rows: int, row_bytes: int, peers: PeerMemory) -> int:
-    """Return how many of so many rows one launch can add up."""
+def max_launch_rows(rows: int, row_bytes: int, peers: PeerMemory) -> int:
+    """Return how many of the rows one launch can add up."""
     if sends_sums(rows, row_bytes, peers.size):
         return peers.size * (peers.inbox_bytes // 2 // row_bytes)
     return peers.inbox_bytes // row_bytes
@@ -192,17 +191,17 @@ def _two_shot(
 
 @triton.jit
 def _row_sum(
-    stream_ptr, partial_ptr, place, box, mask, addresses_ptr, start, inbox_bytes,
+    stream_ptr, partial_ptr, offsets, box, mask, addresses_ptr, start, inbox_bytes,
     ADDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of a row, which arrive at the places `box` of the inboxes; return the bits
     of the sum."""
     dtype: tl.constexpr = stream_ptr.dtype.element_ty
     bits_dtype: tl.constexpr = partial_ptr.dtype.element_ty
-    total = tl.zeros(place.shape, tl.float32)
+    total = tl.zeros(offsets.shape, tl.float32)
     if ADDS:
-        total = tl.load(stream_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    own = sendable(tl.load(partial_ptr + place, mask=mask, other=0), EMPTY)
+        total = tl.load(stream_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    own = sendable(tl.load(partial_ptr + offsets, mask=mask, other=0), EMPTY)
     for peer in tl.static_range(SIZE):
         bits = own
         if peer != RANK:
@@ -214,12 +213,12 @@ def _row_sum(
 
 
 @triton.jit
-def _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, place, mask, size, eps):
+def _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, offsets, mask, size, eps):
     """Store a row of the residual stream and its norm."""
     dtype: tl.constexpr = stream_ptr.dtype.element_ty
     stream = bits.to(dtype, bitcast=True)
-    tl.store(stream_ptr + place, stream, mask=mask)
+    tl.store(stream_ptr + offsets, stream, mask=mask)
     x = stream.to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     normed = normed.to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
-    tl.store(normed_ptr + place, normed.to(dtype), mask=mask)
+    tl.store(normed_ptr + offsets, normed.to(dtype), mask=mask)

@@ -60,11 +60,11 @@ def clear(memory: Tensor) -> None:
     memory.view(torch.int16).fill_(_EMPTY[2])
 
 
-def row_chunks(rows: int, most: int, lane: int, peers: PeerMemory) -> Iterator[tuple[int, slice]]:
-    """Divide rows into launches of at most `most`; yield the lane and the rows of each."""
-    assert lane != peers.spare and most > 0, "the inboxes are too small for one row"
-    for index, start in enumerate(range(0, rows, most)):
-        yield peers.spare if index % 2 else lane, slice(start, min(start + most, rows))
+def row_chunks(rows: int, limit: int, lane: int, peers: PeerMemory) -> Iterator[tuple[int, slice]]:
+    """Divide rows into launches of at most `limit`; yield the lane and the rows of each."""
+    assert lane != peers.spare and limit > 0, "the inboxes are too small for one row"
+    for index, start in enumerate(range(0, rows, limit)):
+        yield peers.spare if index % 2 else lane, slice(start, min(start + limit, rows))
 
 
 def as_bits(x: Tensor) -> Tensor:
@@ -80,38 +80,38 @@ def empty_bits(x: Tensor) -> int:
 
 @triton.jit
 def sendable(bits, EMPTY: tl.constexpr):
-    """Put zero in the place of the pattern that means empty."""
+    """Replace the pattern that means empty by zero."""
     return tl.where(bits == EMPTY, tl.zeros_like(bits), bits)
 
 
 @triton.jit
 def send(
-    bits, place, mask, addresses_ptr, start, inbox_bytes, RANK: tl.constexpr, SIZE: tl.constexpr
+    bits, offsets, mask, addresses_ptr, start, inbox_bytes, RANK: tl.constexpr, SIZE: tl.constexpr
 ):
     """Write what `sendable` made to these places of this rank's inboxes on all other ranks."""
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            send_to(peer, bits, place, mask, addresses_ptr, start, inbox_bytes, RANK)
+            send_to(peer, bits, offsets, mask, addresses_ptr, start, inbox_bytes, RANK)
 
 
 @triton.jit
-def send_to(peer, bits, place, mask, addresses_ptr, start, inbox_bytes, RANK: tl.constexpr):
+def send_to(peer, bits, offsets, mask, addresses_ptr, start, inbox_bytes, RANK: tl.constexpr):
     """Write what `sendable` made to these places of this rank's inbox on another rank."""
     inbox = _inbox(addresses_ptr + peer, start + RANK * inbox_bytes, bits.dtype)
-    tl.store(inbox + place, bits, mask=mask)
+    tl.store(inbox + offsets, bits, mask=mask)
 
 
 @triton.jit
 def receive(
-    peer, place, mask, addresses_ptr, start, inbox_bytes,
+    peer, offsets, mask, addresses_ptr, start, inbox_bytes,
     DTYPE: tl.constexpr, RANK: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
     """Wait for what a peer sends to these places, and empty them."""
     inbox = _inbox(addresses_ptr + RANK, start + peer * inbox_bytes, DTYPE)
-    bits = tl.load(inbox + place, mask=mask, other=0, volatile=True)
+    bits = tl.load(inbox + offsets, mask=mask, other=0, volatile=True)
     while tl.max((bits == EMPTY).to(tl.int32), axis=0) != 0:
-        bits = tl.load(inbox + place, mask=mask, other=0, volatile=True)
-    tl.store(inbox + place, tl.full(bits.shape, EMPTY, DTYPE), mask=mask)
+        bits = tl.load(inbox + offsets, mask=mask, other=0, volatile=True)
+    tl.store(inbox + offsets, tl.full(bits.shape, EMPTY, DTYPE), mask=mask)
     return bits
 
 

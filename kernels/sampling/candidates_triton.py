@@ -33,7 +33,7 @@ _COARSE = tl.constexpr(16)
 """Low bits of the image that a bound leaves out."""
 
 
-class Tiles(NamedTuple):
+class CandidateTiles(NamedTuple):
     """Sizes of the kernels, powers of two, fixed so that sums do not depend on the batch."""
 
     group: int = 32  # columns; 32 of 16 bits are two sectors of a GPU's memory
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     block: int = 2048  # numbers that a row's program handles at a time
 
 
-TILES = Tiles()
+TILES = CandidateTiles()
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from batchgen.kernels.sampling.candidates_triton import (
     LOWEST,
     TILES,
     ZERO_BITS,
-    Tiles,
+    CandidateTiles,
     bound_of,
     image_of,
     list_groups,
@@ -31,7 +31,7 @@ def thresholds(
     top_p: Tensor,
     min_p: Tensor,
     *,
-    tiles: Tiles = TILES,
+    tiles: CandidateTiles = TILES,
 ) -> Tensor:
     """Find the lowest logit of each row, [R] float32, that top-k, top-p and min-p keep.
 

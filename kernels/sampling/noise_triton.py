@@ -22,7 +22,7 @@ def approximate_log(values, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def uniform(words):
+def uniform_triton(words):
     """Compute `philox.uniform`, with the same bits."""
     return tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), 1 - 2.0**-24)
 
@@ -30,7 +30,7 @@ def uniform(words):
 @triton.jit
 def gumbel(words, NVIDIA: tl.constexpr):
     """Compute `philox.gumbel_noise`, up to rounding."""
-    u = uniform(words)
+    u = uniform_triton(words)
     rest = 1 - u
     # The logarithm of a `rest` near 1 is small, and the approximate one is too coarse for it: there
     # a longer series takes its place. The series is in 1 - rest, not in u, because the reference

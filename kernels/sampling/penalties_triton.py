@@ -22,7 +22,7 @@ _ZERO = tl.constexpr(0x7F800001)
 patterns are NaN too, for counts from 1 on; a penalised logit is NaN only if its source is."""
 
 
-def apply_penalties(
+def apply_penalties_triton(
     logits: Tensor,
     source: Tensor,
     history: Tensor,
@@ -48,7 +48,7 @@ def apply_penalties(
     return logits
 
 
-def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
+def apply_ban_triton(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
     """`sampling.apply_ban`. Rows without a ban are not read."""
     rows, width = token_ids.shape
     assert logits.dtype == torch.float32 and logits.is_contiguous() and token_ids.is_contiguous()

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.sampling import (
+    entropy_triton,
     filter_triton,
     penalties_triton,
     sampling_triton,
@@ -28,6 +29,8 @@ _LARGEST = torch.finfo(torch.float32).max
 _WORDS_IN_CACHE = 2**18
 """Random words computed at a time on a CPU: so few that Philox's state stays in the L2 caches of
 two cores."""
+_ROWS_IN_CACHE = 16
+"""Rows whose entropies are added up at a time on a CPU."""
 
 
 def sample(
@@ -46,7 +49,7 @@ def sample(
     if logits.is_cuda:
         ones = torch.ones_like(seeds, dtype=torch.float32)
         arguments = (logits, logits, ones, None, seeds, positions, greedy, None)
-        return sampling_triton.draw(*arguments, stream=stream, draws=draws).token_ids
+        return sampling_triton.draw_triton(*arguments, stream=stream, draws=draws).token_ids
     if draws is None:
         draws = torch.zeros_like(seeds)
     out = torch.empty(len(logits), dtype=torch.int64)
@@ -106,7 +109,7 @@ def apply_penalties(
     if not history.shape[1] or not len(logits):
         return logits
     if logits.is_cuda:
-        return penalties_triton.apply_penalties(
+        return penalties_triton.apply_penalties_triton(
             logits, source, history, positions, prompt_lens, repetition, presence, frequency
         )
     repeats = len(logits) // len(history)
@@ -138,7 +141,7 @@ def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
     `token_ids` is [R, S] int64; ids outside the vocabulary, such as the filler -1, are ignored.
     """
     if logits.is_cuda:
-        return penalties_triton.apply_ban(logits, token_ids, banned)
+        return penalties_triton.apply_ban_triton(logits, token_ids, banned)
     active = (token_ids >= 0) & (token_ids < logits.shape[1]) & banned.unsqueeze(1)
     place = torch.where(active, token_ids, 0)
     before = logits.gather(1, place)
@@ -224,6 +227,18 @@ def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     return logits.float().softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
 
 
+def entropy_of(logits: Tensor) -> Tensor:
+    """Return the entropy of softmax(logits) in nats, [R] float32; of a row without a token NaN."""
+    if logits.is_cuda:
+        return entropy_triton.entropy_of_triton(logits, torch.ones_like(logits[:, 0]), None)
+    out = torch.empty(len(logits), dtype=torch.float32)
+    for start in range(0, len(logits), _ROWS_IN_CACHE):  # the sums are as large as the logits
+        rows = slice(start, start + _ROWS_IN_CACHE)
+        parts = torch.special.entr(logits[rows].float().softmax(-1))
+        out[rows] = parts.cumsum(-1, dtype=torch.float64)[:, -1].float()
+    return out
+
+
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Find the k most likely tokens of each row, the most likely and then the lowest id first.
 
@@ -233,7 +248,7 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if logits.is_cuda:
         ones = torch.ones_like(logits[:, 0], dtype=torch.float32)
         raw = torch.zeros_like(ones, dtype=torch.bool)
-        return top_logprobs_triton.top_logprobs(logits, logits, ones, None, raw, k)
+        return top_logprobs_triton.top_logprobs_triton(logits, logits, ones, None, raw, k)
     logprobs = logits.float().log_softmax(-1)
     last = logprobs.topk(min(k, logits.shape[1])).values[:, -1:]
     columns, present = _columns_of((logprobs >= last) & (logprobs > -_INF))

@@ -69,7 +69,7 @@ class Draw(NamedTuple):
     confidence: Tensor | None  # [R] float32, the token's processed probability, if asked for
 
 
-def draw(
+def draw_triton(
     logits: Tensor,  # [R, V] after penalties; the last axis is contiguous
     raw: Tensor,  # [R, V], the model's; the tensor `logits` if no penalty changed it
     temperature: Tensor,  # [R] float32
@@ -81,7 +81,7 @@ def draw(
     stream: Stream = Stream.SAMPLE,
     draws: Tensor | None = None,  # [R]: earlier draws of the position; None: 0
     confidence: bool = False,
-    given: Tensor | None = None,  # [R] int64: take these tokens instead of drawing any
+    scored_ids: Tensor | None = None,  # [R] int64: take these tokens instead of drawing any
     share: Share | None = None,  # of the columns, which the logits are; None: they have all
 ) -> Draw:
     """Draw one token per row: argmax(processed logits + Gumbel noise), of equal scores the first.
@@ -97,7 +97,7 @@ def draw(
     chunks, first, ranks = triton.cdiv(vocab, CHUNK), 0, 1
     device = logits.device
     if share is not None:
-        assert raw is logits and threshold is None and given is None and not confidence
+        assert raw is logits and threshold is None and scored_ids is None and not confidence
         assert can_divide(share.vocab, vocab, share.ranks)
         first, ranks = share.first, share.ranks
         vocab = min(vocab, share.vocab - first)
@@ -112,7 +112,7 @@ def draw(
     # A pointer must be given even where the kernel does not read it.
     limits = temperature if threshold is None else threshold
     modes = greedy if processed_logprobs is None else processed_logprobs
-    if given is not None:
+    if scored_ids is not None:
         greedy = torch.ones_like(greedy)  # no noise
     arguments = (
         logits, raw, temperature, limits, modes, seeds, positions,
@@ -124,7 +124,7 @@ def draw(
         "LOGPROBS": logprobs is not None,
         "CONFIDENCE": confidence,
         "DRAWS": draws is not None,
-        "GIVEN": given is not None,
+        "GIVEN": scored_ids is not None,
         "SAME": raw is logits,
         "NVIDIA": logits.is_cuda,
         "STREAM": int(stream),
@@ -137,7 +137,7 @@ def draw(
     results = (
         token_ids, failed, failed if logprobs is None else logprobs,
         failed if probabilities is None else probabilities,
-        token_ids if given is None else given,
+        token_ids if scored_ids is None else scored_ids,
     )  # fmt: skip
     _join_chunks[(rows,)](
         *arguments, found, *strides, vocab if share is None else share.vocab, chunks, ranks,

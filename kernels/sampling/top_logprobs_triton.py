@@ -10,7 +10,7 @@ from torch import Tensor
 from batchgen.kernels.sampling.candidates_triton import (
     TILES,
     ZERO_BITS,
-    Tiles,
+    CandidateTiles,
     bound_of,
     image_of,
     list_groups,
@@ -23,7 +23,7 @@ from batchgen.kernels.sampling.candidates_triton import (
 from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, processed_logit
 
 
-def top_logprobs(
+def top_logprobs_triton(
     logits: Tensor,
     raw: Tensor,
     temperature: Tensor,
@@ -31,11 +31,11 @@ def top_logprobs(
     processed_logprobs: Tensor,
     k: int,
     *,
-    tiles: Tiles = TILES,
+    tiles: CandidateTiles = TILES,
 ) -> tuple[Tensor, Tensor]:
     """Find what `sampling.top_logprobs` does, for k in [1, 256].
 
-    Other arguments are as for `sampling_triton.draw`; `processed_logprobs` is not None.
+    Other arguments are as for `sampling_triton.draw_triton`; `processed_logprobs` is not None.
     """
     rows, vocab = logits.shape
     assert 1 <= k <= 256 and vocab < 2**24

@@ -1,12 +1,11 @@
 """The choice of the masked positions that a denoise step of block diffusion unmasks.
 
-A block here is positions that a diffusion model decodes together, not a KV block. The rules are
-SDAR's (arXiv 2510.06303), after LLaDA (arXiv 2502.09992).
+A block here is positions that a diffusion model decodes together, not a KV block. Every rule is
+three numbers of a row and an order of its positions (`strategies/dllm/rules`), so rows of different
+rules share one launch.
 """
 
 from __future__ import annotations
-
-from enum import StrEnum
 
 import torch
 import triton
@@ -15,131 +14,134 @@ from torch import Tensor
 
 MAX_BLOCK_LENGTH = 64
 """The most positions of a block."""
-
-
-class Rule(StrEnum):
-    """Which of the still masked positions a step unmasks."""
-
-    SEQUENTIAL = "sequential"  # the first n
-    LOW_CONFIDENCE_STATIC = "low_confidence_static"  # the n most confident, of equal ones the first
-    # all above a threshold, and the most confident
-    LOW_CONFIDENCE_DYNAMIC = "low_confidence_dynamic"
-
-
-def schedule(block_length: int, num_steps: int) -> tuple[int, ...]:
-    """Spread the positions of a block over exactly `num_steps` steps, as evenly as possible.
-
-    Returns how many each step unmasks, larger counts first, which add up to `block_length`.
-    """
-    count, rest = divmod(block_length, num_steps)
-    return tuple(count + (step < rest) for step in range(num_steps))
+_LOWEST = -1e38
 
 
 def unmask(
-    rule: Rule,
     masked: Tensor,  # [B, L] bool; L ≤ MAX_BLOCK_LENGTH
-    # [B, L] float32 of the drawn tokens; NaN is lowest; None for SEQUENTIAL
-    confidence: Tensor | None,
-    counts: Tensor | None = None,  # [B], n of the rules that have one
-    threshold: float | None = None,  # ≥ 0, for LOW_CONFIDENCE_DYNAMIC alone
+    counts: Tensor,  # [B] int: so many positions are unmasked in any case, the first by rank
+    # [B, L] float32: the largest comes first, of equal ones the first position, NaN last; None for
+    # the order of positions.
+    keys: Tensor | None = None,
+    confidence: Tensor | None = None,  # [B, L] float32; with it goes the threshold
+    threshold: Tensor | None = None,  # [B] float32: a larger confidence is enough
+    entropy: Tensor | None = None,  # [B, L] float32, at least 0; with it goes the bound
+    # [B] float32: it is enough if the entropies of all positions before it by rank add up to no
+    # more. Negative: that is never enough.
+    bound: Tensor | None = None,
 ) -> Tensor:
     """Choose the positions [B, L] of B blocks that this step unmasks, of which each is masked."""
     run = unmask_triton if masked.is_cuda else unmask_reference
-    return run(rule, masked, confidence, counts, threshold)
+    return run(masked, counts, keys, confidence, threshold, entropy, bound)
 
 
 def unmask_reference(
-    rule: Rule,
     masked: Tensor,
-    confidence: Tensor | None,
-    counts: Tensor | None = None,
-    threshold: float | None = None,
+    counts: Tensor,
+    keys: Tensor | None = None,
+    confidence: Tensor | None = None,
+    threshold: Tensor | None = None,
+    entropy: Tensor | None = None,
+    bound: Tensor | None = None,
 ) -> Tensor:
     """`unmask` in PyTorch."""
-    _check(rule, masked, confidence, counts, threshold)
-    keys = masked.float()
-    if confidence is not None:
-        keys = torch.where(masked, confidence.nan_to_num(nan=-1.0), -2.0)
+    _check(masked, keys, confidence, threshold, entropy, bound)
+    if keys is None:
+        keys = torch.zeros_like(masked, dtype=torch.float32)
+    keys = keys.nan_to_num(nan=_LOWEST).masked_fill(~masked, -torch.inf)
     order = keys.sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.empty_like(order)
     ranks.scatter_(1, order, torch.arange(masked.shape[1], device=masked.device).expand_as(order))
-    chosen = ranks < (1 if counts is None else counts.unsqueeze(1))
-    if threshold is not None:
-        chosen |= keys > threshold
+    chosen = ranks < counts.unsqueeze(1)
+    if confidence is not None and threshold is not None:
+        chosen |= confidence > threshold.unsqueeze(1)
+    if entropy is not None and bound is not None:
+        costs = entropy.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(~masked, 0).double()
+        before = costs.gather(1, order).cumsum(1).roll(1, 1)
+        before[:, 0] = 0
+        chosen |= before.gather(1, ranks) <= bound.unsqueeze(1)
     return masked & chosen
 
 
 def unmask_triton(
-    rule: Rule,
     masked: Tensor,
-    confidence: Tensor | None,
-    counts: Tensor | None = None,
-    threshold: float | None = None,
+    counts: Tensor,
+    keys: Tensor | None = None,
+    confidence: Tensor | None = None,
+    threshold: Tensor | None = None,
+    entropy: Tensor | None = None,
+    bound: Tensor | None = None,
 ) -> Tensor:
-    """`unmask` in one launch: a position's rank counts the positions before it by confidence."""
-    _check(rule, masked, confidence, counts, threshold)
+    """`unmask` in one launch: a position's rank counts the positions before it by key."""
+    _check(masked, keys, confidence, threshold, entropy, bound)
     rows, length = masked.shape
-    assert masked.is_contiguous() and (confidence is None or confidence.is_contiguous())
-    assert counts is None or counts.is_contiguous()
+    given = (masked, counts, keys, confidence, threshold, entropy, bound)
+    assert all(each is None or each.is_contiguous() for each in given)
     out = torch.empty_like(masked)
     if rows:
+        # A pointer must be given even where the kernel does not read it.
+        pointers = (masked if each is None else each for each in given)
         _unmask[(rows,)](
-            masked, masked if confidence is None else confidence,
-            masked if counts is None else counts, 0.0 if threshold is None else threshold, out,
-            LENGTH=length, WIDTH=triton.next_power_of_2(length), COUNTED=counts is not None,
-            BY_CONFIDENCE=confidence is not None, num_warps=1 if length <= 16 else 4,
+            *pointers, out, LENGTH=length, WIDTH=triton.next_power_of_2(length),
+            KEYED=keys is not None, BY_CONFIDENCE=confidence is not None,
+            BY_ENTROPY=entropy is not None, num_warps=1 if length <= 16 else 4,
         )  # fmt: skip
     return out
 
 
 def _check(
-    rule: Rule,
     masked: Tensor,
+    keys: Tensor | None,
     confidence: Tensor | None,
-    counts: Tensor | None,
-    threshold: float | None,
+    threshold: Tensor | None,
+    entropy: Tensor | None,
+    bound: Tensor | None,
 ) -> None:
-    dynamic = rule is Rule.LOW_CONFIDENCE_DYNAMIC
-    assert (confidence is None) == (rule is Rule.SEQUENTIAL)
-    assert (counts is None) == dynamic and (threshold is None) == (not dynamic)
     assert masked.dtype == torch.bool and 1 <= masked.shape[1] <= MAX_BLOCK_LENGTH
-    assert confidence is None or confidence.dtype == torch.float32
-    assert confidence is None or confidence.shape == masked.shape
+    assert (confidence is None) == (threshold is None) and (entropy is None) == (bound is None)
+    for values in (keys, confidence, entropy):
+        assert values is None or (values.dtype, values.shape) == (torch.float32, masked.shape)
+    for limits in (threshold, bound):
+        assert limits is None or (limits.dtype, limits.shape) == (torch.float32, masked.shape[:1])
 
 
-@triton.jit(
-    do_not_specialize=["threshold"],
-    do_not_specialize_on_alignment=["masked_ptr", "confidence_ptr", "counts_ptr", "out_ptr"],
-)
+_POINTERS = ("masked", "counts", "keys", "confidence", "threshold", "entropy", "bound", "out")
+
+
+@triton.jit(do_not_specialize_on_alignment=[f"{name}_ptr" for name in _POINTERS])
 def _unmask(
-    masked_ptr, confidence_ptr, counts_ptr, threshold, out_ptr,
-    LENGTH: tl.constexpr, WIDTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr, COUNTED: tl.constexpr,
+    masked_ptr, counts_ptr, keys_ptr, confidence_ptr, threshold_ptr, entropy_ptr, bound_ptr,
+    out_ptr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, KEYED: tl.constexpr,
+    BY_CONFIDENCE: tl.constexpr, BY_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    start = row * LENGTH
     position = tl.arange(0, WIDTH)
-    masked, keys = _load_keys(masked_ptr, confidence_ptr, row, position, LENGTH, BY_CONFIDENCE)
+    masked, keys = _load_keys(masked_ptr + start, keys_ptr + start, position, LENGTH, KEYED)
     # The keys are loaded again along the other axis, to compare every pair of positions.
     other = tl.arange(0, WIDTH)[None, :]
-    _, rivals = _load_keys(masked_ptr, confidence_ptr, row, other, LENGTH, BY_CONFIDENCE)
+    is_rival, rivals = _load_keys(masked_ptr + start, keys_ptr + start, other, LENGTH, KEYED)
     mine = keys[:, None]
     ahead = (rivals > mine) | ((rivals == mine) & (other < position[:, None]))
     ranks = tl.sum(ahead.to(tl.int32), axis=1)
-    if COUNTED:
-        chosen = ranks < tl.load(counts_ptr + row)
-    else:
-        chosen = (ranks < 1) | (keys > threshold)
-    tl.store(out_ptr + row * LENGTH + position, masked & chosen, mask=position < LENGTH)
+    chosen = ranks < tl.load(counts_ptr + row)
+    if BY_CONFIDENCE:
+        confidence = tl.load(confidence_ptr + start + position, mask=masked, other=0.0)
+        chosen = chosen | (confidence > tl.load(threshold_ptr + row))
+    if BY_ENTROPY:
+        costs = tl.load(entropy_ptr + start + other, mask=is_rival, other=0.0)
+        costs = tl.where(costs == costs, costs, float("inf")).to(tl.float64)
+        before = tl.sum(tl.where(ahead & is_rival, costs, 0.0), axis=1)
+        chosen = chosen | (before <= tl.load(bound_ptr + row))
+    tl.store(out_ptr + start + position, masked & chosen, mask=position < LENGTH)
 
 
 @triton.jit
-def _load_keys(
-    masked_ptr, confidence_ptr, row, position, LENGTH: tl.constexpr, BY_CONFIDENCE: tl.constexpr
-):  # fmt: skip
-    """Load masks, and ranking keys: confidence or 0, -1 for NaN, -2 for what is not masked."""
-    here = position < LENGTH
-    masked = tl.load(masked_ptr + row * LENGTH + position, mask=here, other=0) != 0
+def _load_keys(masked_ptr, keys_ptr, position, LENGTH: tl.constexpr, KEYED: tl.constexpr):
+    """Load masks and ranking keys: -1e38 for NaN, -inf for what is not masked."""
+    masked = tl.load(masked_ptr + position, mask=position < LENGTH, other=0) != 0
     keys = tl.zeros_like(position).to(tl.float32)
-    if BY_CONFIDENCE:
-        keys = tl.load(confidence_ptr + row * LENGTH + position, mask=masked, other=0.0)
-        keys = tl.where(keys == keys, keys, -1.0)
-    return masked, tl.where(masked, keys, -2.0)
+    if KEYED:
+        keys = tl.load(keys_ptr + position, mask=masked, other=0.0)
+        keys = tl.where(keys == keys, keys, -1e38)
+    return masked, tl.where(masked, keys, -float("inf"))

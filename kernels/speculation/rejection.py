@@ -54,7 +54,7 @@ def verify(
     """
     if logits.is_cuda:
         return Verified(
-            *rejection_triton.verify(
+            *rejection_triton.verify_triton(
                 logits, drafts, num_drafts, draft_probs, seeds, positions, greedy
             )
         )
@@ -125,7 +125,7 @@ def draw_drafts(
     the draft for greedy rows and rows whose logits hold NaN or +inf or exclude every token.
     """
     if logits.is_cuda:
-        return rejection_triton.draw_drafts(logits, seeds, positions, greedy)
+        return rejection_triton.draw_drafts_triton(logits, seeds, positions, greedy)
     drafts = sample(logits, seeds, positions, greedy, Stream.DRAFT)
     point = greedy | ~logits.amax(-1).isfinite()
     mass = torch.zeros_like(logits).scatter_(1, drafts.unsqueeze(1), 1.0)

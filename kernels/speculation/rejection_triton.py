@@ -18,10 +18,10 @@ from batchgen.kernels.sampling.noise_triton import (
     approximate_log,
     chunk_noise,
     philox_words,
-    uniform,
+    uniform_triton,
 )
 from batchgen.kernels.sampling.philox import Stream
-from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, draw, load_logits
+from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, draw_triton, load_logits
 
 _ROW_ARGUMENTS = [*ROW_ARGUMENTS, "num_drafts_ptr", "drafts_ptr", "sums_ptr"]
 """Arguments whose alignment must not make Triton compile a kernel again. The sums are the second
@@ -33,7 +33,7 @@ _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 _RECOVER = tl.constexpr(int(Stream.RECOVER))
 
 
-def verify(
+def verify_triton(
     logits: Tensor,
     drafts: Tensor,
     num_drafts: Tensor,
@@ -77,13 +77,13 @@ def verify(
     return num_tokens, token_ids, failed
 
 
-def draw_drafts(
+def draw_drafts_triton(
     logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`rejection.draw_drafts` on CUDA: the ordinary draw, and then a launch that writes q."""
     rows, vocab = logits.shape
     ones = torch.ones_like(seeds, dtype=torch.float32)
-    drawn = draw(logits, logits, ones, None, seeds, positions, greedy, greedy, Stream.DRAFT)
+    drawn = draw_triton(logits, logits, ones, None, seeds, positions, greedy, greedy, Stream.DRAFT)
     probs = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
     _write_probs[(rows, triton.cdiv(vocab, _CHUNK))](
         logits, drawn.token_ids, drawn.logprobs, drawn.failed, greedy, probs,
@@ -139,7 +139,7 @@ def _accept(
     logit = tl.load(logits_ptr + logits_rows * stride + drafts, mask=drafted, other=-float("inf"))
     p = tl.exp(logit - shift) / total
     words = philox_words(seed, position + step, tl.zeros_like(step), _ACCEPT)
-    threshold = uniform(words[0])
+    threshold = uniform_triton(words[0])
     if PROBS:
         q_row = row * (width - 1) + step
         threshold *= tl.load(probs_ptr + q_row * vocab + drafts, mask=drafted, other=0.0)

@@ -24,8 +24,8 @@ from measuring import Mode, run_mode
 from modes import begun, workers
 from synthetic_job import InstantEngine, instant_job, integer_steps, must_be_flat
 
-from batchgen.jobs.run.graded_job import scores_of
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.graded_job import grade_and_score
+from batchgen.jobs.run.run_job import execute_job
 
 KINDS = ("plain", "grades", "report", "grades and report")
 
@@ -61,13 +61,13 @@ def run_null_job(folder: Path, rows: int, per_step: int, kind: str, *, shown: bo
         nonlocal grading
         began = time.perf_counter()
         try:
-            return (yield from scores_of(*args))
+            return (yield from grade_and_score(*args))
         finally:
             grading += time.perf_counter() - began
 
     started, cpu = time.perf_counter(), sum(os.times()[:4])
-    with patch("batchgen.jobs.run.run_job.scores_of", timed_scores):
-        result = run_job(config, parts)
+    with patch("batchgen.jobs.run.run_job.grade_and_score", timed_scores):
+        result = execute_job(config, parts)
     took = Took(time.perf_counter() - started, sum(os.times()[:4]) - cpu, grading)
     assert result.exit_code == 0, result.message
     if not shown:
@@ -88,7 +88,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_jobs(options: argparse.Namespace) -> list[Any]:
-    """Time `run_job` with an engine that costs nothing, and watch its memory.
+    """Time `execute_job` with an engine that costs nothing, and watch its memory.
 
     Rows are streamed from JSONL, and prompts are ready-made token ids, so the figures contain
     neither tokenizing nor a model. The exit code is 1 if the resident memory grew by more than 10%

@@ -3,6 +3,7 @@
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
     python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256] [--tune]
     python scripts/bench/bench_kernels.py int4 [--tokens 1,32] [--tune]
+    python scripts/bench/bench_kernels.py lora
     python scripts/bench/bench_kernels.py experts --tune
 
 Each time is that of a launch in a CUDA graph. `--tune` tries the tiles of a list instead, compiled
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import experts, int4, mxfp4
+from cases import experts, int4, lora, mxfp4
 from measuring import (
     DEVICE,
     Case,
@@ -59,6 +60,7 @@ SECTIONS = {
     "experts": Section(experts.expert_cases, experts.expert_groups, "30b-a3b", _EXPERT_TOKENS),
     "mxfp4": Section(mxfp4.mxfp4_cases, mxfp4.mxfp4_groups, "gpt-oss-20b", _MXFP4_TOKENS),
     "int4": Section(int4.int4_cases, int4.int4_groups, "qwen3-8b", _MXFP4_TOKENS),
+    "lora": Section(lora.lora_cases, lora.lora_groups, "qwen3-8b", "32,256,1024,2048,8192"),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from shapes import MODELS
 
 from batchgen.engine.layers.mxfp4_format import Units
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_config import ModelConfig
@@ -106,7 +106,7 @@ def dummy_model(
 
 def model_config(name: str) -> ModelConfig:
     with tempfile.TemporaryDirectory() as folder:
-        return load_config(write_config(name, Path(folder)), "dummy")
+        return load_model_config(write_config(name, Path(folder)), "dummy")
 
 
 def bare_model(

@@ -39,7 +39,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.loading.loader import Quantization, load_model
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.model.open_model import OpenedModel, open_model
 
 BFLOAT16_LIMIT, FP8_LIMIT = 1.05, 2.0
@@ -166,7 +166,7 @@ def errors_of(outputs: list[RequestOutput], exact: Reference) -> list[tuple[Tens
 def check_rounding(runs: Runs) -> bool:
     """Compare bfloat16, or FP8 with bfloat16, by errors against transformers in float32."""
     args, path = runs.args, runs.opened.path
-    greedy = SamplingParams(temperature=0, max_new_tokens=args.new_tokens, top_logprobs=TOP)
+    greedy = RequestParams(temperature=0, max_new_tokens=args.new_tokens, top_logprobs=TOP)
     runs.rows = [replace(row, params=greedy) for row in runs.rows if row.kind == "greedy"]
     exact, way = Reference(path, args.device, torch.float32), Way(hard=True)
     if not args.fp8:
@@ -209,7 +209,7 @@ def plain_rows(opened: OpenedModel, args: argparse.Namespace) -> Iterator[Row]:
             prompt, other = chat_ids(opened.tokenizer, content), next(options)
             for kind, given in (("greedy", GREEDY), ("sampled", other), ("sampled", other)):
                 values = {"logprobs": True, "max_new_tokens": args.new_tokens, **given}
-                yield Row(kind, prompt, SamplingParams(**values))
+                yield Row(kind, prompt, RequestParams(**values))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -34,7 +34,7 @@ class Row:
 
     kind: str
     prompt: list[int]
-    params: SamplingParams
+    params: RequestParams
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Runs:
         if way.hard:
             # The scheduler expects later rows to be as short as these, so it admits more of them
             # than the cache can hold, and they preempt each other.
-            short = SamplingParams(temperature=0, max_new_tokens=2)
+            short = RequestParams(temperature=0, max_new_tokens=2)
             for index in range(engine.max_num_seqs):
                 engine.add_request(f"short {index}", self.rows[0].prompt[:8], short)
         columns = tuple(column.name for column in strategy.columns)

@@ -17,7 +17,7 @@ from batchgen.config.groups.config_keys import (
     choices,
     declared_type,
 )
-from batchgen.pipelines.run.pipeline_file import AFTER, COMPLETE, FROM, KEYS, STEPS
+from batchgen.pipelines.run.given_pipeline import AFTER, COMPLETE, FROM, KEYS, STEPS
 from batchgen.storage.folder.pipeline_record import STEP_NAME
 
 Schema = dict[str, Any]

@@ -4,9 +4,10 @@
     python scripts/docs/reference.py --check    # ends with 1 if one is not as it would be written
 
 docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
-texts, docs/reference/models.md from the registry of models, docs/reference/extractions.md from the
-texts of extractions.yaml, docs/reference/job.schema.json from the keys and their
-types, and a table of the overview from the sources.
+texts, docs/reference/models.md from the registry of models, docs/reference/exams.md from exams.yaml
+and conf/experiment/, docs/reference/extractions.md from the texts of extractions.yaml,
+docs/reference/job.schema.json from the keys and their types, and a table of the overview from the
+sources.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
+from exams import exams_page
 from extractions import extractions_page
 from job_schema import schema_text
 
-from batchgen.cli.conf_files import Choice, read_choice
+from batchgen.cli.conf_files import GroupChoice, read_choice
 from batchgen.cli.help import help_text
 from batchgen.cli.verb_table import VERBS, run_verb
 from batchgen.config.groups.config_keys import GROUPS, choices, default_choices
@@ -91,7 +93,7 @@ def config_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _choice(choice: Choice, is_default: bool, told: dict[str, str]) -> Iterator[str]:
+def _choice(choice: GroupChoice, is_default: bool, told: dict[str, str]) -> Iterator[str]:
     """A choice: what it is, and the keys that no choice before it explains in the same words."""
     yield f"### `{choice.group}={choice.name}`" + (" (the default)" if is_default else "")
     if choice.about:
@@ -222,6 +224,7 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "docs/reference/config.md": f"{WRITTEN_BY}\n\n{config_page()}",
         ROOT / "docs/reference/commands.md": f"{WRITTEN_BY}\n\n{commands_page()}",
+        ROOT / "docs/reference/exams.md": f"{WRITTEN_BY}\n\n{exams_page()}",
         ROOT / "docs/reference/extractions.md": f"{WRITTEN_BY}\n\n{extractions_page()}",
         ROOT / "docs/reference/job.schema.json": schema_text(),
         ROOT / "docs/reference/models.md": f"{WRITTEN_BY}\n\n{models_page()}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.guide import Guide
-from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.sampling.sampler import sample_tokens
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.step_inputs import ARStepInputs
 
@@ -24,4 +24,6 @@ class ARStrategy(Strategy):
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         mask = None if guide is None else guide.mask(output.logits)
-        return sample(output.divided, self.step_inputs.sampling, output.positions + 1, mask=mask)
+        return sample_tokens(
+            output.divided, self.step_inputs.sampling, output.positions + 1, mask=mask
+        )

@@ -82,7 +82,7 @@ class Acceptance:
         return out
 
 
-class StepCosts:
+class ForwardSeconds:
     """How many seconds a decode forward takes, by its number of tokens: measured for some numbers,
     and interpolated linearly between them. `tokens`, ascending, were measured."""
 
@@ -98,7 +98,7 @@ class StepCosts:
         max_rows: int,
         widths: Sequence[int],
         run: Callable[[ModelRunner, ModelInputs], object] = ModelRunner.decode,
-    ) -> StepCosts:
+    ) -> ForwardSeconds:
         """Time decode forwards of a model. Their rows own only the scratch block, so the contexts
         are empty."""
         # On a CPU the time grows linearly from few rows on, and forwards are slow, so only two
@@ -137,7 +137,9 @@ class DraftBudget:
     """Chooses the number of drafts that yields the most tokens per second. `lengths`
     ascend from 0."""
 
-    def __init__(self, lengths: Sequence[int], costs: StepCosts, draft_costs: DraftCosts) -> None:
+    def __init__(
+        self, lengths: Sequence[int], costs: ForwardSeconds, draft_costs: DraftCosts
+    ) -> None:
         self._lengths = lengths
         self._costs = costs
         self._draft_costs = draft_costs

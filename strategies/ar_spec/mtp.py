@@ -14,7 +14,7 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
-from batchgen.strategies.ar_spec.controller import DraftCosts, StepCosts
+from batchgen.strategies.ar_spec.controller import DraftCosts, ForwardSeconds
 from batchgen.strategies.ar_spec.proposers import Proposer, draft_one_by_one
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
@@ -49,8 +49,8 @@ class MTPProposer(Proposer):
         """What reading a step's tokens takes, which is never spared, and drawing each draft. The
         first draft needs logits alone; each further one a forward of one token and its logits."""
         widths = [1 + k for k in lengths]
-        reading = StepCosts.measure(self._runner, max_rows, widths, ModelRunner.hidden_states)
-        drawing = StepCosts.measure(self._runner, max_rows, (1,))
+        reading = ForwardSeconds.measure(self._runner, max_rows, widths, ModelRunner.hidden_states)
+        drawing = ForwardSeconds.measure(self._runner, max_rows, (1,))
 
         def seconds(num_rows: int, k: int) -> float:
             drafts = k * drawing(num_rows) - reading(num_rows) if k else 0.0

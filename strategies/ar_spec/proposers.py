@@ -13,9 +13,9 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
-from batchgen.engine.sampling.sampler import process, sample
+from batchgen.engine.sampling.sampler import process, sample_tokens
 from batchgen.kernels.speculation.rejection import draw_drafts
-from batchgen.strategies.ar_spec.controller import DraftCosts, StepCosts
+from batchgen.strategies.ar_spec.controller import DraftCosts, ForwardSeconds
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 CATCH_UP_WIDTH = 8
@@ -98,7 +98,7 @@ class DraftProposer(Proposer):
         self._own_law = own_law
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
-        of_forward = StepCosts.measure(self._runner, max_rows, (1,))
+        of_forward = ForwardSeconds.measure(self._runner, max_rows, (1,))
         return lambda num_rows, k: k * of_forward(num_rows)
 
     def prefilled(
@@ -172,7 +172,7 @@ def draft_one_by_one(
             token_ids, law = draw_drafts(processed, sampling.seeds, drawn, sampling.greedy)
             laws.append(law)
         else:
-            token_ids = sample(logits, sampling, drawn).token_ids[:, 0]
+            token_ids = sample_tokens(logits, sampling, drawn).token_ids[:, 0]
         drafts.append(token_ids)
         if j + 1 < k:
             # Penalties must count this draft when the later ones are drawn, as they do when the

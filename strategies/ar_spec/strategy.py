@@ -17,11 +17,11 @@ from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner
 from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
-from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.sampling.sampler import sample_tokens
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows
 from batchgen.engine.strategy import TARGET, Checkpoint, Head, Limits, ModelRole, Strategy
-from batchgen.strategies.ar_spec.controller import DraftBudget, StepCosts
+from batchgen.strategies.ar_spec.controller import DraftBudget, ForwardSeconds
 from batchgen.strategies.ar_spec.mtp import MTPProposer
 from batchgen.strategies.ar_spec.proposers import DraftProposer, NgramProposer, Proposer
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
@@ -158,7 +158,7 @@ class ARSpecStrategy(Strategy):
                 self._proposer = proposer(runners[name], self._rejection)
         if self._adaptive:
             widths = self.models[TARGET].widths
-            costs = StepCosts.measure(runners[TARGET], self._max_rows, widths)
+            costs = ForwardSeconds.measure(runners[TARGET], self._max_rows, widths)
             draft_costs = self._proposer.costs(self._max_rows, self._lengths)
             self._budget = DraftBudget(self._lengths, costs, draft_costs)
 
@@ -239,7 +239,7 @@ class ARSpecStrategy(Strategy):
         elif guide is not None:
             mask = guide.mask_drafts(output.logits, *state.drafts_on_host)
         if drafts is None:
-            step = sample(output.divided, state.sampling, output.positions + 1, mask=mask)
+            step = sample_tokens(output.divided, state.sampling, output.positions + 1, mask=mask)
         else:
             step = self._verify(state, output, drafts, mask)
         self._proposer.verified(state, output, step)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.interface.outputs import StepOutput
-from batchgen.engine.sampling.sampler import describe, process, sample
+from batchgen.engine.sampling.sampler import describe, process, sample_tokens
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.speculation.drafts import accept_drafts
 from batchgen.kernels.speculation.rejection import verify
@@ -31,7 +31,7 @@ def pathwise(
     any temperature and with every option. A draft that was not drawn from a distribution, such as
     an n-gram's, is accepted as often as by rejection."""
     width = 1 + drafts.token_ids.shape[1]
-    step = sample(output.divided, state.repeated(width), output.positions + 1, mask=mask)
+    step = sample_tokens(output.divided, state.repeated(width), output.positions + 1, mask=mask)
     return keep_held(step, drafts)
 
 

@@ -7,78 +7,69 @@ which names the blocks of the paged cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.device.batched import Batched, row
 from batchgen.engine.device.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
+from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
+from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
+from batchgen.strategies.dllm.edits import EDIT_LOG
+from batchgen.strategies.dllm.replay import Replays
+from batchgen.strategies.dllm.rules.rule import Rule
+from batchgen.strategies.dllm.unmasking import RuleRows
 
 STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
-"""Which of the row's denoise steps unmasked the token, counted from 1."""
-
-
-@dataclass(frozen=True)
-class BlockRows(Batched):
-    """The block of L positions that each of B rows works on. Which positions are masked is kept
-    apart from the tokens, because a prompt may contain the mask token itself."""
-
-    starts: Tensor = row()  # [B] int64, the position of the block's first token, a multiple of L
-    first_starts: Tensor = row()  # [B] int64, the same for the row's first block
-    last_starts: Tensor = row()  # [B] int64, the same for the last block that the row can have
-    token_ids: Tensor = row()  # [B, L] int64, the tokens; undefined where masked
-    masked: Tensor = row()  # [B, L] bool, the positions whose tokens are not known yet
-    given: Tensor = row()  # [B] int64, how many tokens of the prompt the block begins with
-    denoised: Tensor = row()  # [B] int64, how many denoise steps the block has had
-    steps: Tensor = row()  # [B] int32, how many steps of the row so far unmasked a position
-
-
-@dataclass(frozen=True)
-class KnownBlocks:
-    """The blocks of B rows, of which some are complete."""
-
-    rows: Tensor  # [B] bool, the rows whose block is to be yielded now
-    starts: Tensor  # [B] int64, the positions of the blocks' first tokens
-    token_ids: Tensor  # [B, L] int64, the tokens of the blocks
-    given: Tensor  # [B] int64, how many tokens of the prompt a block begins with
-    denoised: Tensor  # [B] int64, how many denoise steps a block has had
-    # Name of an output column → [B, L, *tail], the values of the unmasked positions.
-    columns: Mapping[str, Tensor]
+"""Which of the row's denoise steps wrote the token, counted from 1."""
 
 
 class DLLMStepInputs(StepInputs):
     """The block of each row, which its next forward reads.
 
-    While a position of the block is masked, the forward is a denoise step. When none is, it is a
-    commit forward, which writes the final KV of the block, and then the next block begins. `fuse`
-    joins a commit forward with the first denoise step of the row's next block.
+    While the block is not complete, the forward is a denoise step. When it is, it is a commit
+    forward, which writes the final KV of the block, and then the next block begins. `fuse` joins a
+    commit forward with the first denoise step of the row's next block. A denoise step that edits
+    nothing in a block without a mask is a commit forward as well.
 
     Attributes:
         mask_token_id: as given.
+        rules: the unmasking rule of each row.
         columns: name of an output column → [B, L, *tail], the values of the positions that are
-            unmasked; each was written when its position was.
+            unmasked; each was written when its position was, the last time.
     """
 
-    def __init__(self, block_length: int, mask_token_id: int) -> None:
+    def __init__(
+        self,
+        block_length: int,
+        diffusion: Diffusion,
+        rule: Rule,
+        sub_block_length: int | None = None,
+    ) -> None:
         super().__init__()
+        self._sub_length = sub_block_length or block_length
+        self._shifted = diffusion.shifted
         self.columns: dict[str, Tensor] = {}
+        self._replays: Replays | None = None
+        self._rule = rule
+        self._rules: RuleRows | None = None
         self._length = block_length
-        self.mask_token_id = mask_token_id
+        self.mask_token_id = diffusion.mask_token_id
         self._blocks: BlockRows | None = None
-        # These four are of the current step: the blocks that commit in it, the blocks after it, the
-        # complete blocks that commit beside it, and what is masked, on its way to the host.
+        # These five are of the current step: the blocks that commit in it, the blocks after it, the
+        # complete blocks that commit beside it, which rows' blocks are final after it, and what is
+        # masked, on its way to the host.
         self._final: KnownBlocks | None = None
         self._after: BlockRows | None = None
         self._commits: ModelInputs | None = None
+        self._committed: Tensor | None = None
         self._sent: Download | None = None
         self._repeated: SamplingInputs | None = None
 
@@ -87,6 +78,12 @@ class DLLMStepInputs(StepInputs):
         """The block that each row works on."""
         assert self._blocks is not None, "no row has joined yet"
         return self._blocks
+
+    @property
+    def rules(self) -> RuleRows:
+        """The unmasking rule of each row."""
+        assert self._rules is not None, "no row has joined yet"
+        return self._rules
 
     @property
     def positions(self) -> Tensor:
@@ -122,8 +119,21 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def complete(self) -> Tensor:
-        """[B] bool, rows in whose block nothing is masked, so that it only lacks its final KV."""
-        return ~self.blocks.masked.any(1)
+        """[B] bool, rows whose block only lacks its final KV."""
+        return self.blocks.complete
+
+    @property
+    def logs_edits(self) -> bool:
+        """Whether any row asks for the column of its edits."""
+        return any(EDIT_LOG.name in params.columns for params in self.sampling.params)
+
+    def replayed(self) -> tuple[Replays, Tensor, Tensor] | None:
+        """The trajectories of the rows, and of the positions of the current blocks the token ids
+        and the steps, [B, L] int64 each; None if no row replays one."""
+        if self._replays is None:
+            return None
+        starts = self.blocks.first_starts.unsqueeze(1)
+        return self._replays, *self._replays.at(self.positions - starts)
 
     def send_masked(self) -> None:
         """Begin to copy to the host which positions are masked in the next forward, for
@@ -149,7 +159,7 @@ class DLLMStepInputs(StepInputs):
             self.complete,
             blocks.starts,
             blocks.token_ids,
-            blocks.given,
+            blocks.prompt_tokens,
             blocks.denoised,
             dict(self.columns),
         )
@@ -177,18 +187,69 @@ class DLLMStepInputs(StepInputs):
         )
         self._blocks = self._opened(blocks, fused)
 
+    @property
+    def candidates(self) -> Tensor:
+        """[B, L] bool, the masked positions that the current step may unmask: those of the first
+        sub-block in which anything is masked."""
+        masked = self.blocks.masked
+        if self._sub_length == self._length:
+            return masked
+        parts = torch.arange(self._length, device=masked.device) // self._sub_length
+        first = masked.int().argmax(1) // self._sub_length
+        return masked & (parts == first.unsqueeze(1))
+
+    @property
+    def drawn_positions(self) -> Tensor:
+        """[B, L] int64, the absolute positions of the tokens that the current step's logits are of.
+        With shifted logits the first of a row are those behind its block, which begin the next
+        one when this is complete."""
+        positions = self.positions
+        if self._shifted:
+            positions = positions.clone()
+            positions[:, 0] += self._length
+        return positions
+
+    @property
+    def draws(self) -> Tensor:
+        """[B, L] int64, how many draws each of these positions has had, by which its random numbers
+        differ. The token that begins a block is drawn once."""
+        draws = self.blocks.denoised.unsqueeze(1).expand(-1, self._length)
+        if self._shifted:
+            draws = draws.clone()
+            draws[:, 0] = 0
+        return draws
+
+    @property
+    def editable(self) -> Tensor:
+        """[B, L] bool, the positions whose tokens a rule may replace: those that the row's blocks
+        have unmasked so far."""
+        blocks = self.blocks
+        places = torch.arange(self._length, device=blocks.prompt_tokens.device)
+        own = (places >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
+        return own & ~blocks.masked
+
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
         """The blocks after the rows in `rows` [B] bool have begun their next one, in which all
         positions are masked. A row stays in the last block that it can have, and that block stays
         complete: the row ends when the host reads the step."""
         rows = rows & (blocks.starts < blocks.last_starts)
+        masked = blocks.masked | rows.unsqueeze(1)
+        if self._shifted:
+            masked[:, 0] &= ~rows  # `write` has put its token there
         return replace(
             blocks,
             starts=torch.where(rows, blocks.starts + self._length, blocks.starts),
-            masked=blocks.masked | rows.unsqueeze(1),
-            given=blocks.given.masked_fill(rows, 0),
+            masked=masked,
+            prompt_tokens=blocks.prompt_tokens.masked_fill(rows, 0),
             denoised=blocks.denoised.masked_fill(rows, 0),
+            complete=blocks.complete & ~rows,
+            edit_steps=blocks.edit_steps.masked_fill(rows, 0),
         )
+
+    def prefilled_tokens(self, num_tokens: int) -> int:
+        """Return how many of a row's known tokens its prefill reads: whole blocks. With shifted
+        logits the last of them is left, whose commit forward draws the token behind it."""
+        return (num_tokens - self._shifted) // self._length * self._length
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
         """Add B rows whose prefill has read their whole blocks. Their remaining known tokens are
@@ -201,19 +262,32 @@ class DLLMStepInputs(StepInputs):
         for ids, seq, start, known in zip(token_ids, rows.seqs, starts, given, strict=True):
             ids[:known] = seq.token_ids[start:]
         steps = np.array([_steps_so_far(seq) for seq in rows.seqs])
-        firsts = np.array([seq.num_prompt_tokens // length * length for seq in rows.seqs])
+        firsts = np.array([self.prefilled_tokens(seq.num_prompt_tokens) for seq in rows.seqs])
         there = upload(np.stack([starts, last_starts, given, steps, firsts]), torch.int64, device)
-        places = torch.arange(length, device=device)
+        masked = torch.arange(length, device=device) >= there[2].unsqueeze(1)
         new = BlockRows(
             starts=there[0],
             first_starts=there[4],
             last_starts=there[1],
             token_ids=upload(token_ids, torch.int64, device),
-            masked=places >= there[2].unsqueeze(1),
-            given=there[2],
+            masked=masked,
+            prompt_tokens=there[2],
             denoised=torch.zeros_like(there[0]),
             steps=there[3].int(),
+            complete=~masked.any(1),
+            edit_steps=torch.zeros_like(there[0]),
         )
+        own = [seq.params.decoding for seq in rows.seqs]
+        rules = [each if isinstance(each, Rule) else self._rule for each in own]
+        new_rules = RuleRows.build(rules, device)
+        self._rules = (
+            new_rules if self._rules is None else RuleRows.concat([self._rules, new_rules])
+        )
+        if self._replays is not None or any(seq.trajectory is not None for seq in rows.seqs):
+            old = 0 if self._blocks is None else len(self._blocks.starts)
+            replays = self._replays or Replays.none(old, device)
+            joining = Replays.of(rows.seqs, length, self.mask_token_id, device)
+            self._replays = replays.concat(joining)
         self._add_rows(rows, newest)
         self._blocks = new if self._blocks is None else BlockRows.concat([self._blocks, new])
         self._repeated = None
@@ -223,6 +297,10 @@ class DLLMStepInputs(StepInputs):
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
         super().keep_rows(keep)
         self._blocks = self.blocks.index_select(keep) if len(keep) else None
+        if self._replays is not None:
+            replays = self._replays.index_select(keep)
+            self._replays = replays if replays.replaying.any() else None
+        self._rules = self.rules.index_select(keep) if len(keep) else None
         self._repeated = None
         if self.columns and len(keep):
             index = upload(keep, torch.int64, self.blocks.starts.device)
@@ -230,48 +308,79 @@ class DLLMStepInputs(StepInputs):
         elif self.columns:
             self.columns = {}
 
-    def unmask(
-        self, transfer: Tensor, token_ids: Tensor, columns: dict[str, Tensor]
+    def write(
+        self, writes: Writes, columns: dict[str, Tensor], *, last_commits: bool
     ) -> KnownBlocks:
-        """Unmask positions of the blocks, as a denoise step decided. `step_decode` goes on from the
+        """Write tokens into the blocks, as a denoise step decided. `step_decode` goes on from the
         result. Returns the blocks after this step, with the rows whose block it completed.
 
         Args:
-            transfer: [B, L] bool, the masked positions to unmask.
-            token_ids: [B, L] int64, the drawn tokens.
             columns: name of an output column → [B, L, *tail], the values of the drawn tokens.
+            last_commits: let a step that completes a block and writes nothing be its commit
+                forward, too: it has read the final tokens, and so written their keys and values.
         """
-        blocks = self.blocks
+        blocks, positions = self.blocks, writes.positions
+        if self._shifted:  # a commit forward yields the token that begins the next block
+            positions = positions.clone()
+            positions[:, 0] |= blocks.complete
         for name, values in columns.items():
             old = self.columns.get(name)
             if old is None or old.shape != values.shape:
                 old = _widened(old, values)
-            chosen = transfer.view(*transfer.shape, *[1] * (values.dim() - 2))
+            chosen = positions.view(*positions.shape, *[1] * (values.dim() - 2))
             self.columns[name] = torch.where(chosen, values, old)
-        some = transfer.any(1)
+        some, masked = positions.any(1), blocks.masked & ~writes.unmasked
+        complete, edit_steps = self._completed(writes, masked)
         after = self._after = replace(
             blocks,
-            token_ids=torch.where(transfer, token_ids, blocks.token_ids),
-            masked=blocks.masked & ~transfer,
+            token_ids=torch.where(positions, writes.token_ids, blocks.token_ids),
+            masked=masked,
             denoised=blocks.denoised + 1,
             steps=blocks.steps + some.int(),
+            complete=complete,
+            edit_steps=edit_steps,
         )
-        completed = some & ~after.masked.any(1)
+        self._committed = blocks.complete
+        if last_commits:
+            self._committed = blocks.complete | (complete & ~some)
         return KnownBlocks(
-            completed,
+            complete & ~blocks.complete,
             after.starts,
             after.token_ids,
-            after.given,
+            after.prompt_tokens,
             after.denoised,
             dict(self.columns),
         )
 
+    @property
+    def lacking_commit(self) -> Tensor:
+        """[B] bool, the rows whose block is complete after this step, but not its KV. `write`
+        must have been called."""
+        assert self._after is not None and self._committed is not None, "write comes first"
+        return self._after.complete & ~self._committed
+
+    def _completed(self, writes: Writes, masked: Tensor) -> tuple[Tensor, Tensor]:
+        """[B] bool, the rows whose block is complete after a step, and [B] int64, how many steps it
+        has then had without a mask. `masked` [B, L] bool are the positions still masked.
+
+        A block is complete when nothing is masked. If the row's rule edits, it goes on until a step
+        that began without a mask edits nothing, or has been the last that may.
+        """
+        blocks = self.blocks
+        known = ~masked.any(1)
+        if writes.edited is None:
+            return known, blocks.edit_steps
+        edit_steps = blocks.edit_steps + (~blocks.masked.any(1)).long()
+        is_last = edit_steps >= self.rules.edit_steps
+        is_settled = (edit_steps > 0) & ~writes.edited.any(1)
+        return blocks.complete | (known & (is_last | is_settled)), edit_steps
+
     def step_decode(self, step: StepOutput) -> None:
-        """Take over what `unmask` wrote. The rows in whose block nothing was masked before this
-        step have had their commit forward, so they begin their next block."""
-        assert self._after is not None, "unmask comes first"
-        self._blocks = self._opened(self._after, self.complete)
-        self._final = self._after = self._commits = self._sent = None
+        """Take over what `write` wrote. The rows whose block has had its commit forward begin their
+        next block."""
+        assert self._after is not None and self._committed is not None, "write comes first"
+        self._blocks = self._opened(self._after, self._committed)
+        self._final = self._after = self._commits = self._sent = self._committed = None
 
 
 def _steps_so_far(seq: Sequence) -> int:

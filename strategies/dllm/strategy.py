@@ -15,23 +15,33 @@ from torch import Tensor
 from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
+from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
-from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.rows.sequence import TAIL, Sequence
 from batchgen.engine.sampling.logits import Logits
-from batchgen.engine.sampling.sampler import Drawn, draw
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampler import Drawn, draw_tokens, take_tokens
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
-from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH, Rule
+from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH
 from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
+from batchgen.strategies.dllm.block_rows import KnownBlocks, Writes
 from batchgen.strategies.dllm.commit_room import CommitRoom
+from batchgen.strategies.dllm.edits import EDIT_LOG, MOST_EDITS, edit_log
 from batchgen.strategies.dllm.guided import denoise
-from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs, KnownBlocks
-from batchgen.strategies.dllm.unmasking import Unmasking
+from batchgen.strategies.dllm.replay import is_exact, next_step
+from batchgen.strategies.dllm.rules.named_rules import named_rule, rule_of_row
+from batchgen.strategies.dllm.rules.rule import Rule
+from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
 
+TAIL_COLUMNS = tuple(
+    OutputColumn(TAIL + name, np.dtype(np.int32), scope="tail")
+    for name in ("token_ids", STEP_MAP.name)
+)
+"""What the end of the row cut off its last block, which a replay needs."""
 NUM_COMMIT_FORWARDS = RowCount(
     "num_commit_forwards", "of those forwards, how many only made KV final"
 )
@@ -42,6 +52,10 @@ _DENOISED = "denoised"
 """The name in `StepOutput.observed` of how many denoise steps the block of each row has had."""
 _ALONE = "alone"
 """The name there of which rows' blocks committed in a forward of their own."""
+_LACKING = "lacking"
+"""The name there of which rows' blocks a step completed without making their KV final."""
+_CONFIDENCE = 0.9
+"""The confidence threshold of a configuration that says nothing else."""
 _COMMITS_ALONE = "commits_alone"
 """The name in `stats` of how often that happened."""
 _STEPS_PER_BLOCK = "steps_per_block"
@@ -56,64 +70,62 @@ class DLLMStrategy(Strategy):
     Args:
         block_length: L, the number of positions of a block. None takes what the model's
             configuration says.
-        unmasking: which drawn tokens a step keeps. `low_confidence_dynamic`: all whose confidence
-            is above confidence_threshold, and always the most confident one.
-            `low_confidence_static`: the most confident ones, as many as it takes to finish a block
-            in denoising_steps steps. `sequential`: as many, but the first ones.
-        confidence_threshold: for `low_confidence_dynamic`. The confidence of a token is its
-            probability under the distribution that it was drawn from.
-        denoising_steps: for the other two rules, the number of denoise steps of a block. None takes
-            one for each position.
+        unmasking: which drawn tokens a step keeps; `strategies/dllm/rules` has a file for each
+            rule. A row may have its own in `RequestParams.decoding`.
+        confidence_threshold, min_tokens_per_step, denoising_steps, entropy_bound, edit_threshold,
+            max_edit_steps: the options of rules, by their names there. None is the rule's default.
+        sub_block_length: how many positions a sub-block has, all of which are unmasked before those
+            of the next one. None: the whole block is one.
         fused_commit: whether the commit forward of a block may be joined with the first denoise
             step of the next block, which saves forwards. The tokens are the same.
     """
 
     name = "dllm"
-    columns: tuple[OutputColumn, ...] = (STEP_MAP,)
+    columns: tuple[OutputColumn, ...] = (STEP_MAP, EDIT_LOG, *TAIL_COLUMNS)
     counts: tuple[RowCount, ...] = (NUM_FORWARDS, NUM_COMMIT_FORWARDS)
+    decoding = Rule
+
+    @classmethod
+    def decoding_of_row(cls, values: Mapping[str, Any]) -> object:
+        return rule_of_row(values)
 
     def __init__(
         self,
         block_length: int | None = None,
         unmasking: Literal[
-            "low_confidence_dynamic", "low_confidence_static", "sequential"
+            "low_confidence_dynamic",
+            "low_confidence_static",
+            "sequential",
+            "entropy_bound",
+            "joint_threshold",
         ] = "low_confidence_dynamic",
-        confidence_threshold: float = 0.9,
+        confidence_threshold: float = _CONFIDENCE,
         denoising_steps: int | None = None,
         fused_commit: bool = True,
+        min_tokens_per_step: int | None = None,
+        entropy_bound: float | None = None,
+        edit_threshold: float | None = None,
+        max_edit_steps: int | None = None,
+        sub_block_length: int | None = None,
     ) -> None:
-        checks = (
-            (
-                "block_length",
-                block_length is None or 2 <= block_length <= MAX_BLOCK_LENGTH,
-                f"2 to {MAX_BLOCK_LENGTH}",
-                block_length,
-            ),
-            ("unmasking", unmasking in list(Rule), " or ".join(Rule), unmasking),
-            (
-                "confidence_threshold",
-                0 <= confidence_threshold <= 1,
-                "from 0 to 1",
-                confidence_threshold,
-            ),
-            (
-                "denoising_steps",
-                denoising_steps is None or denoising_steps >= 1,
-                "at least 1",
-                denoising_steps,
-            ),
+        if not (block_length is None or 2 <= block_length <= MAX_BLOCK_LENGTH):
+            raise ValueError(f"block_length must be 2 to {MAX_BLOCK_LENGTH}, got {block_length!r}")
+        self._rule = named_rule(
+            unmasking,
+            # The configuration has this number for every rule.
+            confidence_threshold=None
+            if confidence_threshold == _CONFIDENCE
+            else confidence_threshold,
+            denoising_steps=denoising_steps,
+            min_tokens_per_step=min_tokens_per_step,
+            entropy_bound=entropy_bound,
+            edit_threshold=edit_threshold,
+            max_edit_steps=max_edit_steps,
         )
-        for name, ok, allowed, given in checks:
-            if not ok:
-                raise ValueError(f"{name} must be {allowed}, got {given!r}")
-        rule = Rule(unmasking)
-        if rule is Rule.LOW_CONFIDENCE_DYNAMIC and denoising_steps is not None:
-            raise ValueError(
-                "denoising_steps is set, but unmasking low_confidence_dynamic takes as many steps "
-                "as confidence_threshold asks for: leave it null"
-            )
-        self._asked_length = block_length
-        self._unmasking = Unmasking(rule, confidence_threshold, denoising_steps)
+        if sub_block_length is not None and sub_block_length < 1:
+            raise ValueError(f"sub_block_length must be at least 1, got {sub_block_length!r}")
+        self._asked_length, self._sub_block_length = block_length, sub_block_length
+        self._shifted = False
         self._fused = fused_commit
         self._commit_room: CommitRoom | None = None
         self._steps_per_block: Counter[int] = Counter()
@@ -142,9 +154,19 @@ class DLLMStrategy(Strategy):
                 "block_length is null, and the model does not say for which it was trained: set "
                 "it (4 for SDAR-*-Chat, N for SDAR-*-Chat-bN)"
             )
+        if self._sub_block_length is not None and length % self._sub_block_length:
+            raise ValueError(
+                f"sub_block_length is {self._sub_block_length}, and must divide block_length, "
+                f"{length}"
+            )
         if self._step_inputs is None:
             self._length, self._commit_room = length, CommitRoom(length)
-            self._step_inputs = DLLMStepInputs(length, model.diffusion.mask_token_id)
+            self._shifted = model.diffusion.shifted
+            # The token that begins a block is drawn in the commit forward before.
+            self._fused = self._fused and not self._shifted
+            self._step_inputs = DLLMStepInputs(
+                length, model.diffusion, self._rule, self._sub_block_length
+            )
         return length
 
     @property
@@ -175,7 +197,7 @@ class DLLMStrategy(Strategy):
     def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
         """The prefill reads the row's whole blocks and yields no token. The remaining known tokens
         are the beginning of the first block to denoise."""
-        return seq.num_tokens // self._length * self._length, False
+        return self.step_inputs.prefilled_tokens(seq.num_tokens), False
 
     def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
         """A row needs room for its current block to the end, even if the row ends within it. If
@@ -189,12 +211,19 @@ class DLLMStrategy(Strategy):
         tokens: Ints = -(-max_tokens // self._length) * self._length
         return tokens
 
-    def check(self, params: SamplingParams) -> None:
-        if params.scores_answer:
+    def check(self, params: RequestParams, *, replays: bool = False) -> None:
+        if params.scores_answer and not replays:
             raise ValueError(
                 "max_new_tokens is 0, and strategy dllm cannot score a given answer: a diffusion "
                 "model's probability of a token depends on the order in which it unmasks the "
-                "others; use a model that predicts next tokens, with strategy=ar"
+                "others; give that order (prompt.answer_step_map_column), or use a model that "
+                "predicts next tokens, with strategy=ar"
+            )
+        if params.pooling is not None:
+            raise ValueError(
+                "embedding, class_scores and hidden_states are of a text that is read from left to "
+                "right, and the model of strategy dllm sees blocks in both directions: use a model "
+                "that predicts next tokens, with strategy=ar"
             )
         if params.has_penalties:
             raise ValueError(
@@ -202,6 +231,44 @@ class DLLMStrategy(Strategy):
                 "before those are known: set repetition_penalty to 1, presence_penalty and "
                 "frequency_penalty to 0"
             )
+        rule = params.decoding or self._rule
+        assert isinstance(rule, Rule)
+        if EDIT_LOG.name in params.columns:
+            self._check_log(rule)
+        if self._shifted and (rule.edits or params.constraint is not None or replays):
+            what = f"unmasking {rule.name}" if rule.edits else "a constraint"
+            raise ValueError(
+                f"{'a replay' if replays else what} is not supported for a model whose logits are "
+                "of the next token, of which a block's first one is drawn with the block before: "
+                "use strategy.unmasking=low_confidence_dynamic without a constraint, and generate"
+            )
+        if rule.edits and params.constraint is not None:
+            raise ValueError(
+                f"unmasking {rule.name} replaces tokens that others were already drawn behind, and "
+                "a constraint cannot follow that: use strategy.unmasking=low_confidence_dynamic"
+            )
+
+    def _check_log(self, rule: Rule) -> None:
+        """Raise ValueError if a row with this rule has no log of edits, or may have too long a
+        one."""
+        if not rule.edits:
+            raise ValueError(
+                f"column {EDIT_LOG.name} is of rules that replace tokens, and unmasking "
+                f"{rule.name} replaces none: leave it out, or use strategy.unmasking="
+                "joint_threshold"
+            )
+        if rule.cut().edit_steps > MOST_EDITS - MAX_BLOCK_LENGTH:
+            raise ValueError(
+                f"column {EDIT_LOG.name} has room for {MOST_EDITS} edits of a token: set "
+                f"max_edit_steps to {MOST_EDITS - MAX_BLOCK_LENGTH} or less, or leave it out"
+            )
+
+    def is_exact(
+        self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
+    ) -> bool:
+        rule = params.decoding or self._rule
+        assert isinstance(rule, Rule)
+        return is_exact(trajectory, num_prompt_tokens, self._length) and not rule.edits
 
     def attach(self, runners: Mapping[str, ModelRunner]) -> None:
         self._runner = runners[TARGET]
@@ -232,7 +299,7 @@ class DLLMStrategy(Strategy):
         steps the completed blocks took."""
         yielding = step.num_tokens > 0
         assert self._commit_room is not None
-        self._commit_room.observe(yielding)
+        self._commit_room.observe(step.observed[_LACKING])
         self._steps_per_block.update(step.observed[_DENOISED][yielding & current].tolist())
         self._commits_alone += int((step.observed[_ALONE] & current).sum())
 
@@ -265,10 +332,12 @@ class DLLMStrategy(Strategy):
         inputs = self.step_inputs.model_inputs
         count = self.step_inputs.blocks.masked.numel()
         hidden = runner.hidden_states(inputs)[:count]
+        if self._shifted:
+            hidden = hidden.unflatten(0, (-1, self._length)).roll(1, 1).flatten(0, 1)
         logits = runner.compute_logits(hidden)
         logits[:, self.step_inputs.mask_token_id] = -torch.inf
         whole = Logits(logits, logits.shape[1])
-        return ModelOutput(whole, inputs.positions[:count], hidden), None
+        return ModelOutput(whole, self.step_inputs.drawn_positions.flatten(), hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
         """Unmask positions of the rows' blocks. The step yields the tokens of the blocks that it
@@ -282,14 +351,31 @@ class DLLMStrategy(Strategy):
         guided: Tensor | None = None
         if guide is None:
             drawn = self._draw(output)
-            transfer = self._unmasking.chosen(state.blocks, drawn.confidence)
+            transfer = state.rules.unmasked(state.candidates, blocks.denoised, drawn)
         else:
             drawn, transfer, guided, conflicts = self._decide_guided(output, guide)
-        broken = (drawn.failed.view(-1, length) & blocks.masked).any(1)
+        drawn, transfer = self._replay(output, drawn, transfer)
+        failed = drawn.failed.view(-1, length)
+        broken = (failed & blocks.masked).any(1)
+        if self._shifted:
+            broken |= failed[:, 0] & blocks.complete
         columns = {name: v.view(-1, length, *v.shape[1:]) for name, v in drawn.columns.items()}
         step_map = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
         columns[STEP_MAP.name] = step_map
-        known = state.unmask(transfer, drawn.token_ids.view(-1, length), columns)
+        token_ids, edited = drawn.token_ids.view(-1, length), None
+        if state.rules.any_edits:
+            edited = state.rules.edited(state.editable, blocks.token_ids, drawn)
+        writes = Writes(transfer, edited, token_ids)
+        if state.logs_edits:
+            most = length - 1 + state.rules.most_edit_steps
+            columns[EDIT_LOG.name] = edit_log(
+                state.columns.get(EDIT_LOG.name), blocks, writes, most
+            )
+        known = state.write(
+            writes,
+            columns,
+            last_commits=self._fused and not self._yields_final,
+        )
         if self._yields_final:
             rows, known = state.final.rows, state.final
             # A forward has then read all that is known of the block, and every later one reads it.
@@ -297,20 +383,24 @@ class DLLMStrategy(Strategy):
         else:
             rows = known.rows & ~broken
         # The tokens that a block yields begin behind those of the prompt.
-        offsets = torch.arange(length, device=known.given.device)
-        order = (known.given.unsqueeze(1) + offsets).clamp(max=length - 1)
-        num_tokens = torch.where(rows, length - known.given, 0)
+        offsets = torch.arange(length, device=known.prompt_tokens.device)
+        order = (known.prompt_tokens.unsqueeze(1) + offsets).clamp(max=length - 1)
+        num_tokens = torch.where(rows, length - known.prompt_tokens, 0)
         if conflicts is not None:
             # A conflicting row ends with the known tokens at the beginning of its block.
             first = (~blocks.masked | transfer).cumprod(1).sum(1)
             conflicts = conflicts & ~broken
-            num_tokens = torch.where(conflicts, first - blocks.given, num_tokens)
+            num_tokens = torch.where(conflicts, first - blocks.prompt_tokens, num_tokens)
         step = StepOutput(
             num_tokens=num_tokens.int(),
             token_ids=known.token_ids.gather(1, order),
             failed=broken,
             columns={name: _ordered(v, order) for name, v in known.columns.items()},
-            observed={_DENOISED: known.denoised, _ALONE: state.complete},
+            observed={
+                _DENOISED: known.denoised,
+                _ALONE: state.complete,
+                _LACKING: state.lacking_commit,
+            },
             unread_tokens=length,
             conflicts=conflicts,
         )
@@ -318,18 +408,18 @@ class DLLMStrategy(Strategy):
         return step.with_counts(**self._counts(known, rows, ended, guided))
 
     def _counts(
-        self, known: KnownBlocks, yielded: Tensor, ended: Tensor, guided: Tensor | None
+        self, decided: KnownBlocks, yielded: Tensor, ended: Tensor, guided: Tensor | None
     ) -> dict[str, Tensor]:
         """Count the forwards of the blocks that are `yielded` [B] bool, and of those in which rows
         have `ended` [B] bool. A block's denoise steps count once it is there, so that those which
         a preemption undid do not. `guided` [B] bool are the rows with a constraint."""
         blocks = self.step_inputs.blocks
-        forwards = torch.where(yielded, known.denoised, 0)
+        forwards = torch.where(yielded, decided.denoised, 0)
         forwards += torch.where(ended, blocks.denoised + 1, 0)
         if self._yields_final:
             # Its last block is final in the first denoise step of the next, or alone.
             first, last = (
-                known.starts == each for each in (blocks.first_starts, blocks.last_starts)
+                decided.starts == each for each in (blocks.first_starts, blocks.last_starts)
             )
             alone = torch.ones_like(yielded) if not self._fused else guided
             extra, commits = yielded & first, yielded & last
@@ -349,14 +439,37 @@ class DLLMStrategy(Strategy):
         """Draw a token at each of the B · L positions of the blocks, under the mask if there is
         one. The random numbers of a position differ from one denoise step to the next."""
         state = self.step_inputs
-        return draw(
+        return draw_tokens(
             output.logits,
             state.repeated,
             output.positions,
-            state.blocks.denoised.repeat_interleave(self._length),
-            confidence=self._unmasking.needs_confidence,
+            state.draws.flatten(),
+            confidence=state.rules.any_confidence,
+            entropy=state.rules.any_entropy,
             mask=mask,
         )
+
+    def _replay(self, output: ModelOutput, drawn: Drawn, transfer: Tensor) -> tuple[Drawn, Tensor]:
+        """Put the tokens of replayed rows into a draw, and what the step unmasks of them into
+        `transfer` [B, L] bool."""
+        state = self.step_inputs
+        if (found := state.replayed()) is None:
+            return drawn, transfer
+        replays, token_ids, steps = found
+        rows = replays.rows
+        at = rows.repeat_interleave(self._length)
+        taken = take_tokens(
+            output.logits,
+            state.repeated,
+            output.positions,
+            torch.where(at, token_ids.flatten(), drawn.token_ids),
+        )
+        columns = {
+            name: torch.where(at.view(-1, *[1] * (v.dim() - 1)), taken.columns[name], v)
+            for name, v in drawn.columns.items()
+        }
+        transfer = torch.where(rows.unsqueeze(1), next_step(state.blocks.masked, steps), transfer)
+        return drawn._replace(token_ids=taken.token_ids, columns=columns), transfer
 
     def _decide_guided(
         self, output: ModelOutput, guide: Guide
@@ -365,18 +478,19 @@ class DLLMStrategy(Strategy):
         bool, the positions that are unmasked; and [B] bool each, the rows with constraints and
         those that conflict with them."""
         state, device = self.step_inputs, output.logits.device
+        rules, of_step = state.rules, (state.candidates, state.blocks.denoised)
         drawn, taken = denoise(
             guide,
             state.masked_on_host,
             output.logits,
             lambda mask: self._draw(output, mask),
-            lambda drawn: self._unmasking.permitted(state.blocks, drawn.confidence),
+            lambda drawn: rules.permitted(*of_step, drawn),
         )
         guided = upload(taken.rows, torch.bool, device)
         transfer = torch.where(
             guided.unsqueeze(1),
             upload(taken.places, torch.bool, device),
-            self._unmasking.chosen(state.blocks, drawn.confidence),
+            rules.unmasked(*of_step, drawn),
         )
         return drawn, transfer, guided, upload(taken.conflicts, torch.bool, device)
 

@@ -1,49 +1,137 @@
-"""Which of the tokens that a denoise step draws it keeps."""
+"""Which of the tokens that a denoise step draws it keeps, by the rule of each row."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.device.batched import Batched, row
 from batchgen.engine.device.transfer import upload
-from batchgen.kernels.sampling.unmask import Rule, schedule, unmask
-from batchgen.strategies.dllm.step_inputs import BlockRows
+from batchgen.engine.sampling.sampler import Drawn
+from batchgen.kernels.sampling.unmask import unmask
+from batchgen.strategies.dllm.edits import MOST_EDITS
+from batchgen.strategies.dllm.rules.rule import Rule, UnmaskingOrder
+
+_INF = float("inf")
 
 
-class Unmasking:
-    """An unmasking rule with its options; `DLLMStrategy` explains them."""
+@dataclass(frozen=True)
+class RuleRows(Batched):
+    """The unmasking rules of B rows, and their numbers (`Cut`) on the device. Properties tell,
+    without waiting, what any row needs."""
 
-    def __init__(self, rule: Rule, threshold: float, steps: int | None) -> None:
-        self._rule, self._threshold, self._asked_steps = rule, threshold, steps
-        self._schedule: Tensor | None = None
+    rules: tuple[Rule, ...] = row()  # of the B rows, on the host
+    order: Tensor = row()  # [B] int64
+    steps: Tensor = row()  # [B] int64
+    at_least: Tensor = row()  # [B] int64
+    threshold: Tensor = row()  # [B] float32
+    bound: Tensor = row()  # [B] float32
+    edit_threshold: Tensor = row()  # [B] float32
+    edit_steps: Tensor = row()  # [B] int64
+
+    @classmethod
+    def build(cls, rules: Sequence[Rule], device: torch.device) -> RuleRows:
+        """Upload the numbers of B rules."""
+        cuts = [rule.cut() for rule in rules]
+        ints = [[c.order, c.steps, min(c.at_least, 2**31), c.edit_steps] for c in cuts]
+        floats = [[c.threshold, c.bound, c.edit_threshold] for c in cuts]
+        order, steps, at_least, edit_steps = upload(np.array(ints).T.copy(), torch.int64, device)
+        threshold, bound, edit_threshold = upload(np.array(floats).T.copy(), torch.float32, device)
+        return cls(
+            tuple(rules), order, steps, at_least, threshold, bound, edit_threshold, edit_steps
+        )
+
+    @cached_property
+    def _orders(self) -> frozenset[UnmaskingOrder]:
+        return frozenset(rule.cut().order for rule in self.rules)
+
+    @cached_property
+    def _any_threshold(self) -> bool:
+        return any(rule.cut().threshold < _INF for rule in self.rules)
+
+    @cached_property
+    def any_edits(self) -> bool:
+        """Whether any row replaces tokens that it has unmasked."""
+        return any(rule.edits for rule in self.rules)
+
+    @cached_property
+    def most_edit_steps(self) -> int:
+        """The most steps of any row that edit a block in which nothing is masked, of rules that a
+        log of edits has room for."""
+        steps = [rule.cut().edit_steps for rule in self.rules if rule.edits]
+        return min(max(steps, default=0), MOST_EDITS)
 
     @property
-    def needs_confidence(self) -> bool:
-        return self._rule is not Rule.SEQUENTIAL
+    def any_confidence(self) -> bool:
+        """Whether any row needs the confidences of drawn tokens."""
+        return UnmaskingOrder.CONFIDENCE in self._orders or self._any_threshold or self.any_edits
 
-    def chosen(self, blocks: BlockRows, confidence: Tensor | None) -> Tensor:
-        """[B, L] bool, the positions that a step unmasks, given the confidence [B · L] of the drawn
-        tokens (None for `sequential`)."""
-        if confidence is not None:
-            confidence = confidence.view(blocks.masked.shape)
-        if self._rule is Rule.LOW_CONFIDENCE_DYNAMIC:
-            return unmask(self._rule, blocks.masked, confidence, threshold=self._threshold)
-        return unmask(self._rule, blocks.masked, confidence, counts=self._counts(blocks))
+    @property
+    def any_entropy(self) -> bool:
+        """Whether any row needs the entropies of the distributions that tokens are drawn from."""
+        return UnmaskingOrder.ENTROPY in self._orders
 
-    def permitted(self, blocks: BlockRows, confidence: Tensor | None) -> Tensor:
+    def unmasked(self, masked: Tensor, denoised: Tensor, drawn: Drawn) -> Tensor:
+        """[B, L] bool, the positions that a step unmasks.
+
+        Args:
+            masked: [B, L] bool, the positions that are masked.
+            denoised: [B] int64, how many denoise steps the block of each row has had.
+            drawn: a token for each of the B · L positions, with confidence and entropy if any row
+                needs them.
+        """
+        return self._run(masked, denoised, drawn, self._keys(masked, drawn))
+
+    def permitted(self, masked: Tensor, denoised: Tensor, drawn: Drawn) -> Tensor:
         """[B, L] bool, the positions of constrained rows that a step may unmask, if it unmasks all
-        before them as well."""
-        if self._rule is Rule.LOW_CONFIDENCE_DYNAMIC:
-            assert confidence is not None
-            return confidence.view(blocks.masked.shape) > self._threshold
-        return unmask(Rule.SEQUENTIAL, blocks.masked, None, counts=self._counts(blocks))
+        before them as well: what each rule would keep if its order were that of positions."""
+        return self._run(masked, denoised, drawn, None)
 
-    def _counts(self, blocks: BlockRows) -> Tensor:
-        """[B] int64, how many positions this step unmasks by the schedule of denoising_steps."""
-        length = blocks.masked.shape[1]
-        if self._schedule is None:
-            counts = schedule(length, self._asked_steps or length)
-            self._schedule = upload(counts, torch.int64, blocks.denoised.device)
-        # A commit forward comes after the last step of the schedule. Nothing is masked in it, so
-        # any count will do.
-        return self._schedule[blocks.denoised.clamp(max=len(self._schedule) - 1)]
+    def _run(self, masked: Tensor, denoised: Tensor, drawn: Drawn, keys: Tensor | None) -> Tensor:
+        length = masked.shape[1]
+        steps = self.steps.clamp(min=1)
+        spread = length // steps + (denoised < length % steps)
+        counts = torch.where(self.steps > 0, spread.clamp(min=1), self.at_least)
+        confidence = threshold = entropy = bound = None
+        if self._any_threshold:
+            confidence, threshold = _of_blocks(drawn.confidence, masked), self.threshold
+        if self.any_entropy:
+            entropy, bound = _of_blocks(drawn.entropy, masked), self.bound
+        return unmask(masked, counts, keys, confidence, threshold, entropy, bound)
+
+    def _keys(self, masked: Tensor, drawn: Drawn) -> Tensor | None:
+        """[B, L] float32, by which positions rank; None for the order of positions in all rows."""
+        keys: Tensor | None = None
+        for order in self._orders - {UnmaskingOrder.POSITION}:
+            if order is UnmaskingOrder.CONFIDENCE:
+                own = _of_blocks(drawn.confidence, masked)
+            else:
+                own = -_of_blocks(drawn.entropy, masked)
+            if len(self._orders) > 1:
+                rest = torch.zeros_like(own) if keys is None else keys
+                own = torch.where((self.order == order).unsqueeze(1), own, rest)
+            keys = own
+        return keys
+
+    def edited(self, editable: Tensor, old: Tensor, drawn: Drawn) -> Tensor:
+        """[B, L] bool, the positions whose tokens a step replaces by drawn ones.
+
+        Args:
+            editable: [B, L] bool, the positions with a token that is not of the prompt.
+            old: [B, L] int64, these tokens.
+            drawn: see `unmasked`.
+        """
+        is_other = drawn.token_ids.view(old.shape) != old
+        sure = _of_blocks(drawn.confidence, old) > self.edit_threshold.unsqueeze(1)
+        return editable & is_other & sure
+
+
+def _of_blocks(values: Tensor | None, like: Tensor) -> Tensor:
+    """Values [B · L] as [B, L]."""
+    assert values is not None, "the rows' rules need them"
+    return values.view(like.shape)

@@ -13,10 +13,10 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
-PARAMS = SamplingParams(max_new_tokens=3)
+PARAMS = RequestParams(max_new_tokens=3)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -200,16 +200,16 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 """The options of each strategy; models of SDAR run in the last one, all others in the others."""
 
-GREEDY = SamplingParams(temperature=0, max_new_tokens=3)
-PLAIN = [(1, GREEDY), (17, GREEDY), (33, SamplingParams(temperature=1.3, max_new_tokens=3))]
+GREEDY = RequestParams(temperature=0, max_new_tokens=3)
+PLAIN = [(1, GREEDY), (17, GREEDY), (33, RequestParams(temperature=1.3, max_new_tokens=3))]
 """Rows that run together: (tokens of the prompt, sampling parameters)."""
 EVERY_OPTION = [
     (70, replace(GREEDY, logprobs=True, repetition_penalty=1.3, presence_penalty=0.5)),
     (16, replace(GREEDY, frequency_penalty=0.7, min_new_tokens=3, stop_token_ids=(7, 4999))),
-    (31, SamplingParams(temperature=0.7, top_k=40, top_p=0.9, max_new_tokens=3)),
+    (31, RequestParams(temperature=0.7, top_k=40, top_p=0.9, max_new_tokens=3)),
     (
         5,
-        SamplingParams(
+        RequestParams(
             min_p=0.01, top_p=0.8, top_logprobs=20, logprobs_mode="processed", max_new_tokens=3
         ),
     ),
@@ -271,7 +271,7 @@ def make_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) 
     return model
 
 
-def batches_of(sizes: dict[str, Any]) -> tuple[list[tuple[int, SamplingParams]], ...]:
+def batches_of(sizes: dict[str, Any]) -> tuple[list[tuple[int, RequestParams]], ...]:
     """Return the batches for a model: rows without options, and rows with all that it allows."""
     diffusion = sizes["model_type"] == "sdar"
     return PLAIN, [row for row in EVERY_OPTION if not (diffusion and row[1].has_penalties)]
@@ -280,7 +280,7 @@ def batches_of(sizes: dict[str, Any]) -> tuple[list[tuple[int, SamplingParams]],
 def run(
     model: CausalLM,
     strategy: Strategy,
-    batches: tuple[list[tuple[int, SamplingParams]], ...],
+    batches: tuple[list[tuple[int, RequestParams]], ...],
     draft: CausalLM | None = None,
 ) -> list[RequestOutput]:
     """Run the batches one after another in one engine; returns the outputs of all rows in order."""
@@ -305,7 +305,7 @@ def run(
 def differences(
     expected: list[RequestOutput],
     found: list[RequestOutput],
-    batches: tuple[list[tuple[int, SamplingParams]], ...],
+    batches: tuple[list[tuple[int, RequestParams]], ...],
 ) -> list[str]:
     """List how the greedy rows of `found` differ from those of `expected`."""
     problems = []

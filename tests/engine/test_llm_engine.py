@@ -30,7 +30,7 @@ from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.support.cases import some_slow
@@ -40,7 +40,7 @@ EOS = 7
 VOCAB = 128
 ROOMY = EngineConfig(max_num_seqs=64, max_batched_tokens=512, chunk_tokens=64, kv_cache_gib=0.01)
 SIMPLE = replace(ROOMY, chunk_tokens=0, overlap=False, cuda_graph=False, prefix_caching=False)
-Request = tuple[list[int], SamplingParams]
+Request = tuple[list[int], RequestParams]
 
 PLAIN = {"overlap": False}
 OVERLAP = {"overlap": True}
@@ -188,7 +188,7 @@ def mixed_requests(count: int, seed: int = 0) -> list[Request]:
         own = [rng.randrange(8, VOCAB) for _ in range(rng.randint(1, 40))]
         prompt = shared + own if i % 3 == 0 else own
         new_tokens = max(rng.randint(1, 30), int(str(options.get("min_new_tokens", 0))))
-        requests.append((prompt, SamplingParams(max_new_tokens=new_tokens, **options)))
+        requests.append((prompt, RequestParams(max_new_tokens=new_tokens, **options)))
     return requests
 
 
@@ -390,7 +390,7 @@ def test_greedy_equals_transformers_under_chunking_and_preemption(
 ) -> None:
     folder = tiny_model(kind, **config)
     model = load(folder, device)
-    params = SamplingParams(temperature=0, max_new_tokens=20, logprobs=True, ignore_eos=True)
+    params = RequestParams(temperature=0, max_new_tokens=20, logprobs=True, ignore_eos=True)
     greedy = [(prompt, params) for prompt, _ in mixed_requests(12)]
     engine = make_engine(model, small_cache(model, 110, overlap=True))
     outputs = run(engine, [*greedy, *mixed_requests(12)])
@@ -407,7 +407,7 @@ def test_greedy_equals_transformers_under_chunking_and_preemption(
 
 def test_samples_of_one_prompt_compute_it_once(tiny: CausalLM) -> None:
     prompt = list(range(10, 75))
-    params = [SamplingParams(seed=i, max_new_tokens=4, ignore_eos=True) for i in range(6)]
+    params = [RequestParams(seed=i, max_new_tokens=4, ignore_eos=True) for i in range(6)]
     engine = make_engine(tiny)
     outputs = run(engine, [(prompt, p) for p in params])
     assert engine.stats.prefill_tokens == 65 + 5 * 1  # 64 tokens are four whole blocks
@@ -418,7 +418,7 @@ def test_samples_of_one_prompt_compute_it_once(tiny: CausalLM) -> None:
 
 @both_loops
 def test_stops(tiny: CausalLM, mode: dict[str, Any]) -> None:
-    greedy = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    greedy = RequestParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     prompt = [20, 30, 40]
     free = run(make_engine(tiny), [(prompt, greedy)])[0]
     assert free.finish_reason == "length" and len(free.token_ids) == 12
@@ -456,7 +456,7 @@ def test_stop_strings_end_rows_at_the_same_token_in_any_loop(
     rng = random.Random(0)
     requests: list[Request] = []
     for i, (prompt, _) in enumerate(mixed_requests(12)):
-        params = SamplingParams(seed=i, max_new_tokens=20, ignore_eos=True, logprobs=True)
+        params = RequestParams(seed=i, max_new_tokens=20, ignore_eos=True, logprobs=True)
         requests.append((prompt, params))
     free = run(make_engine(tiny, SIMPLE, tokenizer), requests)
     stopping = []
@@ -496,7 +496,7 @@ def test_tokens_are_counted_once_and_dropped_ones_never(
 def test_min_new_tokens_forbids_every_stop_until_then(tiny: CausalLM) -> None:
     stops = tuple(range(0, VOCAB, 2))
     requests = [
-        ([9, 10, 11], SamplingParams(seed=i, stop_token_ids=stops, min_new_tokens=9))
+        ([9, 10, 11], RequestParams(seed=i, stop_token_ids=stops, min_new_tokens=9))
         for i in range(8)
     ]
     for output in run(make_engine(tiny), requests):
@@ -507,7 +507,7 @@ def test_min_new_tokens_forbids_every_stop_until_then(tiny: CausalLM) -> None:
 
 def test_max_model_len_ends_a_row(tiny: CausalLM) -> None:
     config = replace(ROOMY, max_model_len=10)
-    params = SamplingParams(temperature=0, max_new_tokens=50, ignore_eos=True)
+    params = RequestParams(temperature=0, max_new_tokens=50, ignore_eos=True)
     (output,) = run(make_engine(tiny, config), [([20, 30, 40, 50], params)])
     assert len(output.token_ids) == 6 and output.finish_reason == "length"
     free = run(make_engine(tiny), [([20, 30, 40, 50], params)])[0]
@@ -530,14 +530,14 @@ def test_what_can_never_be_served_is_refused_at_once(
     engine = make_engine(tiny, replace(small_cache(tiny, 64), max_model_len=None))
     engine._requests._max_model_len = 100
     with pytest.raises(RequestError) as error:
-        engine.add_request("0", prompt, SamplingParams(max_new_tokens=30))
+        engine.add_request("0", prompt, RequestParams(max_new_tokens=30))
     assert error.value.type == kind
     assert not engine.has_unfinished()
 
 
 def test_a_row_as_large_as_the_cache_runs(tiny: CausalLM) -> None:
     engine = make_engine(tiny, small_cache(tiny, 64))
-    params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    params = RequestParams(temperature=0, max_new_tokens=24, ignore_eos=True)
     outputs = run(engine, [([i] * 40, params) for i in range(9, 13)])
     assert [len(output.token_ids) for output in outputs] == [24] * 4
 
@@ -555,7 +555,7 @@ def test_a_row_with_nan_fails_alone(
     used = {i for output in healthy for i in output.prompt_token_ids + output.token_ids}
     poisoned = min(set(range(8, VOCAB)) - used)
     model.model.embed_tokens.weight.data[poisoned] = poison
-    params = SamplingParams(temperature=0, max_new_tokens=8, logprobs=True)
+    params = RequestParams(temperature=0, max_new_tokens=8, logprobs=True)
     mixed: list[Request] = []
     for prompt, own in requests:
         bad = [*prompt, poisoned]
@@ -621,7 +621,7 @@ def test_an_engine_that_is_dropped_frees_its_memory_at_once(
 @both_loops
 def test_abort_forgets_a_row_wherever_it_is(tiny: CausalLM, mode: dict[str, Any]) -> None:
     engine = make_engine(tiny, replace(ROOMY, max_num_seqs=2, **mode))
-    params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+    params = RequestParams(temperature=0, max_new_tokens=6, ignore_eos=True)
     prompts = [[20 + i, 30, 40] for i in range(4)]
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
@@ -678,7 +678,7 @@ def test_abort_during_a_chunked_prefill_leaves_the_sharers_of_its_blocks(
 ) -> None:
     engine = make_engine(tiny, small_cache(tiny, 150, max_batched_tokens=8, **mode))
     prompt = [(i * 7) % 120 + 8 for i in range(60)]
-    params = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)
+    params = RequestParams(temperature=0, max_new_tokens=4, ignore_eos=True)
     engine.add_request("gone", prompt, params)
     for _ in range(2):
         engine.step()
@@ -698,23 +698,23 @@ def test_rows_that_end_with_their_first_token_leave_nothing_behind(
     tiny: CausalLM, mode: dict[str, Any]
 ) -> None:
     engine = make_engine(tiny, replace(ROOMY, **mode))
-    one = SamplingParams(temperature=0, max_new_tokens=1)
+    one = RequestParams(temperature=0, max_new_tokens=1)
     for batch in range(3):
         for i in range(3):
             engine.add_request(f"{batch}{i}", [9 + i, 10], one)
         # Nothing is left to launch before the last step is read.
         assert len([output for _ in range(1 + mode["overlap"]) for output in engine.step()]) == 3
     assert not engine.has_unfinished() and engine.step() == []
-    three = SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True)
+    three = RequestParams(temperature=0, max_new_tokens=3, ignore_eos=True)
     (output,) = run(engine, [([9, 10], three)])
     assert_same(output, run(make_engine(tiny), [([9, 10], three)])[0])
 
 
 def test_duplicate_ids_are_refused(tiny: CausalLM) -> None:
     engine = make_engine(tiny)
-    engine.add_request("0", [9], SamplingParams())
+    engine.add_request("0", [9], RequestParams())
     with pytest.raises(ValueError, match="already running"):
-        engine.add_request("0", [9], SamplingParams())
+        engine.add_request("0", [9], RequestParams())
 
 
 def test_impossible_engine_settings(tiny: CausalLM) -> None:

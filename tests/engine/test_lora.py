@@ -20,7 +20,7 @@ from batchgen.engine.loading.adapters import add_adapters
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.peft_files import open_adapter
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -90,7 +90,7 @@ def rows(count: int = 6, length: int = 20, new: int = 12) -> list[Request]:
     """Rows of few tokens in common, some of them sampled."""
     found = []
     for i in range(count):
-        params = SamplingParams(
+        params = RequestParams(
             temperature=0.8 * (i % 2),
             seed=i,
             max_new_tokens=new,
@@ -134,7 +134,7 @@ def test_given_answers_are_scored_with_the_adapter(
     adapters = two_adapters(base, tmp_path)
     ids = [(7 * i * i + 3 * i) % 100 + 5 for i in range(40)]
     engine = engine_of(adapted(base, adapters))
-    params = SamplingParams(max_new_tokens=0, lora="a")
+    params = RequestParams(max_new_tokens=0, lora="a")
     (output,) = run(engine, [(ids[:8], params, ids[8:])])
     logits = reference_logits(merge(base, adapters["a"], tmp_path / "merged"), ids)
     expected = logits.log_softmax(-1)[7:-1].gather(1, torch.tensor(ids[8:]).unsqueeze(1))[:, 0]
@@ -180,7 +180,7 @@ def test_prefixes_are_shared_by_rows_of_one_adapter_only(
     prompt = list(range(5, 69))
 
     def cached(name: str | None) -> RequestOutput:
-        (output,) = run(engine, [(prompt, SamplingParams(max_new_tokens=1, lora=name))])
+        (output,) = run(engine, [(prompt, RequestParams(max_new_tokens=1, lora=name))])
         return output
 
     assert [cached(name).num_cached_tokens for name in (None, "a", "b")] == [0, 0, 0]
@@ -208,7 +208,7 @@ def test_weights_in_fp8_stay_so(tiny_model: Callable[..., Path], tmp_path: Path)
         for seed, name in enumerate(("a", "b"))
     }
     ids = [(7 * i * i + 3 * i) % 100 + 5 for i in range(40)]
-    asked = [(ids[:8], SamplingParams(max_new_tokens=0, lora=n), ids[8:]) for n in (None, "a", "b")]
+    asked = [(ids[:8], RequestParams(max_new_tokens=0, lora=n), ids[8:]) for n in (None, "a", "b")]
 
     def scores(adapters: Mapping[str, Path], native: bool, count: int) -> np.ndarray[Any, Any]:
         model = adapted(base, adapters, quantization="fp8", native_fp8=native)
@@ -247,7 +247,7 @@ def test_an_unknown_adapter_is_an_error_of_the_row(
     base = tiny_model("llama")
     engine = engine_of(adapted(base, two_adapters(base, tmp_path)))
     with pytest.raises(RequestError, match="no adapter 'c': choose among 'base', 'a'") as caught:
-        engine.add_request("0", [5, 6], SamplingParams(lora="c"))
+        engine.add_request("0", [5, 6], RequestParams(lora="c"))
     assert caught.value.type == "unknown_adapter"
     with pytest.raises(RequestError, match="made without adapters"):
-        engine_of(adapted(base, {})).add_request("0", [5], SamplingParams(lora="a"))
+        engine_of(adapted(base, {})).add_request("0", [5], RequestParams(lora="a"))

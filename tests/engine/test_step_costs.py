@@ -25,8 +25,8 @@ from batchgen.engine.rows.scheduled_batch import (
     MixedBatch,
     PrefillBatch,
 )
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.engine.step_costs import StepCosts
+from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.step_costs import CostShares
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.support.engine.engine_rows import block_bytes, expect_short_rows
 
@@ -47,8 +47,8 @@ class FakeTimer:
         return StepTime("decode", 1, seconds, 0.0)
 
 
-def costs_of(timer: FakeTimer) -> StepCosts:
-    return StepCosts(timer, SLOTS)  # type: ignore[arg-type]
+def costs_of(timer: FakeTimer) -> CostShares:
+    return CostShares(timer, SLOTS)  # type: ignore[arg-type]
 
 
 def prefill(rows: dict[int, str], lengths: list[int]) -> PrefillBatch:
@@ -163,7 +163,7 @@ def test_costs_of_an_engine_add_up_to_its_steps(
     costs: dict[str, float] = {}
     for i in range(12):
         prompt = [*range(1, rng.randint(2, 9)), rng.randrange(10, 100)]
-        engine.add_request(str(i), prompt, SamplingParams(max_new_tokens=16, temperature=0.0))
+        engine.add_request(str(i), prompt, RequestParams(max_new_tokens=16, temperature=0.0))
     for number in range(10_000):
         if not engine.has_unfinished():
             break

@@ -15,7 +15,7 @@ from workloads import (
     write_config,
 )
 
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.models.dense import DenseConfig
 
 
@@ -76,14 +76,14 @@ def test_lengths_and_ids_are_in_their_ranges(name: str) -> None:
 def test_the_floor_is_that_of_the_comparison(
     tmp_path: Path, model: str, name: str, total: float, prefill: float
 ) -> None:
-    config = load_config(write_config(model, tmp_path))
+    config = load_model_config(write_config(model, tmp_path))
     floor = floor_seconds(config, requests(name, prompt_vocab(config.vocab_size)), H100)
     assert floor.total == pytest.approx(total, abs=1e-4)
     assert floor.prefill == pytest.approx(prefill, abs=1e-4)
 
 
 def test_the_floor_with_weights_in_fp8(tmp_path: Path) -> None:
-    config = load_config(write_config("tiny", tmp_path))
+    config = load_model_config(write_config("tiny", tmp_path))
     load = [BenchRequest([1] * 10, 3)]
     body, head = layer_params(config), config.hidden_size * config.vocab_size
     slow_memory = floor_seconds(config, load, Rates(1.0, 1e30), in_fp8=True)
@@ -95,7 +95,7 @@ def test_the_floor_with_weights_in_fp8(tmp_path: Path) -> None:
 
 
 def test_the_floor_of_gpt_oss_with_experts_in_mxfp4(tmp_path: Path) -> None:
-    config = load_config(write_config("gpt-oss-20b-bf16", tmp_path))
+    config = load_model_config(write_config("gpt-oss-20b-bf16", tmp_path))
     load = [BenchRequest([1], 2)] * 512
     step = floor_seconds(config, load, Rates(4.1e12, 1e30), in_mxfp4=True).decode
     assert step == pytest.approx(3.07e-3, rel=0.01)
@@ -109,7 +109,7 @@ def test_the_floor_of_gpt_oss_with_experts_in_mxfp4(tmp_path: Path) -> None:
 
 
 def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
-    config = load_config(write_config("tiny", tmp_path))
+    config = load_model_config(write_config("tiny", tmp_path))
     # A layer: q, k, v, o of 64 × (64 + 32 + 32 + 64) and three products of 64 × 128.
     assert layer_params(config) == 2 * (64 * 192 + 3 * 64 * 128)
     load = [BenchRequest([1] * 10, 3)]
@@ -125,7 +125,7 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
-    config = load_config(write_config(model, tmp_path / "new"))
+    config = load_model_config(write_config(model, tmp_path / "new"))
     assert [config.architecture] == MODELS[model]["architectures"]
     sparse = ("a3b", "a4b", "moe", "hybrid", "deepseek", "latent", "oss")
     experts = any(part in model for part in sparse)
@@ -145,7 +145,7 @@ def test_prompts_leave_out_the_ids_at_the_end_of_a_vocabulary() -> None:
 
 
 def test_the_floor_of_experts_by_hand(tmp_path: Path) -> None:
-    config = load_config(write_config("tiny-moe", tmp_path))
+    config = load_model_config(write_config("tiny-moe", tmp_path))
     # A layer: attention as in the dense model, and a router to 8 experts of three products.
     assert layer_params(config) == 2 * (64 * 192 + 64 * 8)
     experts = expert_weights(config)
@@ -160,7 +160,7 @@ def test_the_floor_of_experts_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_floor_of_recurrences_by_hand(tmp_path: Path) -> None:
-    config = load_config(write_config("tiny-hybrid", tmp_path))
+    config = load_model_config(write_config("tiny-hybrid", tmp_path))
     # Three recurrent layers: queries and keys of 2 · 16, values and gates of 4 · 16, two numbers
     # for each of 4 heads, and the output. One layer of attention, whose queries have gates. In all
     # of them a router to 8 experts, and a shared one.
@@ -180,7 +180,7 @@ def test_the_floor_of_recurrences_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_floor_of_windows_by_hand(tmp_path: Path) -> None:
-    config = load_config(write_config("tiny-gemma3", tmp_path))
+    config = load_model_config(write_config("tiny-gemma3", tmp_path))
     # A layer of six has no window, the others see 24 tokens.
     assert layer_params(config) == 6 * (64 * 192 + 3 * 64 * 128)
     mixing = mixers(config)
@@ -197,17 +197,17 @@ def test_the_floor_of_windows_by_hand(tmp_path: Path) -> None:
 
 
 def test_heads_and_values_of_gemma4_differ_between_layers(tmp_path: Path) -> None:
-    config = load_config(write_config("tiny-gemma4", tmp_path))
+    config = load_model_config(write_config("tiny-gemma4", tmp_path))
     # The layer without a window has heads of 32, one of keys, which are its values, too.
     assert mixers(config).params == 5 * 64 * 192 + 64 * 32 * (2 * 4 + 1)
     assert mixers(config).kv_bytes == 2 * 32 * 2
-    config = load_config(write_config("gemma4-31b", tmp_path / "large"))
+    config = load_model_config(write_config("gemma4-31b", tmp_path / "large"))
     whole = layer_params(config) + config.hidden_size * config.vocab_size
     assert whole == pytest.approx(30.7e9, rel=0.01)
 
 
 def test_the_floor_of_latent_attention_by_hand(tmp_path: Path) -> None:
-    config = load_config(write_config("tiny-latent", tmp_path))
+    config = load_model_config(write_config("tiny-latent", tmp_path))
     # Queries of 4 heads of 16 + 8, the latent of 32 and a key of 8, what expands it, the output.
     attention = 64 * 4 * 24 + 64 * 40 + 32 * 4 * (16 + 16) + 4 * 16 * 64
     assert mixers(config).params == 3 * attention
@@ -219,7 +219,7 @@ def test_the_floor_of_latent_attention_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_states_of_a_row_of_the_large_hybrid(tmp_path: Path) -> None:
-    config = load_config(write_config("hybrid-35b-a3b", tmp_path))
+    config = load_model_config(write_config("hybrid-35b-a3b", tmp_path))
     assert mixers(config).state_bytes == 60 * 2**20
     experts = expert_weights(config)
     total = layer_params(config) + experts.read(10**6) + 2 * 2048 * 248320

@@ -16,7 +16,7 @@ from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.rows.guide import Guide
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.step_inputs import JoiningRows
 from batchgen.strategies.ar.strategy import ARStrategy
 
@@ -49,9 +49,9 @@ def make_engine(
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_column_reaches_the_rows_that_ask(tiny_model: Callable[..., Path], overlap: bool) -> None:
     engine = make_engine(tiny_model, PlacedStrategy(), overlap)
-    asking = SamplingParams(max_new_tokens=5, columns=("place",), logprobs=True)
+    asking = RequestParams(max_new_tokens=5, columns=("place",), logprobs=True)
     engine.add_request("with", [9, 8, 7], asking)
-    engine.add_request("without", [9, 8], SamplingParams(max_new_tokens=3))
+    engine.add_request("without", [9, 8], RequestParams(max_new_tokens=3))
     outputs = {}
     while engine.has_unfinished():
         outputs.update({output.request_id: output for output in engine.step()})
@@ -64,4 +64,4 @@ def test_a_column_reaches_the_rows_that_ask(tiny_model: Callable[..., Path], ove
 def test_a_column_that_the_strategy_has_not_is_refused(tiny_model: Callable[..., Path]) -> None:
     engine = make_engine(tiny_model, ARStrategy())
     with pytest.raises(ValueError, match="strategy ar has no column 'place'"):
-        engine.add_request("0", [9], SamplingParams(columns=("place",)))
+        engine.add_request("0", [9], RequestParams(columns=("place",)))

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from batchgen.api.batch_files.batch_lines import BadLine, Request, batch_lines
+from batchgen.api.batch_files.batch_lines import BadLine, BatchRequest, batch_lines
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.storage.stores.whole_file import whole_file
@@ -27,7 +27,7 @@ _FIXED = ("sampling.column", "output.dir", "output.text_column")
 
 
 @dataclass
-class Asked:
+class BatchSummary:
     """What the lines of a batch file ask for: how many are requests, for how many likeliest
     tokens they ask (None without log-probabilities), and the models that they name."""
 
@@ -36,7 +36,7 @@ class Asked:
     top_logprobs: int | None = None
     models: set[str] = field(default_factory=set)
 
-    def add(self, line: Request | BadLine) -> None:
+    def add(self, line: BatchRequest | BadLine) -> None:
         """Count a line."""
         if isinstance(line, BadLine):
             self.bad += 1
@@ -60,7 +60,7 @@ def asked_logprobs(body: Mapping[str, Any]) -> int | None:
 class BatchPaths:
     """The files of a batch: what is read and written, and what lies beside the results."""
 
-    given: Path
+    user_path: Path
     results: Path
 
     @property
@@ -74,39 +74,39 @@ class BatchPaths:
         return self.results.with_name(f"{self.results.name}.requests.parquet")
 
 
-def refuse_other_file(paths: BatchPaths, shown: str) -> None:
+def refuse_other_file(paths: BatchPaths, display_name: str) -> None:
     """Refuse to write over a file that no earlier run of this batch has written; ConfigError."""
     results = paths.results
     if not os.path.lexists(results):
         return
     if results.is_symlink() or not results.is_file():
-        raise ConfigError(f"batch: {shown} is a link or no file: name another OUT")
-    if results.samefile(paths.given):
-        raise ConfigError(f"batch: {shown} is both read and written: name another OUT")
+        raise ConfigError(f"batch: {display_name} is a link or no file: name another OUT")
+    if results.samefile(paths.user_path):
+        raise ConfigError(f"batch: {display_name} is both read and written: name another OUT")
     with results.open("rb") as file:
         first = file.readline(_MOST_BEGINNING)
     if first and not (paths.requests.is_file() and first.startswith(_BEGINNING)):
         raise ConfigError(
-            f"batch: {shown} is there already, and no result of this batch: is it IN (batch IN "
-            "OUT)? Name another OUT, or delete it first"
+            f"batch: {display_name} is there already, and no result of this batch: is it IN (batch "
+            "IN OUT)? Name another OUT, or delete it first"
         )
 
 
-def write_requests(paths: BatchPaths) -> Asked:
+def write_requests(paths: BatchPaths) -> BatchSummary:
     """Write the requests of the file as the data set of a job, and tell what they ask for."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    asked = Asked()
+    asked = BatchSummary()
     schema = pa.schema([(name, pa.string()) for name in ("custom_id", "url", "body")])
     with (
         whole_file(paths.requests) as temporary,
         pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
     ):
         rows: list[dict[str, str]] = []
-        for line in batch_lines(paths.given):
+        for line in batch_lines(paths.user_path):
             asked.add(line)
-            if isinstance(line, Request):
+            if isinstance(line, BatchRequest):
                 body = {"custom_id": line.custom_id, "url": line.url, "body": line.text}
                 rows.append(body)
             if len(rows) == _ROWS_AT_ONCE:
@@ -117,19 +117,19 @@ def write_requests(paths: BatchPaths) -> Asked:
     return asked
 
 
-def batch_config(paths: BatchPaths, asked: Asked, overrides: Sequence[str]) -> JobConfig:
+def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[str]) -> JobConfig:
     """The job of a batch; ConfigError for a key that the batch decides."""
     for override in overrides:
         key = override.partition("=")[0].lstrip("+~")
         if key in _FIXED or (key.partition(".")[0] in _OURS and key not in _FREE):
             raise ConfigError(f"{override}: a batch decides {key} itself: drop it")
     columns = []
-    if asked.top_logprobs is not None:
+    if request.top_logprobs is not None:
         columns = ["output.columns=[logprobs]"]
-        if asked.top_logprobs:
+        if request.top_logprobs:
             columns = [
                 "output.columns=[logprobs,top_logprobs]",
-                f"output.top_logprobs={asked.top_logprobs}",
+                f"output.top_logprobs={request.top_logprobs}",
             ]
     own = [
         *("dataset=files", f"dataset.path={paths.requests}", "dataset.id_column=custom_id"),
@@ -139,10 +139,10 @@ def batch_config(paths: BatchPaths, asked: Asked, overrides: Sequence[str]) -> J
     return compose({}, [*own, *overrides])
 
 
-def model_warning(asked: Asked, config: JobConfig) -> str | None:
+def model_warning(request: BatchSummary, config: JobConfig) -> str | None:
     """What to tell of models that lines name and that do not answer; None if there are none."""
     name = config.model.name or config.model.path
-    others = sorted(asked.models - {name, config.model.path})
+    others = sorted(request.models - {name, config.model.path})
     if not others:
         return None
     listed = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
@@ -162,13 +162,13 @@ def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tu
         whole_file(paths.results) as temporary,
         temporary.open("w", encoding="utf-8", newline="") as file,
     ):
-        for number, line in enumerate(batch_lines(paths.given)):
+        for number, line in enumerate(batch_lines(paths.user_path)):
             if isinstance(line, BadLine):
                 found = _error_line(line, number)
             else:
                 found = next(results, {})
                 if found.get("custom_id") != line.custom_id:
-                    raise JobError(f"{paths.given} has changed: run the same command again")
+                    raise JobError(f"{paths.user_path} has changed: run the same command again")
             file.write(json_text(found) + "\n")
             answered, failed = answered + (not found["error"]), failed + bool(found["error"])
     return answered, failed

@@ -20,7 +20,7 @@ MOST_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BatchRequest:
     """A request that can become a row."""
 
     custom_id: str
@@ -44,7 +44,7 @@ class _Refused(Exception):
         self.code = code
 
 
-def batch_lines(path: Path) -> Iterator[Request | BadLine]:
+def batch_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
     """Every line of a file but empty ones, in order; ConfigError if the file cannot be read."""
     seen: set[bytes] = set()
     try:
@@ -61,7 +61,7 @@ def batch_lines(path: Path) -> Iterator[Request | BadLine]:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _read(line: bytes | None, number: int, seen: set[bytes]) -> Request | BadLine:
+def _read(line: bytes | None, number: int, seen: set[bytes]) -> BatchRequest | BadLine:
     """What a line is; `seen` has digests of the ids before it."""
     custom_id: str | None = None
     try:
@@ -102,7 +102,7 @@ def _custom_id(request: Mapping[str, Any]) -> str:
     return found
 
 
-def _request(request: Mapping[str, Any], custom_id: str) -> Request:
+def _request(request: Mapping[str, Any], custom_id: str) -> BatchRequest:
     if (method := request.get("method", "POST")) != "POST":
         raise _Refused("invalid_method", f"method must be POST, got {method!r:.100}")
     url, body = request.get("url"), request.get("body")
@@ -113,4 +113,4 @@ def _request(request: Mapping[str, Any], custom_id: str) -> Request:
     other = next(key for key in _PROMPTS.values() if key != _PROMPTS[url])
     if body.get(_PROMPTS[url]) is None or body.get(other) is not None:
         raise _Refused("invalid_body", f"the body of {url} must have {_PROMPTS[url]} alone")
-    return Request(custom_id, url, body, json.dumps(body, ensure_ascii=False))
+    return BatchRequest(custom_id, url, body, json.dumps(body, ensure_ascii=False))

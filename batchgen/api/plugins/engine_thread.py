@@ -94,16 +94,16 @@ class EngineThread:
                     call()
 
     def _add(
-        self, asked: _Asked, params: SamplingParams, template_kwargs: Mapping[str, Any]
+        self, request: _Asked, params: SamplingParams, template_kwargs: Mapping[str, Any]
     ) -> None:
-        if asked.future.done():
+        if request.future.done():
             return
         try:
             if self._ended:
                 raise RequestError("closed", "the engine has stopped")
             maker, read = (
                 PromptIds(self._llm.tokenizer, template_kwargs),
-                ReadPrompt.of(asked.prompt),
+                ReadPrompt.of(request.prompt),
             )
             maker.check([read])
             ids, _ = maker.of(read)  # the engine of harnesses is given no images
@@ -111,14 +111,14 @@ class EngineThread:
             self._times[tuple(ids)] += 1
             for sample in range(params.n):
                 own = sample_params(params.request, f"{ids}/{number}", sample)
-                request_id = f"{id(asked)}-{sample}"
+                request_id = f"{id(request)}-{sample}"
                 self._llm.engine.add_request(request_id, ids, own)
-                self._live[request_id] = asked, sample
+                self._live[request_id] = request, sample
         except (RequestError, ValueError) as error:
-            _fulfil(asked.future, error)
+            _fulfil(request.future, error)
 
-    def _drop(self, asked: _Asked) -> None:
-        for request_id in [key for key, (one, _) in self._live.items() if one is asked]:
+    def _drop(self, request: _Asked) -> None:
+        for request_id in [key for key, (one, _) in self._live.items() if one is request]:
             del self._live[request_id]
             self._llm.engine.abort(request_id)
 

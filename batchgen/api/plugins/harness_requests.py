@@ -28,7 +28,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TextRequest:
     """A prompt to which text is generated, with options of `SamplingParams`."""
 
     name: str
@@ -43,7 +43,7 @@ class Asked:
         return self.prompt, repr(sorted(self.options.items()))
 
 
-R = TypeVar("R", Scored, Asked)
+R = TypeVar("R", Scored, TextRequest)
 T = TypeVar("T")
 
 
@@ -63,7 +63,7 @@ class EngineAnswers:
                 raise ConfigError(f"{one.name}: {score.error}")
         return [(score.logprob, score.is_greedy) for score in scores]
 
-    def generate(self, requests: Sequence[Asked]) -> list[str]:
+    def generate(self, requests: Sequence[TextRequest]) -> list[str]:
         """The text of each request, cut before its stop strings; ConfigError names a request that
         cannot be served."""
         from batchgen.api.python.params import SamplingParams
@@ -86,31 +86,31 @@ def each_once(requests: Sequence[R], answer: Callable[[Sequence[R]], list[T]]) -
     return [results[key] for key in keys]
 
 
-def cut_left(prompt: Sequence[int], answer: Sequence[int], most: int, name: str) -> Scored:
+def cut_left(prompt: Sequence[int], answer: Sequence[int], limit: int, name: str) -> Scored:
     """A request to score whose prompt has lost its first tokens, so that prompt and answer have
-    `most`. Raises ConfigError if the answer alone has more than leaves room for a prompt."""
+    `limit`. Raises ConfigError if the answer alone has more than leaves room for a prompt."""
     if not answer or not prompt:
         raise ConfigError(f"{name}: the {'prompt' if answer else 'continuation'} has no tokens")
-    if len(answer) >= most:
+    if len(answer) >= limit:
         raise ConfigError(
             f"{name}: the continuation has {len(answer)} tokens, and a context and its "
-            f"continuation may have {most} together: raise max_length"
+            f"continuation may have {limit} together: raise max_length"
         )
-    return Scored(name, tuple(prompt[-(most - len(answer)) :]), tuple(answer))
+    return Scored(name, tuple(prompt[-(limit - len(answer)) :]), tuple(answer))
 
 
 def rolling_windows(
-    ids: Sequence[int], prefix: int, most: int
+    ids: Sequence[int], prefix: int, limit: int
 ) -> list[tuple[list[int], list[int]]]:
     """A text as pairs of a context and a continuation, which predict each of its tokens once.
 
-    At most `most` tokens are read for a pair, and later ones have as much context as goes with
+    At most `limit` tokens are read for a pair, and later ones have as much context as goes with
     that. `prefix` stands before the first token. The windows are those of lm-eval.
     """
     known = [prefix, *ids]
     windows = []
-    for first in range(0, len(ids), most):
-        end = min(first + most, len(ids))
-        start = max(0, end - most)
+    for first in range(0, len(ids), limit):
+        end = min(first + limit, len(ids))
+        start = max(0, end - limit)
         windows.append((known[start : first + 1], known[first + 1 : end + 1]))
     return windows

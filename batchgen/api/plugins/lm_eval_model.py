@@ -10,8 +10,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from batchgen.api.plugins.harness_requests import (
-    Asked,
     EngineAnswers,
+    TextRequest,
     cut_left,
     each_once,
     rolling_windows,
@@ -162,7 +162,7 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
             self.cache_hook.add_partial("generate_until", one.args, results[-1])
         return results
 
-    def _asked(self, request: Instance) -> Asked:
+    def _asked(self, request: Instance) -> TextRequest:
         context, given = request.args
         name = _name(request)
         rest = dict(normalize_gen_kwargs(given, MOST_GENERATED))
@@ -186,7 +186,7 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
                 )
         if stop := _until(given):
             options["stop"] = stop
-        return Asked(name, tuple(self.tok_encode(context)[-room:]), options)
+        return TextRequest(name, tuple(self.tok_encode(context)[-room:]), options)
 
 
 TOKEN_OPTIONS = (
@@ -235,8 +235,8 @@ def split_arguments(
     return {name: given.pop(name) for name in TOKEN_OPTIONS if name in given}, given
 
 
-def _until(given: Mapping[str, Any]) -> list[str]:
-    until = given.get("until") or []
+def _until(values: Mapping[str, Any]) -> list[str]:
+    until = values.get("until") or []
     return [text for text in ([until] if isinstance(until, str) else until) if text]
 
 

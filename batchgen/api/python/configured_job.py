@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from batchgen.inputs.model.kept_weights import KeptWeights
 
 
-class Result(Protocol):
+class JobOutcome(Protocol):
     """How a job ended, whether it ran in this process or in others."""
 
     @property
@@ -24,7 +24,7 @@ class Result(Protocol):
     def message(self) -> str: ...
 
 
-def run_configured(config: JobConfig, kept: KeptWeights | None = None) -> Result:
+def run_configured(config: JobConfig, kept: KeptWeights | None = None) -> JobOutcome:
     """Run the job of a configuration, and say before the first import that it begins. Weights are
     `kept` for the next job of this process, if there may be one."""
     if config.launcher is not None:
@@ -47,6 +47,6 @@ def run_configured(config: JobConfig, kept: KeptWeights | None = None) -> Result
     from batchgen.jobs.resolve.opened_job import resolve_job
 
     parts = replace(resolve_job(config), kept=kept)
-    from batchgen.jobs.run.run_job import run_job
+    from batchgen.jobs.run.run_job import execute_job
 
-    return run_job(config, parts)
+    return execute_job(config, parts)

@@ -28,11 +28,11 @@ ConstraintLike = Constraint | Mapping[str, Any] | SchemaModel
 """A constraint, a mapping from a kind to its value, or a pydantic model class."""
 
 
-def as_constraint(given: ConstraintLike | None) -> Constraint | None:
+def as_constraint(constraint: ConstraintLike | None) -> Constraint | None:
     """Make a constraint of what a user gave.
 
     Args:
-        given: a `Constraint`; a class with `model_json_schema`, such as a pydantic model; or a
+        constraint: a `Constraint`; a class with `model_json_schema`, such as a pydantic model; or a
             mapping with the kind of the constraint and its value, such as `{"regex": "[0-9]+"}`.
             The value of `json_schema` may be such a class too, and `json` has the value True. The
             mapping may have the keys `max_whitespace` and `start_after` besides (`Constraint`).
@@ -40,18 +40,20 @@ def as_constraint(given: ConstraintLike | None) -> Constraint | None:
     Raises:
         ValueError: it is none of these, or cannot be enforced.
     """
-    if given is None or isinstance(given, Constraint):
-        return given
-    if isinstance(given, SchemaModel):
-        return Constraint.make("json_schema", given.model_json_schema())
-    if not isinstance(given, Mapping):
-        raise ValueError(f"constraint must be {_EXAMPLES}, or a pydantic model, got {given!r:.100}")
-    kinds = [key for key in given if key in KINDS]
-    unknown = [key for key in given if key not in (*KINDS, *_OPTIONS)]
+    if constraint is None or isinstance(constraint, Constraint):
+        return constraint
+    if isinstance(constraint, SchemaModel):
+        return Constraint.make("json_schema", constraint.model_json_schema())
+    if not isinstance(constraint, Mapping):
+        raise ValueError(
+            f"constraint must be {_EXAMPLES}, or a pydantic model, got {constraint!r:.100}"
+        )
+    kinds = [key for key in constraint if key in KINDS]
+    unknown = [key for key in constraint if key not in (*KINDS, *_OPTIONS)]
     if len(kinds) != 1 or unknown:
-        raise ValueError(f"constraint must be one of {_EXAMPLES}: {_mistake(given, kinds)}")
+        raise ValueError(f"constraint must be one of {_EXAMPLES}: {_mistake(constraint, kinds)}")
     (kind,) = kinds
-    value = given[kind]
+    value = constraint[kind]
     if kind == "json":
         if value is not True:
             raise ValueError(
@@ -63,14 +65,14 @@ def as_constraint(given: ConstraintLike | None) -> Constraint | None:
         value = value.model_json_schema()
     elif kind == "choice" and isinstance(value, Sequence) and not isinstance(value, str):
         value = list(value)
-    options = {key: given[key] for key in _OPTIONS if given.get(key) is not None}
+    options = {key: constraint[key] for key in _OPTIONS if constraint.get(key) is not None}
     return Constraint.make(kind, value, **options)
 
 
-def _mistake(given: Mapping[str, Any], kinds: list[str]) -> str:
+def _mistake(values: Mapping[str, Any], kinds: list[str]) -> str:
     """What is wrong with the keys of a mapping, in words."""
     if len(kinds) > 1:
         return f"got {' and '.join(map(repr, kinds))} together"
-    if not kinds and {"type", "properties", "$ref", "$defs", "anyOf", "enum"} & given.keys():
+    if not kinds and {"type", "properties", "$ref", "$defs", "anyOf", "enum"} & values.keys():
         return "a JSON Schema is written as {'json_schema': schema}"
-    return f"got the keys {', '.join(map(repr, given)) or '(none)'}"
+    return f"got the keys {', '.join(map(repr, values)) or '(none)'}"

@@ -44,28 +44,28 @@ class ReadPrompt:
     for kind `none` it is a sentence that says what a prompt is. `images` are those beside a text or
     ids, which have the model's image token for each."""
 
-    given: Any
+    raw: Any
     kind: Literal["text", "ids", "messages", "none"]
     value: Any
     images: Any = None
 
     @classmethod
-    def of(cls, given: Any) -> ReadPrompt:
+    def of(cls, prompt: Any) -> ReadPrompt:
         """Find out what a user gave as one prompt."""
-        bare, images = given, None
-        if isinstance(given, Mapping) and _is_wrapped(given):
-            beside = given.get(_BESIDE) or {}
-            texts = [given[name] for name in _WRAPPED if name in given]
-            if len(texts) + (_BESIDE in given) == len(given) and set(beside) <= {"image"}:
+        bare, images = prompt, None
+        if isinstance(prompt, Mapping) and _is_wrapped(prompt):
+            beside = prompt.get(_BESIDE) or {}
+            texts = [prompt[name] for name in _WRAPPED if name in prompt]
+            if len(texts) + (_BESIDE in prompt) == len(prompt) and set(beside) <= {"image"}:
                 bare, images = texts[0], beside.get("image")
         if isinstance(bare, str):
-            return cls(given, "text", bare, images)
+            return cls(prompt, "text", bare, images)
         items = _items(bare)
         if items is not None and all(map(is_token_id, items)):
-            return cls(given, "ids", [int(item) for item in items], images)
+            return cls(prompt, "ids", [int(item) for item in items], images)
         if items is not None and any(isinstance(item, Mapping) for item in items):
-            return cls(given, "messages", items)
-        return cls(given, "none", f"a prompt must be {_KINDS}, got {given!r:.100}")
+            return cls(prompt, "messages", items)
+        return cls(prompt, "none", f"a prompt must be {_KINDS}, got {prompt!r:.100}")
 
 
 def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
@@ -105,11 +105,13 @@ class PromptIds:
     """Makes token ids of prompts, and what the engine needs of their images.
 
     `template_kwargs` are options of the chat template; without `images` prompts may have none.
+    Nothing follows an assistant's last message if prompts are only read (`is_read`).
     """
 
     tokenizer: PreTrainedTokenizerBase | None
     template_kwargs: Mapping[str, Any]
     images: RowImages | None = None
+    is_read: bool = False
 
     def check(self, prompts: Iterable[ReadPrompt]) -> None:
         """Check that the model can take prompts of these kinds, or raise ValueError: texts and
@@ -156,7 +158,8 @@ class PromptIds:
             config = ChatPromptConfig(
                 messages_column=_COLUMN, template_kwargs=dict(self.template_kwargs)
             )
-            return ChatPrompt(config, self.tokenizer, {_COLUMN: _COLUMN}, images=self.images)
+            columns, images = {_COLUMN: _COLUMN}, self.images
+            return ChatPrompt(config, self.tokenizer, columns, images=images, is_read=self.is_read)
         except ConfigError as error:
             raise ValueError(str(error).removeprefix("prompt.")) from None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.api.python.configured_job import Result
+from batchgen.api.python.configured_job import JobOutcome
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.early_checks import check_early
@@ -119,12 +119,12 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
     # These load torch and datasets, which a mistake in the configuration need not wait for.
     check_early(config, folder=True)
     from batchgen.jobs.resolve.opened_job import resolve_job
-    from batchgen.jobs.run.run_job import run_job as run
+    from batchgen.jobs.run.run_job import execute_job as run
 
     return _completed(config, run(config, resolve_job(config)))
 
 
-def _completed(config: JobConfig, result: Result) -> CompleteJob:
+def _completed(config: JobConfig, result: JobOutcome) -> CompleteJob:
     """The result of a job that has come to its end; raises what `run_job` does."""
     if result.exit_code in (1, 2, 4):  # 1 and 2 of a launcher, whose workers have printed why
         raise JobError(result.message)

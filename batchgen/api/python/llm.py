@@ -25,7 +25,7 @@ from batchgen.api.python.given_prompts import (
 )
 from batchgen.api.python.llm_arguments import (
     AdapterName,
-    Arguments,
+    CallArguments,
     Params,
     arguments_of,
     dtype_name,
@@ -33,11 +33,17 @@ from batchgen.api.python.llm_arguments import (
 )
 from batchgen.api.python.output import Output
 from batchgen.api.python.params import SamplingOptions, SamplingParams
-from batchgen.api.python.scored import Answer, Score, pairs_of, read_answers, scores_of
-from batchgen.api.python.streams import Request, Streams
+from batchgen.api.python.scored import Answer, Score, pairs_of, read_answers, score_answers
+from batchgen.api.python.streams import StreamRequest, Streams
 from batchgen.config.groups.adapter_names import LoRA
 from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.hidden_columns import (
+    CLASS_SCORES,
+    EMBEDDING,
+    HIDDEN_STATES,
+    Pooling,
+)
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat
@@ -82,12 +88,15 @@ class LLM:
             a prompt has the one that its parameters name (`lora`), and otherwise none.
         lora_fold: whether the only adapter is added to the weights, which is as fast as without
             one, and rounds otherwise.
+        hidden_layers: the layers behind which `SamplingParams(columns=["hidden_states"])` gives the
+            hidden states: 0 is the embedding of tokens, -1 the last layer with the norm.
         **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
             `gpu_memory_utilization`; they go before those of `config`. Names that vLLM has for
             them are taken, too, and its other names are refused with a word on what to do.
 
     Attributes:
         tokenizer: the model's tokenizer; None if it has none.
+        labels: the names of a classifier's classes; None if the model is none.
 
     Raises:
         ValueError: the model cannot be found, is not supported, or does not fit, or an argument is
@@ -110,6 +119,7 @@ class LLM:
         max_pixels: int | None = None,
         lora: LoRA = None,
         lora_fold: bool = False,
+        hidden_layers: Sequence[int] = (),
         **engine: Any,
     ) -> None:
         config = engine_config(config, engine)
@@ -119,17 +129,19 @@ class LLM:
         opened = open_model(model, revision, load_format, quantization)
         self._images = images_of(opened, max_pixels) if images else None
         opened = replace(opened, with_vision=self._images is not None)
-        opened = with_adapters(opened, lora, fold=lora_fold)
+        opened = with_adapters(opened, lora, fold=lora_fold).with_hidden_layers(hidden_layers)
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)
         others = open_others(strategy, opened, max_model_len)
-        columns = tuple(context_columns)
+        hidden = (HIDDEN_STATES,) if hidden_layers else ()
+        columns = tuple(dict.fromkeys((*context_columns, *hidden)))
         recipe = EngineRecipe(opened, others, strategy, config, name, device, columns)
         weights, engine_of_model = recipe.start().build()
         self._model = model
         self._device, self._dtype = weights.device, weights.dtype
         self.tokenizer: PreTrainedTokenizerBase | None = opened.tokenizer
+        self.labels = opened.config.labels
         self._streams = Streams(engine_of_model)
 
     @property
@@ -388,8 +400,65 @@ class LLM:
         ids = PromptIds(self.tokenizer, template_kwargs or {}, self._images)
         ids.check(asked[0])
         shown = sys.stderr.isatty() if progress is None else progress
-        scores = scores_of(self._streams, ids, pairs, params.request, shown)
+        scores = score_answers(self._streams, ids, pairs, params.request, shown)
         return scores[0] if asked[1] and given[1] else scores
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalise: bool = False,
+        lora: AdapterName = None,
+        progress: bool | None = None,
+    ) -> Output | list[Output]:
+        """Read prompts and give the `embedding` of each; nothing is generated.
+
+            llm.embed("Hi").embedding                     → float32 [hidden_size]
+            llm.embed(["Hi", "Ho"], normalise=True)       → [Output, Output]
+
+        Args:
+            prompts: as for `generate`; nothing follows the last message of a conversation if it is
+                the assistant's.
+            pooling: which hidden states behind the last norm make it: that of the `last` token, the
+                `mean` of all, or that of the first token (`cls`).
+            normalise: whether embeddings are divided by their length.
+            lora: as for `generate`.
+            progress: as for `generate`.
+
+        Returns:
+            The output of one prompt, or a list in the order of many. A prompt that cannot be read
+            has an `error`.
+
+        Raises:
+            ValueError: the strategy is block diffusion, or an argument is wrong.
+        """
+        params = SamplingParams(
+            max_new_tokens=0, pooling=pooling, normalise=normalise, columns=[EMBEDDING]
+        )
+        return self._read(prompts, CallArguments(params, lora=lora, progress=progress))
+
+    def classify(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        lora: AdapterName = None,
+        progress: bool | None = None,
+    ) -> Output | list[Output]:
+        """Read prompts with a classifier or reward model (…ForSequenceClassification), and give the
+        `class_scores` of each: the logits of the classes `labels`. It is as `embed` otherwise.
+
+        Raises:
+            ValueError: the model is no classifier.
+        """
+        params = SamplingParams(max_new_tokens=0, pooling="last", columns=[CLASS_SCORES])
+        return self._read(prompts, CallArguments(params, lora=lora, progress=progress))
+
+    def _read(self, prompts: Any, call: CallArguments) -> Output | list[Output]:
+        """Read prompts as `embed` and `classify` say."""
+        _, is_one = read_prompts(prompts)
+        found = self._generate(prompts, call)
+        return found[0] if is_one else [samples[0] for samples in found]
 
     def close(self) -> None:
         """Give the device's memory back. The LLM cannot be used after that."""
@@ -416,7 +485,7 @@ class LLM:
             f"LLM({self._model!r}, {what}, max_model_len {engine.max_model_len:,}: {engine.memory})"
         )
 
-    def _generate(self, prompts: Any, call: Arguments) -> list[Output] | list[list[Output]]:
+    def _generate(self, prompts: Any, call: CallArguments) -> list[Output] | list[list[Output]]:
         """Generate as `generate` says."""
         read, is_one = read_prompts(prompts)
         params = call.params_of(len(read))
@@ -424,7 +493,8 @@ class LLM:
         tokens = self.engine.generated_tokens
         started = time.monotonic()
         shown = sys.stderr.isatty() if call.progress is None else call.progress
-        ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images)
+        is_read = all(own.pooling is not None for own in params)
+        ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images, is_read)
         total = sum(own.n for own in params)
         with tqdm(total=total, unit="output", disable=not shown, dynamic_ncols=True) as bar:
             for output in self._stream(read, params, ids):
@@ -456,11 +526,11 @@ class LLM:
                 found = error
             for sample in range(own.n):
                 seeded = sample_params(own.request, str(index), sample)
-                requests.append(Request(index, sample, found, seeded))
+                requests.append(StreamRequest(index, sample, found, seeded))
         with closing(self._streams.run(requests)) as stream:
             for request, finished in stream:
                 index, sample = request.prompt_index, request.sample_index
-                yield Output.of(finished, prompts[index].given, index, sample)
+                yield Output.of(finished, prompts[index].raw, index, sample)
 
 
 def _one_message(text: str) -> list[dict[str, str]]:

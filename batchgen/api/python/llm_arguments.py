@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast, get_args, get_type_hints, runtime_checka
 import torch
 
 from batchgen.api.python.params import PARAMETER_NAMES, SamplingOptions, SamplingParams
-from batchgen.api.python.unknown_names import SAME, Names
+from batchgen.api.python.unknown_names import SAME, KeywordNames
 from batchgen.config.groups.convert_value import convert
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.inputs.model.open_model import DtypeName
@@ -29,11 +29,11 @@ AdapterName = str | NamesAdapter | None
 """The adapter of the prompts of a call."""
 _ENGINE_KEYS = tuple(field.name for field in fields(EngineConfig))
 _SWITCHES = ("enforce_eager", "kv_cache_memory_bytes")
-_ENGINE_NAMES = Names("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
+_ENGINE_NAMES = KeywordNames("LLM", (*_ENGINE_KEYS, *_SWITCHES), SAME["LLM"])
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CallArguments:
     """The arguments of a call of `generate`, `chat` or `stream`, under our names."""
 
     params: Params = None
@@ -61,19 +61,21 @@ class Arguments:
         return [own.replace(**changes) if changes else own for own in params]
 
 
-def arguments_of(function: str, given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
+def arguments_of(
+    function: str, values: Mapping[str, Any], others: Mapping[str, Any]
+) -> CallArguments:
     """The arguments of a call; `others` are what the function does not declare."""
     elsewhere = {
-        name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - given.keys()
+        name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - values.keys()
     }
-    names = Names(function, given.keys(), SAME["call"], elsewhere)
-    said = {name: value for name, value in given.items() if value is not None}
-    return Arguments(**names.ours({**said, **others}))
+    names = KeywordNames(function, values.keys(), SAME["call"], elsewhere)
+    said = {name: value for name, value in values.items() if value is not None}
+    return CallArguments(**names.ours({**said, **others}))
 
 
-def engine_config(config: EngineConfig | None, given: Mapping[str, Any]) -> EngineConfig:
+def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
     """The engine's settings: those of `config`, with the single ones that were given."""
-    values = _ENGINE_NAMES.ours(given)
+    values = _ENGINE_NAMES.ours(options)
     if values.pop("enforce_eager", False):
         values["cuda_graph"] = False
     if (size := values.pop("kv_cache_memory_bytes", None)) is not None:

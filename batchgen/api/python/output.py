@@ -65,6 +65,16 @@ class Output(RequestOutput):
         """[N, K] the ids of those tokens; None if they were not asked for."""
         return self.columns.get("top_logprob_ids")
 
+    @property
+    def embedding(self) -> npt.NDArray[np.float32] | None:
+        """[hidden_size] of the prompt (`LLM.embed`); None if it was not asked for."""
+        return self.columns.get("embedding")
+
+    @property
+    def class_scores(self) -> npt.NDArray[np.float32] | None:
+        """[C] the logits of a classifier's classes (`LLM.classify`); None if not asked for."""
+        return self.columns.get("class_scores")
+
     def __repr__(self) -> str:
         which = f"prompt {self.prompt_index}, sample {self.sample_index}"
         if self.error is not None:

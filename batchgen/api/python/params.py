@@ -9,17 +9,17 @@ from numbers import Integral, Real
 from typing import Any, TypedDict, Unpack, get_type_hints
 
 from batchgen.api.python.given_constraints import ConstraintLike, as_constraint
-from batchgen.api.python.unknown_names import SAME, Names
+from batchgen.api.python.unknown_names import SAME, KeywordNames
 from batchgen.config.groups.convert_value import convert
-from batchgen.engine.sampling.sampling_params import LogprobsMode
-from batchgen.engine.sampling.sampling_params import SamplingParams as RequestParams
+from batchgen.engine.interface.hidden_columns import Pooling
+from batchgen.engine.sampling.sampling_params import LogprobsMode, RequestParams
 
 NO_LIMIT = 2**31 - 1
 """The `max_new_tokens` that None stands for; no model has as many positions."""
 _HINTS = get_type_hints(RequestParams)
 _DEFAULTS = {f.name: f.default for f in fields(RequestParams) if f.default is not MISSING}
-_NAMES = Names("SamplingParams", ("n", *_HINTS), SAME["SamplingParams"])
-PARAMETER_NAMES = frozenset((*_NAMES.own, *_NAMES.same))
+_NAMES = KeywordNames("SamplingParams", ("n", *_HINTS), SAME["SamplingParams"])
+PARAMETER_NAMES = frozenset((*_NAMES.keywords, *_NAMES.same))
 """What `SamplingParams` takes: our names, and those of vLLM's that mean the same."""
 _NULL_MEANS: dict[str, Any] = {
     "stop": (),
@@ -56,6 +56,8 @@ class SamplingOptions(TypedDict, total=False):
     columns: Sequence[str] | None
     constraint: ConstraintLike | None
     lora: str | None
+    pooling: Pooling | None
+    normalise: bool
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -64,7 +66,7 @@ class SamplingParams:
 
         SamplingParams(temperature=0.7, max_tokens=64, n=4, stop="\\n", logprobs=5)
 
-    The arguments are those of `batchgen.engine.sampling.sampling_params.SamplingParams`, with these
+    The arguments are those of `batchgen.engine.sampling.sampling_params.RequestParams`, with these
     additions; each can be read as an attribute (`params.temperature`).
 
     - `n` is the number of outputs of each prompt, 1 by default. Each has random numbers of its own.

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from batchgen.api.python.given_prompts import AskedPrompt, PromptIds, ReadPrompt, is_token_id
 from batchgen.api.python.output import MOST_SHOWN
-from batchgen.api.python.streams import Request, Streams
+from batchgen.api.python.streams import StreamRequest, Streams
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.util.shorten import both_ends
 from batchgen.util.text.text_table import counted
 
@@ -125,11 +125,11 @@ def pairs_of(
     return list(zip(read, given, strict=True))
 
 
-def scores_of(
+def score_answers(
     streams: Streams,
     ids: PromptIds,
     pairs: Sequence[tuple[ReadPrompt, Any]],
-    params: SamplingParams,
+    params: RequestParams,
     progress: bool,
 ) -> list[Score]:
     """Score the answers, and return their scores in order."""
@@ -144,7 +144,7 @@ def scores_of(
             tokens = _answer_ids(ids.tokenizer, answer)
         except RequestError as error:
             found = error if not isinstance(found, RequestError) else found
-        requests.append(Request(index, 0, found, params, tokens))
+        requests.append(StreamRequest(index, 0, found, params, tokens))
     scores: dict[int, Score] = {}
     with (
         closing(streams.run(requests)) as stream,
@@ -152,7 +152,7 @@ def scores_of(
     ):
         for request, finished in stream:
             prompt, answer = pairs[request.prompt_index]
-            scores[request.prompt_index] = Score.of(finished, prompt.given, answer)
+            scores[request.prompt_index] = Score.of(finished, prompt.raw, answer)
             bar.update()
     return [scores[index] for index in range(len(pairs))]
 

@@ -11,22 +11,22 @@ from threading import RLock
 from batchgen.api.python.given_prompts import AskedPrompt
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StreamRequest:
     """One sample of one prompt, or one answer that is scored: the prompt's token ids with its
     images, or why it has none, and how it is sampled."""
 
     prompt_index: int
     sample_index: int
     prompt: AskedPrompt | RequestError
-    params: SamplingParams
+    params: RequestParams
     answer: list[int] | None = None
 
 
-Finished = tuple[Request, RequestOutput]
+Finished = tuple[StreamRequest, RequestOutput]
 
 
 class Streams:
@@ -41,7 +41,7 @@ class Streams:
         self._engine = engine
         self._lock = RLock()
         self._numbers = itertools.count()
-        self._waiting: dict[Hashable, tuple[Request, deque[Finished]]] = {}
+        self._waiting: dict[Hashable, tuple[StreamRequest, deque[Finished]]] = {}
         self.closed = False
 
     @property
@@ -51,7 +51,7 @@ class Streams:
             raise ValueError("this LLM is closed: make a new one")
         return self._engine
 
-    def run(self, requests: Sequence[Request]) -> Generator[Finished]:
+    def run(self, requests: Sequence[StreamRequest]) -> Generator[Finished]:
         """Yield the requests as they finish; those that cannot be served come first, with an error.
         When the iterator is abandoned, its unfinished requests are dropped."""
         number = next(self._numbers)
@@ -88,7 +88,7 @@ class Streams:
             self.closed = True
             del self._engine
 
-    def _add(self, request_id: str, request: Request, mine: deque[Finished]) -> None:
+    def _add(self, request_id: str, request: StreamRequest, mine: deque[Finished]) -> None:
         self._waiting[request_id] = request, mine
         try:
             if isinstance(request.prompt, RequestError):

@@ -26,7 +26,7 @@ SAME = {
 
 
 @dataclass(frozen=True)
-class Names:
+class KeywordNames:
     """The keywords that a function takes besides those that it declares.
 
     Attributes:
@@ -35,7 +35,7 @@ class Names:
     """
 
     function: str
-    own: Collection[str]
+    keywords: Collection[str]
     same: Mapping[str, str]
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class Names:
         typed: dict[str, str] = {}
         for name, value in keywords.items():
             key = self.same.get(name, name)
-            if key not in self.own:
+            if key not in self.keywords:
                 raise ValueError(self._unknown(name))
             if key in ours and ours[key] != value:
                 raise ValueError(
@@ -58,7 +58,11 @@ class Names:
     def _unknown(self, name: str) -> str:
         if name in self.elsewhere:
             return f"{self.function}: {name} is no argument: {self.elsewhere[name]}"
-        known = [*self.own, *(name for name, own in self.same.items() if own in self.own)]
+        known = [*self.keywords, *(name for name, own in self.same.items() if own in self.keywords)]
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(self.own))}"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"choose among {', '.join(sorted(self.keywords))}"
+        )
         return f"{self.function} has no argument {name!r}: {hint}"

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _given(arguments: Sequence[str]) -> Namespace:
-    parser = Parser("audit", _ABOUT)
+    parser = VerbParser("audit", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the output.dir of a job or of a pipeline")
     parser.add_argument(
         "override", metavar="KEY=VALUE", nargs="*",
@@ -95,30 +95,30 @@ def _given(arguments: Sequence[str]) -> Namespace:
     return given
 
 
-def _values(found: Audited, different: Sequence[AuditedRow], seed: int) -> dict[str, Any]:
+def _values(audited: Audited, different: Sequence[AuditedRow], seed: int) -> dict[str, Any]:
     from batchgen.pipelines.proof.audit.share_bound import most_different
 
-    rows, others = len(found.rows), len(different)
+    rows, others = len(audited.rows), len(different)
     return {
         "rows": rows,
         "equal": rows - others,
         "at_most_different": most_different(others, rows),
         "seed": seed,
         "different": [asdict(row) for row in different],
-        "remarks": list(found.remarks),
+        "remarks": list(audited.remarks),
     }
 
 
-def _verdict(found: Audited, different: int, seed: int, what: str) -> str:
+def _verdict(audited: Audited, different: int, seed: int, what: str) -> str:
     """How many rows are equal, and what that says of all of them."""
     from batchgen.pipelines.proof.audit.share_bound import most_different
 
-    count = len(found.rows)
-    samples = sum(row.samples for row in found.rows)
+    count = len(audited.rows)
+    samples = sum(row.samples for row in audited.rows)
     of = f" ({samples:,} samples)" if samples > count else ""
     equal = count - different
-    head = f"{equal:,} of {count:,} rows{of} {what}, of {found.total:,}, seed {seed}"
-    if count == found.total:
+    head = f"{equal:,} of {count:,} rows{of} {what}, of {audited.total:,}, seed {seed}"
+    if count == audited.total:
         return f"{head}: these are all rows"
     bound = most_different(different, count)
     return f"{head}: at 95% fewer than {100 * bound:.3g}% of all rows differ"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import report, verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
 
@@ -25,7 +25,7 @@ the lines that were added to the file. Options of a line go before those of the 
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("batch", _ABOUT)
+    parser = VerbParser("batch", _ABOUT)
     parser.add_argument("given", metavar="IN", help="the batch file: {custom_id, url, body} a line")
     parser.add_argument("results", metavar="OUT", help="the file of result lines")
     parser.add_argument("keys", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the job")
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     from batchgen.api.python.configured_job import run_configured
 
     paths = BatchPaths(short_user_path(asked.given, "IN"), short_user_path(asked.results, "OUT"))
-    if not paths.given.is_file():
+    if not paths.user_path.is_file():
         raise ConfigError(f"batch: there is no file {asked.given}")
     if not paths.results.absolute().parent.is_dir():
         raise ConfigError(f"batch: there is no folder for {asked.results}: make it first")

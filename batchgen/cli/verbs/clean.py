@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.util.paths import user_folder
 
 _ABOUT = """\
@@ -21,12 +21,12 @@ current step reads, or whose rows a step that is not complete may still copy.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("clean", _ABOUT)
+    parser = VerbParser("clean", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the pipeline's output.dir")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
     given = parser.parse_args(arguments)
     from batchgen.pipelines.run.old_versions import OldVersions
-    from batchgen.util.text.text_table import counted, size
+    from batchgen.util.text.text_table import counted, size_text
 
     versions = OldVersions(user_folder(given.out, "OUT"))
     found = versions.found()
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     for one in found:
         stays = "" if one.needed is None else f"  stays: {one.needed}"
-        print(f"{size(one.size):>9}  {one.folder}{stays}")
+        print(f"{size_text(one.size):>9}  {one.folder}{stays}")
     old = [one for one in found if one.needed is None]
     code = 1 if len(old) < len(found) else 0
-    total = f"{counted(len(old), 'folder')}, {size(sum(one.size for one in old))}"
+    total = f"{counted(len(old), 'folder')}, {size_text(sum(one.size for one in old))}"
     if not old or not (given.yes or _agreed(total)):
         print("Nothing was deleted.")
         return code

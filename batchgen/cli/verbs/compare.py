@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from batchgen.evals.arms.arm_table import ArmRow, ArmTable
-    from batchgen.evals.scores.paired_comparison import Question
+    from batchgen.evals.scores.paired_comparison import PairedQuestion
 
 SHOWN = 10
 FORMATS = ("text", "markdown", "json", "csv")
@@ -39,7 +39,7 @@ cases) is of new questions.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("compare", _ABOUT)
+    parser = VerbParser("compare", _ABOUT)
     parser.add_argument(
         "given",
         metavar="OUT",
@@ -91,10 +91,10 @@ def _is_key(word: str) -> bool:
 
 def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
     from batchgen.evals.arms.arm_values import (
-        remarks,
         table_cells,
         table_csv,
         table_lines,
+        table_remarks,
         table_values,
     )
     from batchgen.evals.arms.frontier import frontier, frontier_lines
@@ -105,7 +105,9 @@ def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
     if form == "csv":
         return table_csv(table, x)
     if form == "markdown":
-        return "\n".join([markdown(table_cells(table, x)), "", *(f"- {r}" for r in remarks(table))])
+        return "\n".join(
+            [markdown(table_cells(table, x)), "", *(f"- {r}" for r in table_remarks(table))]
+        )
     text = table_lines(table, x)
     if x is not None:
         text += ["", *frontier_lines(frontier(table, x))]
@@ -115,14 +117,14 @@ def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
 
 
 def _details(row: ArmRow, column: str, rows: int) -> list[str]:
-    """What is told of two arms alone."""
+    """What is printed for two arms alone."""
     from batchgen.evals.scores.compared_jobs import comparison_lines
-    from batchgen.util.text.text_table import table
+    from batchgen.util.text.text_table import table_text
 
     found = row.comparison
     if found is None:
         return []
-    text = ["", table(comparison_lines(found, column))]
+    text = ["", table_text(comparison_lines(found, column))]
     better, worse = ("better", "worse") if column == "mark" else ("higher", "lower")
     for what, flipped in ((better, found.wins), (worse, found.losses)):
         if flipped and rows:
@@ -130,10 +132,10 @@ def _details(row: ArmRow, column: str, rows: int) -> list[str]:
     return text
 
 
-def _listed(flipped: Sequence[Question], column: str, rows: int) -> list[str]:
-    from batchgen.util.text.text_table import number, percent
+def _listed(flipped: Sequence[PairedQuestion], column: str, rows: int) -> list[str]:
+    from batchgen.util.text.text_table import number_text, percent_text
 
-    shown = percent if column == "mark" else number
+    shown = percent_text if column == "mark" else number_text
     lines = [f"  {q.row_id}  {shown(q.a)} → {shown(q.b)}" for q in flipped[:rows]]
     if len(flipped) > rows:
         lines.append(f"  … {len(flipped) - rows:,} more: --rows N shows them")

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchgen.cli.job_outcome import column_list, verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.pipelines.publish.finished_rows import open_rows
 from batchgen.pipelines.publish.trainers.text_export import export_text
 from batchgen.pipelines.publish.trainers.trainer_export import export_for
-from batchgen.pipelines.publish.trainers.trainer_rows import FORMATS, Asked
+from batchgen.pipelines.publish.trainers.trainer_rows import FORMATS, ExportRequest
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_path
 from batchgen.util.text.row_writers import WRITERS
@@ -46,6 +46,9 @@ kd-packed  token ids, and their likeliest tokens in few bytes: ids of as many bi
         the examples reads them
 rl      token_ids, mask, logprobs, temperatures, reward (--by, or mark), and routed_experts as
         bytes with their shape; needs output.columns=[prompt_token_ids,logprobs]
+trace_rl  of block diffusion: prompt, response, prompt_token_ids, token_ids and step_map to the end
+        of the last block, stop_length, mask, logprobs, reward (--by, or mark); needs output.columns
+        =[prompt_token_ids,logprobs,step_map,tail_token_ids,tail_step_map]
 
 The prompt is what the job's configuration says, made again of the columns of the row, and the
 answer is the generated text. --messages gives other messages, a template for each.
@@ -68,7 +71,10 @@ _STRINGS = {
     "where": ("EXPR", "which rows: an expression over their columns and grades"),
     "messages": ("YAML", "messages with their templates; the last, the assistant's, is the answer"),
     "reasoning": ("COLUMN", "the column that becomes reasoning_content of the answer"),
-    "by": ("COLUMN", "dpo: what is better; grpo: what is right, rl: the reward (default: mark)"),
+    "by": (
+        "COLUMN",
+        "dpo: what is better; grpo: what is right, rl, trace_rl: the reward (default: mark)",
+    ),
     "label": ("EXPR", "kto: which answers are good"),
     "answer": ("COLUMN", "grpo: what is right (default: target)"),
     "steps": ("COLUMN", "prm: the list of steps (default: steps)"),
@@ -80,8 +86,8 @@ _NUMBERS: dict[str, tuple[type, str, str]] = {
 }
 
 
-def _parser() -> Parser:
-    parser = Parser("export", _ABOUT)
+def _parser() -> VerbParser:
+    parser = VerbParser("export", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir, or the folder of a set")
     parser.add_argument(
         "--format", choices=[*WRITERS], help="default: by the file's name, or jsonl"
@@ -106,35 +112,35 @@ def _parser() -> Parser:
     return parser
 
 
-def _for_trainers(given: Namespace, path: Path | None) -> int:
+def _for_trainers(arguments: Namespace, path: Path | None) -> int:
     for name in ("format", "columns", "quote_formulas"):
-        if getattr(given, name):
+        if getattr(arguments, name):
             raise ConfigError(
-                f"export --{name.replace('_', '-')} is not for --to {given.to}, whose columns are "
-                "those that trainers read; --out says by its name whether they are Parquet"
+                f"export --{name.replace('_', '-')} is not for --to {arguments.to}, whose columns "
+                "are those that trainers read; --out says by its name whether they are Parquet"
             )
-    options = {name: getattr(given, name) for name in (*_STRINGS, *_NUMBERS)}
-    asked = Asked(to=given.to, across=given.across, **options)
-    done = export_for(open_rows(given.out), asked, path)
-    if not done.made:
-        print(f"{given.file} has these rows already.", file=sys.stderr)
+    options = {name: getattr(arguments, name) for name in (*_STRINGS, *_NUMBERS)}
+    asked = ExportRequest(to=arguments.to, across=arguments.across, **options)
+    done = export_for(open_rows(arguments.out), asked, path)
+    if not done.is_new:
+        print(f"{arguments.file} has these rows already.", file=sys.stderr)
         return 0
     left_out = "".join(f"; {count:,} left out {why}" for why, count in done.left_out.items())
     if path is not None or left_out:
-        print(f"{done.rows:,} rows in {given.file or 'all'}{left_out}", file=sys.stderr)
+        print(f"{done.rows:,} rows in {arguments.file or 'all'}{left_out}", file=sys.stderr)
     return 0
 
 
-def _as_text(given: Namespace, path: Path | None) -> int:
+def _as_text(options: Namespace, path: Path | None) -> int:
     """Write the columns of the rows as they are."""
     count = export_text(
-        given.out,
+        options.out,
         path,
-        form=given.format,
-        columns=given.columns,
-        where=given.where,
-        quote=given.quote_formulas,
+        form=options.format,
+        columns=options.columns,
+        where=options.where,
+        quote=options.quote_formulas,
     )
     if path is not None:
-        print(f"{count:,} rows in {given.file}", file=sys.stderr)
+        print(f"{count:,} rows in {options.file}", file=sys.stderr)
     return 0

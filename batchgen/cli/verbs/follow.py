@@ -20,7 +20,7 @@ from batchgen.storage.shards.shard_files import shard_files, shard_path
 LOOK_SECONDS = 1.0
 
 
-def follow(
+def follow_rows(
     reader: JobFolderReader, view: RowPrinter, name: str, sample: int | None, *, as_json: bool
 ) -> int:
     """Print rows that finish from now on, until the job is complete, stopped or killed, and return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from batchgen.cli.job_outcome import exit_code
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import user_path
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _grade(arguments: Sequence[str]) -> int:
-    parser = Parser("grade", _ABOUT)
+    parser = VerbParser("grade", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
         "override",
@@ -60,7 +60,7 @@ def _grade(arguments: Sequence[str]) -> int:
     from batchgen.evals.graders.build_steps import check_scored, post_steps
     from batchgen.evals.grades.changed_marks import ChangedMarks
     from batchgen.evals.scores.samples import Samples
-    from batchgen.jobs.run.graded_job import save_scores, score
+    from batchgen.jobs.run.graded_job import save_scores, score_job
     from batchgen.pages.report.write_report import renew_report
 
     check_scored(post_steps(config.post), config.score, job.columns)
@@ -73,16 +73,16 @@ def _grade(arguments: Sequence[str]) -> int:
             file = given.changes or "--changes FILE keeps all of them when marks are made anew"
             for line in changes.lines(f": {file}"):
                 print(line)
-        scores = score(samples)
+        scores = score_job(samples)
         save_scores(job.path, scores)
         renew_report(job.path)
     print(f"{count:,} rows graded" if count else "All rows have these grades already.")
     if scores.score is not None or scores.adapters:
         job.warn_of_copies()
-        from batchgen.util.text.text_table import adapter_lines, score_lines, table
+        from batchgen.util.text.text_table import adapter_lines, score_lines, table_text
 
         lines = [] if scores.score is None else score_lines(scores.score)
-        print(table(lines + adapter_lines(scores.adapters)))
+        print(table_text(lines + adapter_lines(scores.adapters)))
     return 0
 
 

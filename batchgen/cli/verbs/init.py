@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from batchgen.cli.conf_files import Entry, read_choice
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.config.compose.compose_config import Composed, compose_groups
 from batchgen.config.compose.given_values import CHOICE
 from batchgen.config.groups.config_keys import STEP_LISTS, choice_values, choices
@@ -27,7 +27,7 @@ _TOLD_BY_CHOICE = ("kind", "_target_")
 
 def main(arguments: Sequence[str]) -> int:
     """Write the file and return the exit code. A file that is there already is left as it is."""
-    parser = Parser(
+    parser = VerbParser(
         "init",
         "Write a job file with all keys and what they mean.",
         epilog="batchgen init job.yaml model=hf model.path=Qwen/Qwen3-0.6B dataset=files",
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str]) -> int:
         "override", nargs="*", default=[], help="GROUP=CHOICE or KEY=VALUE, as for the job itself"
     )
     given = parser.parse_args(arguments)
-    text = job_file_text(compose_groups({}, given.override), given.file)
+    text = new_job_file(compose_groups({}, given.override), given.file)
     write_atomic(user_path(given.file, "the job file"), text, given.file)
     print(f"{given.file} is written: change what you like, then run `batchgen {given.file}`")
     return 0
 
 
-def job_file_text(composed: Composed, file: str) -> str:
+def new_job_file(composed: Composed, file: str) -> str:
     """The text of a job file: all keys of the chosen groups, with the comments of conf/."""
     parts = [_HEAD.format(file=file)]
     for group, values in composed.groups.items():

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.util.paths import user_path
 
 _ABOUT = """\
@@ -21,7 +21,7 @@ makes the rows again from it, or one of them, and says whether they are equal.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("lock", _ABOUT)
+    parser = VerbParser("lock", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the output.dir of a job or of a pipeline")
     parser.add_argument(
         "-o", dest="file", metavar="FILE", help="a new file; default: standard output"

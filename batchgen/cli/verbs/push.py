@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 
 _ABOUT = """\
 Push the folder of a complete job, or one that `select` or `export` wrote, to a data set of the hub,
@@ -22,7 +22,7 @@ the shards of a job as they are published, until the job is complete.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("push", _ABOUT)
+    parser = VerbParser("push", _ABOUT)
     parser.add_argument("dir", metavar="DIR", help="a job's output.dir, or the folder of a set")
     parser.add_argument("repo", metavar="USER/SET", help="the data set on the hub")
     parser.add_argument("--private", action="store_true", help="make the data set a private one")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.util.paths import user_path
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ Models and data must have the digests of the lock.
 def main(arguments: Sequence[str]) -> int:
     given = _given(arguments)
     path = user_path(given.file, "FILE")
-    from batchgen.pipelines.proof.lock_file import Lock
+    from batchgen.pipelines.proof.lock_file import LockFile
     from batchgen.pipelines.proof.locked_jobs import locked_jobs
 
-    lock = Lock.read(path)
+    lock = LockFile.read(path)
     jobs = locked_jobs(lock, path, given.override, given.trust, confirmed=given.yes)
     from batchgen.pipelines.proof.rebuilt import rebuild
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _given(arguments: Sequence[str]) -> Namespace:
-    parser = Parser("rebuild", _ABOUT)
+    parser = VerbParser("rebuild", _ABOUT)
     parser.add_argument("file", metavar="FILE", help="what `batchgen lock` has written")
     parser.add_argument(
         "override", metavar="KEY=VALUE", nargs="*",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.storage.folder.open_folder import open_folder
 from batchgen.storage.folder.step_folders import is_pipeline
 from batchgen.util.errors import ConfigError
@@ -25,7 +25,7 @@ pictures of the score against what varies.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("report", _ABOUT)
+    parser = VerbParser("report", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir, or a folder of jobs")
     parser.add_argument(
         "--x",

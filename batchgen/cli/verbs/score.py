@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.util.errors import ConfigError
-from batchgen.util.shorten import some_names
 
 if TYPE_CHECKING:
-    from batchgen.config.groups.job_config import ScoreConfig
-    from batchgen.evals.scores.agreement import Agreement
+    from batchgen.evals.scores.judge_agreements import JudgeAgreements
 
 _ABOUT = """\
 Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
@@ -33,13 +31,14 @@ which score is possible at all.
   batchgen score OUT score.subset=category --save
   batchgen score OUT --so-far
   batchgen score OUT --format markdown
-  batchgen score JUDGED --agreement mark   # with the marks that the judged answers have
+  batchgen score JUDGED --agreement mark          # with marks that the judged answers have
+  batchgen score PAIRS --agreement '(1 + mark - other_mark) / 2'
 """
 
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("score", _ABOUT)
+    parser = VerbParser("score", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
         "override",
@@ -69,9 +68,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--agreement",
-        metavar="COLUMN",
-        help="say how far the marks, 0 and 1, agree with those in this column of the rows (Cohen's "
-        "kappa)",
+        metavar="EXPR",
+        help="say how far the marks, and those of each judge, agree with this column of the rows, "
+        "or expression over them (Cohen's kappa); above a half is right, below it wrong",
     )
     given = parser.parse_intermixed_args(arguments)
     if given.agreement is not None and (given.so_far or given.format not in ("text", "json")):
@@ -97,37 +96,22 @@ def main(arguments: Sequence[str]) -> int:
         with job.locked():
             save_score(job.path, scores)
             renew_report(job.path)
-    column = given.agreement
-    agreed = None if column is None else _agreement(job, config.score, column)
-    print(_text(scores, given.format, agreed, column))
+    known, agreed = given.agreement, None
+    if known is not None:
+        from batchgen.evals.scores.judge_agreements import judge_agreements
+
+        agreed = judge_agreements(job, config.score, known)
+    print(_text(scores, given.format, agreed, known))
     return 0
 
 
-def _agreement(job: GradedJob, config: ScoreConfig, column: str) -> Agreement:
-    """How far the marks of a job agree with those in a column of its rows."""
-    from batchgen.evals.scores.agreement import agreement
-    from batchgen.evals.scores.samples import Samples
-
-    if column not in job.columns:
-        raise ConfigError(
-            f"--agreement {column}: the rows of {job.given} have no such column: choose among "
-            f"{some_names(job.columns, column)}, or have the judged marks copied "
-            "(dataset.columns)"
-        )
-    samples = Samples(job.path, config, by=column).table()
-    found = agreement(samples["mark"].to_pylist(), samples[column].to_pylist())
-    if found is None:
-        raise ConfigError(f"--agreement {column}: no answer has a mark of 0 or 1 in both")
-    return found
-
-
 def _text(
-    scores: JobScores, form: str, agreed: Agreement | None = None, column: str | None = None
+    scores: JobScores, form: str, agreed: JudgeAgreements | None = None, truth: str | None = None
 ) -> str:
-    """The scores, and how far they agree with the marks in a column."""
-    from batchgen.evals.scores.score_tables import header, score_cells, score_rows
+    """The scores, and how far they agree with marks that are known."""
+    from batchgen.evals.scores.score_tables import header, score_cells, score_table_rows
     from batchgen.util.text.data_tables import csv_text, markdown
-    from batchgen.util.text.text_table import adapter_lines, score_lines, table
+    from batchgen.util.text.text_table import adapter_lines, score_lines, table_text
 
     if form == "json":
         values: dict[str, Any] = dict(scores.score or {"adapters": scores.adapters})
@@ -135,7 +119,7 @@ def _text(
             values["agreement"] = agreed.summary()
         return json.dumps(values, indent=2, ensure_ascii=False)
     if form == "csv":
-        return csv_text(header(scores), score_rows(scores))
+        return csv_text(header(scores), score_table_rows(scores))
     if form == "markdown":
         return markdown([header(scores), *score_cells(scores)])
     lines = [] if scores.score is None else score_lines(scores.score)
@@ -144,5 +128,5 @@ def _text(
 
         lines = [*so_far_lines(scores.score), *lines]
     if agreed is not None:
-        lines = [*lines, ("agreement", f"with {column}: {agreed.text}")]
-    return table(lines + adapter_lines(scores.adapters))
+        lines = [*lines, *agreed.lines(truth or "")]
+    return table_text(lines + adapter_lines(scores.adapters))

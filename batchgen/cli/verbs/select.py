@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import column_list, verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 
 _ABOUT = """\
 Write a new set out of the rows of complete jobs. Each condition is an expression over the columns
@@ -27,7 +27,7 @@ selection.json, which has the manifests of the jobs. The same command again chan
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("select", _ABOUT)
+    parser = VerbParser("select", _ABOUT)
     parser.add_argument("jobs", metavar="OUT", nargs="+", help="output.dir of a complete job")
     parser.add_argument("--where", metavar="EXPR", help="which rows stay")
     parser.add_argument("--best", metavar="COLUMN", help="one sample of each input row")
@@ -44,16 +44,18 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder of the new set")
     given = parser.parse_args(arguments)
-    from batchgen.pipelines.publish.chosen_rows import Choice
+    from batchgen.pipelines.publish.chosen_rows import SelectionRequest
     from batchgen.pipelines.publish.data_folder import new_folder
     from batchgen.pipelines.publish.finished_rows import open_rows
     from batchgen.pipelines.publish.selection import select
 
-    choice = Choice(given.where, given.best, given.dedupe, given.by, given.top, given.ascending)
+    choice = SelectionRequest(
+        given.where, given.best, given.dedupe, given.by, given.top, given.ascending
+    )
     out = new_folder(given.out)
     jobs = [open_rows(job) for job in given.jobs]
     done = select(jobs, choice, out, columns=given.columns, text_as=given.text_as)
-    if not done.made:
+    if not done.is_new:
         print(f"{given.out} has these rows already.")
         return 0
     for step, rows in done.funnel:

@@ -9,11 +9,11 @@ from itertools import islice
 from typing import Any
 
 from batchgen.cli.job_outcome import column_list, verb
-from batchgen.cli.verb_table import Parser
-from batchgen.cli.verbs.follow import follow
+from batchgen.cli.verb_table import VerbParser
+from batchgen.cli.verbs.follow import follow_rows
 from batchgen.pages.rows.printed_rows import RowPrinter, message_lines, of_sample
 from batchgen.storage.folder.job_summary import status_line
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here
@@ -25,8 +25,8 @@ SHOWN_MESSAGES = 3
 _CANDIDATES = 20_000  # row ids among which near ones are sought
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> VerbParser:
+    parser = VerbParser(
         "show",
         "Print rows of a job: while it runs, after it was stopped or killed, or later.",
     )
@@ -53,11 +53,11 @@ def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
     if given.rows is not None and given.rows < 0:
         raise ConfigError(f"show: --rows must be at least 0, got {given.rows}")
-    reader = open_job(given.out)
+    reader = open_job_reader(given.out)
     view = RowPrinter(reader, given.columns, as_json=given.json)
     if given.follow:
         folder_here(given.out, "batchgen show --follow")
-        return follow(reader, view, given.out, given.sample, as_json=given.json)
+        return follow_rows(reader, view, given.out, given.sample, as_json=given.json)
     if not given.json:
         print(status_line(reader, given.out))
     if given.row is not None:
@@ -91,12 +91,14 @@ def _found(reader: JobFolderReader, row_id: str, sample: int | None) -> list[dic
         )
     ids = [row["row_id"] for row in islice(reader.rows(["row_id"]), _CANDIDATES)]
     if not ids:
-        raise ConfigError(f"--row {row_id}: no row of {reader.storage.shown} is finished yet")
+        raise ConfigError(
+            f"--row {row_id}: no row of {reader.storage.display_name} is finished yet"
+        )
     known = list(dict.fromkeys(ids))
     near = [] if row_id.isdigit() else difflib.get_close_matches(row_id, known, 3, 0.5)
     ends = known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
     raise ConfigError(
-        f"--row {row_id}: no finished row of {reader.storage.shown} has this row_id: "
+        f"--row {row_id}: no finished row of {reader.storage.display_name} has this row_id: "
         + (f"did you mean {', '.join(near)}?" if near else f"there are {ends}")
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.storage.folder.worker_status import Status, WorkerState, read_status
 from batchgen.util.duration import duration
 from batchgen.util.paths import user_folder
@@ -25,18 +25,18 @@ was not heard of for workers.stale_after seconds; others take over what it has b
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb and return its exit code."""
-    parser = Parser("status", _ABOUT)
+    parser = VerbParser("status", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir, or a pipeline's")
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
     given = parser.parse_args(arguments)
     from batchgen.storage.folder.job_summary import JobSummary, status_line
-    from batchgen.storage.folder.open_folder import open_job
+    from batchgen.storage.folder.open_folder import open_job_reader
     from batchgen.storage.folder.step_folders import is_pipeline
 
     out = user_folder(given.out, "OUT")
     if is_pipeline(out):
         return _of_pipeline(out, as_json=given.json)
-    reader = open_job(given.out)
+    reader = open_job_reader(given.out)
     stale_after = reader.config.get("workers", {}).get("stale_after", 60)
     status = read_status(reader.storage, stale_after)
     if given.json:

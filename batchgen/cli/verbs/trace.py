@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 
 _ABOUT = """\
 Follow a row back: from a line of an exported file or a row of a set to the answers that it was made
@@ -21,7 +21,7 @@ set with its file. For an id that is not there it says which step has dropped it
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("trace", _ABOUT)
+    parser = VerbParser("trace", _ABOUT)
     parser.add_argument(
         "out", metavar="OUT", help="the folder of a job, a pipeline or a set, or an exported file"
     )

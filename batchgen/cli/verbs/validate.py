@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.config.compose.load_config import constraint_config
 from batchgen.config.groups.constraint_config import (
     AnyConstraintConfig,
@@ -108,7 +108,7 @@ def validate(folder: str | Path) -> Report:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. The arguments are those of the process, unless they
     are given."""
-    parser = Parser(
+    parser = VerbParser(
         "validate",
         "Check every row of a finished job against its constraint.",
     )
@@ -183,7 +183,7 @@ def _config(reader: JobFolderReader) -> tuple[AnyConstraintConfig, dict[str, Any
 
     They are read from the manifest, because people may edit config.yaml.
     """
-    shown = reader.storage.shown
+    shown = reader.storage.display_name
     identity = reader.manifest["identity"]
     config = constraint_config(identity.get("constraint", {"kind": "none"}))
     if isinstance(config, NoConstraintConfig):
@@ -209,8 +209,8 @@ def _rows(reader: JobFolderReader, text: str, column: str | None) -> Iterator[di
         if (place := column_path(column, features)) is None:
             raise ConfigError(
                 f"the rows' constraints stand in the dataset column {column!r}, which the job did "
-                f"not copy to {reader.storage.shown}: list it in dataset.columns and run the job "
-                "again"
+                f"not copy to {reader.storage.display_name}: list it in dataset.columns and run "
+                "the job again"
             )
     for row in reader.rows([*_COLUMNS, text, *([] if place is None else [place[0]])]):
         if column is not None and place is not None:

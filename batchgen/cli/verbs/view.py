@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from batchgen.cli.job_outcome import verb
-from batchgen.cli.verb_table import Parser
+from batchgen.cli.verb_table import VerbParser
 from batchgen.storage.folder.open_folder import open_folder
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, user_path
@@ -27,7 +27,7 @@ _MOST_PORT = 65535
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("view", _ABOUT)
+    parser = VerbParser("view", _ABOUT)
     parser.add_argument(
         "out", metavar="OUT", help="the job's output.dir, or a folder with jobs below it"
     )
@@ -60,24 +60,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _has_no_job(given: str) -> bool:
+def _has_no_job(job_path: str) -> bool:
     """Whether this is a folder, and not one of a job."""
-    path = user_path(folder_here(given, "batchgen view"), "OUT")
+    path = user_path(folder_here(job_path, "batchgen view"), "OUT")
     return path.is_dir() and not (path / "manifest.json").exists()
 
 
-def _jobs(given: str) -> Respond:
+def _jobs(job_path: str) -> Respond:
     """The pages of the jobs below a folder."""
     from batchgen.pages.viewer.folder_site import FolderSite
     from batchgen.pages.viewer.jobs_below import DEEPEST, jobs_below
 
-    path = user_path(given, "OUT")
+    path = user_path(job_path, "OUT")
     if not jobs_below(path).jobs:
         raise ConfigError(
-            f"{given} is not the output of a job (has no manifest.json), and no job lies up to "
+            f"{job_path} is not the output of a job (has no manifest.json), and no job lies up to "
             f"{DEEPEST} folders below it: give a job's output.dir, or a folder with jobs"
         )
-    return FolderSite(path, given).respond
+    return FolderSite(path, job_path).respond
 
 
 def _rows(names: Sequence[str]) -> Respond:

@@ -55,7 +55,7 @@ def compose_groups(
 ) -> Composed:
     """Put the choices and keys of a job together, from what `compose` takes, folders with further
     choices (laid out as conf/ is), and the places of keys in a job file, for error messages."""
-    given, parsed = collect(values, overrides, folders=folders, places=places)
+    given, parsed = collect_values(values, overrides, folders=folders, places=places)
     groups = _composed(given)
     for key, value in given.keys.items():
         _set(groups, given, key, value)
@@ -67,7 +67,7 @@ def compose_groups(
     return Composed(ordered, given.choices)
 
 
-def collect(
+def collect_values(
     values: Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
@@ -89,24 +89,28 @@ def collect(
     return given, parsed
 
 
-def _check_greedy(given: Given, parsed: Sequence[Override]) -> None:
+def _check_greedy(collected: Given, parsed: Sequence[Override]) -> None:
     """Refuse a temperature beside `sampling=greedy`, which is the name of having none."""
     key = "sampling.temperature"
     typed = [override.value() for override in parsed if override.key == key and override.text]
-    value = [given.keys.get(key), *typed][-1]
-    if given.choices.get("sampling") == "greedy" and isinstance(value, int | float) and value > 0:
+    value = [collected.keys.get(key), *typed][-1]
+    if (
+        collected.choices.get("sampling") == "greedy"
+        and isinstance(value, int | float)
+        and value > 0
+    ):
         raise ConfigError(
             f"sampling=greedy always takes the most likely token, and {key}={value} draws: leave "
             "one of the two out, or take sampling=sample"
         )
 
 
-def _composed(given: Given) -> dict[str, Any]:
+def _composed(collected: Given) -> dict[str, Any]:
     """The groups with their choices, before the keys are set."""
-    overrides = [f"{group}={choice}" for group, choice in given.choices.items()]
-    overrides += [f"+{EXPERIMENT}={name}" for name in given.experiments[:1]]
-    if len(given.experiments) > 1:
-        raise ConfigError(f"experiment: choose one of {', '.join(given.experiments)}")
+    overrides = [f"{group}={choice}" for group, choice in collected.choices.items()]
+    overrides += [f"+{EXPERIMENT}={name}" for name in collected.experiments[:1]]
+    if len(collected.experiments) > 1:
+        raise ConfigError(f"experiment: choose one of {', '.join(collected.experiments)}")
     # Hydra takes a tenth of a second to load, and what was refused until here does not need it.
     from hydra import compose as compose_choices
     from hydra import initialize_config_module
@@ -115,7 +119,7 @@ def _composed(given: Given) -> dict[str, Any]:
 
     from batchgen.config.compose.choice_files import search_path
 
-    overrides += search_path(given.folders)
+    overrides += search_path(collected.folders)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("batchgen.conf", version_base="1.3"):
@@ -124,26 +128,26 @@ def _composed(given: Given) -> dict[str, Any]:
         raise ConfigError(f"the choices {' '.join(overrides)} do not fit: {error}") from None
     names = [str(name) for name in composed if name != "hydra"]
     groups = {name: OmegaConf.to_container(composed[name]) for name in names}
-    for experiment in given.experiments:
-        own_columns = "columns" in given.named.get("output", ())
-        leave_out_others(groups, experiment, given.choices, own_columns=own_columns)
+    for experiment in collected.experiments:
+        own_columns = "columns" in collected.named.get("output", ())
+        leave_out_others(groups, experiment, collected.choices, own_columns=own_columns)
     made = composed.hydra.runtime.choices
-    given.choices = {group: made[group] for group in GROUPS if group not in given.whole}
-    return {**groups, **given.whole}
+    collected.choices = {group: made[group] for group in GROUPS if group not in collected.whole}
+    return {**groups, **collected.whole}
 
 
-def _set(groups: dict[str, Any], given: Given, key: str, value: Any) -> None:
+def _set(groups: dict[str, Any], collected: Given, key: str, value: Any) -> None:
     """Set a key of the job file."""
     group, _, name = key.partition(".")
     if name not in groups[group] and name.partition(".")[0] in groups[group]:
-        _set_below(groups[group], name.split("."), value, given.at(key) + key)
+        _set_below(groups[group], name.split("."), value, collected.at(key) + key)
         return
     if name not in groups[group]:
-        raise ConfigError(given.at(key) + given.unknown_key(key))
+        raise ConfigError(collected.at(key) + collected.unknown_key(key))
     groups[group][name] = value
 
 
-def _apply(groups: dict[str, Any], given: Given, override: Override) -> None:
+def _apply(groups: dict[str, Any], collected: Given, override: Override) -> None:
     """Set, add or take away a key, as an argument says."""
     start, key = f"{override.argument}: ", override.key
     if override.sign == "~" and not override.names:
@@ -155,10 +159,10 @@ def _apply(groups: dict[str, Any], given: Given, override: Override) -> None:
     name = override.names[0]
     if override.sign == "~":
         if group.pop(name, start) is start:
-            raise ConfigError(start + given.unknown_key(f"{override.group}.{name}"))
+            raise ConfigError(start + collected.unknown_key(f"{override.group}.{name}"))
         return
     if name not in group and override.sign == "":
-        raise ConfigError(start + given.unknown_key(f"{override.group}.{name}"))
+        raise ConfigError(start + collected.unknown_key(f"{override.group}.{name}"))
     if name in group and override.sign == "+" and len(override.names) == 1:
         raise ConfigError(f"{start}{key} is there already: drop the +")
     if len(override.names) > 1:

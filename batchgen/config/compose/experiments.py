@@ -20,14 +20,14 @@ def choices_with(column: str) -> list[str]:
 
 
 def leave_out_others(
-    groups: dict[str, Any], experiment: str, asked: Mapping[str, str], *, own_columns: bool
+    groups: dict[str, Any], experiment: str, chosen: Mapping[str, str], *, own_columns: bool
 ) -> None:
-    """Take from a ready job's keys and columns those of other choices than `asked` (by group), and
+    """Take from a ready job's keys and columns those of other choices than `chosen` (by group), and
     say so on stderr. What the user gives is set later, and refused where it does not fit; with
     `own_columns` he gives `output.columns` himself."""
     left_out = []
     for group in _KINDS:
-        choice = asked.get(group)
+        choice = chosen.get(group)
         if choice is None or choice not in choices(group):
             continue
         own, known = choice_values(group, choice), all_keys()
@@ -35,7 +35,7 @@ def leave_out_others(
             if name not in own and f"{group}.{name}" in known:
                 del groups[group][name]
                 left_out.append(f"{group}.{name}")
-    strategy = asked.get("strategy")
+    strategy = chosen.get("strategy")
     if strategy is not None and strategy in choices("strategy") and not own_columns:
         output = groups["output"]
         columns = output.get("columns") or ()
@@ -43,7 +43,7 @@ def leave_out_others(
             output["columns"] = [name for name in columns if name not in of_others]
             left_out.append(f"of output.columns {', '.join(of_others)}")
     if left_out:
-        taken = " ".join(f"{group}={asked[group]}" for group in _KINDS if group in asked)
+        taken = " ".join(f"{group}={chosen[group]}" for group in _KINDS if group in chosen)
         print(
             f"batchgen: with {taken} these of {EXPERIMENT}={experiment} are left out: "
             f"{', '.join(left_out)}",

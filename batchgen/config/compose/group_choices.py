@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.config.groups.class_names import short_name
+from batchgen.config.groups.class_names import class_short_name
 from batchgen.config.groups.config_keys import choice_values, choices, default_choices
 from batchgen.util.errors import ConfigError
 
@@ -22,7 +22,7 @@ _BY_KEY = {
 """What a key means that several choices have, where the default would not do."""
 
 
-def inferred_choice(group: str, given: Mapping[str, Any]) -> str | None:
+def inferred_choice(group: str, values: Mapping[str, Any]) -> str | None:
     """The choice that has all the given keys of a group, which are without its name; None for the
     default, and if no choice has them.
 
@@ -30,23 +30,23 @@ def inferred_choice(group: str, given: Mapping[str, Any]) -> str | None:
     prompt=messages, and launcher.workers is launcher=local. Otherwise the default is taken if it
     has the keys, and else the only choice that has them; ConfigError if there are several.
     """
-    fitting = [choice for choice in choices(group) if _fits(choice_values(group, choice), given)]
-    for name, value in given.items():
+    fitting = [choice for choice in choices(group) if _fits(choice_values(group, choice), values)]
+    for name, value in values.items():
         choice = _BY_KEY.get((group, name))
-        if choice in fitting and value is not None and "user" not in given:
+        if choice in fitting and value is not None and "user" not in values:
             return choice
     if not fitting or default_choices()[group] in fitting:
         return None
-    if len(fitting) > 1 and not any(name in given for name in _FIXED):
+    if len(fitting) > 1 and not any(name in values for name in _FIXED):
         raise ConfigError(
-            f"{group}: {', '.join(given)} may belong to {', '.join(fitting)}: add {group}=…"
+            f"{group}: {', '.join(values)} may belong to {', '.join(fitting)}: add {group}=…"
         )
     return fitting[0]
 
 
-def _fits(values: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    fixed = {name: given[name] for name in _FIXED if name in given}
+def _fits(values: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    fixed = {name: options[name] for name in _FIXED if name in options}
     if isinstance(target := fixed.get("_target_"), str):
-        fixed["_target_"] = short_name(target)
+        fixed["_target_"] = class_short_name(target)
     same = all(values.get(name) == value for name, value in fixed.items())
-    return same and given.keys() <= values.keys()
+    return same and options.keys() <= values.keys()

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.config.compose.trust import Trust
 from batchgen.config.compose.value_references import refuse_endless, refuse_resolvers
-from batchgen.config.groups.class_names import CLASSES, step_values, with_lasting_names
+from batchgen.config.groups.class_names import CLASSES, short_step, with_lasting_names
 from batchgen.config.groups.config_keys import STEP_LISTS, choice_values, choices
 from batchgen.config.groups.constraint_config import (
     CONSTRAINT_KINDS,
@@ -102,16 +102,16 @@ _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("m
 
 
 def load_config(
-    given: dict[str, Any], trust: Trust, *, resolvers: Collection[str] = ()
+    values: dict[str, Any], trust: Trust, *, resolvers: Collection[str] = ()
 ) -> JobConfig:
-    """The configuration of one job, with all types and ranges checked. `given` are its groups, the
+    """The configuration of one job, with all types and ranges checked. `values` are its groups, the
     word of `trust`, which may use these `resolvers`; ConfigError for any mistake, and for code that
     needs the user's word."""
-    refuse_resolvers(given, resolvers)
-    refuse_endless(given)
-    _check_kinds(given)
+    refuse_resolvers(values, resolvers)
+    refuse_endless(values)
+    _check_kinds(values)
     try:
-        groups = OmegaConf.to_container(OmegaConf.create(given), resolve=True)
+        groups = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         key, reason = error.full_key, str(error).splitlines()[0]
         raise ConfigError(
@@ -128,7 +128,7 @@ def load_config(
         groups.setdefault(name, {})
     for name in STEP_LISTS:
         groups.setdefault(name, [])
-    check_keys(groups, known=names, required=names, prefix="")
+    check_keys(groups, allowed=names, required=names, prefix="")
     for name in names:
         if name not in STEP_LISTS and not isinstance(groups[name], dict):
             raise ConfigError(
@@ -193,11 +193,11 @@ def resolved(config: JobConfig) -> dict[str, Any]:
     for name in ("strategy", "launcher"):
         groups[name] = _with_target(groups[name] or {"target": None, "options": {}})
     for name in STEP_LISTS:
-        groups[name] = [step_values(_with_target(step)) for step in groups[name]]
+        groups[name] = [short_step(_with_target(step)) for step in groups[name]]
     return {name: plain_value(group) for name, group in groups.items()}
 
 
-def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, Any]:
+def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, Any]:
     """The part of `resolved` that decides what is in the output files.
 
     Two jobs with the same identity, model files and data write the same rows, as far as both have
@@ -214,7 +214,9 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
     else:
         del groups["rows"]
     if config.sampling.until is not None:  # how many samples there are can grow
-        groups["sampling"]["until"] = {"where": config.sampling.until.where}
+        until = config.sampling.until
+        rule = {} if until.width is None else {"rule": "width"}
+        groups["sampling"]["until"] = {"where": until.where, **rule}
     # What becomes of finished rows does not change them.
     for name in ("post", "score", "budget", "progress", "workers", "launcher"):
         del groups[name]
@@ -224,10 +226,21 @@ def identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str
             key: value
             for key, value in groups[name].items()
             if key not in left_out
-            and (key in _FIRST[name] or not _is_default(value, defaults[name].get(key, MISSING)))
+            and (
+                _is_first(name, key, groups[name])
+                or not _is_default(value, defaults[name].get(key, MISSING))
+            )
             and not (name == "dataset" and is_usual(key, value))
         }
     return groups
+
+
+def _is_first(name: str, key: str, group: Mapping[str, Any]) -> bool:
+    """Whether identities have a key at any value. One of them was at first a key of prompt=tokens
+    alone."""
+    if (name, key) == ("prompt", "answer_ids_column") and group["kind"] != "tokens":
+        return False
+    return key in _FIRST[name]
 
 
 def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
@@ -263,7 +276,8 @@ def growing(config: JobConfig) -> dict[str, Any]:
     groups = resolved(config)
     found = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
     if (until := config.sampling.until) is not None:
-        found |= {"sampling.until.valid": until.valid, "sampling.until.most": until.most}
+        name, value = ("valid", until.valid) if until.width is None else ("width", until.width)
+        found |= {f"sampling.until.{name}": value, "sampling.until.most": until.most}
     return found
 
 
@@ -271,15 +285,15 @@ def job_file_text(config: JobConfig) -> str:
     """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
     groups = resolved(config)
     groups["workers"]["name"] = None  # that of one process
-    return yaml.safe_dump(literal(groups), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(escaped_text(groups), sort_keys=False, allow_unicode=True)
 
 
-def literal(value: Any) -> Any:
+def escaped_text(value: Any) -> Any:
     """The value with every `${` escaped, so that OmegaConf reads it as text, not as a reference."""
     if isinstance(value, dict):
-        return {key: literal(item) for key, item in value.items()}
+        return {key: escaped_text(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [literal(item) for item in value]
+        return [escaped_text(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -292,14 +306,14 @@ def _build_prompt(values: dict[str, Any]) -> PromptConfig:
 
 def _build_launcher(values: dict[str, Any]) -> LauncherConfig | None:
     if values.get("_target_", MISSING) is None:
-        check_keys(values, known=["_target_"], required=[], prefix="launcher.")
+        check_keys(values, allowed=["_target_"], required=[], prefix="launcher.")
         return None
     return LauncherConfig(**_target_and_options(values, "launcher."))
 
 
 def _target_and_options(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     """A class and its options as the dataclasses of the configuration have them."""
-    check_keys(values, known=list(values), required=["_target_"], prefix=prefix)
+    check_keys(values, allowed=list(values), required=["_target_"], prefix=prefix)
     target = convert(values["_target_"], str, f"{prefix}_target_")
     options = {str(name): value for name, value in values.items() if name != "_target_"}
     return {"target": target, "options": options}
@@ -327,22 +341,22 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
     return tuple(steps)
 
 
-def _long_form(step: dict[str, Any], key: str, place: str) -> dict[str, Any]:
+def _long_form(step: dict[str, Any], key: str, where: str) -> dict[str, Any]:
     """A step that is written `{NAME: options}` with `_target_` among its options."""
     ((name, options),) = step.items()
     other = "post" if key == "rows" else "rows"
     if name in CLASSES[other]:
         what = {"rows": "chooses or makes rows", "post": "grades answers"}[other]
         raise ConfigError(
-            f"{place}: {name} {what}, and belongs into {other}: {other}=[{{{name}: …}}]"
+            f"{where}: {name} {what}, and belongs into {other}: {other}=[{{{name}: …}}]"
         )
     if name not in CLASSES[key]:
         raise ConfigError(
-            f"{place}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "
+            f"{where}: there is no step {name!r}: choose among {', '.join(CLASSES[key])}, or name "
             f"a class with _target_ (batchgen --help {key})"
         )
     if options is not None and not isinstance(options, dict):
-        raise ConfigError(f"{place}.{name} must be a mapping of options, got {options!r}")
+        raise ConfigError(f"{where}.{name} must be a mapping of options, got {options!r}")
     return {"_target_": name, **(options or {})}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from batchgen.config.compose.overrides import parse_override
-from batchgen.config.groups.class_names import is_own, short_name
+from batchgen.config.groups.class_names import class_short_name, is_own
 from batchgen.config.groups.config_keys import (
     EXPERIMENT,
     GROUPS,
@@ -36,8 +36,8 @@ a launcher."""
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose word stands behind a configuration: files and folders that the user does not trust, and
-    what he has typed that runs code, as `Named` has it behind the place."""
+    """What a configuration may run: the files and folders that the user does not trust, and the
+    import paths that he has typed, in the form of `Named`."""
 
     sources: tuple[Path, ...] = ()
     typed: frozenset[str] = frozenset()
@@ -102,31 +102,31 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
             yield f"launcher.{key}", repr(launcher[key])
 
 
-def _targets(value: Any, place: str) -> Iterator[Named]:
+def _targets(value: Any, where: str) -> Iterator[Named]:
     """All that `_target_` says in a value and in what it holds."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if key == _TARGET:
-                yield f"{place}.{key}", str(item)
+                yield f"{where}.{key}", str(item)
             else:
-                yield from _targets(item, f"{place}.{key}")
+                yield from _targets(item, f"{where}.{key}")
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _targets(item, f"{place}[{number}]")
+            yield from _targets(item, f"{where}[{number}]")
 
 
-def _run_by(value: Any, place: str) -> Iterator[Named]:
+def _run_by(value: Any, where: str) -> Iterator[Named]:
     """What steps of batchgen run, in a value: a step by its short name or with `_target_`."""
     if isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _run_by(item, f"{place}[{number}]")
+            yield from _run_by(item, f"{where}[{number}]")
     if not isinstance(value, Mapping):
         return
     for name, keys in _RUNNING_KEYS.items():
-        options = value if short_name(str(value.get(_TARGET))) == name else value.get(name)
+        options = value if class_short_name(str(value.get(_TARGET))) == name else value.get(name)
         for key in keys:
             if isinstance(options, Mapping) and options.get(key):
-                yield f"{place}.{key}", repr(options[key])
+                yield f"{where}.{key}", repr(options[key])
 
 
 def _typed(overrides: Sequence[str]) -> Iterator[str]:

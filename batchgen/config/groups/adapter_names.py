@@ -12,27 +12,21 @@ from batchgen.util.errors import ConfigError
 ADAPTER = "adapter"
 """The column that says which adapter a row has, in a job that runs each row with each of them."""
 
-GRID_REFUSAL = (
-    "runs each row with several adapters (model.lora_grid), so that several of its rows have one "
-    "id: read a job of one adapter (model.lora=PATH)"
-)
-"""Why a job cannot be read by another one."""
-
 LoRA = str | Sequence[str] | Mapping[str, str] | None
 """Adapters as users name them: a place, several places, or places by name. A place is a folder or
 a hub name, which may end with @REVISION; `base` is the model without an adapter."""
 
 
-def named_places(given: LoRA) -> dict[str, str]:
+def named_places(adapters: LoRA) -> dict[str, str]:
     """Return the places of adapters by their names, which are the last part of the place where the
     user gives none; `base` is among them if it was given. ConfigError for a name that comes twice
     or is none."""
-    if given is None:
+    if adapters is None:
         return {}
-    if isinstance(given, Mapping):
-        pairs = list(given.items())
+    if isinstance(adapters, Mapping):
+        pairs = list(adapters.items())
     else:
-        places = [given] if isinstance(given, str) else given
+        places = [adapters] if isinstance(adapters, str) else adapters
         pairs = [(_last_part(place), place) for place in places]
     found: dict[str, str] = {}
     for name, place in pairs:
@@ -55,20 +49,20 @@ def named_places(given: LoRA) -> dict[str, str]:
     return found
 
 
-def _last_part(place: str) -> str:
-    name = PurePath(place).name
+def _last_part(path: str) -> str:
+    name = PurePath(path).name
     return name.partition("@")[0] or name
 
 
-def only_one(given: LoRA) -> bool:
+def only_one(adapters: LoRA) -> bool:
     """Whether all rows have one adapter, which is the only one."""
-    names = list(named_places(given))
+    names = list(named_places(adapters))
     return len(names) == 1 and names != [BASE]
 
 
-def check_choice(given: LoRA, column: str | None, grid: bool) -> None:
+def check_choice(adapters: LoRA, column: str | None, grid: bool) -> None:
     """Raise ConfigError unless the group `model` says which adapter each row has."""
-    names = list(named_places(given))
+    names = list(named_places(adapters))
     if not names:
         key = "lora_grid" if grid else "lora_column"
         if grid or column is not None:

@@ -34,6 +34,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "Instructions": "batchgen.evals.graders.instructions:Instructions",
         "RunTests": "batchgen.evals.graders.run_tests:RunTests",
         "Verdict": "batchgen.evals.graders.verdict:Verdict",
+        "Majority": "batchgen.evals.graders.verdict:Majority",
         "ParseScore": "batchgen.evals.graders.parse_score:ParseScore",
         "ChoiceScore": "batchgen.evals.graders.parse_score:ChoiceScore",
     },
@@ -85,14 +86,14 @@ _WITHOUT = {"OrderChoices", *CLASSES["post"]} & _FIRST_PATHS.keys()
 """Steps that had no short names in identities of version 0.1.0."""
 
 
-def short_name(target: str) -> str:
+def class_short_name(target: str) -> str:
     """The short name of a class of batchgen's own, in any spelling; else the import path."""
     return _SHORT.get(target, target)
 
 
 def class_path(target: str) -> str:
     """Where a class is that is named in any spelling."""
-    return _PATHS.get(short_name(target), target)
+    return _PATHS.get(class_short_name(target), target)
 
 
 def is_own(target: str) -> bool:
@@ -103,14 +104,14 @@ def is_own(target: str) -> bool:
 def lasting_name(target: str) -> str:
     """What digests, grade files and identities call a class, wherever it lies: the import path of
     version 0.1.0, the short name of a class that came later, or the path of a user's class."""
-    name = short_name(target)
+    name = class_short_name(target)
     return OWN + _FIRST_PATHS[name] if name in _FIRST_PATHS else name
 
 
 def lasting_step_name(target: str) -> str:
     """What fingerprints and identities call a step of `rows`: its short name if it had one in
-    version 0.1.0 or came later, else as of `lasting_name`."""
-    name = short_name(target)
+    version 0.1.0 or came later, else see `lasting_name`."""
+    name = class_short_name(target)
     return lasting_name(name) if name in _WITHOUT else name
 
 
@@ -138,12 +139,12 @@ def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(groups)
     for key in ("strategy", "launcher"):
         if _names_class(group := found.get(key)):
-            name = short_name(group["_target_"])
+            name = class_short_name(group["_target_"])
             # What started the workers of a folder of version 0.1.0 is asked no more.
             found[key] = {"_target_": None} if name == GONE else {**group, "_target_": name}
     for key in ("rows", "post"):
         if isinstance(steps := found.get(key), list):
-            found[key] = [step_values(step) if _names_class(step) else step for step in steps]
+            found[key] = [short_step(step) if _names_class(step) else step for step in steps]
     return found
 
 
@@ -151,8 +152,8 @@ def _names_class(value: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
 
 
-def step_values(step: Mapping[str, Any]) -> dict[str, Any]:
+def short_step(step: Mapping[str, Any]) -> dict[str, Any]:
     """A step with `_target_` as users write it: by its short name if it has one."""
     options = {key: value for key, value in step.items() if key != "_target_"}
-    name = short_name(step["_target_"])
+    name = class_short_name(step["_target_"])
     return {name: options} if name in _PATHS else {"_target_": name, **options}

@@ -149,11 +149,11 @@ def all_keys() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, names: Iterable[str]) -> str | None:
     """The known word that was probably meant: the one with the fewest typos, of at most a third of
     the letters, else one that begins with this one or has all its parts: max_tokens is
     max_new_tokens."""
-    words = list(known)
+    words = list(names)
     distance, found = min(((edit_distance(word, other), other) for other in words), default=(9, ""))
     if distance <= max(1, min(3, len(word) // 3)):
         return found

@@ -28,7 +28,7 @@ _LISTS = (list, abc.Sequence, abc.Collection, abc.Iterable)
 _MAPPINGS = (dict, abc.Mapping)
 
 
-class Unsupported(Exception):
+class UnsupportedType(Exception):
     """A type was declared that this module does not know, so no value can be converted to it."""
 
 
@@ -43,7 +43,7 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
         for f in dataclasses.fields(cls)
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
-    check_keys(values, known=list(hints), required=required, prefix=f"{prefix}.")
+    check_keys(values, allowed=list(hints), required=required, prefix=f"{prefix}.")
     converted = {key: convert(v, hints[key], f"{prefix}.{key}") for key, v in values.items()}
     return cls(**{fields[key]: value for key, value in converted.items()})
 
@@ -54,13 +54,13 @@ def key_of(field: str) -> str:
 
 
 def check_keys(
-    values: Mapping[Any, Any], *, known: list[str], required: list[str], prefix: str
+    values: Mapping[Any, Any], *, allowed: list[str], required: list[str], prefix: str
 ) -> None:
-    """Raise ConfigError if a key is not among `known`, has no value yet, or is required and not
+    """Raise ConfigError if a key is not among `allowed`, has no value yet, or is required and not
     there."""
     for key, value in values.items():
-        if key not in known:
-            choice = f"choose among {', '.join(known)}" if known else "there are none"
+        if key not in allowed:
+            choice = f"choose among {', '.join(allowed)}" if allowed else "there are none"
             raise ConfigError(f"{prefix}{key} is not a key: {choice}")
         if value == MISSING:
             raise ConfigError(f"{prefix}{key} has no value: set it with {prefix}{key}=…")
@@ -103,7 +103,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if any(origin is kind for kind in _MAPPINGS) and len(args) in (0, 2):
         names, items = args or (str, Any)
         return _mapping(value, names, items, key)
-    raise Unsupported
+    raise UnsupportedType
 
 
 def _scalar(value: Any, hint: type, key: str) -> Any:
@@ -135,10 +135,10 @@ def _union(value: Any, hints: tuple[Any, ...], key: str) -> Any:
             return convert(value, hint, key)
         except ConfigError as error:
             errors.append(str(error))
-        except Unsupported:
+        except UnsupportedType:
             unknown = True
     if unknown:  # the value may be meant for that type
-        raise Unsupported
+        raise UnsupportedType
     if str in hints and not isinstance(value, (list, dict)):  # one text, or a list of texts
         convert(value, str, key)
     if len(errors) == 1:

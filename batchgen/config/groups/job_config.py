@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from batchgen.config.groups.adapter_names import ADAPTER, check_choice, named_places, only_one
-from batchgen.config.groups.class_names import CLASSES, short_name
+from batchgen.config.groups.class_names import CLASSES, class_short_name
 from batchgen.config.groups.constraint_config import (
     ChoiceConstraintConfig,
     ConstraintConfig,
@@ -29,7 +29,14 @@ from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.engine.interface.engine_config import EngineConfig
-from batchgen.engine.sampling.sampling_params import LogprobsMode, SamplingParams
+from batchgen.engine.interface.hidden_columns import (
+    CLASS_SCORES,
+    EMBEDDING,
+    HIDDEN_STATES,
+    POOLED,
+    Pooling,
+)
+from batchgen.engine.sampling.sampling_params import LogprobsMode, RequestParams
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_folder
 
@@ -101,7 +108,7 @@ class StepConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "target", short_name(self.target))
+        object.__setattr__(self, "target", class_short_name(self.target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +150,9 @@ class OutputConfig:
 
     dir: str
     columns: tuple[str, ...] = ()
+    pooling: Pooling | None = None
+    normalise: bool = False
+    hidden_layers: tuple[int, ...] = ()
     top_logprobs: int = 5
     logprobs_mode: LogprobsMode = "raw"
     rows_per_shard: int = 1000
@@ -165,6 +175,7 @@ class OutputConfig:
             object.__setattr__(self, "reuse", folders)
         if len(set(self.columns)) != len(self.columns):
             raise ConfigError(f"output.columns names a column twice: {list(self.columns)}")
+        self._check_hidden()
         for key in ("reasoning_end", "reasoning_start"):
             allowed = "null or a text such as '</think>'"
             check(getattr(self, key) != "", f"output.{key}", allowed, "")
@@ -184,14 +195,34 @@ class OutputConfig:
         allowed = "0 (never) or a number of seconds"
         check(0 <= self.begun_every < math.inf, "output.begun_every", allowed, self.begun_every)
 
+    def _check_hidden(self) -> None:
+        """Check what goes with columns of hidden states."""
+        if EMBEDDING not in self.columns and (self.pooling is not None or self.normalise):
+            key = "normalise" if self.pooling is None else "pooling"
+            raise ConfigError(
+                f"output.{key} is of embeddings, and output.columns has no {EMBEDDING}: add it, or "
+                "leave the key out"
+            )
+        if (HIDDEN_STATES in self.columns) != bool(self.hidden_layers):
+            raise ConfigError(
+                f"output.columns={HIDDEN_STATES} and output.hidden_layers go together: name the "
+                "layers, such as output.hidden_layers=[20], or leave both out"
+            )
+
+
+Reporter = Literal["trackio", "wandb", "json"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressConfig:
-    """What the job shows on the terminal while it runs."""
+    """What the job shows on the terminal while it runs, and where else it tells how far it is."""
 
     show: float = 30.0
+    report_to: tuple[Reporter, ...] = ()
+    project: str = "batchgen"
 
     def __post_init__(self) -> None:
+        check(bool(self.project.strip()), "progress.project", "a name", self.project)
         allowed = "0 (never) or a number of seconds"
         check(0 <= self.show < math.inf, "progress.show", allowed, self.show)
 
@@ -281,6 +312,7 @@ class JobConfig:
                 "samples: leave one of the two out"
             )
         answer = answer_key(self.prompt)
+        self._check_pooled(answer)
         if answer is not None or not self.sampling.max_new_tokens:
             self._check_answer(answer)
         _ = self.params  # making them checks the ranges of the group sampling
@@ -291,12 +323,21 @@ class JobConfig:
         return isinstance(self.constraint, ChoiceConstraintConfig) and self.constraint.scores
 
     def _check_answer(self, key: str | None) -> None:
-        """Check what goes with given answers that are scored, which `key` says."""
+        """Check what goes with given answers that are scored, which `key` says, and without a key
+        with rows that are only read."""
         most = self.sampling.max_new_tokens
-        if key is None:
+        of_tokens = [name for name in self.output.columns if name in COMMON_COLUMNS[:2]]
+        if key is None and not set(self.output.columns).difference(COMMON_COLUMNS):
             raise ConfigError(
                 "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
-                "prompt.answer='{{ COLUMN }}', or set it to 1 or more"
+                "prompt.answer='{{ COLUMN }}' or prompt.answer_ids_column, ask for what rows are "
+                "read for with "
+                f"output.columns=[{EMBEDDING}] or [{CLASS_SCORES}], or set it to 1 or more"
+            )
+        if key is None and of_tokens:
+            raise ConfigError(
+                f"output.columns: {of_tokens[0]} is of tokens that are generated or given as an "
+                "answer, and here rows are only read: leave it out"
             )
         if most:
             raise ConfigError(
@@ -312,8 +353,35 @@ class JobConfig:
         ):
             if not ok:
                 raise ConfigError(
-                    f"{what} what is generated, and with {key} nothing is: leave it out"
+                    f"{what} what is generated, and with {key or 'sampling.max_new_tokens=0'} "
+                    "nothing is: leave it out"
                 )
+
+    def _check_pooled(self, answer: str | None) -> None:
+        """Refuse columns of rows that are only read for others."""
+        pooled = [name for name in self.output.columns if name in POOLED]
+        if pooled and self.sampling.max_new_tokens:
+            raise ConfigError(
+                f"output.columns: {pooled[0]} is of rows that are only read, and "
+                f"sampling.max_new_tokens is {self.sampling.max_new_tokens}: set it to 0"
+            )
+        if pooled and answer is not None:
+            raise ConfigError(
+                f"output.columns: {pooled[0]} is of rows that are only read, and {answer} is "
+                f"scored: set {answer}=null, and write the answer into the prompt"
+            )
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How rows that are only read are pooled; None if rows generate or have answers."""
+        if self.sampling.max_new_tokens or answer_key(self.prompt) is not None:
+            return None
+        return self.output.pooling or "last"
+
+    @property
+    def replays(self) -> bool:
+        """Whether the answers that are scored are trajectories."""
+        return self.prompt.answer_step_map_column is not None
 
     @property
     def is_scored(self) -> bool:
@@ -344,7 +412,7 @@ class JobConfig:
             )
 
     @cached_property
-    def params(self) -> SamplingParams:
+    def params(self) -> RequestParams:
         """The sampling parameters that all requests of the job share.
 
         Two of them are replaced for each request: `seed`, which is the job's seed here, and
@@ -360,12 +428,14 @@ class JobConfig:
         except ConstraintError as error:
             raise ConfigError(f"constraint: {error}") from None
         try:
-            return SamplingParams(
+            return RequestParams(
                 **values,
                 logprobs="logprobs" in columns,
                 top_logprobs=self.output.top_logprobs if "top_logprobs" in columns else 0,
                 logprobs_mode=self.output.logprobs_mode,
                 columns=tuple(name for name in columns if name not in COMMON_COLUMNS),
+                pooling=self.pooling,
+                normalise=self.output.normalise,
                 constraint=constraint,
             )
         except ValueError as error:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from batchgen.config.groups.class_names import GONE, short_name
+from batchgen.config.groups.class_names import GONE, class_short_name
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.named_code import named_code, strategy_options
 from batchgen.util.errors import ConfigError
@@ -16,7 +16,7 @@ from batchgen.util.paths import is_url
 @dataclass(frozen=True)
 class Launched:
     """How a job ended: the exit code of `batchgen.__main__`, the number of the signal that stopped
-    it, and what the user is told."""
+    it, and the message for the user."""
 
     exit_code: int
     stopped_by: int | None
@@ -62,7 +62,7 @@ def job_launcher(config: JobConfig) -> Launcher | None:
 
 def launcher_class(target: str) -> type[Launcher]:
     """The class at an import path; ConfigError if it is no launcher."""
-    if short_name(target) == GONE:
+    if class_short_name(target) == GONE:
         raise ConfigError(
             "launcher=slurm is gone: let Hydra submit the workers (batchgen -m "
             "hydra/launcher=submitit_slurm +worker='range(0,16)' …), or run the command as a job "
@@ -74,9 +74,9 @@ def launcher_class(target: str) -> type[Launcher]:
     return cls
 
 
-def check_workers(workers: int | None, most: int) -> None:
-    if workers is not None and not 1 <= workers <= most:
-        raise ConfigError(f"launcher.workers must be 1 to {most:,}, got {workers}")
+def check_workers(workers: int | None, limit: int) -> None:
+    if workers is not None and not 1 <= workers <= limit:
+        raise ConfigError(f"launcher.workers must be 1 to {limit:,}, got {workers}")
 
 
 def at_least(least: int, **values: float | None) -> None:

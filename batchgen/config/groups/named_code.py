@@ -16,13 +16,13 @@ from pkgutil import resolve_name
 from typing import Any
 
 from batchgen.config.groups.class_names import OWN, SHORT_NAMES, class_path
-from batchgen.config.groups.convert_value import Unsupported, check_keys, convert
+from batchgen.config.groups.convert_value import UnsupportedType, check_keys, convert
 from batchgen.util.errors import ConfigError
 
 
-def named_code(name: str, place: str) -> Any:
+def named_code(name: str, key: str) -> Any:
     """What has a short name of `config.class_names` or an import path `package.module.Class`; the
-    user's own modules may be in the working directory, too. `place` is where the name stands, for
+    user's own modules may be in the working directory, too. `key` is where the name stands, for
     error messages.
 
     Raises ConfigError if there is nothing, or it is none of batchgen's own where the path says so:
@@ -37,16 +37,16 @@ def named_code(name: str, place: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         near = get_close_matches(path.rpartition(".")[2], list(SHORT_NAMES), 1)
         meant = f": did you mean {near[0]}?" if is_own and near else f": {error}"
-        raise ConfigError(f"{place}: {path} is not there{meant}") from None
+        raise ConfigError(f"{key}: {path} is not there{meant}") from None
     if is_own and not str(getattr(found, "__module__", "")).startswith(OWN):
-        raise ConfigError(f"{place}: {path} is not batchgen's own: give the path of its own module")
+        raise ConfigError(f"{key}: {path} is not batchgen's own: give the path of its own module")
     return found
 
 
 def strategy_options(
-    cls: type, options: Mapping[str, Any], place: str = "strategy"
+    cls: type, options: Mapping[str, Any], where: str = "strategy"
 ) -> dict[str, Any]:
-    """The keyword arguments for the constructor of a class that stands at `place` in the
+    """The keyword arguments for the constructor of a class that stands at `where` in the
     configuration.
 
     A parameter with an annotation gets a value of that type; one without gets the plain value.
@@ -54,25 +54,25 @@ def strategy_options(
     it.
     """
     name = f"{cls.__module__}.{cls.__qualname__}"
-    parameters = _parameters(cls, name, place)
+    parameters = _parameters(cls, name, where)
     required = [key for key, p in parameters.items() if p.default is inspect.Parameter.empty]
-    check_keys(options, known=list(parameters), required=required, prefix=f"{place}.")
+    check_keys(options, allowed=list(parameters), required=required, prefix=f"{where}.")
     return {
-        key: _option(value, parameters[key].annotation, f"{place}.{key}", name)
+        key: _option(value, parameters[key].annotation, f"{where}.{key}", name)
         for key, value in options.items()
     }
 
 
-def _parameters(cls: type, name: str, place: str) -> dict[str, inspect.Parameter]:
+def _parameters(cls: type, name: str, where: str) -> dict[str, inspect.Parameter]:
     """The parameters that can be given by name, without *args and **kwargs, which would take any
     typo."""
     try:
         signature = inspect.signature(cls, eval_str=True)
     except (ArithmeticError, AttributeError, LookupError, NameError, SyntaxError) as error:
-        raise ConfigError(f"{place}._target_: an annotation of {name} is wrong: {error}") from None
+        raise ConfigError(f"{where}._target_: an annotation of {name} is wrong: {error}") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{place}._target_: the parameters of {name} cannot be read: {error}"
+            f"{where}._target_: the parameters of {name} cannot be read: {error}"
         ) from None
     found = {}
     for key, parameter in signature.parameters.items():
@@ -80,7 +80,7 @@ def _parameters(cls: type, name: str, place: str) -> dict[str, inspect.Parameter
             found[key] = parameter
         elif parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ConfigError(
-                f"{place}._target_: {name} takes {key} by position only, and a configuration "
+                f"{where}._target_: {name} takes {key} by position only, and a configuration "
                 "gives options by name: drop the / from the constructor"
             )
     return found
@@ -89,7 +89,7 @@ def _parameters(cls: type, name: str, place: str) -> dict[str, inspect.Parameter
 def _option(value: Any, hint: Any, key: str, cls: str) -> Any:
     try:
         return convert(value, hint, key)
-    except Unsupported:
+    except UnsupportedType:
         raise ConfigError(
             f"{key}: {cls} declares it as {inspect.formatannotation(hint)}, which a "
             "configuration cannot give: declare it as bool, int, float, str, Literal, list, tuple "

@@ -69,7 +69,7 @@ def read_value(text: str, hint: Any, *, escapes: bool = False) -> Any:
         return None
     if _REFERENCE.fullmatch(short):  # the value of another key, of whatever type that is
         return short
-    form, item = value_form(hint)
+    form, item = type_form(hint)
     if form == "list":
         return _list(text, item, escapes)
     if short[:1] in {"mapping": "{", "any": "{["}.get(form, "") and short:
@@ -82,7 +82,7 @@ def read_value(text: str, hint: Any, *, escapes: bool = False) -> Any:
     return decode_escapes(text) if escapes else text
 
 
-def value_form(hint: Any) -> tuple[_Form, Any]:
+def type_form(hint: Any) -> tuple[_Form, Any]:
     """How values of a declared type are written, and for lists the type of an item."""
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not type(None)]
@@ -129,7 +129,7 @@ def decode_escapes(text: str, *, quoted: bool = False) -> str:
 
 
 def _list(text: str, item: Any, escapes: bool) -> Any:
-    short, form = text.strip(), value_form(item)[0]
+    short, form = text.strip(), type_form(item)[0]
     if short.startswith("["):
         return _finish(_Brackets(short).whole(), form, escapes)
     if _QUOTED.fullmatch(short):

@@ -9,22 +9,43 @@ from batchgen.engine.sampling.sampling_params import SharedSampling
 from batchgen.util.errors import ConfigError
 
 _MOST_SAMPLES = 1_000_000
+_MOST_BY_WIDTH = 1_000
+"""With `sampling.until.width`: unbiased scores take time by the square of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntilConfig:
-    """When a row has enough samples: as soon as `valid` of them fulfil the expression `where`, or
-    when there are `most`."""
+    """When a row has enough samples: as soon as `valid` (1) of them fulfil the expression `where`,
+    or else the 95% interval of the share that does is at most `width` wide; or when there are
+    `most`."""
 
     where: str
-    valid: int = 1
+    valid: int | None = None
+    width: float | None = None
     most: int
 
     def __post_init__(self) -> None:
         check(bool(self.where.strip()), "sampling.until.where", "an expression", self.where)
+        if self.width is not None:
+            self._check_width(self.width)
+            return
+        if self.valid is None:
+            object.__setattr__(self, "valid", 1)
+        assert self.valid is not None
         check(self.valid >= 1, "sampling.until.valid", "at least 1", self.valid)
         allowed = f"from sampling.until.valid={self.valid} to {_MOST_SAMPLES:,}"
         check(self.valid <= self.most <= _MOST_SAMPLES, "sampling.until.most", allowed, self.most)
+
+    def _check_width(self, width: float) -> None:
+        if self.valid is not None:
+            raise ConfigError(
+                f"sampling.until has valid={self.valid} and width={width:g}: a row has enough "
+                "valid samples, or an interval that is narrow enough: leave one of the two out"
+            )
+        allowed = "above 0 and at most 0.65, where two samples are needed at least"
+        check(0 < width <= 0.65, "sampling.until.width", allowed, width)
+        most = _MOST_BY_WIDTH
+        check(1 <= self.most <= most, "sampling.until.most", f"from 1 to {most:,}", self.most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +68,7 @@ class SamplingConfig(SharedSampling):
         if self.n != 1:
             raise ConfigError(
                 f"sampling.n={self.n} says how many samples each row gets, and sampling.until says "
-                "when it has enough: leave n out; a row begins with sampling.until.valid samples"
+                "when it has enough: leave n out; a row begins with as many as it needs at least"
             )
         if self.temperature == 0 and self.column is None:
             raise ConfigError(

@@ -10,20 +10,20 @@ from typing import Any
 
 from batchgen.evals.arms.arm_table import ArmRow, ArmTable
 from batchgen.evals.graders.step import MARK
-from batchgen.evals.scores.compared_jobs import bound, difference, p_value
+from batchgen.evals.scores.compared_jobs import bound_text, difference, p_value
 from batchgen.evals.scores.intervals import Interval
 from batchgen.util.shorten import both_ends, short_name
 from batchgen.util.text.data_tables import csv_text
-from batchgen.util.text.text_table import columns, counted, number, percent
+from batchgen.util.text.text_table import columns, counted, number_text, percent_text
 
 _DIFFERS = "differs in"
 _NAME, _SETTINGS = 40, 60
 """The most characters of an arm's name, and of what it has otherwise, in a line."""
 
 
-def letter(place: int) -> str:
+def letter(index: int) -> str:
     """What an arm is called beside its name: A, B, … Z, then 27 and so on."""
-    return ascii_uppercase[place] if place < len(ascii_uppercase) else str(place + 1)
+    return ascii_uppercase[index] if index < len(ascii_uppercase) else str(index + 1)
 
 
 def table_values(table: ArmTable, x: str | None = None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
             _difference(table, row.difference),
             _difference_bounds(table, row.difference),
             "" if row.p_holm is None or math.isnan(row.p_holm) else _p(row.p_holm),
-            *([] if x is None else [number(row.arm.number(x))]),
+            *([] if x is None else [number_text(row.arm.number(x))]),
             _what(row),
         )
         for place, row in enumerate(table.rows)
@@ -120,10 +120,10 @@ def table_lines(table: ArmTable, x: str | None = None) -> list[str]:
     cells = table_cells(table, x)
     if cells[0][-1] != _DIFFERS:  # a column behind the last keeps the numbers on the right
         cells = [(*row, "") for row in cells]
-    return [*columns(cells), "", *remarks(table)]
+    return [*columns(cells), "", *table_remarks(table)]
 
 
-def remarks(table: ArmTable) -> list[str]:
+def table_remarks(table: ArmTable) -> list[str]:
     """What must be known to read the table, a sentence each."""
     first = table.first
     if first is None:
@@ -179,7 +179,7 @@ def _value(table: ArmTable, score: Interval | None) -> str:
 
 def shown_value(column: str) -> Callable[[float | None], str]:
     """What writes a value of a column: marks in percent, other numbers as they are."""
-    return percent if column == MARK else number
+    return percent_text if column == MARK else number_text
 
 
 def _bounds(table: ArmTable, score: Interval | None) -> str:
@@ -189,14 +189,14 @@ def _bounds(table: ArmTable, score: Interval | None) -> str:
     return f"{shown(score.low)} to {shown(score.high)}"
 
 
-def _difference(table: ArmTable, found: Interval | None) -> str:
-    return "" if found is None else difference(found.estimate, table.column)
+def _difference(table: ArmTable, interval: Interval | None) -> str:
+    return "" if interval is None else difference(interval.estimate, table.column)
 
 
-def _difference_bounds(table: ArmTable, found: Interval | None) -> str:
-    if found is None or math.isnan(found.low):
+def _difference_bounds(table: ArmTable, interval: Interval | None) -> str:
+    if interval is None or math.isnan(interval.low):
         return ""
-    return f"{bound(found.low, table.column)} to {bound(found.high, table.column)}"
+    return f"{bound_text(interval.low, table.column)} to {bound_text(interval.high, table.column)}"
 
 
 def _what(row: ArmRow) -> str:

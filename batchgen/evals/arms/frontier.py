@@ -11,7 +11,7 @@ from batchgen.evals.arms.arm_values import letter, shown_value
 from batchgen.evals.scores.intervals import Interval
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
-from batchgen.util.text.text_table import number
+from batchgen.util.text.text_table import number_text
 
 _WIDTH, _HEIGHT = 64, 12
 """Characters of the picture for the terminal, and its lines."""
@@ -74,9 +74,9 @@ def frontier(table: ArmTable, x: str) -> Frontier:
     return Frontier(x, table.column, tuple(points), tuple(without))
 
 
-def frontier_lines(found: Frontier) -> list[str]:
+def frontier_lines(frontier: Frontier) -> list[str]:
     """A picture for the terminal: each arm's letter at its score, with its interval, over x."""
-    points = found.points
+    points = frontier.points
     low, high = min(p.low for p in points), max(p.high for p in points)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
     low, high = low - margin, high + margin
@@ -90,14 +90,14 @@ def frontier_lines(found: Frontier) -> list[str]:
         for at in range(line(point.high), line(point.low) + 1):
             grid[at][place] = "│"
         grid[line(point.score.estimate)][place] = point.letter[-1]
-    shown = shown_value(found.column)
+    shown = shown_value(frontier.column)
     marks = {line(v): shown(v) for v in (high - margin, (low + high) / 2, low + margin)}
     side = max(map(len, marks.values()))
     lines = [f"{marks.get(at, ''):>{side}} ┤{''.join(row).rstrip()}" for at, row in enumerate(grid)]
-    first, last = number(points[0].x), number(points[-1].x)
+    first, last = number_text(points[0].x), number_text(points[-1].x)
     ends = first if first == last else f"{first}{last:>{_WIDTH - len(first)}}"
     lines += [f"{'':>{side}} └{'─' * _WIDTH}", f"{'':>{side}}  {ends}"]
-    return [*lines, f"{'':>{side}}  {found.x:^{_WIDTH}}".rstrip(), *found.without]
+    return [*lines, f"{'':>{side}}  {frontier.x:^{_WIDTH}}".rstrip(), *frontier.without]
 
 
 def _columns(values: Sequence[float]) -> list[int]:

@@ -3,6 +3,7 @@ exam."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.arms.arm_table import Arm, ArmTable
-from batchgen.evals.arms.job_facts import SEED, is_config, job_numbers, own_times, settings
+from batchgen.evals.arms.job_facts import (
+    SEED,
+    differing_settings,
+    is_config,
+    job_numbers,
+    own_times,
+)
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
@@ -48,7 +55,7 @@ class ArmFolder:
     listed: bool = False
 
 
-def arm_folders(given: Sequence[str]) -> list[ArmFolder]:
+def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
     """The folders of jobs that a user means; a folder of jobs, such as a sweep's, stands for those
     right in it, in the order in which they began.
 
@@ -56,7 +63,7 @@ def arm_folders(given: Sequence[str]) -> list[ArmFolder]:
         ConfigError: a name is no path, or one in an object store.
     """
     found: list[ArmFolder] = []
-    for name in given:
+    for name in paths:
         path = Path(step_folder(str(user_path(folder_here(name, "batchgen compare"), "OUT"))))
         if path.name in _OF_SWEEPS and path.is_file():  # as in SWEEP/*
             continue
@@ -123,7 +130,7 @@ def job_arms(
             f"the jobs are scored by different columns, {' and '.join(columns)}: name one for all, "
             f"as score.column={columns[0]}"
         )
-    own = settings([job.config for job in jobs])
+    own = differing_settings([job.config for job in jobs])
     for job, differs in zip(jobs, own, strict=True):
         job.settings = differs
     _check_alone(jobs)
@@ -312,13 +319,19 @@ def _pooled(tables: Sequence[pa.Table]) -> pa.Table:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    moved, start = [], 0
+    from batchgen.evals.scores.marks import STARTS
+
+    moved, start, starts = [], 0, list[int]()
     for table in tables:
+        starts.append(start)
         place = table.column_names.index("sample_index")
         index = pc.add(table["sample_index"], start)
         moved.append(table.set_column(place, "sample_index", index))
         start += 1 + int(pc.max(table["sample_index"]).as_py() or 0)
-    return pa.concat_tables(moved)
+    metadata = tables[0].schema.metadata
+    if metadata is not None:  # a rule that ended the rows of each job
+        metadata = {**metadata, STARTS: json.dumps(starts).encode()}
+    return pa.concat_tables(moved).replace_schema_metadata(metadata)
 
 
 def _values(table: pa.Table, by: str) -> list[str | None]:

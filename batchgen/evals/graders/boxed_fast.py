@@ -20,10 +20,10 @@ _LAST_SPACE = ord(" ")
 
 
 class LoneBoxes(NamedTuple):
-    """What simple texts hold in their only box: `found` [N] bool, and where the content begins and
-    ends in characters, `first` and `last` [N] int32, 0 for other texts."""
+    """What simple texts hold in their only box: `present` [N] bool, and where the content begins
+    and ends in characters, `first` and `last` [N] int32, 0 for other texts."""
 
-    found: npt.NDArray[np.bool_]
+    present: npt.NDArray[np.bool_]
     first: npt.NDArray[np.int32]
     last: npt.NDArray[np.int32]
 
@@ -35,7 +35,7 @@ class LoneBoxes(NamedTuple):
     @property
     def others(self) -> list[int]:
         """The places of the texts that are not simple."""
-        places: list[int] = np.flatnonzero(~self.found).tolist()
+        places: list[int] = np.flatnonzero(~self.present).tolist()
         return places
 
 
@@ -70,7 +70,7 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
         is_simple &= _within(np.flatnonzero(places), begins, ends)[1][rows] == 0
     rows, start, end = rows[is_simple], start[is_simple], end[is_simple]
     result = LoneBoxes.none(len(texts))
-    result.found[rows] = True
+    result.present[rows] = True
     result.first[rows] = start - begins[rows]
     result.last[rows] = end - begins[rows]
     return result

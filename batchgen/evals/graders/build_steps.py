@@ -44,7 +44,9 @@ def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
     return steps
 
 
-def described(configs: Sequence[StepConfig], steps: Sequence[_Versioned]) -> list[dict[str, Any]]:
+def step_descriptions(
+    configs: Sequence[StepConfig], steps: Sequence[_Versioned]
+) -> list[dict[str, Any]]:
     """Each step's class, options and version as plain values: what its columns follow from. They
     are compared with those of other versions of batchgen."""
     return [

@@ -379,8 +379,8 @@ def repr_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def _schema(given: str | Mapping[str, Any]) -> Any:
-    return parse_unique_json(given) if isinstance(given, str) else dict(given)
+def _schema(values: str | Mapping[str, Any]) -> Any:
+    return parse_unique_json(values) if isinstance(values, str) else dict(values)
 
 
 def _resolve(path: Any) -> Callable[..., Any]:

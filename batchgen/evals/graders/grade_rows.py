@@ -90,7 +90,7 @@ class StepChain:
         if text is None:
             return values, None
         inside, left = self._parts
-        made = run_steps(inside, AnswerRow(text, fields, {}))
+        made = run_post_steps(inside, AnswerRow(text, fields, {}))
         values |= made
         if not left or made.get(GRADE_ERROR.name) is not None:
             return values, None
@@ -133,7 +133,7 @@ class StepChain:
 
     def finish(self, row: AnswerRow) -> _Values:
         """Run the steps that `start` has left."""
-        return run_steps(self._parts[1], row)
+        return run_post_steps(self._parts[1], row)
 
     def prepare(self) -> None:
         for step in self.steps:
@@ -155,7 +155,7 @@ def _put(column: Sequence[Any], places: Sequence[int], values: Sequence[Any]) ->
     return changed
 
 
-def run_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:
+def run_post_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:
     """The values of the steps' columns, and `grade_error` if a step failed; it ends the chain."""
     made: _Values = {}
     for step in steps:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from batchgen.evals.math.literals import literal
+from batchgen.evals.math.literals import literal_number
 from batchgen.evals.math.same import MOST_CHARACTERS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def normal_integer(answer: str) -> str | None:
     if match := _USUAL.fullmatch(answer):
         digits = match[2].replace(",", "").lstrip("0") or "0"
         return "-" + digits if match[1] == "-" and digits != "0" else digits
-    value = literal(answer)
+    value = literal_number(answer)
     if value is None or value.denominator != 1:
         return None
     return str(value)

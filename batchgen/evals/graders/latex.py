@@ -99,7 +99,7 @@ def plain(answer: str) -> str:
     return text.removesuffix(".").strip()
 
 
-def number(text: str) -> Fraction | None:
+def latex_number(text: str) -> Fraction | None:
     r"""The number that a plain text says, exactly (`-3`, `1,000`, `2.50`, `3/4`, `\frac{3}{4}`);
     else None."""
     text = text.strip()

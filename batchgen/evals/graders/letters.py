@@ -24,7 +24,8 @@ from batchgen.evals.graders.latex import Span, boxes
 # time.
 _START = r"(?<![A-Za-z0-9_].)"
 _NOUN = (
-    rf"[AaCcOo答正选]{_START}(?:(?:nswer|NSWER|ns|NS|hoice|HOICE|ption|PTION)\b|案|确选项|项|择?)"
+    rf"[AaCcOo答正选]{_START}"
+    r"(?:(?:nswer|NSWER|ns|NS|hoice|HOICE|ption|PTION)\b|案|确选项|项|(?<=选)择?)"
 )
 _FILL = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|[\s*_:\"'$({\[]){0,12}"
 _ABOUT = r"(?:(?:here|(?:to|for|among|of|in)\s[^.,;:?!\n]{1,80}?)\s{1,2})?"
@@ -37,7 +38,8 @@ _SURELY = (
 _NAMED = r"(?:[\s*_:]{0,6}(?:the\s)?(?:[Oo]ption|[Cc]hoice|[Ll]etter|[Aa]nswer)\b)?"
 _CHOSEN = (
     rf"[mwschgpo选]{_START}(?:(?:ust|ould|hould|ill|an|as\sto|ave\sto)\s(?:only\s)?be\b"
-    r"|(?:hoose|hose|ick|icked|elect|elected|(?:o|oing|ent)\swith|pt\sfor)\b|择?[:：]?)" + _NAMED
+    r"|(?:hoose|hose|ick|icked|elect|elected|(?:o|oing|ent)\swith|pt\sfor)\b|(?<=选)择?[:：]?)"
+    + _NAMED
 )
 _FINAL = re.compile(r"\b(?:final|correct|best|right)[\s*_]{1,4}\Z", re.I)
 _AFTER = r"[)\]}*_.\s$\"']{0,6}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from batchgen.evals.graders.latex import Span, number
+from batchgen.evals.graders.latex import Span, latex_number
 from batchgen.evals.graders.step import MARK, AnswerRow, Column, GradeFailure, TextStep
 from batchgen.util.errors import ConfigError
 
@@ -115,7 +115,7 @@ class ParseScore(TextStep):
         return found.get(True, found.get(False))
 
     def _is_score(self, text: str, span: Span) -> bool:
-        exact = number(text[slice(*span)]) if span[0] >= 0 else None
+        exact = latex_number(text[slice(*span)]) if span[0] >= 0 else None
         return exact is not None and self.low <= exact <= self.high
 
 

@@ -16,7 +16,7 @@ from batchgen.evals.programs.cases import Case, calling_tests, read_cases, same_
 from batchgen.evals.programs.interpreter import interpreter
 from batchgen.evals.programs.known_results import KnownResults, result_key
 from batchgen.evals.programs.probe import check_sandbox
-from batchgen.evals.programs.run_program import Result, UnfitTests, run_tests, run_with_input
+from batchgen.evals.programs.run_program import ProgramResult, UnfitTests, run_tests, run_with_input
 from batchgen.evals.programs.sandbox import Sandbox, SandboxError
 from batchgen.util.errors import ConfigError
 
@@ -144,7 +144,7 @@ class RunTests:
             values = (float(result.outcome == "passed"), result.outcome, result.detail)
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
 
-    def _known(self, program: str, tests: Sequence[Any], name: str | None) -> Result:
+    def _known(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
         """What came of a program, now or earlier."""
         limits = (self.seconds, self.total_seconds, self.memory_mib, self.version)
         given = json.dumps([tests, name, self.method])
@@ -161,7 +161,7 @@ class RunTests:
         known.put(key, result)
         return result
 
-    def _run(self, program: str, tests: Sequence[Any], name: str | None) -> Result:
+    def _run(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
         if self.method == "assert":
             return run_tests(self._sandbox, program, _code(tests, name))
         try:
@@ -174,15 +174,15 @@ class RunTests:
         if called and name is None:
             raise GradeFailure("no_target", "the tests call a function whose name the row lacks")
         read = [case for case in cases if not case.calls]
-        result = self._called(program, called, name) if called and name else Result("passed")
+        result = self._called(program, called, name) if called and name else ProgramResult("passed")
         return self._with_inputs(program, read) if result.outcome == "passed" else result
 
-    def _called(self, program: str, cases: Sequence[Case], name: str) -> Result:
+    def _called(self, program: str, cases: Sequence[Case], name: str) -> ProgramResult:
         seconds = min(self.seconds * len(cases), self.total_seconds)
         sandbox = replace(self._sandbox, seconds=seconds)
         return run_tests(sandbox, program, calling_tests(cases, name))
 
-    def _with_inputs(self, program: str, cases: Sequence[Case]) -> Result:
+    def _with_inputs(self, program: str, cases: Sequence[Case]) -> ProgramResult:
         deadline = time.monotonic() + self.total_seconds
         for place, case in enumerate(cases):
             most = max(_LEAST_OUTPUT, 4 * len(case.output))
@@ -192,8 +192,10 @@ class RunTests:
                 return replace(failure, detail=f"case {place}: {failure.detail}")
             if not same_output(output, case.output):
                 found, wanted = output.strip(), case.output.strip()
-                return Result("wrong", f"case {place}: {found!r:.100} is not {wanted!r:.100}")
-        return Result("passed")
+                return ProgramResult(
+                    "wrong", f"case {place}: {found!r:.100} is not {wanted!r:.100}"
+                )
+        return ProgramResult("passed")
 
 
 def _present(fields: Mapping[str, Any], name: str) -> Any:

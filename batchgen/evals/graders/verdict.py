@@ -1,4 +1,4 @@
-"""The step that reads what a judge has decided."""
+"""The steps that read what a judge has decided, and what most of several judges have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 from batchgen.evals.graders.step import MARK, AnswerRow, Column, TextStep
 from batchgen.util.errors import ConfigError
@@ -89,3 +90,68 @@ class Verdict(TextStep):
             ((column, value),) = self.flip.items()
             mark = 1 - mark if str(row.fields.get(column)) == value else mark
         return {self.prefix + "verdict": verdict, self.prefix + MARK: mark}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Majority(TextStep):
+    """Makes one mark of those that several judges give to an answer.
+
+    A judge without a mark does not count; if none has one, the mark is null.
+
+    Attributes:
+        marks: the columns of the row with the marks of all judges but the last.
+        own: the column with the mark of the last judge, which a step before this one writes.
+        by: `votes` takes the mark that most judges give; if several marks have as many votes, the
+            first judge who gives one of them decides. `median` takes the mark in the middle, of an
+            even number the mean of the two in the middle.
+        prefix: put before the names of the columns.
+    """
+
+    version = 1
+    isolated = False
+
+    marks: tuple[str, ...]
+    own: str
+    by: Literal["votes", "median"] = "votes"
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "marks", tuple(self.marks))
+        if not self.marks or len({*self.marks, self.own}) <= len(self.marks):
+            raise ConfigError("Majority: marks and own must be columns of two judges or more")
+        if self.by not in ("votes", "median"):
+            raise ConfigError(f"Majority: by must be votes or median, got {self.by!r}")
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        how = {
+            "votes": "the mark that most judges give",
+            "median": "the judges' mark in the middle",
+        }
+        share = f"how many of the judges that give a mark give {self.prefix + MARK}, as a share"
+        return (
+            Column(self.prefix + MARK, "float64", how[self.by]),
+            Column(self.prefix + "majority", "float64", share),
+        )
+
+    @property
+    def reads_text(self) -> bool:
+        return False
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        return self.marks
+
+    @property
+    def value_names(self) -> tuple[str, ...]:
+        return (self.own,)
+
+    def apply(self, row: AnswerRow) -> dict[str, Any]:
+        given = [*(row.fields.get(name) for name in self.marks), row.values.get(self.own)]
+        marks = [mark for mark in given if mark is not None]
+        mark = None
+        if marks:
+            # Of equal counts, max takes the mark that comes first.
+            mark = median(marks) if self.by == "median" else max(marks, key=marks.count)
+        share = marks.count(mark) / len(marks) if marks else None
+        return {self.prefix + MARK: mark, self.prefix + "majority": share}

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.evals.graders.step import MARK
-from batchgen.evals.grades.grade_files import ROW_KEYS, Part
+from batchgen.evals.grades.grade_files import ROW_KEYS, GradePart
 from batchgen.storage.shards.checked_file import read_schema
 from batchgen.storage.shards.shard_files import read_columns
 from batchgen.util.errors import JobError
@@ -54,7 +54,7 @@ class ChangedMarks:
         self._first: list[ChangedMark] = []
 
     @staticmethod
-    def replaced(part: Part, schema: pa.Schema) -> pa.Table | None:
+    def replaced(part: GradePart, schema: pa.Schema) -> pa.Table | None:
         """What is compared of the grades that a part of this schema replaces: ROW_KEYS, marks, and
         the answers if there are some. None if there are no such grades, or they cannot be read."""
         if not part.is_of_shard:

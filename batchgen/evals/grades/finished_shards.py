@@ -11,7 +11,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from batchgen.config.groups.adapter_names import ADAPTER
 from batchgen.evals.grades.folder_grades import GRADES
 from batchgen.evals.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, bytes_digest
 from batchgen.storage.folder.read_job import BATCH
@@ -29,24 +31,37 @@ class GradedShards(ABC):
     """Shards of rows, and what their grades say of each.
 
     Attributes:
-        given: the folder, as people call it.
+        user_path: the folder, as people call it.
         shards: by their number.
         schema: the columns of the rows.
         grade_schema: the columns of the grades, without those that every row has; empty without
             grades.
+        by_adapter: whether each row of the data runs with several adapters.
     """
 
     shards: list[FinishedShard]
     schema: pa.Schema
     grade_schema: pa.Schema
+    by_adapter = False
 
-    def __init__(self, storage: Storage, given: str) -> None:
-        self.given, self.storage = given, storage
+    def __init__(self, storage: Storage, user_path: str) -> None:
+        self.user_path, self.storage = user_path, storage
 
     @property
     def total(self) -> int:
         """How many rows there are, samples and errors included."""
         return self.shards[-1].first + self.shards[-1].ends[-1] if self.shards else 0
+
+    @property
+    def id_columns(self) -> tuple[str, ...]:
+        """The columns that `ids` reads."""
+        return ("row_id", ADAPTER) if self.by_adapter else ("row_id",)
+
+    def ids(self, table: pa.Table) -> pa.ChunkedArray:
+        """What readers call rows, which differ in it: their ids, or ADAPTER/ID."""
+        if not self.by_adapter:
+            return table["row_id"]
+        return pc.binary_join_element_wise(table[ADAPTER], table["row_id"], "/")
 
     @property
     def fingerprint(self) -> str:
@@ -100,7 +115,7 @@ class GradedShards(ABC):
         with CheckedFile(self._source(DATA, number)) as file:
             if file.content_digest() != shard.digest:
                 raise JobError(
-                    f"{self.given} has changed while it was read: run the same command again"
+                    f"{self.user_path} has changed while it was read: run the same command again"
                 )
             for group, end in enumerate(shard.ends):
                 start, stop = np.searchsorted(places, [first, end])
@@ -143,8 +158,8 @@ class GradedShards(ABC):
 
     def _unusable(self, fault: str) -> ConfigError:
         return ConfigError(
-            f"the grades of {self.given} cannot be used ({fault}): run "
-            f"`batchgen grade {self.given}` first"
+            f"the grades of {self.user_path} cannot be used ({fault}): run "
+            f"`batchgen grade {self.user_path}` first"
         )
 
     def _files(self, folder: str) -> list[int]:
@@ -162,10 +177,10 @@ class GradedShards(ABC):
 class FinishedShards(GradedShards):
     """The shards of a complete job, or of a set of rows, which do not change any more."""
 
-    def __init__(self, storage: Storage, given: str, whole: WholeShards) -> None:
+    def __init__(self, storage: Storage, user_path: str, whole: WholeShards) -> None:
         """Take the shards that the folder has, as `whole_shards` found them, and look at the ends
         of its grades."""
-        super().__init__(storage, given)
+        super().__init__(storage, user_path)
         self.shards, self.schema = whole.shards, whole.schema
         for number, shard in enumerate(self.shards):
             if shard.digest is None:

@@ -11,10 +11,21 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import ScoreConfig, StepConfig
 from batchgen.engine.device.host_limits import usable_cores
-from batchgen.evals.graders.build_steps import check_fields, check_machine, described, post_steps
+from batchgen.evals.graders.build_steps import (
+    check_fields,
+    check_machine,
+    post_steps,
+    step_descriptions,
+)
 from batchgen.evals.graders.grade_rows import Grader, StepChain
 from batchgen.evals.grades.changed_marks import ChangedMarks
-from batchgen.evals.grades.grade_files import ROW_KEYS, STEPS_KEY, Part, bytes_digest, made_of
+from batchgen.evals.grades.grade_files import (
+    ROW_KEYS,
+    STEPS_KEY,
+    GradePart,
+    bytes_digest,
+    made_of,
+)
 from batchgen.evals.grades.grading_pass import GradingPass, Stopped, Witness
 from batchgen.storage.shards.checked_file import CheckedFile, DamagedFile, read_schema
 from batchgen.storage.shards.shard_files import shard_files, shard_path, unwritable
@@ -39,25 +50,25 @@ class JobGrades:
         self.job, self.path = job, job / GRADES
         self._witness = witness
         self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
-        self._written: dict[Part, str] = {}  # by which steps
+        self._written: dict[GradePart, str] = {}  # by which steps
         self._steps: str | None = None
 
     @property
     def steps(self) -> str | None:
-        """The steps of the grades with their options and versions, as JSON: those that this object
-        was last told to grade by, else those of the first part. None if there are no grades."""
+        """The steps of the grades with their options and versions, as JSON: those by which this
+        object graded last, else those of the first part. None if there are no grades."""
         if self._steps is not None:
             return self._steps
         files = shard_files(self.path).values() if self.path.is_dir() else ()
         found = (made_of(path).get(STEPS_KEY) for path in files)
         return next((steps.decode(errors="replace") for steps in found if steps is not None), None)
 
-    def parts(self, shards: Collection[int] | None = None) -> Iterator[Part]:
+    def parts(self, shards: Collection[int] | None = None) -> Iterator[GradePart]:
         """A part for each shard of the job, or for those of these numbers, in order."""
         found = shard_files(self.job / "data")
         return map(self.part, (n for n in found if shards is None or n in shards))
 
-    def part(self, number: int) -> Part:
+    def part(self, number: int) -> GradePart:
         """The part of the shard with this number, which is there."""
         shard = shard_path(self.job / "data", number)
         stat = shard.stat()
@@ -66,14 +77,14 @@ class JobGrades:
         if known != stamp:
             digest = bytes_digest(shard)
             self._digests[shard] = stamp, digest
-        return Part(shard, shard_path(self.path, number), digest)
+        return GradePart(shard, shard_path(self.path, number), digest)
 
-    def _is_made(self, part: Part, steps: str) -> bool:
+    def _is_made(self, part: GradePart, steps: str) -> bool:
         """Whether a part is there by these steps."""
         written = self._written.get(part) == steps and part.path.is_file()
         return written or part.is_made_by(steps)
 
-    def finished(self) -> list[Part]:
+    def finished(self) -> list[GradePart]:
         """The parts, once all are there.
 
         Raises:
@@ -149,7 +160,7 @@ class JobGrades:
         """
         steps = post_steps(configs)
         _check_names(StepChain(steps))
-        made = json.dumps(described(configs, steps), sort_keys=True)
+        made = json.dumps(step_descriptions(configs, steps), sort_keys=True)
         pending = [part for part in self.parts(shards) if not self._is_made(part, made)]
         if pending:
             check_fields(steps, read_schema(pending[0].shard).names)

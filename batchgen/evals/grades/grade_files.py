@@ -17,7 +17,7 @@ STEPS_KEY, SHARD_KEY = b"batchgen.steps", b"batchgen.shard"
 
 
 @dataclass(frozen=True)
-class Part:
+class GradePart:
     """A shard of the job and where its grades are, or will be.
 
     Attributes:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from batchgen.evals.graders.grade_rows import Grader
 from batchgen.evals.graders.step import arrow_schema
 from batchgen.evals.grades.changed_marks import ChangedMarks
-from batchgen.evals.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, Part
+from batchgen.evals.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, GradePart
 from batchgen.storage.shards.checked_file import CheckedFile, read_schema, seal
 from batchgen.storage.stores.whole_file import whole_file
 from batchgen.util.text.row_json import json_readers
@@ -40,7 +40,7 @@ class Witness:
     grades."""
 
     columns: tuple[str, ...]
-    see: Callable[[Part, pa.Table, pa.Table], None]
+    see: Callable[[GradePart, pa.Table, pa.Table], None]
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class GradingPass:
     witness: Witness | None = None
     changes: ChangedMarks | None = None
 
-    def grade(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+    def grade(self, parts: Sequence[GradePart]) -> Iterator[tuple[GradePart, int]]:
         """Write the parts one after the other, and give each with the number of its rows. `Stopped`
         is raised if `stop` says so; parts that were given stay."""
         if not self.grader.chain.takes_columns:
             return self._grade_rows(parts)
         return self._grade_in_threads(parts)
 
-    def _grade_in_threads(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+    def _grade_in_threads(self, parts: Sequence[GradePart]) -> Iterator[tuple[GradePart, int]]:
         """Write parts whose steps take columns. Most of their time goes by in Arrow and in the
         kernel, so that threads do some of it side by side."""
         with ThreadPoolExecutor(_THREADS, "grade") as pool:
@@ -81,7 +81,7 @@ class GradingPass:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _grade_columns(self, part: Part) -> tuple[int, tuple[pa.Table, pa.Table] | None]:
+    def _grade_columns(self, part: GradePart) -> tuple[int, tuple[pa.Table, pa.Table] | None]:
         """Write one part batch by batch; returns the number of its rows, and what the witness needs
         of the rows and of the grades."""
         seen: list[tuple[pa.RecordBatch, pa.RecordBatch]] = []
@@ -118,9 +118,11 @@ class GradingPass:
                 seen.append((batch.select(kept), grades))
             yield grades
 
-    def _grade_rows(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+    def _grade_rows(self, parts: Sequence[GradePart]) -> Iterator[tuple[GradePart, int]]:
         """Write parts row by row, with rows of several parts at the workers at a time."""
-        keys: deque[tuple[Part, Mapping[str, Any]]] = deque()  # rows the grader has not given back
+        keys: deque[tuple[GradePart, Mapping[str, Any]]] = (
+            deque()
+        )  # rows the grader has not given back
 
         def rows() -> Iterator[tuple[str | None, Mapping[str, Any]]]:
             for part in parts:
@@ -128,7 +130,7 @@ class GradingPass:
                     keys.append((part, {name: row[name] for name in ROW_KEYS}))
                     yield row[self.text_column], row
 
-        def graded() -> Iterator[tuple[Part, dict[str, Any]]]:
+        def graded() -> Iterator[tuple[GradePart, dict[str, Any]]]:
             for values in self.grader.grade(rows()):
                 if self.stop():
                     raise Stopped
@@ -182,7 +184,7 @@ class GradingPass:
             return [name for name in schema.names if name in wanted and name not in ROW_KEYS]
         return list(schema.names[len(ROW_KEYS) : schema.names.index(self.text_column)])
 
-    def _write(self, part: Part, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
+    def _write(self, part: GradePart, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
         """Write the grades of one shard; returns their number."""
         count = 0
         changes = self.changes
@@ -204,7 +206,7 @@ class GradingPass:
                 changes.add(before, pa.Table.from_batches(after))
         return count
 
-    def _schema(self, part: Part, rows: pa.Schema) -> pa.Schema:
+    def _schema(self, part: GradePart, rows: pa.Schema) -> pa.Schema:
         """The columns of a part, given those of its shard."""
         fields = [rows.field(name) for name in ROW_KEYS]
         made = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}

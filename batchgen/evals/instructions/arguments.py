@@ -8,7 +8,7 @@ from typing import Any
 LESS, AT_LEAST = "less than", "at least"
 
 
-class Arguments:
+class InstructionArguments:
     """The arguments of one instruction by name; null stands for none.
 
     Its methods raise ValueError, which names the argument, if it is missing or of another type.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.evals.instructions.arguments import Arguments
+from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.ifbench_forms import FORMS, REFUSED
 from batchgen.evals.instructions.ifbench_words import WORDS
 from batchgen.evals.instructions.ifeval import IFEVAL
@@ -50,7 +50,7 @@ def follows_instruction(
         )
     if prompt is not None and kwargs.get("prompt_to_repeat") is None:
         kwargs = {**kwargs, "prompt_to_repeat": prompt}
-    args = Arguments(instruction_id, kwargs)
+    args = InstructionArguments(instruction_id, kwargs)
     versions = _versions(response) if loose else [response]
     return any(check(text, args) for text in versions if text.strip())
 

@@ -13,7 +13,7 @@ import string
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 
-from batchgen.evals.instructions.arguments import Arguments
+from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.ifbench_words import tokens, words_of
 from batchgen.evals.instructions.sentences import sentences
 
@@ -36,7 +36,7 @@ _DATE = re.compile(r"(\d{4})-(\d{2})-(\d{2})")
 _LAST_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
 
-def _parentheses(text: str, args: Arguments) -> bool:
+def _parentheses(text: str, args: InstructionArguments) -> bool:
     """Five levels are open in each other, and the innermost is closed; a mismatch begins anew."""
     opened: list[str] = []
     depth = 0
@@ -54,7 +54,7 @@ def _parentheses(text: str, args: Arguments) -> bool:
     return False
 
 
-def _quotes(text: str, args: Arguments) -> bool:
+def _quotes(text: str, args: InstructionArguments) -> bool:
     """Quotes of both kinds stand three deep in each other, and three of them are closed."""
     opened: list[str] = []
     deepest = 0
@@ -69,7 +69,7 @@ def _quotes(text: str, args: Arguments) -> bool:
     return False
 
 
-def _options(text: str, args: Arguments) -> bool:
+def _options(text: str, args: InstructionArguments) -> bool:
     options = args.text("options")
     between = next((mark for mark in ("/", "or") if mark in options), ",")
     known = [option.strip() for option in options.split(between)]
@@ -78,12 +78,12 @@ def _options(text: str, args: Arguments) -> bool:
     return text.strip(_MARKS).lower() in [option.strip(_MARKS).lower() for option in known]
 
 
-def _newline(text: str, args: Arguments) -> bool:
+def _newline(text: str, args: InstructionArguments) -> bool:
     bare = text.translate(_NO_MARKS).strip()
     return sum(line != "" for line in bare.split("\n")) == len(bare.split())
 
 
-def _emoji(text: str, args: Arguments) -> bool:
+def _emoji(text: str, args: InstructionArguments) -> bool:
     """An emoji is the last or last but one character of each sentence, or begins the next one."""
     found = [sentence.translate(_NO_MARKS).strip() for sentence in sentences(text)]
     for sentence, following in zip(found, [*found[1:], ""], strict=True):
@@ -92,24 +92,24 @@ def _emoji(text: str, args: Arguments) -> bool:
     return True
 
 
-def _line_indent(text: str, args: Arguments) -> bool:
+def _line_indent(text: str, args: InstructionArguments) -> bool:
     lines = [line for line in text.split("\n") if line.strip()]
     indents = [len(line) - len(line.lstrip(" ")) for line in lines]
     return all(a < b for a, b in itertools.pairwise(indents))
 
 
-def _quote_unquote(text: str, args: Arguments) -> bool:
+def _quote_unquote(text: str, args: InstructionArguments) -> bool:
     """No quote follows another one at once, and none ends the text."""
     bare = "".join(text.replace("'\"'", "").split())
     end = bare.strip(string.digits + string.punctuation.replace('"', ""))
     return '""' not in bare and not end.endswith('"')
 
 
-def _list(text: str, args: Arguments) -> bool:
+def _list(text: str, args: InstructionArguments) -> bool:
     return text.count(args.text("sep")) >= 2
 
 
-def _thesis(text: str, args: Arguments) -> bool:
+def _thesis(text: str, args: InstructionArguments) -> bool:
     """Something stands in <i> or <em>, and something behind it."""
     start = next((at for tag in ("<i>", "<em>") if (at := text.find(tag)) >= 0), -1)
     rest = text[start:]
@@ -117,11 +117,11 @@ def _thesis(text: str, args: Arguments) -> bool:
     return start >= 0 and end >= 0 and bool(rest[3:end].strip()) and bool(rest[end + 4 :].strip())
 
 
-def _sub_bullets(text: str, args: Arguments) -> bool:
+def _sub_bullets(text: str, args: InstructionArguments) -> bool:
     return all("-" in bullet for bullet in text.split("*")[1:])
 
 
-def _no_bullets_bullets(text: str, args: Arguments) -> bool:
+def _no_bullets_bullets(text: str, args: InstructionArguments) -> bool:
     """Two sentences, and then nothing but lines with *, two at least."""
     lines = text.split("\n")
     is_bullet = [line.strip().startswith("*") for line in lines]
@@ -137,7 +137,7 @@ def _no_bullets_bullets(text: str, args: Arguments) -> bool:
     return count >= 2 and all(is_bullet[first:])
 
 
-def _title_case(text: str, args: Arguments) -> bool:
+def _title_case(text: str, args: InstructionArguments) -> bool:
     found = [word for word in tokens(text) if word[0].isalpha()]
     return not any(
         word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper())
@@ -145,19 +145,19 @@ def _title_case(text: str, args: Arguments) -> bool:
     )
 
 
-def _output_template(text: str, args: Arguments) -> bool:
+def _output_template(text: str, args: InstructionArguments) -> bool:
     return all(part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:"))
 
 
-def _no_whitespace(text: str, args: Arguments) -> bool:
+def _no_whitespace(text: str, args: InstructionArguments) -> bool:
     return not any(map(str.isspace, text))
 
 
-def _multiples(text: str, args: Arguments) -> bool:
+def _multiples(text: str, args: InstructionArguments) -> bool:
     return re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
 
 
-def _mcq_count_length(text: str, args: Arguments) -> bool:
+def _mcq_count_length(text: str, args: InstructionArguments) -> bool:
     """Four questions with five options each, which become longer, and nothing before them."""
     if not text.startswith("Question"):
         return False
@@ -172,7 +172,7 @@ def _mcq_count_length(text: str, args: Arguments) -> bool:
     return len(parts) == 4 and all(a < b for a, b in itertools.pairwise(lengths))
 
 
-def _reverse_newline(text: str, args: Arguments) -> bool:
+def _reverse_newline(text: str, args: InstructionArguments) -> bool:
     """From Zimbabwe on 52 lines at least, in the reverse order of the alphabet."""
     lines = [line.strip(_MARKS) for line in text.split("\n") if line.strip(_MARKS)]
     start = next((at for at, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
@@ -184,21 +184,21 @@ def _ascii(text: str) -> str:
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
-def _word_reverse(text: str, args: Arguments) -> bool:
+def _word_reverse(text: str, args: InstructionArguments) -> bool:
     backwards = " ".join(reversed(words_of(text)))
     return "bald eagle" in backwards and backwards in sentences(backwards)
 
 
-def _character_reverse(text: str, args: Arguments) -> bool:
+def _character_reverse(text: str, args: InstructionArguments) -> bool:
     return "elgae dlab" in text.lower()
 
 
-def _sentence_alphabet(text: str, args: Arguments) -> bool:
+def _sentence_alphabet(text: str, args: InstructionArguments) -> bool:
     firsts = [s.lstrip(string.punctuation + string.whitespace)[:1] for s in sentences(text)]
     return "".join(firsts).lower() == string.ascii_lowercase and len(firsts) == 26
 
 
-def _european_capitals(text: str, args: Arguments) -> bool:
+def _european_capitals(text: str, args: InstructionArguments) -> bool:
     return [city.strip() for city in _ascii(text).split(",") if city.strip()] == _CAPITALS
 
 
@@ -210,7 +210,7 @@ def _cells(text: str, delimiter: str = ",") -> list[list[str]]:
         return []
 
 
-def _csv_city(text: str, args: Arguments) -> bool:
+def _csv_city(text: str, args: InstructionArguments) -> bool:
     rows = _cells(text)
     header = ["ID", "Country", "City", "Year", "Count"]
     return len(rows) == 8 and rows[0] == header and all(len(row) == 5 for row in rows)
@@ -221,7 +221,7 @@ def _has_header(text: str, names: Sequence[str], between: str) -> bool:
     return re.fullmatch(pattern, text.split("\n")[0].strip()) is not None
 
 
-def _csv_special_character(text: str, args: Arguments) -> bool:
+def _csv_special_character(text: str, args: InstructionArguments) -> bool:
     names = ("ProductID", "Category", "Brand", "Price", "Stock")
     rows = _cells(text.replace('"', '"""'))
     if not _has_header(text, names, r",[ \t]*") or len(rows) != 15:
@@ -234,7 +234,7 @@ def _csv_special_character(text: str, args: Arguments) -> bool:
     return False
 
 
-def _csv_quotes(text: str, args: Arguments) -> bool:
+def _csv_quotes(text: str, args: InstructionArguments) -> bool:
     names = ("StudentID", "Subject", "Grade", "Semester", "Score")
     rows = _cells(text.replace('"', '"""'), "\t")
     if not _has_header(text, names, "\t *") or len(rows) != 4:
@@ -244,7 +244,7 @@ def _csv_quotes(text: str, args: Arguments) -> bool:
     return five and all(cell[:1] == cell[-1:] == '"' for cell in cells)
 
 
-def _date_format_list(text: str, args: Arguments) -> bool:
+def _date_format_list(text: str, args: InstructionArguments) -> bool:
     """Days between 1769 and 1821; the published check takes month 00 and day 00 too."""
     for part in text.split(","):
         match = _DATE.fullmatch(part.strip())
@@ -256,22 +256,22 @@ def _date_format_list(text: str, args: Arguments) -> bool:
     return True
 
 
-def _repeat_change(text: str, args: Arguments) -> bool:
+def _repeat_change(text: str, args: InstructionArguments) -> bool:
     wanted = args.text("prompt_to_repeat")
     return text != wanted and text.split()[1:] == wanted.split()[1:]
 
 
-def _repeat_simple(text: str, args: Arguments) -> bool:
+def _repeat_simple(text: str, args: InstructionArguments) -> bool:
     return text.strip().lower() == _REPEATED
 
 
-def _repeat_span(text: str, args: Arguments) -> bool:
+def _repeat_span(text: str, args: InstructionArguments) -> bool:
     words = args.text("prompt_to_repeat").split()
     span = " ".join(words[args.number("n_start") : args.number("n_end") + 1])
     return text.strip().lower() == span.lower()
 
 
-FORMS: Mapping[str, Callable[[str, Arguments], bool]] = {
+FORMS: Mapping[str, Callable[[str, InstructionArguments], bool]] = {
     "format:parentheses": _parentheses,
     "format:quotes": _quotes,
     "format:options": _options,

@@ -12,7 +12,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from batchgen.evals.instructions.arguments import Arguments
+from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.sentences import count_words, sentences
 
 _MARKS = string.punctuation + " "
@@ -66,15 +66,15 @@ def _word_tokens(text: str) -> list[str]:
     return [token for token in tokens(text) if any(map(str.isalnum, token))]
 
 
-def _word_count_range(text: str, args: Arguments) -> bool:
+def _word_count_range(text: str, args: InstructionArguments) -> bool:
     return args.number("min_words") <= count_words(text) <= args.number("max_words")
 
 
-def _unique_word_count(text: str, args: Arguments) -> bool:
+def _unique_word_count(text: str, args: InstructionArguments) -> bool:
     return len({word.strip(_MARKS) for word in text.lower().split()}) >= args.number("N")
 
 
-def _stop_words(text: str, args: Arguments) -> bool:
+def _stop_words(text: str, args: InstructionArguments) -> bool:
     found = re.findall(r"\w+", text.lower())
     share = sum(word in _STOP_WORDS for word in found) / max(1, len(found))
     return bool(found) and share * 100 <= args.number("percentage")
@@ -86,33 +86,33 @@ def _counts(text: str) -> tuple[int, int, int]:
     return ends["."], ends["?"], ends["!"]
 
 
-def _sentence_type(text: str, args: Arguments) -> bool:
+def _sentence_type(text: str, args: InstructionArguments) -> bool:
     said, asked, _ = _counts(text)
     return said == 2 * asked
 
 
-def _sentence_balance(text: str, args: Arguments) -> bool:
+def _sentence_balance(text: str, args: InstructionArguments) -> bool:
     return len({*_counts(text)}) == 1
 
 
-def _sentence_words(text: str, args: Arguments) -> bool:
+def _sentence_words(text: str, args: InstructionArguments) -> bool:
     found = sentences(text)
     words = words_of(" ".join(found))
     same_length = len({*map(len, found)}) == 1
     return len(found) == 3 and same_length and len(words) == len({*words})
 
 
-def _conjunctions(text: str, args: Arguments) -> bool:
+def _conjunctions(text: str, args: InstructionArguments) -> bool:
     """Conjunctions count as different as they are written: `and` and `And,` are two."""
     found = {word for word in text.split() if word.strip(_MARKS).lower() in _CONJUNCTIONS}
     return len(found) >= args.number("small_n")
 
 
-def _person_names(text: str, args: Arguments) -> bool:
+def _person_names(text: str, args: InstructionArguments) -> bool:
     return sum(bool(re.search(rf"\b{name}\b", text)) for name in _NAMES) >= args.number("N")
 
 
-def _overlap(text: str, args: Arguments) -> bool:
+def _overlap(text: str, args: InstructionArguments) -> bool:
     """The share of the response's runs of three tokens that the reference has, within 2%."""
     own, reference = (
         {*zip(found, found[1:], found[2:], strict=False)}
@@ -122,11 +122,11 @@ def _overlap(text: str, args: Arguments) -> bool:
     return bool(own) and abs(share - args.number("percentage")) <= 2
 
 
-def _numbers(text: str, args: Arguments) -> bool:
+def _numbers(text: str, args: InstructionArguments) -> bool:
     return len(re.findall(r"\d+", text.translate(_NO_MARKS))) == args.number("N")
 
 
-def _punctuation(text: str, args: Arguments) -> bool:
+def _punctuation(text: str, args: InstructionArguments) -> bool:
     rest = text
     for mark in ("?!", "!?"):
         if mark in rest:
@@ -135,7 +135,7 @@ def _punctuation(text: str, args: Arguments) -> bool:
     return (rest != text or "‽" in text) and {*".,!?;:"} <= {*rest}
 
 
-def _words_japanese(text: str, args: Arguments) -> bool:
+def _words_japanese(text: str, args: InstructionArguments) -> bool:
     nth = args.number("N")
     if nth < 1:
         raise ValueError("count:words_japanese: N must be 1 at least")
@@ -143,12 +143,12 @@ def _words_japanese(text: str, args: Arguments) -> bool:
     return all(_JAPANESE.search(word) for word in found if word and not word.isdigit())
 
 
-def _pronouns(text: str, args: Arguments) -> bool:
+def _pronouns(text: str, args: InstructionArguments) -> bool:
     found = tokens(text.replace("/", " ").lower())
     return sum(word in _PRONOUNS for word in found) >= args.number("N")
 
 
-def _keywords_multiple(text: str, args: Arguments) -> bool:
+def _keywords_multiple(text: str, args: InstructionArguments) -> bool:
     wanted = {"keyword1": 1, "keyword2": 2, "keyword3": 3, "keyword4": 5, "keyword5": 7}
     return all(
         len(re.findall(rf"\b{re.escape(args.text(name).strip())}\b", text, re.I)) == count
@@ -156,7 +156,7 @@ def _keywords_multiple(text: str, args: Arguments) -> bool:
     )
 
 
-def _alphabet(text: str, args: Arguments) -> bool:
+def _alphabet(text: str, args: InstructionArguments) -> bool:
     """Each word begins with the letter behind that of the word before; after z comes a."""
     found = [word[0] for word in words_of(text)]
     if not found or not "a" <= found[0] <= "z":
@@ -165,15 +165,15 @@ def _alphabet(text: str, args: Arguments) -> bool:
     return all(ord(l) - ord("a") == (first + at) % 26 for at, l in enumerate(found))  # noqa: E741
 
 
-def _vowel(text: str, args: Arguments) -> bool:
+def _vowel(text: str, args: InstructionArguments) -> bool:
     return "\n" not in text.strip() and len({*text.lower()} & {*"aeiou"}) <= 3
 
 
-def _consonants(text: str, args: Arguments) -> bool:
+def _consonants(text: str, args: InstructionArguments) -> bool:
     return all(_CONSONANTS.search(word) for word in text.lower().split())
 
 
-def _alliteration(text: str, args: Arguments) -> bool:
+def _alliteration(text: str, args: InstructionArguments) -> bool:
     """Each sentence has more words in rows with one first letter than the one before."""
     before = -1
     for sentence in sentences(text):
@@ -187,41 +187,41 @@ def _alliteration(text: str, args: Arguments) -> bool:
     return True
 
 
-def _palindrome(text: str, args: Arguments) -> bool:
+def _palindrome(text: str, args: InstructionArguments) -> bool:
     return sum(word == word[::-1] and len(word) >= 5 for word in words_of(text)) >= 10
 
 
-def _prime_lengths(text: str, args: Arguments) -> bool:
+def _prime_lengths(text: str, args: InstructionArguments) -> bool:
     return all(len(word) in _PRIMES for word in text.translate(_NO_MARKS).split())
 
 
-def _repeats(text: str, args: Arguments) -> bool:
+def _repeats(text: str, args: InstructionArguments) -> bool:
     return max(Counter(words_of(text)).values(), default=0) <= args.number("small_n")
 
 
-def _nth(found: list[str], place: int) -> str | None:
+def _nth(items: list[str], index: int) -> str | None:
     """The one at a place that counts from 1; None if there is none."""
-    return found[place - 1] if 1 <= place <= len(found) else None
+    return items[index - 1] if 1 <= index <= len(items) else None
 
 
-def _keyword(text: str, args: Arguments) -> bool:
+def _keyword(text: str, args: InstructionArguments) -> bool:
     sentence = _nth(sentences(text), args.number("N"))
     word = re.escape(args.text("word"))
     return sentence is not None and re.search(rf"\b{word}\b", sentence, re.I) is not None
 
 
-def _specific_position(text: str, args: Arguments) -> bool:
+def _specific_position(text: str, args: InstructionArguments) -> bool:
     sentence = _nth(sentences(text), args.number("n"))
     word = None if sentence is None else _nth(_word_tokens(sentence), args.number("m"))
     return word is not None and word.lower() == args.text("keyword").strip().lower()
 
 
-def _words_position(text: str, args: Arguments) -> bool:
+def _words_position(text: str, args: InstructionArguments) -> bool:
     found = [word.lower() for word in _word_tokens(text)]
     return len(found) > 1 and found[1] == found[-2] == args.text("keyword").strip().lower()
 
 
-def _last_first(text: str, args: Arguments) -> bool:
+def _last_first(text: str, args: InstructionArguments) -> bool:
     found = sentences(text)
     for one, following in itertools.pairwise(found):
         last, first = one.rstrip(_MARKS).split()[-1:], following.lstrip(_MARKS).split()[:1]
@@ -230,23 +230,23 @@ def _last_first(text: str, args: Arguments) -> bool:
     return True
 
 
-def _paragraph_last_first(text: str, args: Arguments) -> bool:
+def _paragraph_last_first(text: str, args: InstructionArguments) -> bool:
     lines = [line.strip().strip(_MARKS).split() for line in text.lower().split("\n")]
     return all(words[0] == words[-1] for words in lines if words)
 
 
-def _increment(text: str, args: Arguments) -> bool:
+def _increment(text: str, args: InstructionArguments) -> bool:
     counts = [len(words_of(sentence)) for sentence in sentences(text)]
     more = args.number("small_n")
     return all(b == a + more for a, b in itertools.pairwise(counts))
 
 
-def _no_consecutive(text: str, args: Arguments) -> bool:
+def _no_consecutive(text: str, args: InstructionArguments) -> bool:
     firsts = [word[0] for word in words_of(text)]
     return all(a != b for a, b in itertools.pairwise(firsts))
 
 
-WORDS: Mapping[str, Callable[[str, Arguments], bool]] = {
+WORDS: Mapping[str, Callable[[str, InstructionArguments], bool]] = {
     "count:word_count_range": _word_count_range,
     "count:unique_word_count": _unique_word_count,
     "count:conjunctions": _conjunctions,

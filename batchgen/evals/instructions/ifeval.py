@@ -11,21 +11,21 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from batchgen.evals.instructions.arguments import Arguments
+from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.language import language_of
 from batchgen.evals.instructions.sentences import count_sentences, count_words
 
-Check = Callable[[str, Arguments], bool]
+Check = Callable[[str, InstructionArguments], bool]
 _YES_OR_NO = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _TOKEN = re.compile(r"[^\W_](?:[^\s\"(),:;!?\[\]{}<>]*[^\W_])?")
 _FENCES = ("```json", "```Json", "```JSON", "```")
 
 
-def _keywords(text: str, args: Arguments) -> bool:
+def _keywords(text: str, args: InstructionArguments) -> bool:
     return all(_occurrences(text, keyword) for keyword in args.texts("keywords"))
 
 
-def _keyword_frequency(text: str, args: Arguments) -> bool:
+def _keyword_frequency(text: str, args: InstructionArguments) -> bool:
     return args.compares(_occurrences(text, args.text("keyword")), "frequency")
 
 
@@ -33,36 +33,36 @@ def _occurrences(text: str, keyword: str) -> int:
     return len(re.findall(re.escape(keyword.strip()), text, re.IGNORECASE))
 
 
-def _forbidden_words(text: str, args: Arguments) -> bool:
+def _forbidden_words(text: str, args: InstructionArguments) -> bool:
     words = map(re.escape, args.texts("forbidden_words"))
     return not any(re.search(rf"(?<!\w){word}(?!\w)", text, re.IGNORECASE) for word in words)
 
 
-def _letter_frequency(text: str, args: Arguments) -> bool:
+def _letter_frequency(text: str, args: InstructionArguments) -> bool:
     count = text.lower().count(args.text("letter").strip().lower())
     return args.compares(count, "let_frequency", "let_relation")
 
 
-def _response_language(text: str, args: Arguments) -> bool:
+def _response_language(text: str, args: InstructionArguments) -> bool:
     return language_of(text) in (args.text("language"), None)
 
 
-def _number_sentences(text: str, args: Arguments) -> bool:
+def _number_sentences(text: str, args: InstructionArguments) -> bool:
     return args.compares(count_sentences(text), "num_sentences")
 
 
-def _number_words(text: str, args: Arguments) -> bool:
+def _number_words(text: str, args: InstructionArguments) -> bool:
     return args.compares(count_words(text), "num_words")
 
 
-def _number_paragraphs(text: str, args: Arguments) -> bool:
+def _number_paragraphs(text: str, args: InstructionArguments) -> bool:
     """Paragraphs are divided by ***, and only the first and the last may be empty."""
     parts = [part.strip() for part in text.split("***")]
     inner = parts[bool(not parts[0]) : len(parts) - (len(parts) > 1 and not parts[-1])]
     return all(inner) and len(inner) == args.number("num_paragraphs")
 
 
-def _nth_paragraph_first_word(text: str, args: Arguments) -> bool:
+def _nth_paragraph_first_word(text: str, args: InstructionArguments) -> bool:
     """Paragraphs are divided by empty lines; the nth is counted with those that are blank."""
     parts, nth = text.split("\n\n"), args.number("nth_paragraph")
     count = sum(bool(part.strip()) for part in parts)
@@ -72,7 +72,7 @@ def _nth_paragraph_first_word(text: str, args: Arguments) -> bool:
     return count == args.number("num_paragraphs") and first == args.text("first_word").lower()
 
 
-def _number_placeholders(text: str, args: Arguments) -> bool:
+def _number_placeholders(text: str, args: InstructionArguments) -> bool:
     """Placeholders stand in square brackets, within a line."""
     return sum(map(_placeholders, text.split("\n"))) >= args.number("num_placeholders")
 
@@ -84,24 +84,24 @@ def _placeholders(line: str) -> int:
     return count
 
 
-def _postscript(text: str, args: Arguments) -> bool:
+def _postscript(text: str, args: InstructionArguments) -> bool:
     marker = args.text("postscript_marker").strip().lower()
     patterns = {"p.p.s": r"p\.\s?p\.\s?s", "p.s.": r"p\.\s?s\."}
     return re.search(patterns.get(marker, re.escape(marker)), text.lower()) is not None
 
 
-def _number_bullet_lists(text: str, args: Arguments) -> bool:
+def _number_bullet_lists(text: str, args: InstructionArguments) -> bool:
     """Bullets are lines that begin with - or one *."""
     lines = (line.lstrip() for line in text.split("\n"))
     bullets = [line for line in lines if line[:1] == "-" or re.match(r"\*[^*]", line)]
     return len(bullets) == args.number("num_bullets")
 
 
-def _constrained_response(text: str, args: Arguments) -> bool:
+def _constrained_response(text: str, args: InstructionArguments) -> bool:
     return any(answer in text for answer in _YES_OR_NO)
 
 
-def _number_highlighted_sections(text: str, args: Arguments) -> bool:
+def _number_highlighted_sections(text: str, args: InstructionArguments) -> bool:
     """Highlights stand between two * or between two **, within a line."""
     single = (match.strip("*") for match in re.findall(r"\*[^\n*]*\*", text))
     double = (match[2:-2] for match in re.findall(r"\*\*[^\n*]*\*\*", text))
@@ -109,13 +109,13 @@ def _number_highlighted_sections(text: str, args: Arguments) -> bool:
     return count >= args.number("num_highlights")
 
 
-def _multiple_sections(text: str, args: Arguments) -> bool:
+def _multiple_sections(text: str, args: InstructionArguments) -> bool:
     """Sections begin with a word and their number, such as SECTION 1."""
     splitter = re.escape(args.text("section_spliter").strip())  # the key's own spelling
     return len(re.findall(rf"{splitter}\s?\d+", text)) >= args.number("num_sections")
 
 
-def _json_format(text: str, args: Arguments) -> bool:
+def _json_format(text: str, args: InstructionArguments) -> bool:
     text = text.strip()
     for fence in _FENCES:
         text = text.removeprefix(fence)
@@ -126,7 +126,7 @@ def _json_format(text: str, args: Arguments) -> bool:
     return True
 
 
-def _title(text: str, args: Arguments) -> bool:
+def _title(text: str, args: InstructionArguments) -> bool:
     """A title stands between << and >>, within a line."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
@@ -135,7 +135,7 @@ def _title(text: str, args: Arguments) -> bool:
     return False
 
 
-def _two_responses(text: str, args: Arguments) -> bool:
+def _two_responses(text: str, args: InstructionArguments) -> bool:
     """Two different responses with six * between them, and perhaps around them."""
     parts = [part.strip() for part in text.split("******")]
     responses = [part for part in parts if part]
@@ -144,34 +144,34 @@ def _two_responses(text: str, args: Arguments) -> bool:
     return len(responses) == 2 and responses[0] != responses[1]
 
 
-def _repeat_prompt(text: str, args: Arguments) -> bool:
+def _repeat_prompt(text: str, args: InstructionArguments) -> bool:
     prompt = args.text("prompt_to_repeat")
     return text.strip().lower().startswith(prompt.strip().lower())
 
 
-def _end_checker(text: str, args: Arguments) -> bool:
+def _end_checker(text: str, args: InstructionArguments) -> bool:
     return text.strip().strip('"').lower().endswith(args.text("end_phrase").strip().lower())
 
 
-def _capital_word_frequency(text: str, args: Arguments) -> bool:
+def _capital_word_frequency(text: str, args: InstructionArguments) -> bool:
     """Words in capital letters; a word with hyphens is one."""
     count = sum(word.isupper() for word in _TOKEN.findall(text))
     return args.compares(count, "capital_frequency", "capital_relation")
 
 
-def _english_capital(text: str, args: Arguments) -> bool:
+def _english_capital(text: str, args: InstructionArguments) -> bool:
     return text.isupper() and language_of(text) in ("en", None)
 
 
-def _english_lowercase(text: str, args: Arguments) -> bool:
+def _english_lowercase(text: str, args: InstructionArguments) -> bool:
     return text.islower() and language_of(text) in ("en", None)
 
 
-def _no_comma(text: str, args: Arguments) -> bool:
+def _no_comma(text: str, args: InstructionArguments) -> bool:
     return "," not in text
 
 
-def _quotation(text: str, args: Arguments) -> bool:
+def _quotation(text: str, args: InstructionArguments) -> bool:
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 

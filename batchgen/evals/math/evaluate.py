@@ -40,10 +40,10 @@ def coordinate(point: int, name: str) -> Fraction:
 def values_of(node: Node) -> tuple[Value, ...]:
     """The values of an expression at all points; NotRead if it is none, Undefined where it has no
     value."""
-    return tuple(value_at(node, partial(coordinate, point)) for point in range(POINTS))
+    return tuple(evaluate_at(node, partial(coordinate, point)) for point in range(POINTS))
 
 
-def value_at(node: Node, variable: Callable[[str], Value]) -> Value:
+def evaluate_at(node: Node, variable: Callable[[str], Value]) -> Value:
     """The value of an expression where `variable` gives those of variables; NotRead or Undefined
     otherwise."""
     if isinstance(node, Number):
@@ -55,7 +55,7 @@ def value_at(node: Node, variable: Callable[[str], Value]) -> Value:
         return variable(node.name) if constant is None else +constant
     if not isinstance(node, Call):
         raise NotRead
-    values = [value_at(argument, variable) for argument in node.arguments]
+    values = [evaluate_at(argument, variable) for argument in node.arguments]
     first = values[0]
     match node.name:
         case "+":
@@ -87,7 +87,7 @@ def constant(node: Node) -> Value:
     """The value of an expression without variables; NotRead or Undefined otherwise."""
     if variables_of(node):
         raise NotRead
-    return numbers.snapped(value_at(node, lambda _: Fraction(0)))
+    return numbers.snapped(evaluate_at(node, lambda _: Fraction(0)))
 
 
 def value_form(node: Node) -> str:

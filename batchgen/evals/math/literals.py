@@ -7,7 +7,7 @@ from fractions import Fraction
 from batchgen.evals.math.reading.layout import tidy
 from batchgen.evals.math.reading.nodes import (
     Call,
-    Choice,
+    LetterChoice,
     Node,
     NotRead,
     Number,
@@ -19,7 +19,7 @@ from batchgen.evals.math.reading.parser import read
 from batchgen.evals.math.relation_forms import named_value
 
 
-def literal(text: str) -> Fraction | None:
+def literal_number(text: str) -> Fraction | None:
     """The number that an answer says in digits; None if it says no number, or asks for arithmetic.
 
     A sign, a unit, a percent sign, a name or a sum of names before `=` and words for powers of ten
@@ -48,7 +48,7 @@ def _literal(node: Node) -> Fraction | None:
         case Relation():
             value_node = named_value(node)
             return None if value_node is None else _literal(value_node)
-        case Choice():
+        case LetterChoice():
             return _literal(node.text)
     return None
 

@@ -9,12 +9,12 @@ from batchgen.evals.math.evaluate import value_form
 from batchgen.evals.math.forms import NAME, UNIT, Forms, text_form
 from batchgen.evals.math.numbers import Undefined
 from batchgen.evals.math.reading.nodes import (
+    AnswerList,
     Based,
+    Bracketed,
     Builder,
     Call,
-    Choice,
-    Group,
-    Listing,
+    LetterChoice,
     Matrix,
     Node,
     NotRead,
@@ -122,12 +122,14 @@ def _ratio(node: Ratio) -> Forms:
     return Forms.of("ratio " + ":".join(parts))
 
 
-def _group(node: Group) -> Forms:
+def _group(node: Bracketed) -> Forms:
     items = [forms_of(item) for item in node.items]
     if node.opening == "{set":
         return _set(items)
     inside = ";".join(item.main for item in items)
-    rows = [item.items for item in node.items if isinstance(item, Group) and item.opening == "["]
+    rows = [
+        item.items for item in node.items if isinstance(item, Bracketed) and item.opening == "["
+    ]
     if node.opening == "[" and len(rows) == len(items):  # as programs write matrices
         return forms_of(Matrix(tuple(rows)))
     full = [f"{node.opening}{inside}{node.closing}"]
@@ -162,7 +164,7 @@ def _matrix(node: Matrix) -> Forms:
     if len(rows) == 1 and len(rows[0]) == 1:
         full.append(rows[0][0])
     elif all(len(row) == 1 for row in rows):
-        full.append(forms_of(Group("(", tuple(row[0] for row in node.rows), ")")).main)
+        full.append(forms_of(Bracketed("(", tuple(row[0] for row in node.rows), ")")).main)
     return Forms.of(*full)
 
 
@@ -186,12 +188,12 @@ def _operands(node: Node, name: str) -> list[str]:
     return [forms_of(node).main]
 
 
-def _listing(node: Listing) -> Forms:
+def _listing(node: AnswerList) -> Forms:
     items = [forms_of(item) for item in named(node.items)]
-    if node.joined == ";" and all(isinstance(item, Listing) for item in node.items):
+    if node.joined == ";" and all(isinstance(item, AnswerList) for item in node.items):
         # `p=5, q=2; p=7, q=2` says two points
-        values = [_point(item) for item in node.items if isinstance(item, Listing)]
-        points = forms_of(Listing(tuple(values), ","))
+        values = [_point(item) for item in node.items if isinstance(item, AnswerList)]
+        points = forms_of(AnswerList(tuple(values), ","))
         return _set(items).without(NAME, points.main)
     of_set = set_forms(node)
     if of_set.all and any(isinstance(i, Relation) and i.names != ("=",) for i in node.items):
@@ -199,10 +201,10 @@ def _listing(node: Listing) -> Forms:
     return _set(items).or_else(of_set)
 
 
-def _point(node: Listing) -> Node:
+def _point(node: AnswerList) -> Node:
     """The point whose coordinates equations say, in their order."""
     values = (named_value(one) if isinstance(one, Relation) else one for one in node.items)
-    return Group("(", tuple(value for value in values if value is not None), ")")
+    return Bracketed("(", tuple(value for value in values if value is not None), ")")
 
 
 def _based(node: Based) -> Forms:
@@ -212,7 +214,7 @@ def _based(node: Based) -> Forms:
     return Forms.of(f"{digits} base {node.base}")
 
 
-def _choice(node: Choice) -> Forms:
+def _choice(node: LetterChoice) -> Forms:
     letter, text = forms_of(Symbol(node.letter)), forms_of(node.text)
     return Forms.of(f"{node.letter}: {text.main}").holding(letter, "text").holding(text, "letter")
 
@@ -247,11 +249,11 @@ _FORMS = {
     Quantity: _quantity,
     Words: _words,
     Ratio: _ratio,
-    Group: _group,
+    Bracketed: _group,
     Matrix: _matrix,
     SetOperation: _real_set,
     Builder: _real_set,
     Relation: lambda node: relation_forms(node, forms_of),
-    Listing: _listing,
-    Choice: _choice,
+    AnswerList: _listing,
+    LetterChoice: _choice,
 }

@@ -8,13 +8,13 @@ from fractions import Fraction
 from typing import Any
 
 from batchgen.evals.math import numbers
-from batchgen.evals.math.evaluate import constant, value_at
+from batchgen.evals.math.evaluate import constant, evaluate_at
 from batchgen.evals.math.numbers import Undefined, Value
 from batchgen.evals.math.reading.nodes import (
+    AnswerList,
+    Bracketed,
     Builder,
     Call,
-    Group,
-    Listing,
     Node,
     NotRead,
     Relation,
@@ -61,7 +61,7 @@ def interval(low: Any, high: Any, with_low: bool, with_high: bool) -> Pieces:
     return ((first, last),) if first < last else ()
 
 
-def union(sets: Iterable[Pieces]) -> Pieces:
+def set_union(sets: Iterable[Pieces]) -> Pieces:
     """The numbers that are in any of the sets."""
     pieces = sorted((piece for one in sets for piece in one), key=lambda piece: piece[0])
     if len(pieces) > _MOST_PIECES:
@@ -76,7 +76,7 @@ def union(sets: Iterable[Pieces]) -> Pieces:
     return tuple(merged)
 
 
-def complement(pieces: Pieces) -> Pieces:
+def set_complement(pieces: Pieces) -> Pieces:
     """The real numbers that are not in a set."""
     edges = [_LEFT, *(edge for piece in pieces for edge in piece), _RIGHT]
     return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
@@ -84,7 +84,7 @@ def complement(pieces: Pieces) -> Pieces:
 
 def intersection(left: Pieces, right: Pieces) -> Pieces:
     """The numbers that are in both sets."""
-    return complement(union((complement(left), complement(right))))
+    return set_complement(set_union((set_complement(left), set_complement(right))))
 
 
 def set_text(pieces: Pieces) -> str:
@@ -106,7 +106,7 @@ def _edge_text(value: Any) -> str:
     return numbers.value_text(value)
 
 
-def bound(node: Node) -> Any:
+def interval_bound(node: Node) -> Any:
     """The value of an interval's bound, real or infinite, or NotRead."""
     if node == Symbol("oo"):
         return INFINITY
@@ -121,11 +121,11 @@ def bound(node: Node) -> Any:
 def set_of(node: Node, only_sets: bool = True) -> Pieces:
     """The set of real numbers that an answer says, or NotRead. With `only_sets` relations are
     refused, which say what is in a set but are none."""
-    if isinstance(node, Group):
+    if isinstance(node, Bracketed):
         if node.opening == "{set":
-            return union(interval(at, at, True, True) for at in map(bound, node.items))
+            return set_union(interval(at, at, True, True) for at in map(interval_bound, node.items))
         if len(node.items) == 2 and node.opening in "([" and node.closing in ")]":
-            low, high = map(bound, node.items)
+            low, high = map(interval_bound, node.items)
             if not less(low, high):
                 if low == high and node.opening + node.closing == "[]":
                     return interval(low, high, True, True)
@@ -134,8 +134,8 @@ def set_of(node: Node, only_sets: bool = True) -> Pieces:
     elif isinstance(node, SetOperation):
         left, right = set_of(node.left), set_of(node.right)
         if node.name == "|":
-            return union((left, right))
-        return intersection(left, right if node.name == "&" else complement(right))
+            return set_union((left, right))
+        return intersection(left, right if node.name == "&" else set_complement(right))
     elif isinstance(node, Builder):
         return set_of(node.condition, only_sets=False)
     elif not only_sets:
@@ -147,7 +147,7 @@ def set_of_relations(node: Node) -> Pieces:
     """The values of the one variable of relations for which they hold, or NotRead."""
     if isinstance(node, Relation):
         return _set_of_chain(node)
-    if isinstance(node, Listing):
+    if isinstance(node, AnswerList):
         if len({name for item in node.items for name in _variable(item)}) > 1:
             raise NotRead
         sets = [set_of_relations(item) for item in node.items]
@@ -157,7 +157,7 @@ def set_of_relations(node: Node) -> Pieces:
             for one in sets:
                 result = intersection(result, one)
             return result
-        either = union(sets)
+        either = set_union(sets)
         if either == ALL and node.joined == ",":  # `x > 2, x < 5` says both
             return intersection(sets[0], sets[1]) if len(sets) == 2 else either
         return either
@@ -198,14 +198,14 @@ def _set_of_one(left: Node, name: str, right: Node) -> Pieces:
                 _set_of_one(inner, name, limit),
                 _set_of_one(inner, _MIRRORED[name], Call("negate", (limit,))),
             )
-        return union(
+        return set_union(
             (
                 _set_of_one(inner, name, limit),
                 _set_of_one(inner, _MIRRORED[name], Call("negate", (limit,))),
             )
         )
     if isinstance(left, Symbol) and not variables_of(right):
-        return _half(bound(right), name)
+        return _half(interval_bound(right), name)
     slope, offset = _line(Call("+", (left, Call("negate", (right,)))))
     root = numbers.divide(numbers.multiply(Fraction(-1), offset), slope)
     return _half(root, name if slope > 0 else _MIRRORED[name])
@@ -215,7 +215,7 @@ def _line(node: Node) -> tuple[Value, Value]:
     """The slope and the value at 0 of an expression that is linear in its variable."""
     try:
         at = [
-            numbers.real(value_at(node, lambda _, x=x: Fraction(x)))  # type: ignore[misc]
+            numbers.real(evaluate_at(node, lambda _, x=x: Fraction(x)))  # type: ignore[misc]
             for x in (0, 1, 2, -5)
         ]
         slope = numbers.add(at[1], -at[0])
@@ -238,5 +238,5 @@ def _half(value: Any, name: str) -> Pieces:
         case ">" | ">=":
             return interval(value, INFINITY, name == ">=", True)
         case "!=":
-            return complement(interval(value, value, True, True))
+            return set_complement(interval(value, value, True, True))
     return interval(value, value, True, True)

@@ -10,9 +10,9 @@ from batchgen.evals.math.evaluate import values_of
 from batchgen.evals.math.forms import NAME, Forms
 from batchgen.evals.math.numbers import Undefined
 from batchgen.evals.math.reading.nodes import (
+    AnswerList,
+    Bracketed,
     Call,
-    Group,
-    Listing,
     Matrix,
     Node,
     NotRead,
@@ -45,10 +45,10 @@ def _equation(node: Relation, forms_of: FormsOf) -> Forms:
     scaled = _scaled(first, value) if len(sides) == 2 else ()
     if _is_name(first):
         full = [f"{_name(first, forms_of)} = {of_value.main}", *scaled]
-        if isinstance(first, Group) and isinstance(value, Group):  # `(x, y) = (5, 7)`
+        if isinstance(first, Bracketed) and isinstance(value, Bracketed):  # `(x, y) = (5, 7)`
             pairs = zip(first.items, value.items, strict=False)
             equations = tuple(Relation(pair, ("=",)) for pair in pairs)
-            full.append(forms_of(Listing(equations, ",")).main)
+            full.append(forms_of(AnswerList(equations, ",")).main)
         forms = Forms.of(*full)
         others = [side for side in sides if side is not first]
         if isinstance(first, Symbol) and any(first.name in variables_of(side) for side in others):
@@ -113,7 +113,9 @@ def _is_name(node: Node) -> bool:
         return all(_is_name(item) for item in node.items)
     if isinstance(node, Matrix):
         return all(_is_name(item) for row in node.rows for item in row)
-    return isinstance(node, Words) or (isinstance(node, Group) and all(map(_is_name, node.items)))
+    return isinstance(node, Words) or (
+        isinstance(node, Bracketed) and all(map(_is_name, node.items))
+    )
 
 
 def _is_differential(node: Node) -> bool:
@@ -161,13 +163,13 @@ def _inequality(node: Relation, forms_of: FormsOf) -> Forms:
         name, members = node.sides
         if not (isinstance(members, Symbol) and members.name.startswith("set ")):
             forms = forms.holding(forms_of(members), NAME)
-        if isinstance(members, Group) and members.opening == "{set" and members.items:
+        if isinstance(members, Bracketed) and members.opening == "{set" and members.items:
             equations = tuple(Relation((name, item), ("=",)) for item in members.items)
-            forms = forms.or_else(forms_of(Listing(equations, ",")))
+            forms = forms.or_else(forms_of(AnswerList(equations, ",")))
     elif len(node.sides) == 3 and set(node.names) <= {"<", "<="}:  # `0 < f(x) < 1`
         low, _, high = node.sides
         opening, closing = ("[" if name == "<=" else "(" for name in node.names)
-        bounds = Group(opening, (low, high), {"[": "]", "(": ")"}[closing])
+        bounds = Bracketed(opening, (low, high), {"[": "]", "(": ")"}[closing])
         forms = forms.holding(forms_of(bounds), NAME)
     return forms
 
@@ -201,7 +203,7 @@ def named(items: tuple[Node, ...]) -> tuple[Node, ...]:
     return first, *(Relation((first.sides[0], item), ("=",)) for item in items[1:])
 
 
-def set_forms(node: Relation | Listing) -> Forms:
+def set_forms(node: Relation | AnswerList) -> Forms:
     """The forms of the set of real numbers that relations say; none if they say no such set."""
     try:
         text = real_sets.set_text(real_sets.set_of_relations(node))
@@ -212,6 +214,6 @@ def set_forms(node: Relation | Listing) -> Forms:
     return Forms.of(f"{'/'.join(sorted(names))} in {text}").without(NAME, text)
 
 
-def _relations(node: Relation | Listing) -> list[Relation]:
+def _relations(node: Relation | AnswerList) -> list[Relation]:
     items = (node,) if isinstance(node, Relation) else node.items
     return [item for item in items if isinstance(item, Relation)]

@@ -8,7 +8,7 @@ from functools import lru_cache
 from batchgen.evals.math.forms import Forms, text_form
 from batchgen.evals.math.normal_forms import forms_of
 from batchgen.evals.math.reading.layout import tidy
-from batchgen.evals.math.reading.nodes import Listing, NotRead, Symbol, Words
+from batchgen.evals.math.reading.nodes import AnswerList, NotRead, Symbol, Words
 from batchgen.evals.math.reading.parser import read
 
 MOST_CHARACTERS = 2000
@@ -88,6 +88,6 @@ def _special(words: str) -> Forms | None:
     if _ORDERED.fullmatch(words):  # names, and the order of things
         forms = forms_of(Words(words))
         if _CHOICES.fullmatch(words):  # `ACD` is also three choices
-            forms = forms.or_else(forms_of(Listing(tuple(map(Symbol, words)), ",")))
+            forms = forms.or_else(forms_of(AnswerList(tuple(map(Symbol, words)), ",")))
         return forms
     return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 
-from batchgen.evals.programs.run_program import OUTCOMES, Result
+from batchgen.evals.programs.run_program import OUTCOMES, ProgramResult
 from batchgen.util.paths import user_cache
 from batchgen.util.temporary import temporary_name
 
@@ -22,15 +22,15 @@ class KnownResults:
         """Those of this user."""
         self._folder = user_cache() / "programs"
 
-    def get(self, key: str) -> Result | None:
+    def get(self, key: str) -> ProgramResult | None:
         """The result of a key; None if it is not known."""
         try:
-            known = Result(**json.loads((self._folder / key).read_text(encoding="utf-8")))
+            known = ProgramResult(**json.loads((self._folder / key).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
         return known if known.outcome in OUTCOMES else None
 
-    def put(self, key: str, result: Result) -> None:
+    def put(self, key: str, result: ProgramResult) -> None:
         """Remember a result."""
         if result.outcome == "timeout":
             return

@@ -15,9 +15,9 @@ from typing import Literal
 from batchgen.evals.programs.sandbox import (
     FORBIDDEN,
     OVER_TIME,
-    Process,
     Sandbox,
     SandboxError,
+    SandboxProcess,
     readable,
 )
 
@@ -33,7 +33,7 @@ class UnfitTests(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ProgramResult:
     """What came of a program: whether it passed, and where and how it did not."""
 
     outcome: Outcome
@@ -67,14 +67,14 @@ def _pipe() -> Iterator[_Pipe]:
 
 def run_with_input(
     sandbox: Sandbox, program: str, text: str, most_bytes: int
-) -> tuple[str, Result | None]:
+) -> tuple[str, ProgramResult | None]:
     """Run a program as a script with a standard input.
 
     Returns its output, and how it ended if not by itself and without an error. More output than
     `most_bytes` ends it.
 
     Raises:
-        SandboxError: see `Process.wait`.
+        SandboxError: see `SandboxProcess.wait`.
     """
     with contextlib.ExitStack() as stack:
         stdin = stack.enter_context(readable(text))
@@ -92,19 +92,19 @@ def run_with_input(
         deadline = time.monotonic() + sandbox.wall_seconds
         in_time = _read([out, errors], deadline, most_bytes, kept=errors)
         if len(out.content) > most_bytes:
-            return "", Result("crash", f"more than {most_bytes:,} bytes of output")
+            return "", ProgramResult("crash", f"more than {most_bytes:,} bytes of output")
         if not in_time:
             return "", _over_time(sandbox)
         return out.content.decode(errors="replace"), _failure(process, errors.content, sandbox)
 
 
-def run_tests(sandbox: Sandbox, program: str, tests: str) -> Result:
+def run_tests(sandbox: Sandbox, program: str, tests: str) -> ProgramResult:
     """Run code that tests a program against it. Both have sandboxes of their own, so that the
     program can neither read the tests nor write the verdict: it answers calls.
 
     Raises:
         UnfitTests: the tests give the program objects that have no copy.
-        SandboxError: see `Process.wait`.
+        SandboxError: see `SandboxProcess.wait`.
     """
     with contextlib.ExitStack() as stack:
         calls, answers, verdict = (stack.enter_context(_pipe()) for _ in range(3))
@@ -130,25 +130,29 @@ def run_tests(sandbox: Sandbox, program: str, tests: str) -> Result:
         if not _read([verdict], deadline, _MOST_VERDICT):
             return _over_time(sandbox)
         if not verdict.content:  # they needed too much time or memory, with what they got
-            return _failure(testing, b"", sandbox) or Result("crash", "the tests have no verdict")
+            return _failure(testing, b"", sandbox) or ProgramResult(
+                "crash", "the tests have no verdict"
+            )
         return _verdict(verdict.content, tested, sandbox)
 
 
-def _verdict(content: bytes, tested: Process, sandbox: Sandbox) -> Result:
+def _verdict(content: bytes, tested: SandboxProcess, sandbox: Sandbox) -> ProgramResult:
     """What the testing code has said of a program."""
     kind, *texts = json.loads(content)
     text = texts[0] if texts else None
     if kind == "unsupported":
         raise UnfitTests(text)
     if kind == "lost":
-        return _failure(tested, b"", sandbox) or Result("crash", "it ended before its tests did")
+        return _failure(tested, b"", sandbox) or ProgramResult(
+            "crash", "it ended before its tests did"
+        )
     outcomes: dict[str, Outcome] = {"passed": "passed", "wrong": "wrong"}
-    return Result(outcomes.get(kind, "crash"), text)
+    return ProgramResult(outcomes.get(kind, "crash"), text)
 
 
 def _read(pipes: list[_Pipe], deadline: float, most_bytes: int, kept: _Pipe | None = None) -> bool:
     """Read pipes to their ends; of `kept` the last bytes are kept. Returns whether all ended in
-    time and with at most so many bytes."""
+    time and with at most that number of bytes."""
     with selectors.DefaultSelector() as selector:
         for each in pipes:
             selector.register(each.read, selectors.EVENT_READ, each)
@@ -169,7 +173,7 @@ def _read(pipes: list[_Pipe], deadline: float, most_bytes: int, kept: _Pipe | No
     return True
 
 
-def _failure(process: Process, errors: bytes, sandbox: Sandbox) -> Result | None:
+def _failure(process: SandboxProcess, errors: bytes, sandbox: Sandbox) -> ProgramResult | None:
     """How a program ended that says nothing more; None if by itself and without an error."""
     try:
         code = process.wait()
@@ -178,17 +182,19 @@ def _failure(process: Process, errors: bytes, sandbox: Sandbox) -> Result | None
     except SandboxError as error:
         raise SandboxError(f"{error}: {_last_line(errors)}") from None
     if code == FORBIDDEN:
-        return Result("forbidden", "a system call that programs may not make")
+        return ProgramResult("forbidden", "a system call that programs may not make")
     if code in OVER_TIME:
         return _over_time(sandbox)
     if code == 0:
         return None
-    return Result("crash", _last_line(errors) or f"it ended with code {code}")
+    return ProgramResult("crash", _last_line(errors) or f"it ended with code {code}")
 
 
 def _last_line(errors: bytes) -> str:
     return "".join(errors.decode(errors="replace").strip().splitlines()[-1:])[:500]
 
 
-def _over_time(sandbox: Sandbox) -> Result:
-    return Result("timeout", f"longer than {sandbox.seconds:g} seconds of the CPU, or waiting")
+def _over_time(sandbox: Sandbox) -> ProgramResult:
+    return ProgramResult(
+        "timeout", f"longer than {sandbox.seconds:g} seconds of the CPU, or waiting"
+    )

@@ -65,7 +65,7 @@ def bubblewrap() -> str:
 
 
 @dataclass(frozen=True)
-class Process:
+class SandboxProcess:
     """A sandbox that was started, and the file into which bubblewrap writes what becomes of it."""
 
     process: subprocess.Popen[bytes]
@@ -109,7 +109,7 @@ class Sandbox:
         stdout: int,
         stderr: int = subprocess.DEVNULL,
         verdict: int | None = None,
-    ) -> Iterator[Process]:
+    ) -> Iterator[SandboxProcess]:
         """Start a script of `inside`, which sees texts as files, and end it with all it has begun.
 
         Args:
@@ -132,7 +132,7 @@ class Sandbox:
                 command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=passed
             )
             try:
-                yield Process(process, status)
+                yield SandboxProcess(process, status)
             finally:
                 # With bubblewrap dies the first process of the sandbox, and so all of it.
                 process.kill()

@@ -102,13 +102,14 @@ def _kappa(counts: Sequence[float]) -> tuple[float | None, float]:
     return (None if chance == 1 else (both + neither - chance) / (1 - chance)), chance
 
 
-def agreement(judged: Sequence[float | None], known: Sequence[str | None]) -> Agreement | None:
-    """The agreement of a judge's marks with known ones, which are texts such as 1, 0.0 or true;
-    None if there is no answer with both. Marks other than 0 and 1 are left out."""
+def agreement(judged: Sequence[float | None], truth: Sequence[Any]) -> Agreement | None:
+    """The agreement of a judge's marks with known ones, which are numbers, true and false, or texts
+    of these; None if there is no answer with both. A mark above a half is right, and one below
+    wrong; a half, and what is no mark, is left out."""
     counts = {(True, True): 0, (True, False): 0, (False, True): 0, (False, False): 0}
     left_out = 0
-    for mark, text in zip(judged, known, strict=True):
-        pair = {0.0: False, 1.0: True}.get(-1.0 if mark is None else mark), _is_right(text)
+    for mark, value in zip(judged, truth, strict=True):
+        pair = _is_right(mark), _is_right(value)
         if pair[0] is None or pair[1] is None:
             left_out += 1
         else:
@@ -123,10 +124,11 @@ def agreement(judged: Sequence[float | None], known: Sequence[str | None]) -> Ag
     return found if found.count else None
 
 
-def _is_right(text: str | None) -> bool | None:
-    if text is None or text.lower() in ("true", "false"):
-        return None if text is None else text.lower() == "true"
+def _is_right(value: Any) -> bool | None:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
     try:
-        return {0.0: False, 1.0: True}.get(float(text))
-    except ValueError:
+        mark = float(value)
+    except (TypeError, ValueError):
         return None
+    return mark > 0.5 if 0 <= mark <= 1 and mark != 0.5 else None

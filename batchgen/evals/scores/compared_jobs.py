@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.util.errors import ConfigError
-from batchgen.util.text.text_table import number, percent
+from batchgen.util.text.text_table import number_text, percent_text
 
 if TYPE_CHECKING:
     from batchgen.evals.scores.intervals import Interval
     from batchgen.evals.scores.paired_comparison import Comparison
 
 
-def compared(
+def compare_jobs(
     jobs: Sequence[GradedJob], overrides: Sequence[str] = (), *, anyway: bool = False
 ) -> tuple[Comparison, tuple[str, ...]]:
     """Compare two jobs, and say what makes them different exams, a sentence each.
@@ -36,58 +36,60 @@ def compared(
         values = " and ".join(config.cut_texts for config in configs)
         found += (f"texts that were cut count differently (score.cut_texts is {values})",)
     if found and not anyway:
-        names = " and ".join(job.given for job in jobs)
+        names = " and ".join(job.user_path for job in jobs)
         raise ConfigError(f"{names} are not one exam: {'; '.join(found)}: --anyway compares them")
     return compare(a, b, bounded=configs[0].column == MARK), found
 
 
-def comparison_lines(found: Comparison, column: str = MARK) -> list[tuple[str, str]]:
+def comparison_lines(comparison: Comparison, column: str = MARK) -> list[tuple[str, str]]:
     """A name and a value for each line that tells what a comparison found; `column` is what the
     scores are of."""
-    questions = (*found.wins, *found.ties, *found.losses)
+    questions = (*comparison.wins, *comparison.ties, *comparison.losses)
     count = len(questions)
     means = (sum(getattr(q, side) for q in questions) / count for side in "ab")
-    a, b = (percent(mean) if column == MARK else number(mean) for mean in means)
+    a, b = (percent_text(mean) if column == MARK else number_text(mean) for mean in means)
     lines = [
-        ("questions", f"{count:,} in both{_alone(found)}"),
+        ("questions", f"{count:,} in both{_alone(comparison)}"),
         ("A", a),
         ("B", b),
-        ("B − A", f"{_tested(found.difference, found.p, column)} (new questions)"),
+        ("B − A", f"{_tested(comparison.difference, comparison.p, column)} (new questions)"),
     ]
-    if found.same_questions is not None:
-        assert found.same_questions_p is not None
-        tested = _tested(found.same_questions, found.same_questions_p, column)
+    if comparison.same_questions is not None:
+        assert comparison.same_questions_p is not None
+        tested = _tested(comparison.same_questions, comparison.same_questions_p, column)
         lines.append(("", f"{tested} (same questions)"))
-    if not math.isnan(found.detectable):
-        least = f"{_size(found.detectable, column)}{' points' if column == MARK else ''}"
+    if not math.isnan(comparison.detectable):
+        least = f"{_size(comparison.detectable, column)}{' points' if column == MARK else ''}"
         lines.append(("noticeable", f"differences of {least} or more"))
-    wins, ties, losses = (f"{len(x):,}" for x in (found.wins, found.ties, found.losses))
+    wins, ties, losses = (
+        f"{len(x):,}" for x in (comparison.wins, comparison.ties, comparison.losses)
+    )
     better, worse = ("better", "worse") if column == MARK else ("higher", "lower")
     lines.append(("rows", f"B is {better} in {wins}, equal in {ties}, {worse} in {losses}"))
     return lines
 
 
-def _alone(found: Comparison) -> str:
-    alone = {"A": len(found.only_a), "B": len(found.only_b)}
+def _alone(comparison: Comparison) -> str:
+    alone = {"A": len(comparison.only_a), "B": len(comparison.only_b)}
     return "".join(f", {number:,} only in {job}" for job, number in alone.items() if number)
 
 
 def _tested(interval: Interval, p: float, column: str) -> str:
-    """A difference, of marks in points, with its interval and p where these can be told."""
+    """A difference, of marks in points, with its interval and p where these are known."""
     text = difference(interval.estimate, column) + (" points" if column == MARK else "")
     if math.isnan(p):
         return f"{text}, how sure cannot be told"
-    low, high = bound(interval.low, column), bound(interval.high, column)
+    low, high = bound_text(interval.low, column), bound_text(interval.high, column)
     return f"{text}, {low} to {high}, p {p_value(p)}"
 
 
 def difference(value: float, column: str = MARK) -> str:
     """A difference with its sign: of marks in points, with one digit behind the point."""
     sign = "-" if value < 0 else "+"
-    return f"{100 * value:+.1f}" if column == MARK else sign + number(abs(value))
+    return f"{100 * value:+.1f}" if column == MARK else sign + number_text(abs(value))
 
 
-def bound(value: float, column: str = MARK) -> str:
+def bound_text(value: float, column: str = MARK) -> str:
     """A bound of a difference, with as many digits as show on which side of 0 it lies."""
     points = 100 * value
     if column == MARK and abs(points) < 0.05 and round(points, 4):
@@ -96,7 +98,7 @@ def bound(value: float, column: str = MARK) -> str:
 
 
 def _size(value: float, column: str) -> str:
-    return f"{100 * value:.1f}" if column == MARK else number(value)
+    return f"{100 * value:.1f}" if column == MARK else number_text(value)
 
 
 def p_value(value: float) -> str:

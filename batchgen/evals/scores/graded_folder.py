@@ -23,16 +23,16 @@ _KEYS = ("post", "score", "experiment")
 
 
 class GradedJob:
-    """A complete job, which may have grades; `given` is its folder as the user named it."""
+    """A complete job, which may have grades; `user_path` is its folder as the user named it."""
 
-    def __init__(self, given: str, verb: str, *, complete: bool = True) -> None:
+    def __init__(self, user_path: str, verb: str, *, complete: bool = True) -> None:
         """Open a job for a verb, or raise ConfigError if the folder is none of a job, or of one
         that is not `complete` as it has to be."""
-        self.given = given
-        self._reader = open_folder(given, verb)
+        self.user_path = user_path
+        self._reader = open_folder(user_path, verb)
         self.path = self._reader.path
         if complete:
-            refuse_incomplete(self._reader, given)
+            refuse_incomplete(self._reader, user_path)
 
     def locked(self) -> FolderLock:
         """A lock on the folder, for writing grades or scores; ConfigError if a job runs there."""
@@ -41,7 +41,7 @@ class GradedJob:
         try:
             return FolderLock(self.path / ".lock")
         except OSError as error:
-            raise ConfigError(f"{self.given} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"{self.user_path} cannot be written: {error.strerror}") from None
 
     def warn_of_copies(self) -> None:
         """Say on stderr if the samples of a row are copies of one answer."""
@@ -51,7 +51,7 @@ class GradedJob:
         n, temperature = sampling.get("n", 1), sampling.get("temperature", 0.0)
         numbers = isinstance(n, int) and isinstance(temperature, (int, float))
         if numbers and (copies := copies_warning(n, temperature)) is not None:
-            print(f"batchgen: warning: {self.given} has {copies}", file=sys.stderr)
+            print(f"batchgen: warning: {self.user_path} has {copies}", file=sys.stderr)
 
     @property
     def text_column(self) -> str:
@@ -126,7 +126,7 @@ def scoring(
     values: dict[str, Any] = {}
     if "experiment" not in groups:
         values = {key: job.config[key] for key in ("post", "score") if key in job.config}
-    read = [short_user_path(job.given, "OUT") / "config.yaml"]
+    read = [short_user_path(job.user_path, "OUT") / "config.yaml"]
     trust = TYPED if trusted is None else Trust.of(read, trusted, overrides)
     config = load_config(compose_groups(values, overrides).groups, trust)
     return Scoring(config.post, config.score)

@@ -14,7 +14,7 @@ from batchgen.evals.graders.step import MARK
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.scores.marks import Marks
 from batchgen.evals.scores.samples import Samples, graded_rows
-from batchgen.evals.scores.scores import score
+from batchgen.evals.scores.scores import compute_scores
 from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.storage.metrics.timeline import metrics_text
 from batchgen.storage.stores.whole_file import write_atomic
@@ -43,7 +43,7 @@ def job_targets(job: Path) -> dict[str, str]:
     without grades, which may be scored by numbers of its rows.
 
     Raises:
-        ConfigError, JobError: as of `job_marks`.
+        ConfigError, JobError: see `job_marks`.
     """
     targets: dict[str, str] = {}
     if JobGrades(job).steps is None:
@@ -60,7 +60,7 @@ def job_scores(samples: Samples) -> JobScores:
     which they were opened.
 
     Raises:
-        ConfigError, JobError: as of `job_marks`.
+        ConfigError, JobError: see `job_marks`.
     """
     table, by = samples.table(), samples.by
     if by is None:
@@ -74,7 +74,7 @@ def job_scores(samples: Samples) -> JobScores:
 
 
 def _score(table: pa.Table, config: ScoreConfig) -> dict[str, Any]:
-    return score(config_marks(table, config), config.ks, config.cut_texts, config.column)
+    return compute_scores(config_marks(table, config), config.ks, config.cut_texts, config.column)
 
 
 def save_score(job: Path, scores: JobScores) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,6 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.config.groups.job_config import CutTexts
+from batchgen.evals.scores.stopped_rows import StoppedRows
+from batchgen.storage.shards.enough import VALID, Enough
 from batchgen.util.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -39,6 +42,7 @@ class Sample(NamedTuple):
         cluster: what questions that are not independent have in common, such as the text that
             they are about; None if the question stands alone.
         choices: how many choices the question offers; None if it is not answered by a choice.
+        valid: whether the sample is valid, where a row ends by the share of valid ones.
     """
 
     row_id: str
@@ -51,6 +55,7 @@ class Sample(NamedTuple):
     subset: str | None = None
     cluster: str | None = None
     choices: int | None = None
+    valid: bool | None = None
 
 
 SAMPLES = {
@@ -64,8 +69,11 @@ SAMPLES = {
     "subset": pa.string(),
     "cluster": pa.string(),
     "choices": pa.int64(),
+    VALID: pa.bool_(),
 }
 """The fields of `Sample` as columns of a table."""
+STARTS = b"batchgen.starts"
+"""The key in a table's metadata that says at which sample the answers of each job begin."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +90,7 @@ class Marks:
         subsets: [Q] names; None for none.
         clusters: [Q], equal numbers are one cluster.
         chance: [Q], the mean mark of guesses; NaN where that is not known.
+        stopped: which samples are valid, where these decide how many a question has; else None.
     """
 
     row_ids: tuple[str, ...]
@@ -92,6 +101,7 @@ class Marks:
     subsets: tuple[str | None, ...]
     clusters: Ints
     chance: Floats
+    stopped: StoppedRows | None = None
 
     @staticmethod
     def of(samples: Iterable[Sample], *, bounded: bool = True) -> Marks:
@@ -110,13 +120,14 @@ class Marks:
 
     @staticmethod
     def of_table(samples: pa.Table, *, bounded: bool = True) -> Marks:
-        """The table of samples that are rows in any order, with the columns `SAMPLES`.
+        """The table of samples that are rows in any order, with the columns `SAMPLES`. Its metadata
+        may have the rule by width (`Enough.metadata`) by which rows ended, and `STARTS`.
 
         Args:
             bounded: whether marks are from 0 to 1; numbers of other columns are of any size.
 
         Raises:
-            ConfigError: as of `of`.
+            ConfigError: see `of`.
         """
         if not len(samples):
             raise ConfigError(_NOTHING)
@@ -162,6 +173,7 @@ class Marks:
             tuple(self.subsets[i] for i in at),
             self.clusters[at],
             self.chance[at],
+            None if self.stopped is None else self.stopped.select(at),
         )
 
     def counting_cut_texts(self, count_as: CutTexts) -> Marks:
@@ -214,7 +226,27 @@ def _table(
     clusters[alone] = len(names) + np.flatnonzero(alone)  # a cluster of its own
     choices = samples["choices"].take(pa.array(first)).to_numpy()
     chance = np.where(choices > 0, 1 / np.maximum(choices, 1), np.nan)
-    return Marks(tuple(names), marks, keys, kinds, present, tuple(subsets), clusters, chance)
+    return Marks(
+        tuple(names),
+        marks,
+        keys,
+        kinds,
+        present,
+        tuple(subsets),
+        clusters,
+        chance,
+        _stopped(samples, present, at),
+    )
+
+
+def _stopped(samples: pa.Table, present: Bools, at: tuple[Ints, Ints]) -> StoppedRows | None:
+    """Which samples are valid, where the table's metadata say by which rule its rows ended."""
+    metadata = samples.schema.metadata or {}
+    if (rule := Enough.of(metadata)) is None:
+        return None
+    valid = np.zeros_like(present)
+    valid[at] = samples[VALID].fill_null(False).to_numpy()
+    return StoppedRows(rule, present, valid, tuple(json.loads(metadata.get(STARTS, b"[0]"))))
 
 
 def _numbers(values: pa.ChunkedArray) -> tuple[list[str], Ints]:

@@ -19,7 +19,7 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Question:
+class PairedQuestion:
     """A question that both runs have marks for: the mean marks in A and B."""
 
     row_id: str
@@ -36,7 +36,7 @@ class Comparison:
 
     Attributes:
         difference: the mean difference, its paired standard error and its interval for new
-            questions, as of `paired_difference`.
+            questions, see `paired_difference`.
         p: of a two-sided test that the difference is 0 for new questions. It and the bounds are NaN
             where there is one cluster.
         same_questions: the same for the same questions sampled again: it tells whether anything but
@@ -57,9 +57,9 @@ class Comparison:
     same_questions: Interval | None
     same_questions_p: float | None
     detectable: float
-    wins: tuple[Question, ...]
-    ties: tuple[Question, ...]
-    losses: tuple[Question, ...]
+    wins: tuple[PairedQuestion, ...]
+    ties: tuple[PairedQuestion, ...]
+    losses: tuple[PairedQuestion, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
 
@@ -83,9 +83,9 @@ def compare(a: Marks, b: Marks, *, bounded: bool = True) -> Comparison:
     right = b.select([place_b[row_id] for row_id in both])
     differences = np.array([mean_b[row_id] - mean_a[row_id] for row_id in both])
     differences[np.abs(differences) < _ROUNDING] = 0.0
-    questions = [Question(row_id, mean_a[row_id], mean_b[row_id]) for row_id in both]
+    questions = [PairedQuestion(row_id, mean_a[row_id], mean_b[row_id]) for row_id in both]
     order = np.argsort(-np.abs(differences), kind="stable")
-    paired = paired_difference(differences, left.clusters, most=1.0 if bounded else 0.0)
+    paired = paired_difference(differences, left.clusters, limit=1.0 if bounded else 0.0)
     same = _same_questions(left, right, paired.interval.estimate)
     return Comparison(
         difference=paired.interval,
@@ -115,7 +115,7 @@ class Tested:
     detectable: float
 
 
-def paired_difference(differences: Floats, clusters: Ints, most: float = 1.0) -> Tested:
+def paired_difference(differences: Floats, clusters: Ints, limit: float = 1.0) -> Tested:
     """The mean of paired differences [Q] in clusters [Q], for new questions.
 
     It is the paired t test and its interval with C − 1 degrees of freedom, after two clusters of
@@ -124,15 +124,15 @@ def paired_difference(differences: Floats, clusters: Ints, most: float = 1.0) ->
     479; after Agresti and Min 2005). Without them the t test finds four questions of 250 that all
     changed in one way significant, which happens by chance in one of eight such cases. What is
     added differs as much as the clusters that do differ (their root mean square); where none does,
-    by `most` for each question, so that equal runs do not make the difference certain.
+    by `limit` for each question, so that equal runs do not make the difference certain.
 
     Args:
-        most: the largest difference that there can be; 0 if none is known.
+        limit: the largest difference that there can be; 0 if none is known.
 
     Returns:
         The mean and its standard error as they are; what was added changes the bounds and p. The
         error, the bounds and p are NaN if there is one cluster, and where no question differs and
-        `most` is 0.
+        `limit` is 0.
     """
     mean, se = float(differences.mean()), cluster_se(differences, clusters)
     _, places = np.unique(clusters, return_inverse=True)
@@ -142,7 +142,7 @@ def paired_difference(differences: Floats, clusters: Ints, most: float = 1.0) ->
         return _tested(Interval(mean, se, math.nan, math.nan), mean, math.nan, math.nan)
     size = len(differences) / count
     apart = sums[np.abs(sums) > _ROUNDING]
-    added = math.sqrt(float(np.square(apart).mean())) if len(apart) else most * size
+    added = math.sqrt(float(np.square(apart).mean())) if len(apart) else limit * size
     total = len(differences) + 2 * size
     centre = float(sums.sum()) / total
     rests = np.append(sums - sizes * centre, [added - size * centre, -added - size * centre])
@@ -188,14 +188,14 @@ def _one_side(run: Marks, bounded: bool) -> tuple[float, float, float, float, fl
     return mean, se, centre, variance, count - 1
 
 
-def _tested(found: Interval, centre: float, error: float, df: float) -> Tested:
+def _tested(interval: Interval, centre: float, error: float, df: float) -> Tested:
     """The estimate with the bounds centre ± t·error and the p value of centre / error. All are NaN
     if the error is NaN or 0."""
     if math.isnan(error) or error == 0:
-        return Tested(replace(found, low=math.nan, high=math.nan), math.nan, math.nan)
+        return Tested(replace(interval, low=math.nan, high=math.nan), math.nan, math.nan)
     t = t_quantile((1 + LEVEL) / 2, df)
     p = 2 * t_cdf(-abs(centre) / error, df)
-    bounds = replace(found, low=centre - t * error, high=centre + t * error)
+    bounds = replace(interval, low=centre - t * error, high=centre + t * error)
     return Tested(bounds, p, (t + t_quantile(POWER, df)) * error)
 
 

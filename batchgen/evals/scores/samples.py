@@ -10,15 +10,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.config.groups.class_names import short_name
+from batchgen.config.groups.class_names import class_short_name
 from batchgen.config.groups.job_config import ScoreConfig
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.grades.folder_grades import JobGrades
-from batchgen.evals.grades.grade_files import Part
+from batchgen.evals.grades.grade_files import GradePart
 from batchgen.evals.grades.grading_pass import Witness
 from batchgen.evals.scores.marks import SAMPLES
 from batchgen.storage.shards.checked_file import damaged, read_schema
-from batchgen.storage.shards.enough import Enough
+from batchgen.storage.shards.enough import VALID, Enough
 from batchgen.storage.shards.shard_files import read_columns
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
@@ -46,7 +46,7 @@ class Samples:
         self.config, self.by = config, by
         witness = Witness(tuple(self.columns), self._keep) if config.column == MARK else None
         self.grades = JobGrades(job, witness)
-        self._kept: dict[Part, pa.Table] = {}
+        self._kept: dict[GradePart, pa.Table] = {}
 
     @property
     def have_marks(self) -> bool:
@@ -60,8 +60,9 @@ class Samples:
     def table(self) -> pa.Table:
         """The samples of all rows, with the columns `SAMPLES`, and `by` where that was given.
 
-        Of rows with `sampling.until` these are the first `valid` ones, which every row has. When
-        the last samples come depends on their marks, so that scores of all would be biased.
+        Of rows with `sampling.until.valid` these are the first `valid` ones, which every row has.
+        When the last samples come depends on their marks, so that scores of all would be biased. Of
+        rows with `sampling.until.width` these are all, and the table's metadata have the rule.
 
         Raises:
             ConfigError: rows lack grades, no step gave marks, or there is no column of a name in
@@ -81,6 +82,8 @@ class Samples:
         enough = Enough.of(read_schema(parts[0].shard).metadata)
         if enough is None:
             return found
+        if enough.valid is None:
+            return found.replace_schema_metadata(enough.metadata)
         return found.filter(pc.less(found["sample_index"], enough.valid))
 
     @property
@@ -97,16 +100,18 @@ class Samples:
         if self.config.choices is not None or self.config.column != MARK:
             return self.config.choices
         steps = json.loads(self.grades.steps or "[]")
-        grade = [step for step in steps if short_name(step["_target_"]) == "Grade"]
+        grade = [step for step in steps if class_short_name(step["_target_"]) == "Grade"]
         return _CHOICES if any(step.get("method") == "choice" for step in grade) else None
 
-    def _keep(self, part: Part, rows: pa.Table, grades: pa.Table) -> None:
+    def _keep(self, part: GradePart, rows: pa.Table, grades: pa.Table) -> None:
         if MARK not in grades.column_names or self._choices not in (None, self.config.choices):
+            return
+        if self._valid_of(part) is not None:  # a column that is not read here
             return
         if sum(map(len, self._kept.values())) + len(rows) <= _MOST_KEPT:
             self._kept[part] = self.joined(rows, grades)
 
-    def part(self, part: Part, *, graded: bool = True) -> pa.Table:
+    def part(self, part: GradePart, *, graded: bool = True) -> pa.Table:
         """The samples of a shard, `graded` or with numbers of its rows alone."""
         names, config = read_schema(part.shard).names, self.config
         for key, name in {
@@ -120,12 +125,22 @@ class Samples:
                     f"{key}: the rows of {self.grades.job} have no column {name!r}: choose "
                     f"among {some_names(names)}"
                 )
-        wanted = [*self.columns, *(n for n in (config.column, self._choices) if n and n in names)]
+        valid = self._valid_of(part)
+        wanted = [*self.columns, *([] if valid is None else [valid])]
+        wanted += [*(n for n in (config.column, self._choices) if n and n in names)]
         rows = read_columns(part.shard, list(dict.fromkeys(wanted)))
-        return self.joined(rows, grades_of(part, rows) if graded else rows.select([]))
+        grades = grades_of(part, rows) if graded else rows.select([])
+        return self.joined(rows, grades, valid)
 
-    def joined(self, rows: pa.Table, grades: pa.Table) -> pa.Table:
-        """The samples of some rows, given their grades, as `table` has them."""
+    @staticmethod
+    def _valid_of(part: GradePart) -> str | None:
+        """The column that says which samples are valid, where a rule by width reads it."""
+        enough = Enough.of(read_schema(part.shard).metadata)
+        return None if enough is None or enough.width is None else VALID
+
+    def joined(self, rows: pa.Table, grades: pa.Table, valid: str | None = None) -> pa.Table:
+        """The samples of some rows, given their grades, as `table` has them; `valid` is the column
+        that says which are valid, if rows end by that."""
         values = self._values(rows, grades)
         # A judge's score has no answer to vote with, but a row that has one is not without answer.
         is_key = self.config.column == MARK and _ANSWER_KEY in grades.column_names
@@ -143,6 +158,7 @@ class Samples:
             "subset": _names(rows, self.config.subset),
             "cluster": _names(rows, self.config.cluster),
             "choices": self._num_choices(rows),
+            VALID: pa.nulls(len(rows), pa.bool_()) if valid is None else rows[valid],
         }
         table = {name: columns[name].cast(kind) for name, kind in SAMPLES.items()}
         return pa.table(table | ({} if self.by is None else {self.by: _names(rows, self.by)}))
@@ -166,7 +182,7 @@ class Samples:
                 f"score.column: the rows and grades of {self.grades.job} {why}: choose among "
                 f"{some_names(names, column)}"
             )
-        values = table[column].cast(pa.float64())
+        values = _single(table[column]).cast(pa.float64())
         return values if column == MARK else pc.if_else(pc.is_finite(values), values, None)
 
     def _num_choices(self, rows: pa.Table) -> pa.Array | pa.ChunkedArray:
@@ -191,7 +207,7 @@ def graded_rows(job: Path) -> Iterator[pa.Table]:
         yield grades_of(part, read_columns(part.shard, ["row_id"]))
 
 
-def grades_of(part: Part, rows: pa.Table) -> pa.Table:
+def grades_of(part: GradePart, rows: pa.Table) -> pa.Table:
     """The grades of a shard with all their columns.
 
     Args:
@@ -225,4 +241,17 @@ def _first_score(grades: pa.Table) -> str:
 def _numeric(table: pa.Table) -> list[str]:
     """The columns of a table that hold numbers, or true and false."""
     kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    return [field.name for field in table.schema if any(is_kind(field.type) for is_kind in kinds)]
+
+    def is_number(kind: pa.DataType) -> bool:
+        if pa.types.is_fixed_size_list(kind) and kind.list_size == 1:
+            kind = kind.value_type
+        return any(is_kind(kind) for is_kind in kinds)
+
+    return [field.name for field in table.schema if is_number(field.type)]
+
+
+def _single(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column of lists of one number each, such as a reward model's score, as these numbers."""
+    if not pa.types.is_fixed_size_list(column.type):
+        return column
+    return pc.list_element(column, 0)

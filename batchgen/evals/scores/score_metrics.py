@@ -2,7 +2,9 @@
 
 A sample counts as passed if its mark is 1. Samples without a mark (errors of the row or of the
 grader) are left out: they say nothing about the model. Each function returns one value for each
-question [Q], NaN where there are fewer than k samples with a mark; the metric is their mean.
+question [Q], NaN where there are fewer than k samples with a mark; the metric is their mean. Where
+a rule by width ended the questions (`Marks.stopped`), values are unbiased under it, and NaN for k
+above the fewest samples that a question can have.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from batchgen.evals.scores.marks import NO_KEY, Floats, Ints, Marks
 
 def avg_at(marks: Marks) -> Floats:
     """The mean mark of each question. [Q]"""
+    if marks.stopped is not None:
+        return marks.stopped.means(marks.marks)
     n = marks.num_samples
     return np.where(n > 0, np.nansum(marks.marks, 1) / np.maximum(n, 1), np.nan)
 
@@ -25,6 +29,8 @@ def pass_at(marks: Marks, k: int) -> Floats:
 
     That is 1 − C(n−c, k) / C(n, k) of n samples, c of which passed (Chen et al., arXiv 2107.03374).
     """
+    if marks.stopped is not None:
+        return 1 - marks.stopped.all_of(marks.marks != 1, marks.marks, k)
     passed, n = _passed(marks)
     return np.where(n >= k, 1 - _all_of(n - passed, n, k), np.nan)
 
@@ -34,6 +40,8 @@ def pass_all(marks: Marks, k: int) -> Floats:
 
     That is C(c, k) / C(n, k) (Yao et al., arXiv 2406.12045).
     """
+    if marks.stopped is not None:
+        return marks.stopped.all_of(marks.marks == 1, marks.marks, k)
     passed, n = _passed(marks)
     return np.where(n >= k, _all_of(passed, n, k), np.nan)
 
@@ -43,15 +51,17 @@ def maj_at(marks: Marks, k: int) -> Floats:
 
     Samples without an answer do not vote; where none votes, the mark is 0. Of answers with equally
     many votes the mean counts, and of one answer the mean of its marks. Of more than k samples each
-    full run of k (0 to k−1, k to 2k−1, …) is one vote, and the votes' mean counts.
+    full run of k (0 to k−1, k to 2k−1, …) is one vote, and the votes' mean counts. Of rows that a
+    rule by width ended these are runs of the samples that every row has.
     """
     assert k >= 1
     if marks.marks.shape[1] == k == 1:  # one vote
         voted = np.where(marks.keys[:, 0] == NO_KEY, 0.0, marks.marks[:, 0])
         return np.where(marks.num_samples == 1, voted, np.nan)
     values = np.full(len(marks.row_ids), np.nan)
+    most = None if marks.stopped is None else marks.stopped.rule.fewest
     # Plain lists: a question has few samples, for which numpy takes ten times as long.
-    rows = zip(marks.marks.tolist(), marks.keys.tolist(), strict=True)
+    rows = zip(marks.marks[:, :most].tolist(), marks.keys[:, :most].tolist(), strict=True)
     for question, (row, keys) in enumerate(rows):
         pairs = [(mark, key) for mark, key in zip(row, keys, strict=True) if mark == mark]
         votes = [_vote(pairs[i : i + k]) for i in range(0, len(pairs) - k + 1, k)]

@@ -17,7 +17,7 @@ def header(scores: JobScores) -> tuple[str, ...]:
     return (_ADAPTER, *_HEADER) if scores.adapters else _HEADER
 
 
-def score_rows(scores: JobScores) -> list[dict[str, Any]]:
+def score_table_rows(scores: JobScores) -> list[dict[str, Any]]:
     """A row for each metric of the job, or of each of its adapters, and of its subsets: with the
     bounds of its 95% interval for new questions, and how many questions have a value."""
     found = [] if scores.score is None else list(_all_rows(scores.score))
@@ -61,6 +61,6 @@ def score_cells(scores: JobScores) -> list[tuple[str, ...]]:
             *("" if row[key] is None else shown(row[key]) for key in ("value", "low", "high")),
             f"{row['questions']:,}",
         )
-        for row in score_rows(scores)
+        for row in score_table_rows(scores)
         if "questions" in row and not row["metric"].endswith(("@1", "^1"))
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,16 @@ RATES = ("no_answer", "truncated", "error", "grade_error")
 
 
 def default_ks(marks: Marks) -> tuple[int, ...]:
-    """1, 2, 4, … up to the largest number of samples of a question, and that number."""
+    """1, 2, 4, … up to the largest number of samples of a question, and that number; up to the
+    fewest that a question can have where a rule by width ended them."""
     most = int(marks.present.sum(1).max())
+    if marks.stopped is not None:
+        most = min(most, marks.stopped.rule.fewest)
     powers = [2**i for i in range(most.bit_length()) if 2**i <= most]
     return tuple(sorted({*powers, most}))
 
 
-def score(
+def compute_scores(
     marks: Marks,
     ks: Sequence[int] | None = None,
     cut_texts: CutTexts = "as_marked",
@@ -41,7 +44,7 @@ def score(
 
     - `questions` and `samples`: how many there are; `marked`: samples with a mark.
     - `avg`: the mean mark, with `population` (new questions of the same kind) and `same_questions`
-      (the same questions sampled again; its values are null where that cannot be told).
+      (the same questions sampled again; its values are null where they are unknown).
     - `pass@k`, `pass^k` and `maj@k` for each k, with the interval `population`; null where no
       question has k marks. `questions` says how many have.
     - `chance`: the mean mark of guesses, where the choices of all questions are known.
@@ -114,8 +117,8 @@ def _metric(values: Floats, marks: Marks, *, bounded: bool = True) -> dict[str, 
 
 def _filled_mean(marks: Marks, mark: float) -> float:
     """The mean over questions of their mean marks, with `mark` for those that are not known."""
-    filled = np.where(np.isfinite(marks.marks), marks.marks, mark)
-    return float(np.average(filled, axis=1, weights=marks.present).mean())
+    filled = np.where(np.isfinite(marks.marks) | ~marks.present, marks.marks, mark)
+    return float(avg_at(replace(marks, marks=filled)).mean())
 
 
 def _plain(interval: Interval | None) -> dict[str, float | None] | None:

@@ -17,11 +17,11 @@ from batchgen.evals.grades.grade_files import ROW_KEYS
 from batchgen.evals.scores.graded_folder import GradedJob
 from batchgen.evals.scores.job_score import config_marks
 from batchgen.evals.scores.samples import Samples
-from batchgen.evals.scores.scores import score
+from batchgen.evals.scores.scores import compute_scores
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.util.errors import ConfigError
 from batchgen.util.text.row_json import json_readers
-from batchgen.util.text.text_table import Line, counted, percent, score_value
+from batchgen.util.text.text_table import Line, counted, percent_text, score_value
 
 _TOKENS, _REASON = "num_generated_tokens", "finish_reason"
 
@@ -42,7 +42,7 @@ def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig
     """
     if (grid := job.grid_column) is not None:
         raise ConfigError(
-            f"{job.given}: its rows run with several adapters ({grid}), which end at different "
+            f"{job.user_path}: its rows run with several adapters ({grid}), which end at different "
             "times: it is scored when it is complete"
         )
     steps = post_steps(post)
@@ -54,11 +54,11 @@ def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig
         for rows, grades in _graded(job, steps, samples, config)
     ]
     if not tables:
-        raise ConfigError(f"no row of {job.given} is finished yet: there is nothing to score")
+        raise ConfigError(f"no row of {job.user_path} is finished yet: there is nothing to score")
     table = pa.concat_tables(table for table, _ in tables)
     tokens = np.concatenate([own.fill_null(0).to_numpy() for _, own in tables])
     marks = config_marks(table, config)
-    values = score(marks, config.ks, config.cut_texts, config.column)
+    values = compute_scores(marks, config.ks, config.cut_texts, config.column)
     return {**values, "so_far": _so_far(job, table, tokens, bounded=config.column == MARK)}
 
 
@@ -111,7 +111,7 @@ def so_far_lines(scores: Mapping[str, Any]) -> list[Line]:
     answers, total = found["answers"], found["of"]
     text = counted(answers, "answer")
     if total is not None:
-        text = f"{answers:,} of {counted(total, 'answer')} ({percent(answers / total)})"
+        text = f"{answers:,} of {counted(total, 'answer')} ({percent_text(answers / total)})"
     lines = [("so far", text)]
     if total == answers:
         return lines

@@ -11,7 +11,7 @@ from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.json_schema.json_text import compact_json
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams, SharedSampling
+from batchgen.engine.sampling.sampling_params import RequestParams, SharedSampling
 from batchgen.util.errors import ConfigError
 
 BAD_OPTION = "bad_option"
@@ -43,35 +43,38 @@ OPTIONS = tuple(_HINTS)
 """Our names of the options that a row may have."""
 
 MakeConstraint = Callable[[str], Constraint]
+MakeDecoding = Callable[[Mapping[str, Any]], object]
 
 
 class RowOptions:
     """Reads the options of rows for a job with these parameters.
 
     `samples` is the job's `n`, `prompt_keys` are keys of the options that the prompt reads, and
-    `make_schema` makes the constraint of a schema's JSON text. A `marker` ends free text before
-    what `response_format` asks for.
+    `make_schema` makes the constraint of a schema's JSON text, and `make_decoding` the options of
+    the strategy. A `marker` ends free text before what `response_format` asks for.
     """
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: RequestParams,
         *,
         samples: int,
         prompt_keys: Collection[str] = (),
         make_schema: MakeConstraint,
+        make_decoding: MakeDecoding,
         marker: str = "",
     ) -> None:
         self._params, self._samples = params, samples
         self._prompt_keys = frozenset(prompt_keys)
         self._make_schema, self._marker = make_schema, marker
+        self._make_decoding = make_decoding
 
-    def params(self, given: Mapping[str, Any]) -> SamplingParams:
+    def params(self, values: Mapping[str, Any]) -> RequestParams:
         """The job's parameters with the options of a row, a null being none; RequestError
         (bad_option, bad_constraint) for an option that cannot be honoured."""
         own: dict[str, Any] = {}
         names: dict[str, str] = {}
-        for key, value in given.items():
+        for key, value in values.items():
             if value is None or key in self._prompt_keys or key in IGNORED_OPTIONS:
                 continue
             name = SAME_OPTIONS.get(key, key)
@@ -81,8 +84,10 @@ class RowOptions:
                 names[name], own[name] = key, _converted(key, value, _HINTS[name])
             elif key == "response_format":
                 own |= self._constraint(value)
+            elif key == "strategy":
+                own["decoding"] = self._decoding(value)
             else:
-                self._refuse_other(key, value, given)
+                self._refuse_other(key, value, values)
         if not own:
             return self._params
         try:
@@ -92,6 +97,15 @@ class RowOptions:
         except ValueError as error:
             name, _, rest = str(error).partition(" ")
             raise _refused(f"{names.get(name, name)} {rest}") from None
+
+    def _decoding(self, value: Any) -> object:
+        """The options of the strategy that the key `strategy` has."""
+        if not isinstance(value, Mapping):
+            raise _refused(f"strategy must have options by name, got {value!r:.100}")
+        try:
+            return self._make_decoding(value)
+        except ValueError as error:
+            raise _refused(f"strategy: {error}") from None
 
     def _constraint(self, value: Any) -> dict[str, Any]:
         """What a `response_format` asks for."""
@@ -112,7 +126,7 @@ class RowOptions:
             raise RequestError("bad_constraint", f"response_format: {error}") from None
         return {"constraint": made}
 
-    def _refuse_other(self, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    def _refuse_other(self, key: str, value: Any, values: Mapping[str, Any]) -> None:
         """Refuse an option that is no parameter of a request, unless it changes nothing."""
         if any(value == harmless and type(value) is type(harmless) for harmless in _harmless(key)):
             return
@@ -129,7 +143,7 @@ class RowOptions:
         else:
             raise _refused(
                 f"unknown option {key!r}: a row may have {', '.join((*OPTIONS, *SAME_OPTIONS))}, "
-                "n, response_format, logprobs and top_logprobs"
+                "n, response_format, strategy, logprobs and top_logprobs"
             )
 
     def _check_logprobs(self, key: str, value: Any) -> None:

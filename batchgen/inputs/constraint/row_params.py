@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from batchgen.config.groups.constraint_config import JsonSchemaConstraintConfig
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.named_code import named_code
 from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.row_constraints import MAX_CACHED, RowConstraints
 from batchgen.inputs.constraint.row_options import BAD_OPTION, RowOptions
 from batchgen.inputs.constraint.timed_checks import TimedConstraints
 from batchgen.inputs.dataset.dataset_columns import json_cell, named_path, value_at
 from batchgen.inputs.dataset.source import Row
 
-CheckParams = Callable[[SamplingParams], None]
+CheckParams = Callable[[RequestParams], None]
 """Raises ValueError for parameters that the strategy or the model cannot honour."""
 
 
@@ -51,10 +52,11 @@ class RowParams:
             samples=config.sampling.n,
             prompt_keys=_prompt_keys(config, self._column),
             make_schema=lru_cache(MAX_CACHED)(schemas.make),
+            make_decoding=partial(_decoding_of_row, config.strategy.target),
             marker=marker,
         )
 
-    def sampling(self, row: Row) -> SamplingParams:
+    def sampling(self, row: Row) -> RequestParams:
         """The parameters of a row without its constraint, if a column holds that.
 
         Raises:
@@ -73,7 +75,7 @@ class RowParams:
             )
         return replace(params, lora=name)
 
-    def _sampled(self, row: Row) -> SamplingParams:
+    def _sampled(self, row: Row) -> RequestParams:
         """What `sampling` returns, without the row's adapter."""
         if self._column is None:
             return self._job
@@ -97,7 +99,7 @@ class RowParams:
             raise RequestError(BAD_OPTION, f"column {self._column!r}: {error}") from None
         return params
 
-    def constrained(self, row: Row, params: SamplingParams) -> SamplingParams:
+    def constrained(self, row: Row, params: RequestParams) -> RequestParams:
         """Parameters from `sampling` with the constraint of the row's own; RequestError
         (bad_constraint) for a cell that holds none."""
         constraint = self._constraints.of(row)
@@ -111,6 +113,12 @@ class RowParams:
             return replace(params, constraint=constraint)
         except ValueError as error:
             raise RequestError(BAD_OPTION, str(error)) from None
+
+
+def _decoding_of_row(target: str, values: Mapping[str, Any]) -> object:
+    """The options of the strategy `target` that a row has of its own. Its class loads torch."""
+    made: object = named_code(target, "strategy._target_").decoding_of_row(values)
+    return made
 
 
 def _prompt_keys(config: JobConfig, column: str) -> list[str]:

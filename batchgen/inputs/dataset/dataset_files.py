@@ -18,9 +18,9 @@ from batchgen.config.groups.dataset_config import AUTO, STDIN, DatasetConfig, is
 from batchgen.inputs.dataset.dataset_paths import check_formats, find_files, local_path
 from batchgen.inputs.tables.json_tables import JsonColumns
 from batchgen.inputs.tables.local_files import check_reading, local_rows
-from batchgen.inputs.tables.read_errors import READ_ERRORS, unreadable
+from batchgen.inputs.tables.read_errors import READ_ERRORS, unreadable_table
 from batchgen.inputs.tables.stdin_table import called_stdin, spooled_stdin
-from batchgen.inputs.tables.table_formats import SUPPORTED, TEXT_FORMATS, format_of, reason
+from batchgen.inputs.tables.table_formats import SUPPORTED, TEXT_FORMATS, reason, table_format
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import content_digests, fingerprint_text
 
@@ -113,7 +113,7 @@ def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> Loa
     except ConfigError:
         raise
     except READ_ERRORS as error:
-        raise unreadable(error, files) from None
+        raise unreadable_table(error, files) from None
 
 
 def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
@@ -124,7 +124,7 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
             "the rows"
         )
     try:
-        files = sorted(f for f in folder.rglob("*") if f.is_file() and format_of(f) is not None)
+        files = sorted(f for f in folder.rglob("*") if f.is_file() and table_format(f) is not None)
     except OSError as error:
         raise ConfigError(f"dataset.path: cannot read {error.filename}: {error.strerror}") from None
     files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(folder).parts)]
@@ -132,7 +132,7 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
         raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")
     declared = _declared(folder)
     # Beside rows of another format .txt files are notes.
-    files = [f for f in files if format_of(f) != "txt"] or files
+    files = [f for f in files if table_format(f) != "txt"] or files
     if declared == "nothing":
         check_formats(files)
     try:
@@ -143,7 +143,7 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
         if declared == "nothing":
             _check_all_used(files, [Path(name) for names in used.values() for name in names])
         # Text that nobody has declared types for is read as it is anywhere else.
-        is_text = declared == "only files" and format_of(chosen[0]) in TEXT_FORMATS
+        is_text = declared == "only files" and table_format(chosen[0]) in TEXT_FORMATS
         if declared == "nothing" or is_text:
             return _load_files(chosen, config, split)
         check_reading(config, "declared by its README.md")
@@ -154,7 +154,7 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
     except ConfigError:
         raise
     except READ_ERRORS as error:
-        raise unreadable(error, files) from None
+        raise unreadable_table(error, files) from None
 
 
 def _declared(folder: Path) -> Literal["nothing", "only files", "more"]:
@@ -201,7 +201,7 @@ def _load_saved(folder: Path, split: str, config: DatasetConfig) -> LoadedDatase
         names = [entry["filename"] for entry in data.cache_files]
         fingerprint = _content(split, [Path(name) for name in names], "saved", config)
     except READ_ERRORS as error:
-        raise unreadable(error, [folder]) from None
+        raise unreadable_table(error, [folder]) from None
     return LoadedDataset(data.to_iterable_dataset() if config.streaming else data, fingerprint)
 
 

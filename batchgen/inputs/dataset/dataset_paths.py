@@ -6,7 +6,7 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchgen.inputs.tables.table_formats import SUPPORTED, format_of
+from batchgen.inputs.tables.table_formats import SUPPORTED, table_format
 from batchgen.util.errors import ConfigError
 from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
 from batchgen.util.paths import short_user_path
@@ -38,7 +38,9 @@ def find_files(path: Path) -> list[Path]:
 
 def _like_hub_name(path: str) -> bool:
     return (
-        path.count("/") <= 1 and not path.startswith((".", "/")) and format_of(Path(path)) is None
+        path.count("/") <= 1
+        and not path.startswith((".", "/"))
+        and table_format(Path(path)) is None
     )
 
 
@@ -46,7 +48,7 @@ def check_formats(files: Sequence[Path]) -> str:
     """The format that all files have."""
     by_format: dict[str | None, Path] = {}
     for file in files:
-        by_format.setdefault(format_of(file), file)
+        by_format.setdefault(table_format(file), file)
     if None in by_format:
         raise ConfigError(
             f"dataset.path: {by_format[None]} is of no known format: use {SUPPORTED} "

@@ -17,9 +17,9 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GridRow(Row):
-    """A row with the name of an adapter in `fields`; `given` is the row without it."""
+    """A row with the name of an adapter in `fields`; `base` is the row without it."""
 
-    given: Row = field(kw_only=True)
+    base: Row = field(kw_only=True)
 
 
 class GridSource(SourceOver):
@@ -84,15 +84,15 @@ class GridSource(SourceOver):
 
     def _with_adapter(self, row: Row, number: int) -> Row:
         fields = {**row.fields, ADAPTER: self._adapters[number]}
-        return GridRow(row.index * self._times + number, row.id, fields, row.failure, given=row)
+        return GridRow(row.index * self._times + number, row.id, fields, row.failure, base=row)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """See `Source`."""
         assert isinstance(row, GridRow)
-        return {**self._source.passthrough(row.given), ADAPTER: row.fields[ADAPTER]}
+        return {**self._source.passthrough(row.base), ADAPTER: row.fields[ADAPTER]}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """What is read of the rows of the source that come before `stop`, as of `Source`."""
+        """What is read of the rows of the source that come before `stop`, see `Source`."""
         return self._source.tables(-(-stop // self._times), size)
 
     def open_index(

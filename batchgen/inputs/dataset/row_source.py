@@ -21,7 +21,7 @@ from batchgen.inputs.dataset.row_ids import IdSet, check_unique, duplicate_error
 from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.dataset.stored_json import stored_field
 from batchgen.inputs.tables.json_values import has_json, json_encoder, storage_type
-from batchgen.inputs.tables.read_errors import READ_ERRORS, unreadable
+from batchgen.inputs.tables.read_errors import READ_ERRORS, unreadable_table
 from batchgen.inputs.tables.table_formats import check_width, reason
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
@@ -286,7 +286,7 @@ class RowSource(Source):
                 yield
         except READ_ERRORS as error:
             if self._files:
-                raise unreadable(error, self._files) from None
+                raise unreadable_table(error, self._files) from None
             text = f"dataset.path: {self._config.path}: cannot read {what}: {reason(error)}"
             if isinstance(error, OSError):
                 raise JobError(f"{text}; run the same command to go on from there") from None

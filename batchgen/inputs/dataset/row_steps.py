@@ -19,10 +19,10 @@ from batchgen.util.shorten import some_names
 
 @dataclass(frozen=True, slots=True)
 class SteppedRow(Row):
-    """A row with the columns of the steps in `fields`; `given` is the row as the
+    """A row with the columns of the steps in `fields`; `base` is the row as the
     data set has it."""
 
-    given: Row = field(kw_only=True)
+    base: Row = field(kw_only=True)
 
 
 class SteppedSource(SourceOver):
@@ -71,15 +71,15 @@ class SteppedSource(SourceOver):
                     fields = fields | step.apply(row.index, fields)
             except BadChoices as error:
                 fields, failure = row.fields, RequestError("bad_choices", str(error))
-            yield SteppedRow(row.index, row.id, fields, failure, given=row)
+            yield SteppedRow(row.index, row.id, fields, failure, base=row)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """See `Source`; the steps' columns are null in a row in which a step failed."""
         assert isinstance(row, SteppedRow)
-        values = self._source.passthrough(row.given)
+        values = self._source.passthrough(row.base)
         ok = row.failure is None
         return values | {name: row.fields[name] if ok else None for name in self._made}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows as the data set has them, as of `Source`."""
+        """The rows as the data set has them, see `Source`."""
         return self._source.tables(stop, size)

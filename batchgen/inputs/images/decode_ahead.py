@@ -22,9 +22,9 @@ class DecodeAhead:
     is one that is asked for again. An image that nobody holds any longer gives its place back.
     """
 
-    def __init__(self, threads: int, most: int) -> None:
+    def __init__(self, threads: int, limit: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "images")
-        self._most = most
+        self._most = limit
         self._lock = threading.RLock()  # images may be dropped while it is held
         self._waiting: deque[weakref.ref[AheadPixels]] = deque()
         self._begun = 0

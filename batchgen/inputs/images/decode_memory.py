@@ -13,8 +13,8 @@ MOST_MEMORY = 2 << 30
 class DecodeMemory:
     """Lets threads go on as long as what they hold together fits into `most` bytes."""
 
-    def __init__(self, most: int = MOST_MEMORY) -> None:
-        self._most = self._free = most
+    def __init__(self, limit: int = MOST_MEMORY) -> None:
+        self._most = self._free = limit
         self._turn = threading.Lock()  # who waits for much is not passed by others for ever
         self._change = threading.Condition()
 

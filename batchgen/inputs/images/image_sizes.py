@@ -44,7 +44,7 @@ class ImageSizes:
 
     side: int
     least: int
-    most: int
+    max_pixels: int
     most_of_model: int
 
     def size(self, height: int, width: int) -> tuple[int, int]:
@@ -61,8 +61,8 @@ class ImageSizes:
             )
         side, scale = self.side, height * width
         rows, columns = (round(length / side) * side for length in (height, width))
-        if rows * columns > self.most:
-            beta = math.sqrt(scale / self.most)
+        if rows * columns > self.max_pixels:
+            beta = math.sqrt(scale / self.max_pixels)
             rows, columns = (
                 max(side, math.floor(length / beta / side) * side) for length in (height, width)
             )
@@ -77,11 +77,11 @@ class ImageSizes:
 
     def scales_down(self, height: int, width: int) -> bool:
         """Whether an image of this size gets fewer pixels than the model's processor would give."""
-        return self.most < self.most_of_model and height * width > self.most
+        return self.max_pixels < self.most_of_model and height * width > self.max_pixels
 
     def fingerprint(self, pillow: str) -> str:
         """A digest of all that decides the pixels besides the file; `pillow` is its version."""
-        numbers = (self.side, self.least, self.most)
+        numbers = (self.side, self.least, self.max_pixels)
         return fingerprint_text("images", _READING, pillow, *map(str, numbers))
 
 

@@ -74,9 +74,9 @@ class RowImages:
         folder: ImageFolder,
         sizes: ImageSizes,
         image_token_id: int,
-        most: int = MOST_IMAGES,
+        limit: int = MOST_IMAGES,
     ) -> None:
-        self._folder, self._sizes, self._most = folder, sizes, most
+        self._folder, self._sizes, self._most = folder, sizes, limit
         self.thumbnails = Thumbnails()
         self.image_token_id = image_token_id
         self.fingerprint = sizes.fingerprint(pillow_version())
@@ -95,7 +95,7 @@ class RowImages:
         return [self._sizes.tokens(*self._sizes.size(*self._own_size(each))) for each in sources]
 
     def load(self, sources: Sequence[ImageSource]) -> list[RowImage]:
-        """The images, which are decoded later; RequestError as `tokens` has it."""
+        """The images, which are decoded later. RequestError: see `tokens`."""
         self._check_count(sources)
         return [self._load(source) for source in sources]
 
@@ -109,7 +109,7 @@ class RowImages:
         return [f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found]
 
     def expanded(self, ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """A prompt in which each image has as many tokens as it takes, of one in which it has one.
+        """Expand the one token of each image in a prompt to as many as the image takes.
 
         Raises:
             RequestError: bad_images: the prompt has another number of such tokens, as of a text
@@ -199,7 +199,7 @@ class RowImages:
         if self._told or not self._sizes.scales_down(height, width):
             return
         self._told = True
-        most = self._sizes.most
+        most = self._sizes.max_pixels
         print(
             f"batchgen: an image of {width}×{height} pixels is scaled down to at most {most:,} "
             f"pixels ({most // self._sizes.side**2:,} tokens), and so are others: prompt.max_pixels"
@@ -228,5 +228,5 @@ def without_pixels(value: Any) -> Any:
     return [without_pixels(item) for item in value] if isinstance(value, list) else value
 
 
-def _short_url(found: re.Match[str]) -> str:
-    return f"{found[1]};blake2b={_digest(found[2].encode())}"
+def _short_url(match: re.Match[str]) -> str:
+    return f"{match[1]};blake2b={_digest(match[2].encode())}"

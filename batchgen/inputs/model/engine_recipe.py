@@ -24,7 +24,7 @@ from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.peer_collectives import reach_each_other
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
-from batchgen.engine.replicas import Leader, follow
+from batchgen.engine.replicas import Leader, follow_engine
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.open_model import (
     DeviceName,
@@ -67,10 +67,10 @@ class EngineRecipe:
             raise ValueError(
                 f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
             )
-        if self.config.deterministic and kind == "cuda" and self.model.adapters:
+        if size > 1 and any(adapter.config.dora for adapter in self.model.adapters.values()):
             raise ValueError(
-                "deterministic is true, and it was not shown yet that products of adapters keep "
-                "the bits of rows on a GPU: set it to false, or merge the adapter"
+                f"tensor_parallel is {size}, and the adapter is of DoRA, which needs whole rows of "
+                "weights that ranks divide: set it to 1, or merge the adapter into the model"
             )
         if self.config.deterministic:
             refuse_unkept(
@@ -162,7 +162,7 @@ class EngineRecipe:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         weights = self.load(parallel)
-        follow(self.engine(weights, self.load_others(weights)), connection)
+        follow_engine(self.engine(weights, self.load_others(weights)), connection)
 
 
 class Ranks:

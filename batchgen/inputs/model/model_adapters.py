@@ -29,11 +29,11 @@ _MOST_BYTES = 64 * 2**20
 """The size of a tokenizer's file from which on an adapter's is refused; the largest have 33 MB."""
 
 
-def with_adapters(model: OpenedModel, given: LoRA, *, fold: bool = False) -> OpenedModel:
+def with_adapters(model: OpenedModel, adapters: LoRA, *, fold: bool = False) -> OpenedModel:
     """Return the model with these adapters; rows have the only one unless they ask for another.
     With `fold` it is added to the weights. Raises ValueError if one cannot be found, is damaged,
     or does not fit."""
-    places = {name: place for name, place in named_places(given).items() if name != BASE}
+    places = {name: place for name, place in named_places(adapters).items() if name != BASE}
     if not places:
         return model
     if model.path.is_file():
@@ -41,7 +41,7 @@ def with_adapters(model: OpenedModel, given: LoRA, *, fold: bool = False) -> Ope
             f"lora stands beside weights in safetensors, and {model.path.name} is a GGUF file: "
             "merge the adapter, or use the original checkpoint"
         )
-    if fold and not only_one(given):
+    if fold and not only_one(adapters):
         raise ValueError("lora_fold adds one adapter to the weights, and lora names several")
     if fold and (model.config.form is not None or model.quantization is not None):
         raise ValueError(
@@ -51,15 +51,15 @@ def with_adapters(model: OpenedModel, given: LoRA, *, fold: bool = False) -> Ope
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
     found = {}
     for name, place in places.items():
-        adapter = open_adapter(_folder(name, place))
-        check_adapter(adapter, weights)
+        adapter = open_adapter(_folder(name, place), fold=fold)
+        check_adapter(adapter, weights, fold=fold)
         _check_tokenizer(name, adapter.folder, model)
         _warn_of_base(name, adapter, model)
         found[name] = adapter
     return replace(
         model,
         adapters=found,
-        default_adapter=next(iter(found)) if only_one(given) else None,
+        default_adapter=next(iter(found)) if only_one(adapters) else None,
         folds=fold,
     )
 
@@ -69,27 +69,27 @@ def adapter_files(adapter: AdapterFile) -> list[Path]:
     return [adapter.folder / CONFIG, adapter.folder / WEIGHTS]
 
 
-def _hub_name(place: str) -> re.Match[str] | None:
-    if user_path(place, "lora").exists():
+def _hub_name(path: str) -> re.Match[str] | None:
+    if user_path(path, "lora").exists():
         return None
-    return re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?", place)
+    return re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?", path)
 
 
-def _folder(name: str, place: str) -> Path:
+def _folder(name: str, path: str) -> Path:
     """Find an adapter's folder; one on the hub is downloaded."""
-    if (on_hub := _hub_name(place)) is not None:
+    if (on_hub := _hub_name(path)) is not None:
         try:
             patterns = [CONFIG, WEIGHTS, *_TOKENIZER]
             repo, revision = on_hub.groups()
             return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
         except (HfHubHTTPError, LocalEntryNotFoundError) as error:
             raise ConfigError(
-                f"adapter {name}: {place} is neither a folder here nor can it be had from the hub: "
+                f"adapter {name}: {path} is neither a folder here nor can it be had from the hub: "
                 f"{str(error).splitlines()[0]}"
             ) from None
-    local = user_path(place, "lora")
+    local = user_path(path, "lora")
     if not local.is_dir():
-        raise ConfigError(f"adapter {name}: {place} does not exist; give a folder or a hub name")
+        raise ConfigError(f"adapter {name}: {path} does not exist; give a folder or a hub name")
     return local.absolute()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from batchgen.engine.layers.mxfp4_format import Units, WeightFormat, format_name
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.adapters import add_adapters
-from batchgen.engine.loading.config_file import LoadFormat, load_config, strange_keys
+from batchgen.engine.loading.config_file import LoadFormat, load_model_config, strange_keys
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.loading.peft_files import AdapterFile
 from batchgen.engine.loading.safetensors_files import safetensors_files
@@ -62,6 +62,21 @@ class OpenedModel:
     adapters: Mapping[str, AdapterFile] = field(default_factory=dict)
     default_adapter: str | None = None
     folds: bool = False
+
+    def with_hidden_layers(self, indices: Sequence[int]) -> OpenedModel:
+        """The model that records the hidden states behind these layers, of which negative ones
+        count from the last. Raises ValueError for one that it lacks or that is named twice."""
+        last = self.config.num_layers
+        layers = tuple(layer + last + 1 if layer < 0 else layer for layer in indices)
+        given = zip(indices, layers, strict=True)
+        if outside := [one for one, layer in given if not 0 <= layer <= last]:
+            raise ValueError(
+                f"hidden_layers has {outside[0]}, and the model has {last} layers: choose among 0 "
+                f"(the embedding of tokens) to {last} (behind the last layer and the norm), or -1"
+            )
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"hidden_layers names a layer twice: {list(indices)}")
+        return replace(self, config=replace(self.config, hidden_layers=layers))
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
         """The dtype of weights and activations on a device, or ValueError if the machine lacks the
@@ -146,6 +161,7 @@ class OpenedModel:
             quantization=self.quantization,
             parallel=parallel,
             vision=self.with_vision,
+            hidden_layers=self.config.hidden_layers,
         )
         if self.adapters:
             add_adapters(model, self.adapters, self.default_adapter, fold=self.folds)
@@ -226,7 +242,7 @@ def open_model(
     path = resolve_model(model, revision, weights=load_format != "dummy")
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"load_format is gguf, but {path} is not a .gguf file")
-    config, tokenizer = load_config(path, load_format), load_tokenizer(path)
+    config, tokenizer = load_model_config(path, load_format), load_tokenizer(path)
     if strange := strange_keys(path):
         print(
             f"model: {path}/config.json has keys that neither transformers nor the engine knows, "

@@ -82,7 +82,7 @@ class HashTable:
         self._tags_view, self._rows_view = self._tags.data, self._rows.data
 
 
-class KeptRows:
+class SpillFile:
     """Bytes of rows, by their number from 0 on, in a file that has no name; 8 bytes of memory for
     each."""
 

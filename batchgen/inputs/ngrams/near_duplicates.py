@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh64_intdigest
 
-from batchgen.inputs.ngrams.kept_rows import HashTable, KeptRows
+from batchgen.inputs.ngrams.kept_rows import HashTable, SpillFile
 from batchgen.inputs.ngrams.word_ngrams import Hashes, jaccard, mixed
 
 BANDS = 8
@@ -54,7 +54,7 @@ class NearDuplicates:
         self._edges = np.array(edges, np.uint64)
         self._last = np.array([*edges[1:], 2**64 - 1], np.uint64)
         self._donors = _donors(bins)
-        self._table, self._kept = HashTable(), KeptRows()
+        self._table, self._kept = HashTable(), SpillFile()
 
     @property
     def num_bytes(self) -> int:

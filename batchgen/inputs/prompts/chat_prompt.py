@@ -38,7 +38,8 @@ EFFORTS = ("low", "medium", "high")
 
 class ChatPrompt:
     """A conversation in the model's chat format, up to where the model's answer starts, or up to
-    the end of a last message that the model continues.
+    the end of a last message that the model continues; one that is only read (`is_read`) and has
+    its answer ends behind that.
 
     The tokenizer adds no special tokens to the text, because the chat template writes a BOS itself
     where the model wants one.
@@ -56,9 +57,10 @@ class ChatPrompt:
         room: int | None = None,
         images: RowImages | None = None,
         day: Callable[[], str] = today,
+        is_read: bool = False,
     ) -> None:
         bound_chat_templates()
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self._tokenizer, self._is_read = config, tokenizer, is_read
         self._tokens = TextTokens(tokenizer, room)
         self._kwargs = dict(config.template_kwargs or {})
         source = self._chat_template()
@@ -93,7 +95,7 @@ class ChatPrompt:
         return images.expanded(ids, images.tokens(sources))
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row with its images; RequestError as `token_ids` has it."""
+        """The prompt of a row with its images. RequestError: see `token_ids`."""
         ids, sources = self._ids_and_sources(row)
         if self._places is None:
             return ids, []
@@ -107,7 +109,7 @@ class ChatPrompt:
         return None if self._places is None else self._places.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
-        """The images that a row names; RequestError as `token_ids` has it."""
+        """The images that a row names. RequestError: see `token_ids`."""
         return self._placed(row)[1]
 
     def _ids_and_sources(self, row: Row) -> tuple[list[int], list[ImageSource]]:
@@ -204,6 +206,10 @@ class ChatPrompt:
             return None
         return checked_tools(value_at(row.fields, self._tools_path), column)
 
+    def _ends(self, messages: Messages) -> bool:
+        """Whether nothing follows a conversation, because it is only read and has its answer."""
+        return self._is_read and messages[-1]["role"] == "assistant"
+
     def _render(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         """The text that the chat template makes; RENDER_ERRORS if it takes no such conversation.
 
@@ -219,7 +225,7 @@ class ChatPrompt:
                 conversations=[messages],
                 tools=listed,
                 chat_template=template,
-                add_generation_prompt=not goes_on,
+                add_generation_prompt=not goes_on and not self._ends(messages),
                 continue_final_message=goes_on,
                 **{**self._tokenizer.special_tokens_map, **given},
             )
@@ -282,11 +288,11 @@ class ChatPrompt:
             )
 
 
-def _day(given: str | None, source: str, of_job: Callable[[], str]) -> str | None:
+def _day(date: str | None, source: str, of_job: Callable[[], str]) -> str | None:
     """The day that a chat template writes; None if it asks for none."""
     if re.search(r"\bstrftime_now\b", source):
-        return of_job() if given is None else given
-    if given is not None:
+        return of_job() if date is None else date
+    if date is not None:
         raise ConfigError("prompt.date: the model's chat template writes no date: leave it out")
     return None
 

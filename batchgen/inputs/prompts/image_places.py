@@ -79,16 +79,16 @@ class ImagePlaces:
             return [source for text in texts for source in sources_of(text)]
         return sources_of(value_at(row.fields, self._path)) if self._path else []
 
-    def _part(self, part: dict[str, Any], rest: Any, found: list[ImageSource]) -> dict[str, Any]:
+    def _part(self, part: dict[str, Any], rest: Any, images: list[ImageSource]) -> dict[str, Any]:
         if part["type"] != "image":
             return part
         if part["source"] is None:
-            found.append(next(rest))
+            images.append(next(rest))
         else:
             sources = sources_of(part["source"])
             if len(sources) != 1:
                 raise RequestError("bad_images", "a part of a message must name one image")
-            found += sources
+            images += sources
         return {"type": "image"}
 
 

@@ -38,7 +38,7 @@ def checked_messages(
     if not isinstance(value, list) or not value:
         raise RequestError(
             "bad_messages",
-            f"column {column!r} must hold a list of {{role, content}}, got {short(value)}",
+            f"column {column!r} must hold a list of {{role, content}}, got {short_value(value)}",
         )
     messages = []
     for position, item in enumerate(value):
@@ -54,7 +54,8 @@ def checked_messages(
         no_content = content is None and calls
         if not isinstance(role, str) or not (no_content or isinstance(content, str | list)):
             raise RequestError(
-                "bad_messages", f"{where}: role and content must be strings, got {short(item)}"
+                "bad_messages",
+                f"{where}: role and content must be strings, got {short_value(item)}",
             )
         if "function_call" in message:
             raise RequestError(
@@ -64,7 +65,7 @@ def checked_messages(
             )
         if role not in roles:
             raise RequestError(
-                "bad_messages", f"{where}: unknown role {short(role)}: use {', '.join(roles)}"
+                "bad_messages", f"{where}: unknown role {short_value(role)}: use {', '.join(roles)}"
             )
         messages.append(message)
     return messages
@@ -88,7 +89,7 @@ def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     arguments that are an object or its text."""
     if not isinstance(calls, list):
         raise RequestError(
-            "bad_messages", f"{where}: tool_calls must be a list, got {short(calls)}"
+            "bad_messages", f"{where}: tool_calls must be a list, got {short_value(calls)}"
         )
     found = []
     for number, item in enumerate(calls):
@@ -101,7 +102,7 @@ def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise RequestError(
                 "bad_messages",
                 f"{where}: tool call {number} must be {{type: function, function: {{name, "
-                f"arguments}}}} with an object or its text as arguments, got {short(item)}",
+                f"arguments}}}} with an object or its text as arguments, got {short_value(item)}",
             )
         found.append(call)
     return found
@@ -131,12 +132,12 @@ def checked_parts(content: list[Any], where: str) -> list[dict[str, Any]]:
         else:
             raise RequestError(
                 "bad_messages",
-                f"{where}: content has a part {short(item)}: parts are text and images",
+                f"{where}: content has a part {short_value(item)}: parts are text and images",
             )
     return parts
 
 
-def short(value: Any) -> str:
+def short_value(value: Any) -> str:
     """A value for an error message."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"

@@ -16,7 +16,7 @@ from batchgen.inputs.images.image_sources import ImageSource
 from batchgen.inputs.images.row_images import RowImage, RowImages
 from batchgen.inputs.prompts.chat_prompt import ChatPrompt
 from batchgen.inputs.prompts.chat_templates import today
-from batchgen.inputs.prompts.messages import short
+from batchgen.inputs.prompts.messages import short_value
 from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty
 from batchgen.util.errors import ConfigError
 
@@ -39,6 +39,7 @@ class BodyPrompt:
         room: int | None = None,
         images: RowImages | None = None,
         day: Callable[[], str] = today,
+        is_read: bool = False,
     ) -> None:
         self._column, self._vocab_size = config.body_column, vocab_size
         self._path = named_path("prompt.body_column", config.body_column, columns)
@@ -56,7 +57,7 @@ class BodyPrompt:
                 date=config.date,
             )
             names = dict.fromkeys(("messages", "tools"))
-            self._chat = ChatPrompt(chat, tokenizer, names, room, images, day)
+            self._chat = ChatPrompt(chat, tokenizer, names, room, images, day, is_read)
             self._takes_tools = takes_tools
 
     @property
@@ -75,7 +76,7 @@ class BodyPrompt:
         return not_empty(prompt)
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row with its images; RequestError as `token_ids` has it."""
+        """The prompt of a row with its images. RequestError: see `token_ids`."""
         body = self._body(row)
         if "messages" not in body:
             return self.token_ids(row), []
@@ -87,7 +88,7 @@ class BodyPrompt:
         return None if self._chat is None else self._chat.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
-        """The images that a row names; RequestError as `token_ids` has it."""
+        """The images that a row names. RequestError: see `token_ids`."""
         body = self._body(row)
         if "messages" not in body:
             return []
@@ -107,7 +108,7 @@ class BodyPrompt:
         except ValueError as error:
             raise self._bad(str(error)) from None
         if not isinstance(found, Mapping):
-            raise self._bad(f"must hold the body of a request, got {short(found)}")
+            raise self._bad(f"must hold the body of a request, got {short_value(found)}")
         body = {key: value for key, value in found.items() if value is not None}
         if ("messages" in body) == ("prompt" in body):
             raise self._bad("must have either messages or a prompt")
@@ -119,7 +120,9 @@ class BodyPrompt:
         if isinstance(prompt, str):
             return
         if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
-            raise self._bad(f"prompt must be one text or one list of ids, got {short(prompt)}")
+            raise self._bad(
+                f"prompt must be one text or one list of ids, got {short_value(prompt)}"
+            )
         for token in prompt:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(

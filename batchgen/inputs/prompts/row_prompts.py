@@ -19,7 +19,7 @@ from batchgen.inputs.dataset.dataset_columns import named_path, value_at
 from batchgen.inputs.images.row_images import RowImage, RowImages
 from batchgen.inputs.prompts.chat_prompt import ChatPrompt
 from batchgen.inputs.prompts.chat_templates import today
-from batchgen.inputs.prompts.messages import short
+from batchgen.inputs.prompts.messages import short_value
 from batchgen.inputs.prompts.openai_bodies import BodyPrompt
 from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty
 from batchgen.util.errors import ConfigError
@@ -60,7 +60,7 @@ class Prompt(Protocol):
         ...
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row and its images; RequestError as `token_ids` has it."""
+        """The prompt of a row and its images. RequestError: see `token_ids`."""
         return self.token_ids(row), []
 
 
@@ -73,6 +73,7 @@ def build_prompt(
     room: int | None = None,
     images: RowImages | None = None,
     day: Callable[[], str] = today,
+    is_read: bool = False,
 ) -> Prompt:
     """The prompt that the configuration describes.
 
@@ -83,6 +84,7 @@ def build_prompt(
             reads texts of any length.
         images: makes the images of rows; None where the model or the rows have none.
         day: says which day chat templates write, if the configuration does not.
+        is_read: whether rows are only read, so that nothing follows an assistant's last message.
 
     Raises:
         ConfigError: a template does not compile or asks for a column that the data set lacks,
@@ -98,8 +100,8 @@ def build_prompt(
     if isinstance(config, TextPromptConfig):
         return TextPrompt(config, tokenizer, columns, room)
     if isinstance(config, OpenAIPromptConfig):
-        return BodyPrompt(config, tokenizer, columns, vocab_size, room, images, day)
-    return ChatPrompt(config, tokenizer, columns, room, images, day)
+        return BodyPrompt(config, tokenizer, columns, vocab_size, room, images, day, is_read)
+    return ChatPrompt(config, tokenizer, columns, room, images, day, is_read)
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
@@ -139,7 +141,7 @@ def fit_prompt(
 
 
 def constant_prompt_refusal(key: str, prompt: Prompt, row: Row) -> str:
-    """What users are told of a prompt that is the same for all rows, as it is seldom meant so.
+    """The warning about a prompt that is the same for all rows, as it is seldom meant so.
     `key` says where its template stands."""
     try:
         text = prompt.text(row) or ""
@@ -197,13 +199,13 @@ class TokensPrompt(Prompt):
         if not isinstance(ids, list):
             raise RequestError(
                 "bad_token_ids",
-                f"column {self._column!r} must hold a list of integers, got {short(ids)}",
+                f"column {self._column!r} must hold a list of integers, got {short_value(ids)}",
             )
         for position, token in enumerate(ids):
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise RequestError(
                     "bad_token_ids",
-                    f"column {self._column!r}, position {position}: {short(token)} is not "
+                    f"column {self._column!r}, position {position}: {short_value(token)} is not "
                     f"an id of the model, 0 to {self._vocab_size - 1}",
                 )
         return not_empty(ids)

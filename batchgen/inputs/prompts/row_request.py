@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.requests import derive_seed
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.dataset.seed_stream import stream_seed
 from batchgen.inputs.images.row_images import RowImage
 
@@ -15,8 +16,8 @@ class RowRequest(NamedTuple):
     """What the requests of a row ask for."""
 
     prompt: list[int]
-    params: SamplingParams
-    answer: list[int] | None = None  # the tokens that are scored; None if the row generates
+    params: RequestParams
+    answer: GivenAnswer | None = None  # what is scored; None if the row generates
     choices: Sequence[list[int]] = ()  # the tokens of each choice that is scored beside the row
     images: Sequence[RowImage] = ()  # those of the prompt, in order
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.inputs.dataset.dataset_columns import json_cell
-from batchgen.inputs.prompts.messages import short
+from batchgen.inputs.prompts.messages import short_value
 
 
 def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
@@ -25,7 +25,7 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list):
         raise RequestError(
-            "bad_tools", f"column {column!r} must hold a list of tools, got {short(tools)}"
+            "bad_tools", f"column {column!r} must hold a list of tools, got {short_value(tools)}"
         )
     for position, tool in enumerate(tools):
         if (why := _mistake(tool)) is not None:
@@ -37,14 +37,14 @@ def _mistake(tool: Any) -> str | None:
     """What is wrong with a tool, None if nothing is."""
     form = "must be {type: function, function: {name, description, parameters}}"
     if not isinstance(tool, Mapping):
-        return f"{form}, got {short(tool)}"
+        return f"{form}, got {short_value(tool)}"
     if tool.get("type", "function") != "function":
-        return f"type must be function, got {short(tool['type'])}"
+        return f"type must be function, got {short_value(tool['type'])}"
     function = tool.get("function", tool)
     if not isinstance(function, Mapping):
-        return f"{form}, got {short(tool)}"
+        return f"{form}, got {short_value(tool)}"
     if not isinstance(name := function.get("name"), str) or not name:
-        return f"the function needs a name, got {short(name)}"
+        return f"the function needs a name, got {short_value(name)}"
     if not isinstance(parameters := function.get("parameters", {}), Mapping):
-        return f"parameters must be a JSON Schema, got {short(parameters)}"
+        return f"parameters must be a JSON Schema, got {short_value(parameters)}"
     return None

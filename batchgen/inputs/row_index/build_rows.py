@@ -64,12 +64,12 @@ def _built(number: int, config: StepConfig) -> Step:
     return step
 
 
-def _options(cls: type[TableStep], given: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _options(cls: type[TableStep], values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The arguments of the class: `as` is `as_` there, and what is no option goes to `rest`."""
-    named = {f"{key}_" if keyword.iskeyword(key) else key: v for key, v in given.items()}
+    named = {f"{key}_" if keyword.iskeyword(key) else key: v for key, v in values.items()}
     if cls.rest is not None:
         known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        if more := {key: value for key, value in given.items() if key not in known}:
+        if more := {key: value for key, value in values.items() if key not in known}:
             kept = {key: value for key, value in named.items() if key in known}
             named = {**kept, cls.rest: {**(kept.get(cls.rest) or {}), **more}}
-    return strategy_options(cls, named, place)
+    return strategy_options(cls, named, where)

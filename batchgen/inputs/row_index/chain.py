@@ -110,14 +110,16 @@ class Chain:
                 raise ConfigError(f"{name}: {error}") from None
         return ChainPass(self, passes)
 
-    def restored(self, row: Row, made: MadeRow) -> Mapping[str, Any]:
+    def restored(self, row: Row, made_row: MadeRow) -> Mapping[str, Any]:
         """The fields of a row of the job, made again from the data set's row."""
         fields: Mapping[str, Any] = row.fields
-        levels = iter(made.path)
+        levels = iter(made_row.path)
         for step, (_, stored) in zip(self.steps, self.columns, strict=True):
             if isinstance(step, TableStep):
                 k = next(levels) if step.splits else 0
-                if new := step.restored(fields, k, {name: made.stored[name] for name in stored}):
+                if new := step.restored(
+                    fields, k, {name: made_row.stored[name] for name in stored}
+                ):
                     fields = {**fields, **new}
             else:
                 fields = {**fields, **step.apply(row.index, fields)}
@@ -226,7 +228,7 @@ def path_id(row_id: str, path: Sequence[int]) -> str:
 
 
 def failure_of(failure: Failure | None) -> RequestError | None:
-    """A failure as rows have it."""
+    """A failure in the form that rows hold."""
     return None if failure is None else RequestError(failure.type, failure.message)
 
 

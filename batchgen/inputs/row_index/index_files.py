@@ -22,7 +22,7 @@ from batchgen.inputs.row_index.chain import Failure, MadeRow
 from batchgen.inputs.steps.stored_values import Storing
 from batchgen.storage.folder.row_funnel import DroppedRow, IndexFacts
 from batchgen.storage.leases.own_files import ROW_INDEX, ROWS
-from batchgen.storage.stores.whole_file import publish
+from batchgen.storage.stores.whole_file import publish_file
 from batchgen.util.errors import JobError
 from batchgen.util.temporary import temporary_name
 
@@ -124,7 +124,7 @@ class IndexFile:
             return
         with self._writing():
             self._writer.close()
-            publish(self._temporary, self._path)
+            publish_file(self._temporary, self._path)
         self._upload(self._path)
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.row_index.chain import Chain, ChainPass, MadeRow
 from batchgen.inputs.row_index.index_files import DROPPED, GROUP, PART_ROWS, IndexFolder
-from batchgen.storage.folder.row_funnel import IndexFacts, Part
+from batchgen.storage.folder.row_funnel import IndexFacts, IndexPart
 from batchgen.util.errors import JobError
 
 _SHOWN_SECONDS = 10.0
@@ -28,26 +28,26 @@ class _Making:
     rows: Iterator[Row]
     read: int
     total: int
-    made: list[MadeRow] = field(default_factory=list)
+    pending: list[MadeRow] = field(default_factory=list)
     is_over: bool = False
     error_rows: int = 0
-    shown: float = field(default_factory=time.monotonic)
+    reported_at: float = field(default_factory=time.monotonic)
 
     def advance(self) -> None:
         """Take rows until there is a group to write, or no row is left."""
         running = self.running
-        while len(self.made) < GROUP and len(running.dropped) < GROUP:
+        while len(self.pending) < GROUP and len(running.dropped) < GROUP:
             row = None if running.full else next(self.rows, None)
             if row is None:
                 self.is_over = True
                 return
             self.read = row.index + 1
-            self.made += running.take(row)
+            self.pending += running.take(row)
             self.tell()
 
     def tell(self) -> None:
-        if not self.read % 256 and (now := time.monotonic()) - self.shown > _SHOWN_SECONDS:
-            self.shown = now
+        if not self.read % 256 and (now := time.monotonic()) - self.reported_at > _SHOWN_SECONDS:
+            self.reported_at = now
             print(f"batchgen: steps of rows: {self.read:,} of {self.total:,} rows", file=sys.stderr)
 
 
@@ -61,14 +61,14 @@ class IndexGrowth:
     """
 
     def __init__(
-        self, chain: Chain, source: Source, tokenizer: Any, folder: IndexFolder, found: IndexFacts
+        self, chain: Chain, source: Source, tokenizer: Any, folder: IndexFolder, facts: IndexFacts
     ) -> None:
         """Go on behind the rows of an index, which the steps go through again if they remember
         rows."""
         self._chain, self._source, self._folder = chain, source, folder
         self._running = chain.start(tokenizer)
-        self.facts = found
-        _catch_up(chain, self._running, source, found)
+        self.facts = facts
+        _catch_up(chain, self._running, source, facts)
 
     def add(self, stop: int) -> None:
         """Write the parts of the rows of the source before `stop` that have none."""
@@ -96,24 +96,24 @@ class IndexGrowth:
         self._running.close()
 
 
-def _catch_up(chain: Chain, running: ChainPass, source: Source, found: IndexFacts) -> None:
+def _catch_up(chain: Chain, running: ChainPass, source: Source, facts: IndexFacts) -> None:
     """Bring the steps to where they stood behind the rows of an index."""
     if not chain.has_state:
-        running.counts = [replace(count, examples=list(count.examples)) for count in found.steps]
+        running.counts = [replace(count, examples=list(count.examples)) for count in facts.steps]
         return
     made = 0
-    for row in islice(source.rows(), found.read_rows):
+    for row in islice(source.rows(), facts.read_rows):
         made += len(running.take(row))
         running.dropped.clear()
-    if made != found.rows:
+    if made != facts.rows:
         raise JobError(
-            f"rows: the steps make {made:,} rows of the first {found.read_rows:,} of the data set, "
-            f"and made {found.rows:,} before: a step depends on more than the rows up to its own. "
+            f"rows: the steps make {made:,} rows of the first {facts.read_rows:,} of the data set, "
+            f"and made {facts.rows:,} before: a step depends on more than the rows up to its own. "
             "Use another output.dir"
         )
 
 
-def _write_part(making: _Making, number: int) -> Part:
+def _write_part(making: _Making, number: int) -> IndexPart:
     """Write the next rows, some PART_ROWS, and what was dropped meanwhile."""
     folder, running = making.folder, making.running
     kept = folder.writing(folder.part(number), folder.schema)
@@ -123,10 +123,10 @@ def _write_part(making: _Making, number: int) -> Part:
         if len(running.dropped) >= GROUP or (making.is_over and running.dropped):
             gone.add(folder.dropped_table(running.dropped, making.chain.names))
             running.dropped.clear()
-        while len(making.made) >= GROUP or (making.is_over and making.made):
-            rows, making.made = making.made[:GROUP], making.made[GROUP:]
+        while len(making.pending) >= GROUP or (making.is_over and making.pending):
+            rows, making.pending = making.pending[:GROUP], making.pending[GROUP:]
             making.error_rows += sum(row.failure is not None for row in rows)
             kept.add(folder.rows_table(rows, list(making.chain.stored)))
     kept.publish()
     gone.publish()
-    return Part(kept.rows, gone.rows)
+    return IndexPart(kept.rows, gone.rows)

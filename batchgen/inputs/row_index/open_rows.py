@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchgen.config.groups.job_config import StepConfig
-from batchgen.evals.graders.build_steps import described
+from batchgen.evals.graders.build_steps import step_descriptions
 from batchgen.inputs.dataset.row_steps import SteppedSource
 from batchgen.inputs.dataset.source import Source
 from batchgen.inputs.row_index.build_rows import build_rows, changes_rows, step_fingerprints
@@ -33,6 +33,6 @@ def behind_steps(
         added = [s for s in steps if not isinstance(s, TableStep)]
         return SteppedSource(data, added), found
     chain = Chain(steps, data.features)
-    told = [described(configs, steps), found, dict(dataset)]
+    told = [step_descriptions(configs, steps), found, dict(dataset)]
     key = fingerprint_text(json.dumps(told, sort_keys=True, default=str))
     return IndexedSource(data, chain, key, tokenizer), found

@@ -21,7 +21,7 @@ from batchgen.inputs.steps.table_step import (
     Taken,
     Tools,
 )
-from batchgen.inputs.steps.values import field_of, value_of
+from batchgen.inputs.steps.values import field_of, required_value
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _Against:
 
     def take(self, row: StepRow) -> Taken:
         step = self._step
-        text = value_of(row.fields, step.column)
+        text = required_value(row.fields, step.column)
         if not isinstance(text, str):
             raise BadRow(f"column {step.column!r} must hold text to be compared, got {text!r:.50}")
         found = ngram_hashes(text, step.ngram)

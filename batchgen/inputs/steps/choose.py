@@ -16,7 +16,14 @@ from batchgen.inputs.steps.table_step import (
     Taken,
     Tools,
 )
-from batchgen.inputs.steps.values import columns_of, digest, draw, field_of, key_text, shown
+from batchgen.inputs.steps.values import (
+    columns_of,
+    digest,
+    field_of,
+    hashed_number,
+    key_text,
+    value_repr,
+)
 from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_expression import ExpressionFailed, RowExpression
 
@@ -53,7 +60,7 @@ class _Filter:
 
     def __init__(self, expression: RowExpression, where: str) -> None:
         self._expression = expression
-        self._dropped = Dropped(f"{shown(where)} is false")
+        self._dropped = Dropped(f"{value_repr(where)} is false")
 
     def take(self, row: StepRow) -> Taken:
         try:
@@ -109,7 +116,7 @@ class _Balance:
         kind = digest(key_text(row.fields, self._names))
         count = self._counts.get(kind, 0)
         if count >= self._most:
-            kinds = ", ".join(shown(field_of(row.fields, name)) for name in self._names)
+            kinds = ", ".join(value_repr(field_of(row.fields, name)) for name in self._names)
             return Dropped(f"{self._most:,} rows before have {kinds}")
         self._counts[kind] = count + 1
         return KEPT
@@ -155,7 +162,11 @@ class Keep(TableStep):
     def take(self, row: StepRow) -> Taken:
         """What becomes of a row by its share."""
         assert self.share is not None
-        return KEPT if draw("keep", row.id) < self.share * 2**64 else Dropped("not in the share")
+        return (
+            KEPT
+            if hashed_number("keep", row.id) < self.share * 2**64
+            else Dropped("not in the share")
+        )
 
 
 class _First:

@@ -1,4 +1,4 @@
-"""The step that cuts long texts into pieces of so many tokens."""
+"""The step that cuts long texts into pieces of a number of tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _BREAKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk(SplittingStep):
-    """Cuts a text into pieces of at most so many tokens, a row for each, with `#0`, `#1` … behind
-    its id.
+    """Cuts a text into pieces of at most a number of tokens, a row for each, with `#0`, `#1` …
+    behind its id.
 
     Tokens are those of the job's tokenizer. A piece ends between paragraphs where there is such a
     place in its second half, else between lines, sentences or words. The whole text is not copied
@@ -158,14 +158,14 @@ def token_places(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
     return [start for start, _ in offsets], [end for _, end in offsets]
 
 
-def _cut(text: str, least: int, most: int) -> int:
-    """The best place for a cut behind `least` and not behind `most`, the last one of its kind."""
+def _cut(text: str, least: int, limit: int) -> int:
+    """The best place for a cut behind `least` and not behind `limit`, the last one of its kind."""
     for kind in _BREAKS:
         # A place that ends behind `most` may begin before it.
-        found = [match.end() for match in kind.finditer(text, least, most) if match.end() > least]
+        found = [match.end() for match in kind.finditer(text, least, limit) if match.end() > least]
         if found:
             return found[-1]
-    return most
+    return limit
 
 
 def _before(starts: Sequence[int], end: int, stop: int) -> int:

@@ -12,7 +12,14 @@ import numpy as np
 
 from batchgen.inputs.steps.side_table import ROW_ID, SideTable
 from batchgen.inputs.steps.table_step import BadRow, Dropped, Pass, StepRow, TableStep, Taken, Tools
-from batchgen.inputs.steps.values import columns_of, digest, feature_of, field_of, key_text, shown
+from batchgen.inputs.steps.values import (
+    columns_of,
+    digest,
+    feature_of,
+    field_of,
+    key_text,
+    value_repr,
+)
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -153,7 +160,7 @@ class _Join:
         named = dict[str, None]()
         for fields in step.rows():
             if _has(fields, theirs) and _numbers(digest(key_text(fields, theirs))) in wanted:
-                named[", ".join(shown(field_of(fields, name)) for name in theirs)] = None
+                named[", ".join(value_repr(field_of(fields, name)) for name in theirs)] = None
         more = f" and {len(at) - len(wanted):,} more" if len(at) > len(wanted) else ""
         raise ConfigError(
             f"on: {step.path} has several rows with the same {' and '.join(theirs)} "
@@ -170,7 +177,7 @@ class _Join:
             at += 1
         if self._step.missing == "null":
             return [self._missing]
-        key = ", ".join(shown(field_of(fields, name)) for name in self._names)
+        key = ", ".join(value_repr(field_of(fields, name)) for name in self._names)
         if self._step.missing == "drop":
             return Dropped(f"no {key} in {self._step.path}")
         raise BadRow(
@@ -181,8 +188,8 @@ class _Join:
         pass
 
 
-def _numbers(found: bytes) -> tuple[int, int]:
-    return int.from_bytes(found[:8], "little"), int.from_bytes(found[8:], "little")
+def _numbers(data: bytes) -> tuple[int, int]:
+    return int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little")
 
 
 def _has(fields: Mapping[str, Any], names: Sequence[str]) -> bool:

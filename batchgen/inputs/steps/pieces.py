@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchgen.inputs.steps.side_table import SideTable
 from batchgen.inputs.steps.table_step import StepRow, TableStep, Taken
-from batchgen.inputs.steps.values import draw
+from batchgen.inputs.steps.values import hashed_number
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Pick(_Pieces):
 
     def _picked(self, row_id: str) -> dict[str, Any]:
         return {
-            name: pieces[draw("pick", self.seed, name, row_id) * len(pieces) >> 64]
+            name: pieces[hashed_number("pick", self.seed, name, row_id) * len(pieces) >> 64]
             for name, (pieces, _) in self.lists.items()
         }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.dataset.dataset_columns import column_path
-from batchgen.inputs.tables.table_formats import format_of
+from batchgen.inputs.tables.table_formats import table_format
 from batchgen.storage.folder.step_folders import step_folder
 from batchgen.storage.leases.own_files import MANIFEST
 from batchgen.util.errors import ConfigError
@@ -114,5 +114,5 @@ def _is_local(path: str) -> bool:
         path.startswith((PACKAGE_SCHEME, "/", ".", "~"))
         or there.exists()
         or glob.has_magic(path)
-        or format_of(there) is not None
+        or table_format(there) is not None
     )

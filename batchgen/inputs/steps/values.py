@@ -38,7 +38,7 @@ def feature_of(features: Mapping[str, Any], name: str) -> Any:
     return feature_at(features[path[0]], path[1:])
 
 
-def value_of(fields: Mapping[str, Any], name: str) -> Any:
+def required_value(fields: Mapping[str, Any], name: str) -> Any:
     """The value of a column; BadRow if it is null."""
     value = field_of(fields, name)
     if value is None:
@@ -49,9 +49,9 @@ def value_of(fields: Mapping[str, Any], name: str) -> Any:
 def key_text(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     """The values of some columns as one text, which differs where a value or its type does; BadRow
     if one is null."""
-    if len(names) == 1 and isinstance(value := value_of(fields, names[0]), str):
+    if len(names) == 1 and isinstance(value := required_value(fields, names[0]), str):
         return f"s{value}"
-    values = [value_of(fields, name) for name in names]
+    values = [required_value(fields, name) for name in names]
     return "j" + json.dumps(values, sort_keys=True, ensure_ascii=False, default=str)
 
 
@@ -60,13 +60,13 @@ def digest(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def draw(*parts: object) -> int:
+def hashed_number(*parts: object) -> int:
     """A number of 64 bits that follows from the parts alone."""
     text = "\0".join(map(str, parts))
     return int(xxh64_intdigest(text.encode("utf-8", "surrogatepass")))
 
 
-def shown(value: Any) -> str:
+def value_repr(value: Any) -> str:
     """A value in a message."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return beginning(text, 60)

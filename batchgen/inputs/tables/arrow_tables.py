@@ -63,14 +63,14 @@ class ArrowFiles:
             for batch in _batches(file):
                 yield self._as_all(pa.Table.from_batches([batch]), own)
 
-    def _as_all(self, table: pa.Table, own: Features) -> pa.Table:
-        """A table of a file with features of its `own`, with those of all files."""
+    def _as_all(self, table: pa.Table, file_features: Features) -> pa.Table:
+        """A table of a file with features of its `file_features`, with those of all files."""
         kinds, columns = self.features.arrow_schema, {}
         for name, feature in self.features.items():
-            if name not in own:
+            if name not in file_features:
                 columns[name] = pa.nulls(len(table), kinds.field(name).type)
-            elif own[name] != feature and has_json(feature):
-                columns[name] = _as_json(table[name], own, name, feature)
+            elif file_features[name] != feature and has_json(feature):
+                columns[name] = _as_json(table[name], file_features, name, feature)
             else:
                 columns[name] = _plain(table[name])
         return table_cast(pa.table(columns), kinds)
@@ -166,10 +166,10 @@ def _is_json(feature: Any) -> bool:
     return isinstance(feature, Json)
 
 
-def _as_json(column: pa.ChunkedArray, own: Features, name: str, feature: Any) -> pa.Array:
+def _as_json(column: pa.ChunkedArray, file_features: Features, name: str, feature: Any) -> pa.Array:
     """A column as the feature that has JSON in it."""
     values = column.to_pylist()
-    if read := value_reader(own.to_dict()[name]):
+    if read := value_reader(file_features.to_dict()[name]):
         values = list(map(read, values))
     stored = storage_type(Features({name: feature}).arrow_schema.field(name).type)
     if encode := json_encoder(feature, stored):

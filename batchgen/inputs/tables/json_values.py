@@ -91,8 +91,8 @@ class SeenValues:
             return pa.float64() if exact else pa.string()
         return feature.pa_type
 
-    def _fits(self, least: int, most: int) -> bool:
-        return least <= self._least and self._most <= most
+    def _fits(self, least: int, limit: int) -> bool:
+        return least <= self._least and self._most <= limit
 
 
 def has_json(feature: Any) -> bool:
@@ -127,7 +127,7 @@ def storage_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def json_text(value: Any) -> str:
+def mixed_json(value: Any) -> str:
     """A value as the JSON text that a column of several types holds."""
     return json.dumps(value, separators=(",", ":"), default=str).replace("/", "\\/")
 
@@ -158,4 +158,4 @@ def _encoded(value: dict[str, Any], encoders: dict[str, Callable[[Any], Any]]) -
 
 
 def _text_or_null(value: Any) -> str | None:
-    return None if value is None else json_text(value)
+    return None if value is None else mixed_json(value)

@@ -1,4 +1,4 @@
-"""What the readers of data raise, and what users are told instead."""
+"""The errors that readers of data raise, as messages for users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
-from batchgen.inputs.tables.table_formats import first_bad_line, format_of, reason, root_cause
+from batchgen.inputs.tables.table_formats import first_bad_line, reason, root_cause, table_format
 from batchgen.util.errors import ConfigError
 
 READ_ERRORS = (
@@ -31,7 +31,7 @@ READ_ERRORS = (
 they cannot read. A StopIteration means that a file has no rows."""
 
 
-def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
+def unreadable_table(error: BaseException, files: Sequence[Path]) -> ConfigError:
     """An error that says what is wrong with which file, and with JSON lines in which line."""
     cause, cache = root_cause(error), str(datasets.config.HF_DATASETS_CACHE)
     if isinstance(cause, ConfigError):  # our own readers say what is wrong, and datasets wraps it
@@ -44,10 +44,10 @@ def unreadable(error: BaseException, files: Sequence[Path]) -> ConfigError:
             "HF_DATASETS_CACHE to another folder, or use dataset.streaming=true"
         )
     for file in files:
-        if format_of(file) == "json" and (where := first_bad_line(file)):
+        if table_format(file) == "json" and (where := first_bad_line(file)):
             return ConfigError(f"dataset.path: {where}")
         if file.is_file() and file.stat().st_size == 0:
             return ConfigError(f"dataset.path: {file} is empty")
     named = str(files[0]) if len(files) == 1 else f"{len(files)} files, {files[0]} …"
-    hint = ": give every row the same keys and types" if format_of(files[0]) == "json" else ""
+    hint = ": give every row the same keys and types" if table_format(files[0]) == "json" else ""
     return ConfigError(f"dataset.path: datasets cannot read {named}: {reason(error)}{hint}")

@@ -47,7 +47,7 @@ class Chosen:
 
 
 @dataclass
-class Place:
+class ReadPosition:
     """How far a choice has gone through the answers of a job: the number of the next answer, the
     key and the row of the last one, and the ids so far."""
 
@@ -57,7 +57,7 @@ class Place:
     ids: IdSet = field(default_factory=IdSet)
 
 
-class Choice:
+class AnswerSelector:
     """Chooses among the answers of jobs, and counts what it leaves out.
 
     Attributes:
@@ -96,7 +96,7 @@ class Choice:
         """How many answers there were, and what is left after each choice."""
         return tuple(Left(choice, rows) for choice, rows in self.left.items())
 
-    def of(self, job: GradedShards, number: int, place: Place | None = None) -> Chosen:
+    def of(self, job: GradedShards, number: int, position: ReadPosition | None = None) -> Chosen:
         """The answers of the job with this number, from a place on, which is moved to the end of
         those that are there.
 
@@ -107,7 +107,7 @@ class Choice:
         kept, rows, best = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0)]
         failed: dict[int, str] = {}
         self._count("answers", 0)
-        for first, keys, values in self._batches(job, number, place or Place()):
+        for first, keys, values in self._batches(job, number, position or ReadPosition()):
             is_error = pc.equal(keys["finish_reason"], "error").to_numpy()
             self.num_errors += int(is_error.sum())
             is_kept = ~is_error if self._config.errors == "drop" else np.ones(len(is_error), bool)
@@ -139,22 +139,22 @@ class Choice:
         return Chosen(answers, ends, failures)
 
     def _batches(
-        self, job: GradedShards, number: int, at: Place
+        self, job: GradedShards, number: int, at: ReadPosition
     ) -> Iterator[tuple[int, pa.Table, list[dict[str, Any]]]]:
         """All answers in order, which is checked: the number of the first of some, their keys, and
         what the expressions see of them."""
         places = {name: self._columns.places[name][number] for name in self._rows}
-        columns = [*_KEPT, *places.values()]
+        columns = list(dict.fromkeys([*_KEPT, *places.values(), *job.id_columns]))
         for table, grades in job.answers(range(at.answer, job.total), columns, self._grades):
             keys = row_keys(table)
             if (np.diff(keys, prepend=at.key) <= 0).any():
-                raise JobError(f"{job.given} is damaged: its answers are not in order")
+                raise JobError(f"{job.user_path} is damaged: its answers are not in order")
             rows = np.asarray(table["row_index"].to_numpy(), np.int64)
             begins = np.flatnonzero(np.diff(rows, prepend=at.row))
-            for row_id in table["row_id"].take(pa.array(begins)).to_pylist():
+            for row_id in job.ids(table).take(pa.array(begins)).to_pylist():
                 if row_id is None or not at.ids.add(row_id):
                     raise ConfigError(
-                        f"dataset.path: two rows of {job.given} have the id {row_id!r}: ids of "
+                        f"dataset.path: two rows of {job.user_path} have the id {row_id!r}: ids of "
                         "rows must differ"
                     )
             values = list[dict[str, Any]]()

@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchgen.config.compose.load_config import step_configs
 from batchgen.config.groups.class_names import is_own
 from batchgen.config.groups.job_config import JobConfig, StepConfig
-from batchgen.evals.graders.build_steps import described, post_steps
+from batchgen.evals.graders.build_steps import post_steps, step_descriptions
 from batchgen.evals.graders.grade_rows import StepChain
 from batchgen.evals.graders.step import arrow_schema
 from batchgen.evals.grades.finished_shards import GradedShards
@@ -29,7 +29,7 @@ from batchgen.storage.shards.checked_file import CheckedFile, damaged, read_sche
 from batchgen.storage.shards.enough import Enough
 from batchgen.storage.shards.shard_files import last_row, shard_path
 from batchgen.storage.stores.job_storage import FolderStorage
-from batchgen.storage.stores.manifest import SAMPLES, Manifest
+from batchgen.storage.stores.manifest import SAMPLES, Manifest, runs_of_row
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
@@ -69,8 +69,8 @@ class Promise:
         post = step_configs(reader.config.get("post") or [], "post")
         if odd := [step.target for step in post if not is_own(step.target)]:
             raise ConfigError(
-                f"dataset.follow: {reader.storage.shown} is graded by {odd[0]}, which is not "
-                "batchgen's own, so that nothing is known of the grades before they are there: "
+                f"dataset.follow: {reader.storage.display_name} is graded by {odd[0]}, which is "
+                "not batchgen's own, so that nothing is known of the grades before they are there: "
                 "wait until it is complete and use dataset.follow=false (in a pipeline: after: "
                 "complete)"
             )
@@ -81,7 +81,7 @@ class FollowedJob(GradedShards):
     """A job that may run. Its shards are taken up in their order, each once it is whole.
 
     Attributes:
-        read, text_column: as of `OtherJob`.
+        read, text_column: see `OtherJob`.
         is_complete: whether the job is, and all its shards are taken up.
         needs_grades: whether shards wait for their grades. It is set before the first `learn`.
     """
@@ -92,7 +92,8 @@ class FollowedJob(GradedShards):
         """The job in a folder, which may not be there yet; ConfigError for a mistake in its steps
         that grade."""
         super().__init__(FolderStorage(folder), str(folder))
-        self.read, self.text_column = read_facts(lambda: promise.manifest, name, self.given)
+        self.read, self.text_column = read_facts(lambda: promise.manifest, name, self.user_path)
+        self.by_adapter = runs_of_row(promise.manifest) > 1
         identity = promise.manifest["identity"]
         try:
             self._rows_per_shard = int(identity["output"]["rows_per_shard"])
@@ -104,7 +105,7 @@ class FollowedJob(GradedShards):
         self.schema, self._is_of_folder = promise.schema, promise.is_of_folder
         steps = post_steps(promise.post)
         self.grade_schema = arrow_schema(StepChain(steps).columns)
-        self._steps = json.dumps(described(promise.post, steps), sort_keys=True).encode()
+        self._steps = json.dumps(step_descriptions(promise.post, steps), sort_keys=True).encode()
         self.shards: list[FinishedShard] = []
         self.is_complete = self.needs_grades = False
         self._grade_digests: list[str] = []  # digests of the grades of each shard

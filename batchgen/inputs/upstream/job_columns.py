@@ -48,7 +48,7 @@ class JobColumns:
 
     fields: dict[str, pa.Field]
     places: dict[str, tuple[str, ...]]
-    given: tuple[str, ...]
+    passthrough: tuple[str, ...]
     by_token: frozenset[str]
     text: str
     grades: dict[str, pa.Field]
@@ -120,7 +120,7 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
     return JobColumns(
         shared,
         {name: tuple(o.places[name][0] for o in each) for name in shared},
-        tuple(name for name in first.given if name in shared),
+        tuple(name for name in first.passthrough if name in shared),
         first.by_token & shared.keys(),
         first.text,
         grades,
@@ -163,7 +163,7 @@ def _new_names(job: ReadableJob, config: DatasetConfig, places: Sequence[str]) -
         )
     if text_as in places and text_as not in rename:
         raise ConfigError(
-            f"dataset.text_as={text_as} is the name of another column of {job.given}: choose "
+            f"dataset.text_as={text_as} is the name of another column of {job.user_path}: choose "
             f"another name, or rename that column ('dataset.rename={{{text_as}: NAME}}')"
         )
     return {**rename, job.text_column: text_as}
@@ -177,8 +177,8 @@ def _check_given(
     config: DatasetConfig,
 ) -> None:
     """Refuse jobs whose data sets differ in columns, unless it is said which are copied."""
-    ours = {name: first.fields[name].type for name in first.given}
-    theirs = {name: other.fields[name].type for name in other.given}
+    ours = {name: first.fields[name].type for name in first.passthrough}
+    theirs = {name: other.fields[name].type for name in other.passthrough}
     names = [*dict.fromkeys([*ours, *theirs])]
     odd = [name for name in names if ours.get(name) != theirs.get(name)]
     if not odd or config.columns is not None:
@@ -186,13 +186,13 @@ def _check_given(
     both = ",".join(name for name in names if name not in odd)
     raise ConfigError(
         f"dataset.path: the column {odd[0]!r} is {ours.get(odd[0], 'absent')} in "
-        f"{first_job.given} and {theirs.get(odd[0], 'absent')} in {job.given}: choose the columns "
-        f"to copy among those that they share ('dataset.columns=[{both}]')"
+        f"{first_job.user_path} and {theirs.get(odd[0], 'absent')} in {job.user_path}: choose the "
+        f"columns to copy among those that they share ('dataset.columns=[{both}]')"
     )
 
 
 def _is_by_token(field: pa.Field) -> bool:
-    return b"scope" in _metadata(field) or field.name in _BY_TOKEN
+    return _metadata(field).get(b"scope", b"row") != b"row" or field.name in _BY_TOKEN
 
 
 def _metadata(field: pa.Field) -> dict[bytes, bytes]:

@@ -19,7 +19,7 @@ from batchgen.engine.interface.outputs import RequestError
 from batchgen.evals.grades.visible_columns import GRADES
 from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.tables.json_values import json_encoder
-from batchgen.inputs.upstream.chosen_answers import Choice, Chosen, Ints, Place
+from batchgen.inputs.upstream.chosen_answers import AnswerSelector, Chosen, Ints, ReadPosition
 from batchgen.inputs.upstream.followed_job import ReadableJob
 from batchgen.inputs.upstream.job_columns import (
     SAMPLE_INDEX,
@@ -27,7 +27,7 @@ from batchgen.inputs.upstream.job_columns import (
     job_columns,
     with_grades,
 )
-from batchgen.inputs.upstream.row_columns import ROW_ID, RowColumns
+from batchgen.inputs.upstream.row_columns import ROW_ID, AnswerColumns
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 from batchgen.util.text.row_json import json_readers
@@ -40,7 +40,7 @@ _TEXT = " text"
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerRow(Row):
+class UpstreamRow(Row):
     """A row that is made of answers of another job; `source` says of which."""
 
     source: dict[str, Any] = field(kw_only=True)
@@ -71,15 +71,15 @@ class JobSource(Source):
         self._jobs, self._config = jobs, config
         self._columns = known = job_columns(jobs, config)
         self._lists = config.rows == "rows"
-        of_rows = self._of_rows = RowColumns(known, config)
+        of_rows = self._of_rows = AnswerColumns(known, config)
         self.schema = of_rows.copied()
         used = None if named is None else named | set(self.schema.names)
         self._read, self._grades = known.read(used)
-        self._choice = Choice(config, known)
+        self._choice = AnswerSelector(config, known)
         self._graded = self._choice.reads_grades or bool(self._grades)
         for job in jobs:
             job.needs_grades = self._graded
-        self._places = [Place() for _ in jobs]
+        self._places = [ReadPosition() for _ in jobs]
         # What was chosen, in parts, each with the number of its job, and behind which row it ends.
         self._chosen: list[tuple[int, Chosen]] = []
         self._ends: list[int] = []
@@ -90,7 +90,7 @@ class JobSource(Source):
         self._names = [*self._read, *(name for name in whole if self._grades)]
         self._names += [n for n in self._grades if used is None or (n in used and n in known.flat)]
         self._readers = {
-            name: partial(_each, read) if self._lists and name not in known.given else read
+            name: partial(_each, read) if self._lists and name not in known.passthrough else read
             for name, read in json_readers(
                 known.fields[name].with_name(name) for name in self._read
             ).items()
@@ -182,7 +182,7 @@ class JobSource(Source):
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """See `Source`."""
-        assert isinstance(row, AnswerRow)
+        assert isinstance(row, UpstreamRow)
         values = {name: row.fields[name] for name in self.schema.names if name != SOURCE}
         values |= {name: encode(values[name]) for name, encode in self._encoders.items()}
         return {**values, SOURCE: row.source}
@@ -213,7 +213,7 @@ class JobSource(Source):
                 fields |= {name: read(fields[name]) for name, read in self._readers.items()}
                 source = self._source(values["row_id"], values[SAMPLE_INDEX], values[_TEXT])
                 failure = self._failure(index)
-                yield AnswerRow(index, values[ROW_ID], fields, failure, source=source)
+                yield UpstreamRow(index, values[ROW_ID], fields, failure, source=source)
 
     def _source(self, row_id: str, sample: Any, text: Any) -> dict[str, Any]:
         """The value of the column `source`, where `text` is a list of texts for all samples."""
@@ -266,10 +266,10 @@ class JobSource(Source):
         """What is read of some answers of a job, under the names that the columns have here."""
         job, known = self._jobs[number], self._columns
         places = {name: known.places[name][number] for name in self._read}
-        columns = ["row_id", job.text_column, *places.values()]
+        columns = list(dict.fromkeys([*job.id_columns, job.text_column, *places.values()]))
         prefix = self._prefix(job)
         for table, grades in job.answers(answers, columns, self._grades):
-            ids, samples = table["row_id"].to_pylist(), table[SAMPLE_INDEX].to_pylist()
+            ids, samples = job.ids(table).to_pylist(), table[SAMPLE_INDEX].to_pylist()
             ids = [prefix + row_id for row_id in ids]
             paths = ids
             if self._config.rows == "samples":
@@ -280,9 +280,9 @@ class JobSource(Source):
             yield with_grades(pa.table(made), grades)
 
 
-def _nothing_left(jobs: Sequence[ReadableJob], choice: Choice) -> str:
+def _nothing_left(jobs: Sequence[ReadableJob], choice: AnswerSelector) -> str:
     """Why there are no rows, with examples of what was left out."""
-    names = ", ".join(job.given for job in jobs)
+    names = ", ".join(job.user_path for job in jobs)
     steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)
     examples = "".join(f"\n  {example}" for example in choice.examples)
     shown = f"; dataset.where left out, for example:{examples}" if examples else ""

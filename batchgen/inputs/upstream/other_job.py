@@ -11,6 +11,7 @@ from batchgen.evals.grades.finished_shards import FinishedShards
 from batchgen.inputs.dataset.source import ReadJob
 from batchgen.storage.costs.chain_costs import all_steps
 from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.stores.manifest import runs_of_row
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
@@ -32,9 +33,10 @@ class OtherJob(FinishedShards):
     def __init__(self, reader: JobFolderReader, name: str) -> None:
         """Take a job that is complete; ConfigError if its manifest.json is not one of batchgen,
         JobError if a file is damaged, or not there."""
-        super().__init__(reader.storage, reader.storage.shown, reader.whole)
-        read, self.text_column = read_facts(lambda: reader.manifest, name, self.given)
+        super().__init__(reader.storage, reader.storage.display_name, reader.whole)
+        read, self.text_column = read_facts(lambda: reader.manifest, name, self.user_path)
         self.read = replace(read, costs=all_steps(reader.metrics, name))
+        self.by_adapter = runs_of_row(reader.manifest) > 1
         self.is_complete = self.needs_grades = False
 
     def learn(self) -> bool:
@@ -48,7 +50,9 @@ class OtherJob(FinishedShards):
         return True
 
 
-def read_facts(read: Callable[[], Mapping[str, Any]], name: str, given: str) -> tuple[ReadJob, str]:
+def read_facts(
+    read: Callable[[], Mapping[str, Any]], name: str, user_path: str
+) -> tuple[ReadJob, str]:
     """What the manifest says that readers need, and the column of generated text; ConfigError if it
     is none of batchgen."""
     try:
@@ -59,8 +63,8 @@ def read_facts(read: Callable[[], Mapping[str, Any]], name: str, given: str) -> 
         depth = dict(identity.get("dataset") or {}).get("depth", 0)
         text = identity["output"]["text_column"]
         if type(text) is str and type(depth) is int and 0 <= depth < _MOST_DEPTH:
-            return ReadJob(name, digest, depth + 1), text
+            return ReadJob(name, digest, depth + 1, identity=identity), text
         why = "text_column or depth"
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
-    raise ConfigError(f"dataset.path: {given}/manifest.json is not of batchgen ({why})")
+    raise ConfigError(f"dataset.path: {user_path}/manifest.json is not of batchgen ({why})")

@@ -8,14 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from batchgen.config.groups.adapter_names import GRID_REFUSAL
 from batchgen.inputs.upstream.followed_job import FollowedJob, Promise
 from batchgen.inputs.upstream.other_job import OtherJob
-from batchgen.storage.folder.open_folder import open_job, refuse_incomplete
+from batchgen.storage.folder.open_folder import open_job_reader, refuse_incomplete
 from batchgen.storage.folder.pipeline_record import step_of
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
-from batchgen.storage.stores.manifest import runs_of_row
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url, user_folder
 
@@ -23,8 +21,8 @@ _KEY = "dataset.path"
 _WAIT_SECONDS = 0.5
 
 
-def read_jobs(paths: Sequence[str], own: str | None) -> list[OtherJob]:
-    """The jobs at some paths, globs and URLs, in their order; `own` is where the
+def read_jobs(paths: Sequence[str], reader_folder: str | None) -> list[OtherJob]:
+    """The jobs at some paths, globs and URLs, in their order; `reader_folder` is where the
     reader writes, if that could be one of them.
 
     Each is called by the last names of its path, as many as tell it from the others.
@@ -35,14 +33,14 @@ def read_jobs(paths: Sequence[str], own: str | None) -> list[OtherJob]:
     """
     folders = list(dict.fromkeys(folder for path in paths for folder in _folders(path)))
     for folder in folders:
-        if own is not None and _is_same(folder, own):
+        if reader_folder is not None and _is_same(folder, reader_folder):
             raise ConfigError(_own_folder(folder))
     names = _names(folders)
     return [OtherJob(_reader(folder), name) for folder, name in zip(folders, names, strict=True)]
 
 
 def follow_job(
-    path: str, own: str | None, promised: Mapping[str, Promise], wait: bool
+    path: str, reader_folder: str | None, promised: Mapping[str, Promise], wait: bool
 ) -> FollowedJob:
     """The job at a path, which may run.
 
@@ -56,7 +54,7 @@ def follow_job(
     """
     given = user_folder(path, _KEY)
     folder = given if path in promised else step_folder(given)
-    if own is not None and _is_same(folder, own):
+    if reader_folder is not None and _is_same(folder, reader_folder):
         raise ConfigError(_own_folder(folder))
     (name,) = _names([folder])
     if (promise := promised.get(path)) is not None:
@@ -105,20 +103,17 @@ def _reader(folder: str) -> JobFolderReader:
 
 def _opened(folder: str) -> JobFolderReader:
     try:
-        reader = open_job(folder)
+        return open_job_reader(folder)
     except ConfigError as error:
         raise ConfigError(
             f"{_KEY}: {error} (dataset=job reads the folders of jobs, dataset=files reads files)"
         ) from None
-    if runs_of_row(reader.manifest) > 1:
-        raise ConfigError(f"{_KEY}: {folder} {GRID_REFUSAL}")
-    return reader
 
 
-def _is_same(folder: str, own: str) -> bool:
-    if is_url(folder) or is_url(own):
-        return folder == own
-    return Path(folder).resolve() == Path(own).resolve()
+def _is_same(folder: str, reader_folder: str) -> bool:
+    if is_url(folder) or is_url(reader_folder):
+        return folder == reader_folder
+    return Path(folder).resolve() == Path(reader_folder).resolve()
 
 
 def _names(folders: Sequence[str]) -> list[str]:

@@ -22,18 +22,18 @@ ROW_ID = " id"
 _TEXT_MEANING = "the text of the answer of another job that the row is made of"
 
 
-class RowColumns:
+class AnswerColumns:
     """What the columns of the jobs become in rows: as they are where a row is made of one answer,
     and with `dataset.rows=rows` lists, but for what all samples of a row have in common."""
 
-    def __init__(self, known: JobColumns, config: DatasetConfig) -> None:
-        self._known, self._config = known, config
+    def __init__(self, columns: JobColumns, config: DatasetConfig) -> None:
+        self._known, self._config = columns, config
         self._lists = config.rows == "rows"
 
     def copied(self) -> pa.Schema:
         """The columns that are copied to the output."""
         known, config = self._known, self._config
-        names = list(known.given)
+        names = list(known.passthrough)
         if config.text_as is not None:
             names.append(config.text_as)
         for name in config.columns or ():
@@ -60,9 +60,9 @@ class RowColumns:
         metadata = {key: said[key] for key in (b"meaning", b"feature") if key in said}
         return pa.field(name, self._type(name, known), metadata=metadata)
 
-    def _type(self, name: str, known: pa.Field) -> pa.DataType:
-        is_list = self._lists and name not in self._known.given
-        return pa.list_(known.type) if is_list else known.type
+    def _type(self, name: str, field: pa.Field) -> pa.DataType:
+        is_list = self._lists and name not in self._known.passthrough
+        return pa.list_(field.type) if is_list else field.type
 
     def features(self) -> Features:
         """What all visible columns hold."""
@@ -70,7 +70,7 @@ class RowColumns:
 
         def feature(name: str, of: pa.Field) -> Any:
             found = stored_feature(of)
-            return List(found) if self._lists and name not in known.given else found
+            return List(found) if self._lists and name not in known.passthrough else found
 
         found = {name: feature(name, of) for name, of in known.flat.items()}
         if known.grades:
@@ -81,7 +81,7 @@ class RowColumns:
         """Rows of `sizes` answers each: what the answers of a row share once, the rest as lists."""
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         begins, ends = pa.array(offsets[:-1]), pa.array(offsets, pa.int32())
-        once = {*self._known.given, ROW_ID, "row_id"}
+        once = {*self._known.passthrough, ROW_ID, "row_id"}
         made = {}
         for name in table.column_names:
             column = table[name].combine_chunks()

@@ -22,7 +22,7 @@ from batchgen.inputs.model.engine_recipe import bare
 from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.inputs.model.other_models import strategy_heads
 from batchgen.jobs.forecast.step_cost import ModelSizes
-from batchgen.util.text.text_table import size
+from batchgen.util.text.text_table import size_text
 
 if TYPE_CHECKING:
     from batchgen.jobs.resolve.opened_job import OpenedJob
@@ -50,13 +50,13 @@ class EngineEstimate:
     def weights_text(self) -> str:
         """How large the weights of all models are, and in which form those of a target are that a
         checkpoint has in another than FP8."""
-        model, text = self.uses[TARGET].model, size(self.weight_bytes)
+        model, text = self.uses[TARGET].model, size_text(self.weight_bytes)
         assert isinstance(model, CausalLM)
         packed, parameters = model.config.form, model.parameters()
         if not isinstance(packed, PackedFormat):
             return text
         kept = sum(each.nbytes for each in parameters if each.dtype == torch.int32)
-        form = f"{size(kept)} of it in" if kept else "dequantised from"
+        form = f"{size_text(kept)} of it in" if kept else "dequantised from"
         return f"{text}, {form} {packed.name}"
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.jobs.forecast.calibration import Calibration, Ints
-from batchgen.jobs.forecast.run_time import Places, run_time
+from batchgen.jobs.forecast.run_time import Capacity, run_time
 from batchgen.jobs.forecast.step_cost import StepCost
 from batchgen.util.duration import duration
 
@@ -91,7 +91,7 @@ class Work:
     exact: bool
     width: int
     least: int
-    places: Places
+    places: Capacity
     weight_bytes: int
     seen: Calibration | None = None
     compiled: bool = True

@@ -18,7 +18,7 @@ _GOLDEN_RATIO = 0.6180339887498949  # its multiples modulo 1 lie evenly
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Capacity:
     """What the engine has room for: rows at once, tokens of the paged cache, and tokens of one
     prefill.
 
@@ -45,7 +45,7 @@ class RunTime:
 
 def run_time(
     cost: StepCost,
-    places: Places,
+    places: Capacity,
     prompts: Ints,
     answers: Ints,
     total: int,
@@ -89,7 +89,7 @@ def _tail(lasting: npt.NDArray[np.float64], rows: int, *, waited: bool) -> npt.N
     return left
 
 
-def _prefill(cost: StepCost, places: Places, prompts: Ints, total: int, rows: int) -> float:
+def _prefill(cost: StepCost, places: Capacity, prompts: Ints, total: int, rows: int) -> float:
     """Seconds of reading the prompts; what they share with earlier ones is in the cache."""
     again = np.maximum(places.prefix, (prompts - 1) // places.block * places.block)
     shares = ((1 / places.samples, places.prefix), (1 - 1 / places.samples, again))

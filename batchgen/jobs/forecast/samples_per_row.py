@@ -6,19 +6,21 @@ from typing import NamedTuple
 
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.jobs.forecast.forecast import Range
+from batchgen.storage.shards.enough import Enough
 
 
 class MeasuredSamples(NamedTuple):
     """How many rows of a job have all their samples, how many samples these are, and how many of a
-    row had to be valid."""
+    row had to be valid, or how narrow its interval had to be."""
 
     rows: int = 0
     samples: int = 0
-    valid: int = 1
+    valid: int | None = 1
+    width: float | None = None
 
 
 class SamplesPerRow(NamedTuple):
-    """How many samples a row has, and how that is known, if it is not simply so many."""
+    """How many samples a row has, and how that is known, if it is not simply a fixed number."""
 
     number: Range
     known_by: str | None = None
@@ -42,10 +44,17 @@ def samples_per_row(
     until = sampling.until
     if until is None:
         return SamplesPerRow(Range(sampling.n, sampling.n, sampling.n))
+    fewest = Enough(until.valid, until.most, until.width).fewest
     if measured is None or not measured.rows:
-        likely = (until.valid + until.most) / 2
-        text = f"{until.valid:,} to {until.most:,} samples of each row, as nothing is known of them"
-        return SamplesPerRow(Range(until.valid, likely, until.most), text)
-    mean = min(measured.samples / measured.rows * until.valid / measured.valid, until.most)
+        likely = (fewest + until.most) / 2
+        text = f"{fewest:,} to {until.most:,} samples of each row, as nothing is known of them"
+        return SamplesPerRow(Range(fewest, likely, until.most), text)
+    # By width a row needs about as many as the square of it says.
+    more = (
+        (measured.width or until.width) ** 2 / until.width**2
+        if until.width is not None
+        else (until.valid or 1) / (measured.valid or 1)
+    )
+    mean = min(measured.samples / measured.rows * more, until.most)
     text = f"{mean:,.1f} samples of each row, as of the {measured.rows:,} that are complete"
     return SamplesPerRow(Range(mean, mean, mean), text)

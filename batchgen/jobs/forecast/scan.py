@@ -14,7 +14,8 @@ import numpy.typing as npt
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.interface.trajectory import answer_ids
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.row_params import RowParams
 from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.prompts.row_prompts import fit_prompt, prompt_room
@@ -44,9 +45,9 @@ class Reading:
     source: Source
     check: Callable[[Row], object]
     token_ids: Callable[[Row], list[int]]
-    sampling: Callable[[Row], SamplingParams]
-    fit: Callable[[list[int], SamplingParams], list[int]]
-    constrained: Callable[[Row, SamplingParams], SamplingParams]
+    sampling: Callable[[Row], RequestParams]
+    fit: Callable[[list[int], RequestParams], list[int]]
+    constrained: Callable[[Row, RequestParams], RequestParams]
     room: int
     image_token_id: int | None = None
 
@@ -59,13 +60,13 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
     params = RowParams(config, source.features, opened.check_params)
     bos_id = None if tokenizer is None else tokenizer.bos_token_id
 
-    def fit(ids: list[int], params: SamplingParams) -> list[int]:
+    def fit(ids: list[int], params: RequestParams) -> list[int]:
         most = prompt_room(opened.max_model_len, params.max_new_tokens)
         return fit_prompt(ids, most, config.prompt.too_long, bos_id)
 
     def token_ids(row: Row) -> list[int]:
         # The tokens of an answer that is scored are read with those of the prompt.
-        scored = [] if opened.answer is None else opened.answer.token_ids(row)
+        scored = [] if opened.answer is None else answer_ids(opened.answer.of(row))
         return prompt.token_ids(row) + scored
 
     return Reading(
@@ -106,7 +107,7 @@ class ReadRow:
     row: Row
     ids: list[int]
     whole: int
-    params: SamplingParams
+    params: RequestParams
 
 
 @dataclass
@@ -176,9 +177,9 @@ def scan_rows(
     return scanner.finished()
 
 
-def sample_indices(number: int, most: int = SAMPLE) -> list[int]:
+def sample_indices(number: int, limit: int = SAMPLE) -> list[int]:
     """Different indices below `number`, spread over all, in random order; the same in every run."""
-    chosen: list[int] = random_words(0, (number,)).argsort()[:most].tolist()
+    chosen: list[int] = random_words(0, (number,)).argsort()[:limit].tolist()
     return chosen
 
 

@@ -16,7 +16,7 @@ from batchgen.jobs.forecast.deterministic_price import BLOCKS, DECODE, SCORED
 from batchgen.jobs.forecast.devices import Device, measured_cpu, this_gpu
 from batchgen.jobs.forecast.engine_estimate import EngineEstimate
 from batchgen.jobs.forecast.forecast import Work
-from batchgen.jobs.forecast.run_time import Places
+from batchgen.jobs.forecast.run_time import Capacity
 from batchgen.jobs.forecast.samples_per_row import SamplesPerRow
 from batchgen.jobs.forecast.scan import Scan
 from batchgen.kernels.rules import BY_ROW
@@ -55,7 +55,7 @@ def job_work(
     block = settings.block_size
     prompts = [read.ids for read in scan.sample[:_COMPARED]]
     prefix = common_prefix(prompts) // block * block if settings.prefix_caching else 0
-    places = Places(
+    places = Capacity(
         rows=min(settings.max_num_seqs, memory.window_rows or settings.max_num_seqs),
         tokens=memory.kv_tokens,
         batched_tokens=settings.max_batched_tokens,

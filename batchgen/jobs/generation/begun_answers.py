@@ -37,12 +37,12 @@ class BegunAnswers:
         self._own: dict[Hashable, int] = {}  # tokens in records of this worker
         self._known: dict[Hashable, int] = {}  # tokens in any record
 
-    def find(self, request_id: RequestId, asked: RowRequest) -> Begun | None:
+    def find(self, request_id: RequestId, request: RowRequest) -> Begun | None:
         """What was recorded of a request that begins; None if nothing was, or of another one."""
         if not self._every:
             return None
         row, sample = request_id.row, request_id.sample
-        found = self._writer.begun(row, sample, lambda: self._keys.key(asked))
+        found = self._writer.begun(row, sample, lambda: self._keys.key(request))
         if found is not None:
             self._known[request_id] = len(found.token_ids)
         return found
@@ -56,10 +56,12 @@ class BegunAnswers:
         """Whether it is time for a record."""
         return bool(self._every) and time.monotonic() - self._last >= self._every
 
-    def save(self, asked: Callable[[RequestId], RowRequest], seconds: float | None = None) -> int:
-        """Record what the requests of the engine have generated since their last records, within so
-        many seconds, or `_SHARE` of the time; `asked` says what a request asked for. Returns of how
-        many requests there are records then."""
+    def save(
+        self, request_of: Callable[[RequestId], RowRequest], seconds: float | None = None
+    ) -> int:
+        """Record what the requests of the engine have generated since their last records, within a
+        number of seconds, or `_SHARE` of the time; `request_of` says what a request asked for.
+        Returns of how many requests there are records then."""
         if not self._every:
             return 0
         self._last = time.monotonic()
@@ -69,7 +71,7 @@ class BegunAnswers:
         todo = sorted((one for one, tokens in new.items() if tokens > 0), key=new.__getitem__)
         try:
             while todo:
-                self._writer.write_begun(list(self._batch(todo, asked)))
+                self._writer.write_begun(list(self._batch(todo, request_of)))
                 if time.monotonic() >= ends:
                     break
         except FolderLost:
@@ -85,7 +87,7 @@ class BegunAnswers:
         return len(self._known)
 
     def _batch(
-        self, todo: list[RequestId], asked: Callable[[RequestId], RowRequest]
+        self, todo: list[RequestId], request_of: Callable[[RequestId], RowRequest]
     ) -> Iterator[BegunRow]:
         """The records of the last requests, which are taken out; about `_BATCH_BYTES`."""
         size = 0
@@ -96,5 +98,5 @@ class BegunAnswers:
                 continue
             self._own[request_id] = self._known[request_id] = start + len(begun.token_ids)
             size += 4 * len(begun.token_ids) + sum(v.nbytes for v in begun.columns.values())
-            key = self._keys.key(asked(request_id))
+            key = self._keys.key(request_of(request_id))
             yield BegunRow(request_id.row, request_id.sample, key, start, begun)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from batchgen.engine.interface.outputs import RequestOutput
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 
-SCORED = SamplingParams(max_new_tokens=0)
+SCORED = RequestParams(max_new_tokens=0)
 """What is asked of a choice: a request of its own that shares the row's prompt."""
 
 

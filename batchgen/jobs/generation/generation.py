@@ -35,33 +35,33 @@ _IDLE_SECONDS = 0.05
 
 @dataclass(slots=True)
 class _Request:
-    """One sample of one row, from before it is queued until it is finished; `asked` is the error of
-    a row that has no prompt. `ended` is what has ended of the sample and its choices, where choices
-    are scored. `begun_tokens` is how many tokens earlier attempts had generated."""
+    """One sample of one row, from before it is queued until it is finished; `request` is the error
+    of a row that has no prompt. `ended` is what has ended of the sample and its choices, where
+    choices are scored. `begun_tokens` is how many tokens earlier attempts had generated."""
 
     row_id: str
     row_index: int
     sample_index: int
     fields: Mapping[str, Any]
-    asked: RowRequest | RequestError
+    request: RowRequest | RequestError
     key: bytes | None = None
     ended: list[RequestOutput] = field(default_factory=list)
     begun_tokens: int = 0
 
     def of_sample(self, stream: str | None) -> RowRequest:
         """What the request asks for, with its own seed in a job's `stream`."""
-        assert isinstance(self.asked, RowRequest)
-        return self.asked.of_sample(self.row_id, self.sample_index, stream)
+        assert isinstance(self.request, RowRequest)
+        return self.request.of_sample(self.row_id, self.sample_index, stream)
 
     def finished(
         self,
         output: RequestOutput | None = None,
-        beside: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         *,
         error: RequestError | None = None,
         is_copied: bool = False,
     ) -> FinishedRow:
-        place, asked = (self.row_id, self.row_index, self.sample_index), self.asked
+        place, asked = (self.row_id, self.row_index, self.sample_index), self.request
         images = None
         if not isinstance(asked, RequestError):
             images = [image.reference for image in asked.images]
@@ -70,7 +70,7 @@ class _Request:
             self.fields,
             output,
             error,
-            beside or {},
+            extra or {},
             self.key,
             is_copied,
             images=images,
@@ -219,8 +219,8 @@ class Generation:
             request = next(requests, None)
             if request is None:
                 break
-            if isinstance(request.asked, RequestError):
-                done.append(request.finished(error=request.asked))
+            if isinstance(request.request, RequestError):
+                done.append(request.finished(error=request.request))
             elif (row := self._submit(request)) is not None:
                 done.append(row)
         return done
@@ -264,9 +264,9 @@ class Generation:
             request = self._in_flight.get(request_id)
             if request is None:  # a choice of a row that was refused
                 return None
-            assert isinstance(request.asked, RowRequest)
+            assert isinstance(request.request, RowRequest)
             request.ended.append(output)
-            if len(request.ended) <= len(request.asked.choices):
+            if len(request.ended) <= len(request.request.choices):
                 return None
             output = with_scores(request.ended)
         self._begun.forget(request_id)

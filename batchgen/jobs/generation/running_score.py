@@ -19,7 +19,7 @@ from batchgen.storage.shards.checked_file import DamagedFile
 from batchgen.storage.shards.output_schema import TEXT, FinishedRow, OutputSchema
 from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.util.text.row_json import json_readers
-from batchgen.util.text.text_table import number, percent
+from batchgen.util.text.text_table import number_text, percent_text
 
 _SHARE, _ALWAYS = 0.01, 0.05
 """The share of the time that grading for the bar may take, and seconds that it may take anyway.
@@ -75,7 +75,7 @@ class _Mean:
         if not self.count:
             return ""
         mean = self.sum / self.count
-        return f"score {percent(mean) if self.column == MARK else number(mean)} so far"
+        return f"score {percent_text(mean) if self.column == MARK else number_text(mean)} so far"
 
 
 class _OfRows:
@@ -132,7 +132,7 @@ class _OfRows:
             fields = dict(row.fields)
             for name in fields.keys() & self._readers.keys():
                 fields[name] = self._readers[name](fields[name])
-            yield row.beside.get(TEXT, row.output.text) or "", fields
+            yield row.extra.get(TEXT, row.output.text) or "", fields
 
     def _take(self) -> None:
         if self._future is not None and self._future.done():

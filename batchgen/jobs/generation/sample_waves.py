@@ -72,7 +72,7 @@ class SampleWaves(EverySample):
         shard = -1
         while True:
             while self._news:
-                if (task := self._more(self._pop(self._news), 1.0)) is not None:
+                if (task := self._more(self._pop(self._news))) is not None:
                     yield task
             try:
                 found = next(todo)
@@ -103,23 +103,23 @@ class SampleWaves(EverySample):
     def close(self) -> None:
         self._judge.close()
 
-    def _more(self, index: int, rate: float | None) -> tuple[Row, list[int]] | None:
+    def _more(self, index: int, *, ahead: bool = False) -> tuple[Row, list[int]] | None:
         """Begin the samples that a row lacks; None if it lacks none."""
         if (known := self._rows.get(index)) is None:
             return None
-        samples = self._writer.wanted(index, known.begun, rate)
+        samples = self._writer.wanted(index, known.begun, ahead=ahead)
         known.begun.update(samples)
         return (known.row, samples) if samples else None
 
     def _begin_ahead(self) -> tuple[Row, list[int]] | None:
         """Begin samples that are likely needed; None if there are none."""
         while self._ahead:
-            if (task := self._more(self._pop(self._ahead), None)) is not None:
+            if (task := self._more(self._pop(self._ahead), ahead=True)) is not None:
                 return task
         if not any(known.begun for known in self._rows.values()):
             # What others have written, where it differs, may have opened a row again.
             for index in self._rows:
-                if (task := self._more(index, 1.0)) is not None:
+                if (task := self._more(index)) is not None:
                     return task
         return None
 

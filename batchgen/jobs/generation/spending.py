@@ -98,7 +98,8 @@ class Spending:
         reached = [key for key, limit in self._budget.limits.items() if used[key] >= limit]
         keys = " and ".join(f"budget.{key}" for key in reached)
         amounts = " and ".join(
-            f"{shown(key, used[key])} of {shown(key, self._budget.limits[key])}" for key in reached
+            f"{amount_text(key, used[key])} of {amount_text(key, self._budget.limits[key])}"
+            for key in reached
         )
         return f"The budget is spent: {amounts}. A higher {keys} goes on from there."
 
@@ -134,7 +135,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
     return covered
 
 
-def shown(key: str, value: float) -> str:
+def amount_text(key: str, value: float) -> str:
     """An amount of a limit, for people."""
     if key == "minutes":
         return duration(value * 60)
@@ -146,6 +147,7 @@ def shown(key: str, value: float) -> str:
 def shown_facts(facts: Mapping[str, Mapping[str, float]]) -> str:
     """What metrics.json says of a budget, for people."""
     parts = [
-        f"{shown(key, one['used'])} of {shown(key, one['limit'])}" for key, one in facts.items()
+        f"{amount_text(key, one['used'])} of {amount_text(key, one['limit'])}"
+        for key, one in facts.items()
     ]
     return ", ".join(parts)

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.config.groups.job_config import JobConfig, ScoreConfig
 from batchgen.engine.device.host_limits import usable_cores
-from batchgen.evals.graders.build_steps import described, post_steps
+from batchgen.evals.graders.build_steps import post_steps, step_descriptions
 from batchgen.evals.graders.grade_rows import Grader, StepChain
 from batchgen.evals.graders.step import GRADE_ERROR, PostStep
 from batchgen.evals.grades.grade_files import ROW_KEYS
@@ -53,7 +53,7 @@ class ValidWhere:
         seen = VisibleColumns(data, grades, (_SAMPLE_INDEX,))
         expression = seen.expression(KEY, until.where)
         count = _num_read(post, seen.read_by(expression).grades)
-        of_steps = described(config.post[:count], post[:count])
+        of_steps = step_descriptions(config.post[:count], post[:count])
         return ValidWhere(expression, seen, post[:count], of_steps, schema)
 
     @property

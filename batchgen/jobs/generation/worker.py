@@ -24,8 +24,8 @@ from batchgen.storage.leases.lease_files import (
     parse_worker,
     worker_name,
 )
-from batchgen.storage.leases.lease_protocol import Lease, Member, Task, join, publish
-from batchgen.storage.leases.process_identity import identity, is_gone
+from batchgen.storage.leases.lease_protocol import Lease, Member, Task, join_workers, publish_leased
+from batchgen.storage.leases.process_identity import is_gone, process_identity
 from batchgen.storage.leases.store_operations import (
     Create,
     Names,
@@ -57,8 +57,8 @@ class Worker:
         *,
         joins: bool = False,
     ) -> None:
-        """Become a worker with a number of at least `least`; one that does not `join` makes the
-        folders.
+        """Become a worker with a number of at least `least`; it makes the folders unless it
+        `joins`.
 
         Raises:
             FolderGone: the workers that this one was to join have completed the job.
@@ -67,11 +67,11 @@ class Worker:
         key = uuid.uuid4().hex
         self._storage = storage or FolderStorage(folder)
         self.store = self._storage.store(key, joins=joins)
-        about = {**identity(), "name": config.name, "key": key}
+        about = {**process_identity(), "name": config.name, "key": key}
         self._config = config
         self._watch = FailureDetector(config.stale_after, time.monotonic, is_gone)
         self.number = self._do(
-            join(least, lambda number: encoded(about, number, 0, None, {}), randbelow)
+            join_workers(least, lambda number: encoded(about, number, 0, None, {}), randbelow)
         )
         self._member = Member(self.number, self._watch, randbelow)
         self._heartbeat = Heartbeat(self.number, config.heartbeat, about, self.store.do)
@@ -118,7 +118,7 @@ class Worker:
         return time.monotonic() >= self._next_look
 
     def next_task(self, idle: bool) -> Task:
-        """What to do next, as of `Member.next_task`."""
+        """What to do next, see `Member.next_task`."""
         self._next_look = time.monotonic() + self.look_seconds
         try:
             task = self._do(self._member.next_task(idle))
@@ -163,7 +163,7 @@ class Worker:
             if file is None:
                 self.store.do(Create(mark_name(shard, "done"), Lease(self.number).encoded()))
                 return True
-            return self._do(publish(shard, file, self.number, replaces=replaces))
+            return self._do(publish_leased(shard, file, self.number, replaces=replaces))
         except FolderGone:  # the job was completed without this worker
             return True
 
@@ -195,7 +195,7 @@ class Worker:
         self._heartbeat.facts = facts
 
     def beat(self) -> None:
-        """Let the others see at once what was told."""
+        """Let the others see at once what was reported."""
         self._heartbeat.beat()
 
     def tell_older(self, older: ResumeState) -> None:
@@ -203,7 +203,7 @@ class Worker:
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
     def older(self) -> ResumeState:
-        """What the first worker has told, or FolderGone if the job was completed meanwhile."""
+        """What the first worker has reported, or FolderGone if the job was completed meanwhile."""
         content = self.store.do(Read(_OLDER))
         if content is None:
             raise FolderGone(_OLDER)
@@ -247,7 +247,7 @@ class Worker:
     def _confirm_job(self) -> None:
         """Raise FolderLost if the job was deleted, after its leases were found gone."""
         if not self._storage.exists(self._storage.path / "manifest.json"):
-            raise lost(self._storage.shown)
+            raise lost(self._storage.display_name)
 
     def _do(self, steps: Steps[T]) -> T:
         return carry_out(steps, self.store.do)

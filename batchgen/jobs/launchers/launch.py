@@ -43,7 +43,7 @@ def check_launcher(config: JobConfig, *, here: bool = False) -> Launcher | None:
     return launcher
 
 
-def described(config: JobConfig) -> str | None:
+def launcher_text(config: JobConfig) -> str | None:
     """The launcher of a job, for people; None if the command itself computes the rows."""
     launcher = job_launcher(config)
     return None if launcher is None else launcher.described()

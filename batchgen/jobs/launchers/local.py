@@ -27,7 +27,7 @@ from batchgen.jobs.launchers.process import (
     worker_arguments,
     worker_job,
 )
-from batchgen.jobs.launchers.supervisor import Place, Supervisor
+from batchgen.jobs.launchers.supervisor import Supervisor, WorkerSlot
 from batchgen.util.errors import ConfigError
 
 BEAT_SECONDS = 2.0
@@ -45,7 +45,7 @@ class LocalLauncher(Launcher):
     restarts: int = 3
 
     def __post_init__(self) -> None:
-        check_workers(self.workers, most=1024)
+        check_workers(self.workers, limit=1024)
         at_least(0, restarts=self.restarts)
 
     def described(self) -> str:
@@ -88,9 +88,9 @@ class LocalLauncher(Launcher):
             job = Path(name) / "job.yaml"
             job.write_text(worker_job(config, BEAT_SECONDS), encoding="utf-8")
 
-            def start(place: Place) -> WorkerProcess:
-                environment = _environment(place.number, count, devices, ranks)
-                return WorkerProcess(command(job, place.number), place.output, environment)
+            def start(slot: WorkerSlot) -> WorkerProcess:
+                environment = _environment(slot.number, count, devices, ranks)
+                return WorkerProcess(command(job, slot.number), slot.output, environment)
 
             return Supervisor(
                 LaunchedFolder(Path(config.output.dir)),
@@ -101,10 +101,10 @@ class LocalLauncher(Launcher):
             ).run()
 
 
-def _environment(place: int, count: int, devices: Sequence[str], ranks: int) -> dict[str, str]:
+def _environment(index: int, count: int, devices: Sequence[str], ranks: int) -> dict[str, str]:
     """The variables that give a worker a device for each of its ranks, or its part of the cores."""
     if devices:
-        first = place % (len(devices) // ranks) * ranks
+        first = index % (len(devices) // ranks) * ranks
         return {_DEVICES: ",".join(devices[first : first + ranks])}
     cores = usable_cores()
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count)))}

@@ -36,7 +36,7 @@ class End:
     process: tuple[str, int] | None = None
 
 
-class Process(Protocol):
+class StartedWorker(Protocol):
     """A worker that was started, wherever it runs."""
 
     def has_begun(self) -> bool:
@@ -102,18 +102,18 @@ class WorkerProcess:
         return End(code, f"failed (exit {code})" if code else "ended", process)
 
 
-def output_files(folder: Path, place: int) -> Output:
+def output_files(folder: Path, index: int) -> Output:
     """The files in a folder for what the worker of a place prints."""
-    return folder / f"{place}.out", folder / f"{place}.err"
+    return folder / f"{index}.out", folder / f"{index}.err"
 
 
-def worker_arguments(job: Path, place: int) -> list[str]:
+def worker_arguments(job: Path, index: int) -> list[str]:
     """The arguments with which the Python interpreter is the worker of a place; `job` is a file
     with the text of `worker_job`, which is as trusted as the job was."""
     # Python would look for batchgen in the working directory first, where it may well be another
     # one; where this one is there, nothing else may say where it is.
     safe = [] if Path.cwd() == _ROOT else ["-P"]
-    return [*safe, "-m", "batchgen", str(job), f"workers.name={place}", "--trust", str(job)]
+    return [*safe, "-m", "batchgen", str(job), f"workers.name={index}", "--trust", str(job)]
 
 
 def worker_job(config: JobConfig, heartbeat: float) -> str:

@@ -27,13 +27,13 @@ Need = Mapping[str, float]
 
 
 @contextmanager
-def cluster(given: str | None, runtime_env: Mapping[str, Any]) -> Iterator[None]:
+def cluster(address: str | None, runtime_env: Mapping[str, Any]) -> Iterator[None]:
     """Be connected to the cluster at an address; one that was started for it ends with it.
     ConfigError if there is no such cluster, or Ray refuses `runtime_env`."""
     if ray.is_initialized():  # by a program that calls `run_job`
         yield
         return
-    address = given or os.environ.get("RAY_ADDRESS") or "local"
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
     more: dict[str, Any] = {}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -25,7 +25,7 @@ from batchgen.config.groups.launcher_config import (
 from batchgen.jobs.launchers.launched import COMPLETE, LaunchedFolder, make_logs, remove_logs
 from batchgen.jobs.launchers.local import BEAT_SECONDS
 from batchgen.jobs.launchers.process import Command, output_files, worker_arguments, worker_job
-from batchgen.jobs.launchers.supervisor import Place, Supervisor
+from batchgen.jobs.launchers.supervisor import Supervisor, WorkerSlot
 from batchgen.util.errors import ConfigError
 
 _PATIENCE_SECONDS = 60.0
@@ -48,7 +48,7 @@ class RayLauncher(Launcher):
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_workers(self.workers, most=100_000)
+        check_workers(self.workers, limit=100_000)
         gpus = self.gpus_per_worker
         at_least(
             0, gpus_per_worker=gpus, cpus_per_worker=self.cpus_per_worker, restarts=self.restarts
@@ -94,11 +94,11 @@ class RayLauncher(Launcher):
             heart = Heart()
             with places(count, need, self.placement.upper(), heart) as options:
 
-                def start(place: Place) -> ActorProcess:
-                    arguments = command(file, place.number)
-                    job = ActorJob(file, text, folder, arguments, place.output)
-                    number = place.number
-                    return ActorProcess(job, options(number), heart, is_first=not place.starts)
+                def start(slot: WorkerSlot) -> ActorProcess:
+                    arguments = command(file, slot.number)
+                    job = ActorJob(file, text, folder, arguments, slot.output)
+                    number = slot.number
+                    return ActorProcess(job, options(number), heart, is_first=not slot.starts)
 
                 on = f"{len(nodes)} node{'s' * (len(nodes) != 1)} of Ray"
                 result = Supervisor(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from batchgen.config.groups.launcher_config import Launched
 from batchgen.jobs.launchers.launched import COMPLETE, SPENT, LaunchedFolder, counted_rows
-from batchgen.jobs.launchers.process import End, Output, Process
+from batchgen.jobs.launchers.process import End, Output, StartedWorker
 from batchgen.util.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _GRACE_SECONDS = 30.0
 
 
 @dataclass
-class Place:
+class WorkerSlot:
     """A worker's place, in which one process after the other may run, with the files that get what
     it prints to stdout and stderr.
 
@@ -35,7 +35,7 @@ class Place:
 
     number: int
     output: Output
-    process: Process = field(init=False)
+    process: StartedWorker = field(init=False)
     starts: int = 0
     stopped: bool = False
     came_late: bool = False
@@ -72,7 +72,7 @@ class Place:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def stop(self, number: int) -> None:
-        """Tell its process to stop, if there is one that was not told yet."""
+        """Tell its process to stop, if there is one that was not yet asked to."""
         if self.is_running and not self.stopped:
             self.stopped = True
             self.process.stop(number)
@@ -85,7 +85,7 @@ class Supervisor:
         self,
         folder: LaunchedFolder,
         outputs: Sequence[Output],
-        start: Callable[[Place], Process],
+        start: Callable[[WorkerSlot], StartedWorker],
         *,
         restarts: int,
         title: str,
@@ -94,7 +94,7 @@ class Supervisor:
         """Each worker has its files in `outputs`, is started by `start` and again at most
         `restarts` times. Workers that were told to stop are waited for `patience` seconds."""
         self._folder = folder
-        self._places = [Place(number, output) for number, output in enumerate(outputs)]
+        self._places = [WorkerSlot(number, output) for number, output in enumerate(outputs)]
         self._start_process = start
         self._restarts = restarts
         self._title = title
@@ -118,12 +118,12 @@ class Supervisor:
                     self._folder.release()
             return self._result(signals.received)
 
-    def _start(self, place: Place) -> None:
-        place.process = self._start_process(place)
-        place.starts += 1
-        place.end, place.stopped = None, False
+    def _start(self, slot: WorkerSlot) -> None:
+        slot.process = self._start_process(slot)
+        slot.starts += 1
+        slot.end, slot.stopped = None, False
 
-    def _watch(self, signals: StopSignals, shown: Shown) -> None:
+    def _watch(self, signals: StopSignals, output: Shown) -> None:
         """Wait for the end of all workers."""
         while running := [place for place in self._places if place.is_running]:
             self._folder.hold()
@@ -131,27 +131,27 @@ class Supervisor:
                 if signals.received is not None:
                     self._stop(signals.received)
                     return
-                self._look(place, shown)
+                self._look(place, output)
             self._stop_the_needless()
-            shown.show(sum(p.is_running and not p.process.has_begun() for p in self._places))
+            output.show(sum(p.is_running and not p.process.has_begun() for p in self._places))
             time.sleep(_LOOK_SECONDS)
 
-    def _look(self, place: Place, shown: Shown) -> None:
+    def _look(self, slot: WorkerSlot, output: Shown) -> None:
         """See whether the process of a place has ended, and start it again if that may help."""
-        place.end = place.process.poll()
-        if place.end is None or place.is_clean or place.stopped:
+        slot.end = slot.process.poll()
+        if slot.end is None or slot.is_clean or slot.stopped:
             return
-        end, killed = place.end, place.end.code is None
-        place.came_late = end.code == 1 and self._folder.is_complete()
+        end, killed = slot.end, slot.end.code is None
+        slot.came_late = end.code == 1 and self._folder.is_complete()
         over = any(other.is_clean for other in self._places)
         # A worker that failed before its first row would fail again.
         helps = killed or (end.code == 1 and self._folder.has_rows_of(end.process))
-        again = helps and not over and place.starts <= self._restarts
+        again = helps and not over and slot.starts <= self._restarts
         again = again and (killed or not self._folder.has_quarantined())
         if again or killed:
-            shown.print(f"{place.name} {end.how}{' and is started again' if again else ''}")
+            output.print(f"{slot.name} {end.how}{' and is started again' if again else ''}")
         if again:
-            self._start(place)
+            self._start(slot)
 
     def _stop_the_needless(self) -> None:
         """Once the job is complete, stop who waits for a machine, and later all who still run."""
@@ -203,7 +203,7 @@ class Supervisor:
         )
 
 
-def _print_last_lines(places: Sequence[Place]) -> None:
+def _print_last_lines(places: Sequence[WorkerSlot]) -> None:
     """Show what workers that failed have printed at last."""
     for place in places:
         how = "has not ended" if place.end is None else place.end.how

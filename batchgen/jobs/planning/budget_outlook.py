@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.forecast.forecast import Forecast, Range
-from batchgen.jobs.generation.spending import Used, shown
+from batchgen.jobs.generation.spending import Used, amount_text
 from batchgen.storage.stores.open_storage import job_metrics
 
 
@@ -28,8 +28,8 @@ class Outlook:
 
     @property
     def text(self) -> str:
-        needed, limit = shown(self.key, self.needed.likely), shown(self.key, self.limit)
-        used = f" besides {shown(self.key, self.used)} used" if self.used else ""
+        needed, limit = amount_text(self.key, self.needed.likely), amount_text(self.key, self.limit)
+        used = f" besides {amount_text(self.key, self.used)} used" if self.used else ""
         return f"budget.{self.key} {self.verdict}: {limit}, and the job likely needs {needed}{used}"
 
 

@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
-from batchgen.engine.interface.outputs import OutputColumn
+from batchgen.engine.interface.outputs import OutputColumn, Scope
 from batchgen.jobs.forecast.forecast import Range
 
 _TEXT_BYTES = 2.0
@@ -32,11 +33,17 @@ class DiskUse:
     output: Range
     journal: Range
     free: int
+    shards: int  # files of the output
 
     @property
     def total(self) -> Range:
         """The most that is needed at a time."""
         return self.output.plus(self.journal)
+
+    @property
+    def shard(self) -> float:
+        """The likely bytes of a shard, which memory holds when it is written."""
+        return self.output.likely / self.shards
 
 
 def disk_use(
@@ -57,15 +64,18 @@ def disk_use(
         prompt: the mean tokens of a prompt.
         open_rows: the answers of a shard.
     """
-    values = dict.fromkeys(("output", "context", "answer", "choice"), 0.0)
+    values = dict.fromkeys(get_args(Scope), 0.0)
     for column in columns:
         values[column.scope] += column.dtype.itemsize * float(np.prod(column.tail_shape))
     of_token = _TEXT_BYTES + values["output"] + values["context"]
-    of_row = _ROW_BYTES + prompt * (values["context"] + values["answer"]) + 4 * values["choice"]
-    fixed = of_row * answers + _SHARD_BYTES * -(-answers // open_rows)
+    few = sum(values[scope] for scope in ("choice", "tail", "edits"))
+    of_row = _ROW_BYTES + values["row"] + 4 * few
+    of_row += prompt * (values["context"] + values["answer"])
+    shards = -(-answers // open_rows)
+    fixed = of_row * answers + _SHARD_BYTES * shards
     output = generated.times(of_token).plus(Range(fixed, fixed, fixed))
     share = min(_OPEN_SHARDS * open_rows / max(answers, 1), 1.0)
-    return DiskUse(output, output.times(_JOURNAL * share), free_bytes(folder))
+    return DiskUse(output, output.times(_JOURNAL * share), free_bytes(folder), shards)
 
 
 def free_bytes(folder: Path) -> int:

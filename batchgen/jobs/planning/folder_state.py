@@ -14,7 +14,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
 from batchgen.jobs.forecast.samples_per_row import MeasuredSamples
 from batchgen.jobs.run.changed_row import changed_row
-from batchgen.jobs.run.checked_rows import job_manifest, most_rows, output_schema
+from batchgen.jobs.run.checked_rows import job_manifest, max_rows, output_schema
 from batchgen.jobs.run.image_files import content_of
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.refused_folder import (
@@ -27,7 +27,7 @@ from batchgen.storage.folder.refused_folder import (
 from batchgen.storage.shards.enough import OUTCOME
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.stores.job_storage import Storage
-from batchgen.storage.stores.manifest import READ_JOB, UNTIL_VALID, Manifest
+from batchgen.storage.stores.manifest import READ_JOB, UNTIL_VALID, UNTIL_WIDTH, Manifest
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
 
@@ -72,7 +72,7 @@ def find_rows(config: JobConfig, source: Source) -> None:
 
 
 def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderState:
-    path = storage.shown
+    path = storage.display_name
     refuse_folder(storage)
     try:
         storage.names(storage.path)
@@ -87,7 +87,7 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
     if refuse_other_job(storage, old, asked, digests, named, overwrite=config.output.overwrite):
         what = "the output of a different job, which is deleted (output.overwrite)"
         return FolderState(f"{path}: {what}")
-    refuse_shrinking(storage, most_rows(config, source.num_rows))
+    refuse_shrinking(storage, max_rows(config, source.num_rows))
     errors = rows = complete = samples = 0
     until = config.sampling.until
     columns = ["finish_reason"] + ([] if until is None else [OUTCOME, SAMPLE_INDEX])
@@ -107,8 +107,8 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
         text += f", {errors:,} of them errors, which {what}"
     done = rows - errors * config.output.retry_errors
     text = "\n            ".join([text, *old.grown(asked)])
-    valid = old.growing.get(UNTIL_VALID, 1)
-    return FolderState(text, done, MeasuredSamples(complete, samples, valid))
+    before = old.growing.get(UNTIL_VALID, 1), old.growing.get(UNTIL_WIDTH)
+    return FolderState(text, done, MeasuredSamples(complete, samples, *before))
 
 
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:

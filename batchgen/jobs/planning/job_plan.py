@@ -13,7 +13,7 @@ from batchgen.jobs.forecast.engine_estimate import EngineEstimate
 from batchgen.jobs.forecast.forecast import Forecast, Range
 from batchgen.jobs.forecast.samples_per_row import SamplesPerRow
 from batchgen.jobs.forecast.scan import Scan
-from batchgen.jobs.launchers.launch import described
+from batchgen.jobs.launchers.launch import launcher_text
 
 if TYPE_CHECKING:
     from batchgen.engine.memory.memory_plan import MemoryPlan
@@ -116,7 +116,7 @@ class Plan:
             "answers_done": self.done,
             "answers_copied": self.reuse and asdict(self.reuse),
             "folder": self.folder,
-            "launcher": described(self.config),
+            "launcher": launcher_text(self.config),
             "disk": None if self.disk is None else asdict(self.disk),
             "forecast": None if self.forecast is None else self.forecast.summary(),
             "gpu_hours": self.gpu_hours and asdict(self.gpu_hours),

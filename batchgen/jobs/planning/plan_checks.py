@@ -11,13 +11,16 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.jobs.forecast.scan import FoundRows, Scan
 from batchgen.jobs.planning.job_plan import Constraints
+from batchgen.util.text.text_table import size_text
 
 if TYPE_CHECKING:
     from batchgen.jobs.planning.disk import DiskUse
     from batchgen.jobs.resolve.opened_job import OpenedJob
 
+_LARGE_SHARD = 2**31
+"""The bytes of a shard from which on it is too large for most uses, and machines."""
 _COMPILE_S = 2.0
-"""After so many seconds no further constraint is compiled."""
+"""The seconds after which no further constraint is compiled."""
 
 
 def compiled_constraints(opened: OpenedJob, config: JobConfig, scan: Scan) -> Constraints | None:
@@ -68,6 +71,12 @@ def rows_and_disk(scan: Scan, disk: DiskUse | None, most_bad: float) -> tuple[li
         )
     if scan.cut:
         warnings.append(f"prompt.too_long cuts the beginning of {scan.cut:,} of the prompts")
+    if disk is not None and disk.shard > _LARGE_SHARD:
+        warnings.append(
+            f"a shard will have about {size_text(disk.shard)}, and memory holds several times as "
+            "much when it is written: lower output.rows_per_shard, or ask for fewer columns or "
+            "output.hidden_layers"
+        )
     if disk is not None and disk.total.likely > disk.free:
         errors.append("the output will probably not fit on the disk of output.dir")
     elif disk is not None and disk.total.bound > disk.free:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from batchgen.inputs.dataset.source import Row, funnel_line
 from batchgen.jobs.forecast.forecast import Range
 from batchgen.jobs.forecast.scan import Scan
-from batchgen.jobs.launchers.launch import described
+from batchgen.jobs.launchers.launch import launcher_text
 from batchgen.jobs.planning.job_plan import Constraints, Plan, length_figures
 from batchgen.util.duration import duration
 from batchgen.util.shorten import beginning, wrapped
-from batchgen.util.text.text_table import counted, size
+from batchgen.util.text.text_table import counted, size_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,15 +55,15 @@ def _entries(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "constraints", _constraints(plan.constraints)
     yield "model", _model(plan)
     yield "memory", _memory(plan)
-    if (who := described(plan.config)) is not None:
+    if (who := launcher_text(plan.config)) is not None:
         yield "launcher", f"{who}; the time below is that of one worker alone, several share it"
     yield "output", plan.folder
     if plan.disk is not None:
         disk = plan.disk
         yield (
             "disk",
-            f"{_three(disk.output, size)} of shards, {size(disk.journal.likely)} of journal at a "
-            f"time; {size(disk.free)} free",
+            f"{_three(disk.output, size_text)} of shards, {size_text(disk.journal.likely)} of "
+            f"journal at a time; {size_text(disk.free)} free",
         )
     if plan.forecast is not None and plan.answers:
         yield from _time(plan)
@@ -141,17 +141,17 @@ def _model(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     engine, memory = plan.engine, plan.memory
-    text = f"{size(engine.token_bytes)} of cache for a token"
+    text = f"{size_text(engine.token_bytes)} of cache for a token"
     if engine.window_bytes:
-        text += f", {size(engine.window_bytes)} for the last {engine.window:,} tokens of a row"
+        text += f", {size_text(engine.window_bytes)} for the last {engine.window:,} tokens of a row"
     if engine.row_bytes:
-        text += f", {size(engine.row_bytes)} of state for a row"
+        text += f", {size_text(engine.row_bytes)} of state for a row"
     if memory is None:
         return text
     if engine.token_bytes:
-        text += f", {size(memory.kv_cache)} for {memory.kv_tokens:,} tokens"
+        text += f", {size_text(memory.kv_cache)} for {memory.kv_tokens:,} tokens"
     if memory.window_cache:
-        text += f", {size(memory.window_cache)} for windows"
+        text += f", {size_text(memory.window_cache)} for windows"
     if (ranks := plan.config.engine.tensor_parallel) > 1:
         text += f", on each of {ranks} {'GPUs' if memory.total else 'ranks'}"
     return f"{text}: {plan.at_once:,} rows at once (most: {engine.settings.max_num_seqs:,})"
@@ -177,14 +177,14 @@ def _time(plan: Plan) -> Iterator[tuple[str, str]]:
     )
 
 
-def _columns(value: Range, shown: object) -> str:
-    assert callable(shown)
-    return "".join(f"{shown(one):>14}" for one in (value.low, value.likely, value.bound))
+def _columns(value: Range, format_value: object) -> str:
+    assert callable(format_value)
+    return "".join(f"{format_value(one):>14}" for one in (value.low, value.likely, value.bound))
 
 
-def _three(value: Range, shown: object) -> str:
-    assert callable(shown)
-    low, likely, bound = (shown(one) for one in (value.low, value.likely, value.bound))
+def _three(value: Range, format_value: object) -> str:
+    assert callable(format_value)
+    low, likely, bound = (format_value(one) for one in (value.low, value.likely, value.bound))
     return likely if low == bound else f"{low} to {bound}, likely {likely}"
 
 

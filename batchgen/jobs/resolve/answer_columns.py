@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
@@ -13,29 +14,44 @@ from batchgen.config.groups.constraint_config import NoConstraintConfig
 from batchgen.config.groups.job_config import COMMON_COLUMNS, PARSED, JobConfig
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES, HIDDEN_STATES
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.rows.stopping import decode
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampler import ENTROPY
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.util.errors import ConfigError, mistakes_in
+from batchgen.util.text.text_table import size_text
+
+_USUAL_TOKENS = 500
+"""The tokens of rows of which a warning of large shards speaks, prompt included."""
+_LARGE_SHARD = 2**31
+"""The bytes from which on a shard is large."""
 
 
-def named_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
+def select_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
     """Those of some columns that have one of these names."""
     return [column for column in columns if column.name in names]
 
 
-def check_columns(
+def check_answer_columns(
     columns: tuple[str, ...],
     strategy: Strategy,
     of_model: Sequence[OutputColumn],
     architecture: str,
 ) -> None:
     """Refuse columns that neither strategy nor model have."""
-    known = [*COMMON_COLUMNS, *(column.name for column in (*strategy.columns, *of_model))]
+    declared = (ENTROPY, *strategy.columns, *of_model)
+    known = [*COMMON_COLUMNS, *(column.name for column in declared)]
     for name in columns:
+        if name == CLASS_SCORES and name not in known:
+            raise ConfigError(
+                f"output.columns: {name} is of classifiers and reward models, and this model "
+                f"({architecture}) is none: take a checkpoint of the class "
+                "…ForSequenceClassification, or constraint.scores for probabilities of choices"
+            )
         if name == ROUTED_EXPERTS and name not in known:
             raise ConfigError(
                 f"output.columns: {name} says which experts each token went through, and this "
@@ -48,6 +64,22 @@ def check_columns(
                 + (f"it comes with {others}; " if others else "")
                 + f"choose among {', '.join(known)}"
             )
+
+
+def large_shards(config: JobConfig, columns: Sequence[OutputColumn]) -> str | None:
+    """The warning that hidden states will make the shards huge; None if they will not,
+    with rows of a few hundred tokens."""
+    hidden = [column for column in columns if column.name == HIDDEN_STATES]
+    of_token = sum(column.dtype.itemsize * math.prod(column.tail_shape) for column in hidden)
+    rows = config.output.rows_per_shard * config.sampling.most_samples
+    whole = of_token * rows * _USUAL_TOKENS
+    if whole <= _LARGE_SHARD:
+        return None
+    return (
+        f"{HIDDEN_STATES} takes {size_text(of_token)} a token, so {rows:,} answers of "
+        f"{_USUAL_TOKENS} tokens make a shard of {size_text(whole)}, which memory holds: lower "
+        "output.rows_per_shard, or ask for fewer output.hidden_layers; batchgen plan tells the size"
+    )
 
 
 def check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -66,7 +98,7 @@ def check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -
         )
 
 
-def strictest_params(config: JobConfig, params: SamplingParams) -> SamplingParams:
+def strictest_params(config: JobConfig, params: RequestParams) -> RequestParams:
     """The parameters to check before the job starts: with a constraint if rows can have one of
     their own, since strategies refuse more options for such rows."""
     if params.constraint is None and not isinstance(config.constraint, NoConstraintConfig):

@@ -1,23 +1,23 @@
 """Finds the usual mistakes of a job before torch and the libraries of the data are loaded.
 
-All of it is checked again when the job is opened, and more exactly. So what cannot be told here in
-moments is left to that.
-"""
+All of it is checked again when the job is opened, and more exactly. What takes longer than moments
+is left to that."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.compose.load_config import identity
+from batchgen.config.compose.load_config import config_identity
 from batchgen.config.groups.dataset_config import STDIN
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig
 from batchgen.inputs.dataset.dataset_paths import find_files, local_path
-from batchgen.inputs.tables.table_formats import format_of
+from batchgen.inputs.tables.table_formats import table_format
 from batchgen.storage.leases.own_files import refuse_links
 from batchgen.storage.stores.manifest import DifferentJob, Manifest, flat
 from batchgen.util.errors import ConfigError
@@ -30,16 +30,26 @@ _MOST_BYTES = 8 * 2**20
 """The size of a file from which on its columns are not read here."""
 _COMPARED = ("model", "prompt", "sampling", "constraint")
 _LATER = ("prompt.date", "sampling.stream", "sampling.until")
-"""Keys of these groups that a manifest has otherwise than the configuration."""
+"""Keys of these groups in which a manifest and the configuration differ."""
 
 
 def check_early(config: JobConfig, *, folder: bool) -> None:
     """Raise ConfigError for a model or a data file that is not there, a column that the file does
     not have, and, if `folder`, for an output folder with rows of a job with other keys."""
+    _check_trackers(config)
     _check_model(config)
     _check_data(config)
     if folder and not config.output.overwrite and not is_url(config.output.dir):
         check_folder(config, Path(config.output.dir))
+
+
+def _check_trackers(config: JobConfig) -> None:
+    for name in config.progress.report_to:
+        if name != "json" and find_spec(name) is None:
+            raise ConfigError(
+                f"progress.report_to={name} needs the package {name}, which is not installed: "
+                f"pip install 'batchgen[{name}]'"
+            )
 
 
 def _check_model(config: JobConfig) -> None:
@@ -86,7 +96,7 @@ def _columns(file: Path) -> list[str] | None:
     try:
         if file.stat().st_size > _MOST_BYTES or file.suffix == ".gz":
             return None
-        if format_of(file) == "csv":
+        if table_format(file) == "csv":
             with file.open(encoding="utf-8-sig", newline="") as lines:
                 header = next(csv.reader(lines), [])
             plain = all(name == name.strip() and name.isprintable() and name for name in header)
@@ -105,8 +115,8 @@ def _columns(file: Path) -> list[str] | None:
 
 
 def check_folder(config: JobConfig, folder: Path) -> None:
-    """Raise ConfigError if a folder on this machine has rows of a job with other keys, or a link in
-    the place of a file of its own."""
+    """Raise ConfigError if a folder on this machine has rows of a job with other keys, or a link
+    instead of a file of its own."""
     if folder.is_dir():
         refuse_links(folder)
     try:
@@ -116,7 +126,7 @@ def check_folder(config: JobConfig, folder: Path) -> None:
         old = flat({name: found.identity[name] for name in _COMPARED if name in found.identity})
     except (OSError, ConfigError, LookupError, TypeError, AttributeError):
         return
-    asked = Manifest.build(identity(config), {}).identity
+    asked = Manifest.build(config_identity(config), {}).identity
     new = flat({name: asked[name] for name in _COMPARED if name in asked})
     lines = [
         f"{key}: {old.get(key, '(not set)')} → {new.get(key, '(not set)')}"

@@ -129,10 +129,10 @@ def _is_image(part: Mapping[str, Any]) -> bool:
     return kind in ("image", "image_url", "input_image")
 
 
-def _root(dataset: DatasetConfig, given: str | None) -> Path | None:
+def _root(dataset: DatasetConfig, image_root: str | None) -> Path | None:
     """The folder below which rows may name files; None for none."""
-    if given is not None:
-        root = user_path(given, "prompt.image_root")
+    if image_root is not None:
+        root = user_path(image_root, "prompt.image_root")
         if not root.is_dir():
             raise ConfigError(f"prompt.image_root: {root} is no folder")
         return root

@@ -27,7 +27,9 @@ def open_job_model(config: JobConfig) -> OpenedModel:
     with mistakes_in("model"):
         group = config.model
         model = open_model(group.path, group.revision, group.load_format, group.quantization)
-        return with_adapters(model, group.lora, fold=group.lora_fold)
+        model = with_adapters(model, group.lora, fold=group.lora_fold)
+    with mistakes_in("output"):
+        return model.with_hidden_layers(config.output.hidden_layers)
 
 
 def model_sampling(path: Path) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ from itertools import islice
 from math import lcm
 from typing import TYPE_CHECKING, Self
 
-from batchgen.config.compose.load_config import identity
+from batchgen.config.compose.load_config import config_identity
 from batchgen.config.groups.constraint_config import ChoiceConstraintConfig, constraint_column
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.model_sampling import recommendation
@@ -19,12 +19,14 @@ from batchgen.config.groups.sampling_config import copies_warning
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.requests import check_params, output_columns
+from batchgen.engine.rows.pooling import pooled_columns
 from batchgen.engine.rows.stopping import decode
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.prefill_policy import check_chunk_sizes
 from batchgen.engine.strategy import Strategy
 from batchgen.evals.graders.build_steps import check_fields, check_scored, post_steps
@@ -33,13 +35,14 @@ from batchgen.inputs.images.row_images import RowImages
 from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.open_model import OpenedModel, device_of
 from batchgen.inputs.model.other_models import open_others, strategy_heads
-from batchgen.inputs.prompts.answer_text import build_answer
+from batchgen.inputs.prompts.answer_text import Replay, build_answer
 from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_refusal
 from batchgen.jobs.resolve.answer_columns import (
-    check_columns,
+    check_answer_columns,
     check_parsed,
     constraint_compiler,
-    named_columns,
+    large_shards,
+    select_columns,
     strictest_params,
 )
 from batchgen.jobs.resolve.build_strategy import build_strategy
@@ -51,6 +54,7 @@ from batchgen.jobs.resolve.job_model import (
     open_job_model,
 )
 from batchgen.jobs.resolve.likely_rows import likely_row_tokens
+from batchgen.jobs.resolve.replayed_job import check_replay
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.pages.tokens.decode_tokens import decode_with
 from batchgen.storage.stores.manifest import CONTRACT
@@ -96,11 +100,11 @@ class OpenedJob(ResolvedJob):
     row_tokens: tuple[int, int] | None
     kept: KeptWeights | None = None
 
-    def check_params(self, params: SamplingParams) -> None:
+    def check_params(self, params: RequestParams) -> None:
         """See `ResolvedJob`."""
         model = self.model
-        vocab_size, columns = model.config.vocab_size, self.context_columns
-        check_params(params, self.strategy, vocab_size, model.tokenizer, columns)
+        columns, replays = self.context_columns, self.config.replays
+        check_params(params, self.strategy, model.config, model.tokenizer, columns, replays=replays)
         if params.constraint is not None and self.compiler is None:
             model.grammar_compiler()  # says why there is none
 
@@ -170,7 +174,14 @@ class OpenedJob(ResolvedJob):
         if self.kept is None or "model" not in self.fingerprints or parallel.size > 1:
             return load()
         heads = tuple(strategy_heads(self.strategy, model))
-        of_model = (self.fingerprints["model"], config.model, self.dtype, heads, model.with_vision)
+        of_model = (
+            self.fingerprints["model"],
+            config.model,
+            self.dtype,
+            heads,
+            model.with_vision,
+            model.config.hidden_layers,
+        )
         return self.kept.load((*of_model, config.engine.device, config.engine.deterministic), load)
 
     def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
@@ -183,7 +194,7 @@ class OpenedJob(ResolvedJob):
         # Whether rows of the others have images is found when they are opened, which may be later.
         reads = self.model.config.vision is not None
         model = dataclasses.replace(self.model, with_vision=reads)
-        columns = named_columns(known, names | own)
+        columns = select_columns(known, names | own)
         return dataclasses.replace(self, model=model, context_columns=columns)
 
     def engine_config(self, config: JobConfig) -> EngineConfig:
@@ -214,7 +225,7 @@ def open_job(
     config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
 ) -> OpenedJob:
     """Open and check all that a job runs on, without reading a file of weights; ConfigError for a
-    mistake. `promised` and `wait` are for rows of a job that still runs, as of `open_source`."""
+    mistake. `promised` and `wait` are for rows of a job that still runs, see `open_source`."""
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
@@ -228,16 +239,25 @@ def open_job(
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
-    context_columns = named_columns(of_model, config.output.columns)
-    check_columns(config.output.columns, strategy, of_model, model.config.architecture)
+    context_columns = select_columns(of_model, config.output.columns)
+    named = (*of_model, *pooled_columns(model.config))
+    check_answer_columns(config.output.columns, strategy, named, model.config.architecture)
+    if (large := large_shards(config, context_columns)) is not None:
+        print(f"batchgen: warning: {large}", file=sys.stderr)
     params = config.params
     compiler = constraint_compiler(config, params.constraint, model)
     with mistakes_in("sampling"):
         strictest = strictest_params(config, params)
-        vocab_size = model.config.vocab_size
-        check_params(strictest, strategy, vocab_size, model.tokenizer, context_columns)
+        check_params(
+            strictest,
+            strategy,
+            model.config,
+            model.tokenizer,
+            context_columns,
+            replays=config.replays,
+        )
         if config.scores_choices:
-            strategy.check(SamplingParams(max_new_tokens=0))
+            strategy.check(RequestParams(max_new_tokens=0))
     check_parsed(config, model.tokenizer)
     from batchgen.jobs.resolve.job_answers import answers_of  # it loads pyarrow
 
@@ -250,7 +270,8 @@ def open_job(
 
         source = GridSource(source, config.model.adapters)
     counts = [count.name for count in strategy.counts]
-    check_scored(post, config.score, [*source.schema.names, *counts])
+    of_rows = [name for name in config.output.columns if name == CLASS_SCORES]
+    check_scored(post, config.score, [*source.schema.names, *counts, *of_rows])
     images = row_images(config, model, source)
     if images is not None:
         model = dataclasses.replace(model, with_vision=True)
@@ -265,10 +286,12 @@ def open_job(
     answer = build_answer(
         config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
     )
+    if isinstance(answer, Replay):
+        answer.same_distribution = check_replay(config, source.jobs)
     others = open_others(strategy, model, max_model_len)
     windows = any(getattr(model.config.family, "layer_windows", ()))
     tokenizer, is_scored = model.tokenizer, config.scores_choices
-    of_tokens = output_columns(params, strategy, context_columns)
+    of_tokens = output_columns(params, strategy, model.config, context_columns)
     job = OpenedJob(
         config=config,
         model=model,
@@ -316,6 +339,7 @@ def _prompt(
         room=max(1, max_model_len - config.sampling.max_new_tokens),
         images=images,
         day=partial(day_of, config),
+        is_read=config.pooling is not None,
     )
     if prompt.is_constant:
         _check_constant(config, prompt, source)
@@ -354,7 +378,7 @@ def _open_rows(
     from batchgen.inputs.row_index.open_rows import behind_steps
     from batchgen.inputs.upstream.open_source import open_source
 
-    of_data = identity(config)["dataset"]
+    of_data = config_identity(config)["dataset"]
     data = open_source(config, promised, wait=wait, images=images)
     source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.outputs import OutputColumn, RequestOutput, RowCount
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.images.row_images import RowImages
 from batchgen.inputs.prompts.answer_text import Answer
@@ -86,7 +86,7 @@ class ResolvedJob:
         assert self.port is not None
         return self.port()
 
-    def check_params(self, params: SamplingParams) -> None:
+    def check_params(self, params: RequestParams) -> None:
         """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
 
     def choices(self, constraint: Constraint | None) -> list[list[int]]:

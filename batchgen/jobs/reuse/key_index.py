@@ -15,7 +15,7 @@ BYTES_PER_ROW = 36
 """What a row of an older job takes in memory: its key, its place, the checksum of its tokens."""
 
 
-class Place(NamedTuple):
+class RowLocation(NamedTuple):
     """Where a row lies: the number of its job, its shard, its keys there, and the checksum of its
     tokens."""
 
@@ -54,7 +54,7 @@ class KeyIndex:
     def __len__(self) -> int:
         return len(self._high)
 
-    def find(self, key: bytes) -> list[Place]:
+    def find(self, key: bytes) -> list[RowLocation]:
         """The places of the rows with this key, those of the first jobs first."""
         high, low = int.from_bytes(key[:8]), int.from_bytes(key[8:])
         found = []
@@ -63,7 +63,7 @@ class KeyIndex:
             if self._low[at] == low:
                 part = self._parts[at]
                 found.append(
-                    Place(
+                    RowLocation(
                         int(self._jobs[part]),
                         int(self._shards[part]),
                         int(self._rows[at]),

@@ -12,8 +12,9 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import PARSED
 from batchgen.engine.interface.outputs import OutputColumn, RequestOutput
+from batchgen.engine.interface.trajectory import answer_ids
 from batchgen.inputs.prompts.row_request import RowRequest
-from batchgen.jobs.reuse.key_index import Place
+from batchgen.jobs.reuse.key_index import RowLocation
 from batchgen.jobs.reuse.key_log import tokens_crc
 from batchgen.storage.folder.read_job import BATCH, JobFolderReader
 from batchgen.storage.shards.enough import ENOUGH_COLUMNS
@@ -21,6 +22,7 @@ from batchgen.storage.shards.image_column import PROMPT_IMAGES
 from batchgen.storage.shards.output_schema import (
     ANSWER_TOKEN_IDS,
     PROMPT_TOKEN_IDS,
+    REPLAY_EXACT,
     SATISFIED,
     TEXT,
     OutputSchema,
@@ -62,7 +64,7 @@ class OlderRows:
         return None
 
     def output(
-        self, place: Place, request_id: RequestId, request: RowRequest
+        self, location: RowLocation, request_id: RequestId, request: RowRequest
     ) -> SplitOutput | None:
         """The row at a place, as it was split, for a request of which it is the answer; None if
         another row is there, or none.
@@ -70,17 +72,17 @@ class OlderRows:
         Raises:
             JobError: the file is damaged.
         """
-        shard = self._shards.pop(place.shard, None)
+        shard = self._shards.pop(location.shard, None)
         if shard is None:
-            shard = _ShardRows(self._reader, place.shard, self._names)
-        self._shards[place.shard] = shard
+            shard = _ShardRows(self._reader, location.shard, self._names)
+        self._shards[location.shard] = shard
         if len(self._shards) > _OPEN_SHARDS:
             self._shards.popitem(last=False)
-        row = shard.row(place.row_index, place.sample_index)
+        row = shard.row(location.row_index, location.sample_index)
         if row is None:
             return None
         ids, reason = row["token_ids"][0].as_py(), row["finish_reason"][0].as_py()
-        if reason == "error" or tokens_crc(ids, reason) != place.tokens:
+        if reason == "error" or tokens_crc(ids, reason) != location.tokens:
             return None
         schema, names = self._schema, row.schema.names
         text = row[self._text][0].as_py()
@@ -94,9 +96,10 @@ class OlderRows:
             columns={column.name: _values(row, column) for column in schema.columns},
             counts={name: row[name][0].as_py() for name in schema.counts},
             constraint_satisfied=row[SATISFIED][0].as_py() if SATISFIED in names else None,
-            answer_token_ids=request.answer,
+            replay_exact=row[REPLAY_EXACT][0].as_py() if REPLAY_EXACT in names else None,
+            answer_token_ids=None if request.answer is None else answer_ids(request.answer),
         )
-        beside = {name: row[name][0].as_py() for name in schema.beside}
+        beside = {name: row[name][0].as_py() for name in schema.extra}
         return SplitOutput(found, beside | ({TEXT: None} if text is None else {}))
 
 

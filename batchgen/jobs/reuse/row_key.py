@@ -10,9 +10,10 @@ from hashlib import blake2b
 
 import numpy as np
 
-from batchgen.config.compose.load_config import identity
+from batchgen.config.compose.load_config import config_identity
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.interface.trajectory import Trajectory, answer_ids
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.storage.stores.manifest import OF_ADAPTER, OF_ADAPTERS
 
@@ -28,7 +29,7 @@ _FIRST = frozenset(
 )
 """Parameters that keys have at any value, since those of version 0.1.0 have them. All others are in
 a key only at another value than their default; this set gets no new ones."""
-_DEFAULTS = asdict(SamplingParams())
+_DEFAULTS = asdict(RequestParams())
 _OF_ROWS = ("version of ", "rows[")
 """What the names of fingerprints begin with that are of steps of `rows`: these decide which prompts
 there are, and each key has the prompt itself."""
@@ -43,7 +44,7 @@ class RowKeys:
     ) -> None:
         """Digest what all rows share; `fingerprints` are those of `ResolvedJob`."""
         models = [name for name in fingerprints if name.endswith("_model")]
-        groups, output = identity(config, models), config.output
+        groups, output = config_identity(config, models), config.output
         deciding = {
             name: text for name, text in fingerprints.items() if not name.startswith(_OF_ROWS)
         }
@@ -64,6 +65,7 @@ class RowKeys:
             deciding,
             [output.reasoning_start, output.reasoning_end, config.scores_choices],
             *(["whole_text"] if output.whole_text else []),
+            *([{"hidden_layers": list(output.hidden_layers)}] if output.hidden_layers else []),
         ]
         if more := {key: v for key, v in groups["engine"].items() if key != "max_model_len"}:
             shared.append({"engine": more})
@@ -78,7 +80,11 @@ class RowKeys:
         digest.update(_params_digest(replace(params, seed=0, lora=lora)))
         digest.update((params.seed % 2**64).to_bytes(8, "little"))
         # Where one list ends and the next begins counts, and whether there is an answer at all.
-        for ids in (prompt, *([] if answer is None else [answer]), *choices):
+        lists = [] if answer is None else [answer_ids(answer)]
+        if isinstance(answer, Trajectory):
+            lists += [answer.all_token_ids, answer.all_steps]
+            lists.append([answer.tail_token_ids is None, answer.same_distribution])
+        for ids in (prompt, *lists, *choices):
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(np.asarray(ids, np.int64).tobytes())
         digest.update(bytes([answer is not None]))
@@ -88,7 +94,7 @@ class RowKeys:
 
 
 @lru_cache(maxsize=1024)
-def _params_digest(params: SamplingParams) -> bytes:
+def _params_digest(params: RequestParams) -> bytes:
     """A digest of parameters without their seed."""
     values = {
         name: value

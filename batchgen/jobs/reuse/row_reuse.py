@@ -13,7 +13,7 @@ from batchgen.jobs.reuse.key_index import KeyIndex
 from batchgen.jobs.reuse.key_log import KeyLog, Records, read_keys
 from batchgen.jobs.reuse.older_rows import OlderRows
 from batchgen.jobs.reuse.row_key import RowKeys
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema, SplitOutput
 from batchgen.storage.shards.row_order import KEYS, row_keys
@@ -39,7 +39,7 @@ class OlderJobs:
         found: list[Mapping[int, Records]] = []
         for folder in folders:
             try:
-                reader = open_job(folder)
+                reader = open_job_reader(folder)
                 self._opened.append(reader.storage)
                 rows = OlderRows(reader, schema)
                 if (name := rows.lacking()) is not None:

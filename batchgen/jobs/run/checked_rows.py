@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from batchgen.config.compose.load_config import growing, identity
+from batchgen.config.compose.load_config import config_identity, growing
 from batchgen.config.groups.constraint_config import (
     JsonConstraintConfig,
     JsonSchemaConstraintConfig,
 )
 from batchgen.config.groups.job_config import PARSED, JobConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
+from batchgen.config.groups.sampling_config import UntilConfig
 from batchgen.inputs.constraint.row_params import RowParams
 from batchgen.inputs.dataset.seed_stream import depth_of, stream_of
 from batchgen.inputs.dataset.source import Row
@@ -46,7 +47,7 @@ def check_rows(config: JobConfig, parts: ResolvedJob) -> CheckedRows:
     return CheckedRows(row_request(config, parts), schema, ValidWhere.build(config, schema))
 
 
-def most_rows(config: JobConfig, num_rows: int | None) -> int | None:
+def max_rows(config: JobConfig, num_rows: int | None) -> int | None:
     """How many rows the job has at most; None if that is not known."""
     return config.dataset.limit if num_rows is None else num_rows
 
@@ -67,12 +68,25 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
         prompt_token_ids=PROMPT_TOKEN_IDS in columns,
         constrained=config.constrained,
         parsed=parsed,
-        beside=parts.beside,
+        extra=parts.beside,
         text_column=config.output.text_column,
         answers=parts.answer is not None,
+        replays=config.replays,
         images=parts.images is not None,
-        enough=None if until is None else Enough(until.valid, until.most),
+        enough=None if until is None else _enough(until),
+        is_read=config.pooling is not None,
     )
+
+
+def _enough(until: UntilConfig) -> Enough:
+    """When a row has enough samples; ConfigError if it never could before it has all."""
+    found = Enough(until.valid, until.most, until.width)
+    if found.fewest > until.most:
+        raise ConfigError(
+            f"sampling.until.width={until.width:g} needs {found.fewest:,} samples of a row at "
+            f"least, and sampling.until.most={until.most} ends it before: raise most, or width"
+        )
+    return found
 
 
 def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowRequest]:
@@ -95,7 +109,7 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
         if row.failure is not None:
             raise row.failure
         params = own.sampling(row)
-        answer = None if parts.answer is None else parts.answer.token_ids(row)
+        answer = None if parts.answer is None else parts.answer.of(row)
         behind = params.max_new_tokens if answer is None else len(answer)
         params = own.constrained(row, params)
         choices = parts.choices(params.constraint)
@@ -125,7 +139,7 @@ def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) ->
 
     given = parts.fingerprints
     read = parts.source.jobs
-    groups = identity(config, [name for name in given if name.endswith("_model")])
+    groups = config_identity(config, [name for name in given if name.endswith("_model")])
     if (stream := stream_of(config.sampling.stream, read)) is not None:
         groups["sampling"]["stream"] = stream
     if (where := ValidWhere.build(config, schema)) is not None:

@@ -11,7 +11,7 @@ from batchgen.evals.grades.changed_marks import ChangedMarks
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.grades.grading_queue import GradingQueue
 from batchgen.jobs.generation.turns import Turns
-from batchgen.storage.folder.dataset_card import grades_section, with_grades
+from batchgen.storage.folder.dataset_card import grades_section, with_grade_section
 from batchgen.storage.metrics.job_scores import JobScores
 from batchgen.storage.shards.checked_file import read_schema
 from batchgen.storage.shards.shard_files import shard_files
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from batchgen.evals.scores.samples import Samples
 
 
-def scores_of(
+def grade_and_score(
     samples: Samples, config: JobConfig, signals: StopSignals, queue: GradingQueue | None = None
 ) -> Turns[JobScores]:
     """Grade the rows of a job as its configuration says, and score them, if a step gives marks.
@@ -31,7 +31,7 @@ def scores_of(
     for. If a signal comes first, JobStopped is raised, and what is graded stays.
     """
     if not config.post:
-        return score(samples) if config.is_scored else JobScores()
+        return score_job(samples) if config.is_scored else JobScores()
     print("grading …", file=sys.stderr, flush=True)
     text = config.output.text_column
 
@@ -48,10 +48,10 @@ def scores_of(
         print(*changes.lines(), sep="\n", end="\n" * (changes.compared > 0), file=sys.stderr)
     if made is None:
         raise JobStopped("Stopped while the rows were graded; all of them are done.")
-    return score(samples)
+    return score_job(samples)
 
 
-def score(samples: Samples) -> JobScores:
+def score_job(samples: Samples) -> JobScores:
     """The scores of a graded job, if its grades have marks."""
     # numpy is needed from here on, and not by a job without marks.
     from batchgen.evals.scores.job_score import job_scores
@@ -59,21 +59,21 @@ def score(samples: Samples) -> JobScores:
     return job_scores(samples) if samples.have_marks else JobScores()
 
 
-def save_scores(folder: Path, scores: JobScores, shown: str | None = None) -> None:
+def save_scores(folder: Path, scores: JobScores, display_name: str | None = None) -> None:
     """Write scores into metrics.json, and the columns of the grades into README.md if that is still
-    there. `shown` is what people call the folder."""
+    there. `display_name` is what people call the folder."""
     from batchgen.evals.scores.job_score import save_score
 
     save_score(folder, scores)
     path = folder / "README.md"
     if path.is_file():
-        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder, shown))
+        write_atomic(path, graded_card(path.read_text(encoding="utf-8"), folder, display_name))
 
 
-def graded_card(card: str, folder: Path, shown: str | None = None) -> str:
+def graded_card(card: str, folder: Path, display_name: str | None = None) -> str:
     """The data set card with a section about the grades, if the job has some."""
     schema = JobGrades(folder).schema()
     if schema is None:
         return card
     rows = next((read_schema(path) for path in shard_files(folder / "data").values()), schema)
-    return with_grades(card, grades_section(schema, rows.names, shown or str(folder)))
+    return with_grade_section(card, grades_section(schema, rows.names, display_name or str(folder)))

@@ -75,7 +75,7 @@ class JobAttempt:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Save in metrics.json how the job ended, and tell with an error what is safe."""
-        metrics, shown = self.metrics, self.folder.storage.shown
+        metrics, shown = self.metrics, self.folder.storage.display_name
         metrics.save("running")
         try:
             yield
@@ -98,7 +98,7 @@ class JobAttempt:
         self.writer.flush()
         self.metrics.save("stopped")
         done = self.metrics.attempt.rows + self.metrics.attempt.rows_resumed
-        shown, recorded = self.folder.storage.shown, self.metrics.attempt.rows_recorded
+        shown, recorded = self.folder.storage.display_name, self.metrics.attempt.rows_recorded
         begun = f" and {recorded:,} begun" if recorded else ""
         if self.signals.received is None and self.spending.is_spent:
             message = (
@@ -109,6 +109,6 @@ class JobAttempt:
         return JobResult(0, self.signals.received, message)
 
 
-def how_to_resume(shown: str) -> str:
+def how_to_resume(display_name: str) -> str:
     """What to do about a job that was stopped."""
-    return f"The output so far is in {shown}; run the same command to go on from there."
+    return f"The output so far is in {display_name}; run the same command to go on from there."

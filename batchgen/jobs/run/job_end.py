@@ -10,7 +10,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.evals.scores.samples import Samples
 from batchgen.jobs.generation.turns import Turns
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
-from batchgen.jobs.run.graded_job import graded_card, save_scores, scores_of
+from batchgen.jobs.run.graded_job import grade_and_score, graded_card, save_scores
 from batchgen.pages.report.write_report import REPORT, is_up_to_date, try_report
 from batchgen.storage.costs.chain_costs import all_steps
 from batchgen.storage.folder.dataset_card import dataset_card
@@ -67,7 +67,7 @@ def completed_elsewhere(storage: Storage, parts: ResolvedJob, rows: int) -> JobR
         rows_copied=copied,
         costs=steps,
     )
-    table = end_table(job, storage.shown, parts.strategy)
+    table = end_table(job, storage.display_name, parts.strategy)
     return JobResult(totals.error_rows, None, head + table)
 
 
@@ -83,7 +83,7 @@ def complete(
     if elsewhere is not None:  # this worker was paused, and another has done the same
         return elsewhere
 
-    shown = storage.shown
+    shown = storage.display_name
     metrics.tally = _count_shards(config, parts, folder)
     steps = metrics.costs(_name(storage))
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
@@ -123,7 +123,7 @@ def complete(
 
 def _name(storage: Storage) -> str:
     """What the job is called among others: the last name of its folder's path."""
-    return storage.shown.rstrip("/").rpartition("/")[2]
+    return storage.display_name.rstrip("/").rpartition("/")[2]
 
 
 def already_complete(
@@ -134,14 +134,14 @@ def already_complete(
     wants_report = config.output.report and not is_up_to_date(storage)
     with storage.local_copy(needed=config.is_scored or wants_report):
         samples = Samples(folder.path, config.score, by=config.model.grid_column)
-        found = yield from scores_of(samples, config, signals)
+        found = yield from grade_and_score(samples, config, signals)
         if config.is_scored:
-            save_scores(folder.path, found, storage.shown)
+            save_scores(folder.path, found, storage.display_name)
         totals = _count_shards(config, parts, folder).totals
         wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new
         report = _report(parts, folder) if wants_report else None
     message = "This job is complete already; nothing was computed.\n"
-    shown = storage.shown
+    shown = storage.display_name
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
     figures = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
     steps = all_steps(figures, _name(storage))
@@ -160,7 +160,7 @@ def already_complete(
 
 def _report(parts: ResolvedJob, folder: JobFolder) -> str | None:
     """Make the job's report; returns what people call it, None if it could not be made."""
-    shown = folder.storage.shown
+    shown = folder.storage.display_name
     made = try_report(folder.path, parts.decode_all, shown)
     return None if made is None else f"{shown}/{REPORT}"
 

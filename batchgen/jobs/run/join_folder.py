@@ -11,7 +11,7 @@ from batchgen.inputs.dataset.row_digest import rows_digest
 from batchgen.jobs.generation.worker import How, Worker, others_run
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.changed_row import changed_row
-from batchgen.jobs.run.checked_rows import job_manifest, most_rows
+from batchgen.jobs.run.checked_rows import job_manifest, max_rows
 from batchgen.jobs.run.image_files import content_of
 from batchgen.jobs.run.job_end import completed_elsewhere
 from batchgen.storage.folder.job_folder import JobFolder
@@ -52,7 +52,7 @@ def open_job_folder(config: JobConfig, parts: ResolvedJob, schema: OutputSchema)
         finished = partial(finished_rows, storage)
         source.open_index(storage, alone=folder.exclusive, finished=finished)
         if folder.exclusive and not lacks_rows:
-            refuse_shrinking(storage, most_rows(config, source.num_rows))
+            refuse_shrinking(storage, max_rows(config, source.num_rows))
     except BaseException:
         folder.close()
         raise
@@ -65,7 +65,7 @@ def _no_row(first: int, last: int) -> None:
 
 @contextmanager
 def worker_in(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
-    """This process among the workers of the folder, which are told how it ends."""
+    """This process among the workers of the folder, which learn how it ends."""
     joins, storage = not folder.exclusive, folder.storage
     worker = Worker(folder.path, config.workers, folder.least_worker, storage, joins=joins)
     how: How | None = "failed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
@@ -13,22 +13,26 @@ from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.turns import Turns, alone, between
 from batchgen.jobs.generation.worker import Worker
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
-from batchgen.jobs.run.checked_rows import check_rows, dated, job_manifest
+from batchgen.jobs.run.checked_rows import CheckedRows, check_rows, dated, job_manifest
 from batchgen.jobs.run.computed_rows import compute_rows
-from batchgen.jobs.run.graded_job import scores_of
+from batchgen.jobs.run.graded_job import grade_and_score
 from batchgen.jobs.run.job_attempt import JobAttempt, how_to_resume
 from batchgen.jobs.run.job_end import JobResult, already_complete, complete, completed_elsewhere
 from batchgen.jobs.run.join_folder import open_job_folder, worker_in, writer_in
+from batchgen.jobs.trackers.trackers import Trackers
 from batchgen.pages.report.write_report import REPORT
 from batchgen.storage.folder.dataset_card import unfinished_card
+from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.leases.file_store import FolderGone
 from batchgen.storage.leases.lease_files import GRADING
 from batchgen.storage.stores.open_storage import open_storage
-from batchgen.util.errors import JobError
+from batchgen.util.errors import JobError, OpenedAnew
 from batchgen.util.signals import JobStopped, StopSignals
 
+_JOIN_TRIES = 5
 
-def run_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
+
+def execute_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
     """Run a job to its end, or go on with one that was stopped or killed.
 
     Everything that can be refused is refused before the weights load. A first SIGINT or SIGTERM
@@ -45,16 +49,14 @@ def run_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
 
 
 def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Turns[JobResult]:
-    """The turns of `run_job`, in which `signals` say when to stop. All that can be refused without
-    the weights is refused in the first turn."""
+    """The turns of `execute_job`, in which `signals` say when to stop. All that can be refused
+    without the weights is refused in the first turn."""
     config = dated(config, parts)
     try:
         rows = check_rows(config, parts)
-        with (
-            open_job_folder(config, parts, rows.schema) as folder,
-            worker_in(config, folder) as worker,
-            writer_in(config, parts, folder, rows.schema, worker) as writer,
-        ):
+        with ExitStack() as stack:
+            folder, worker = _joined(config, parts, rows, stack)
+            writer = stack.enter_context(writer_in(config, parts, folder, rows.schema, worker))
             attempt = JobAttempt(config, parts, rows, folder, worker, writer, signals)
             return (yield from _turns(attempt))
     except JobStopped as stopped:
@@ -71,6 +73,24 @@ def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Tu
         return ended
 
 
+def _joined(
+    config: JobConfig, parts: ResolvedJob, rows: CheckedRows, stack: ExitStack
+) -> tuple[JobFolder, Worker]:
+    """The job's folder and this process among its workers, until the stack ends. In a store,
+    another process can open the job anew in the same moment: then this one joins that one."""
+    for tries_left in reversed(range(_JOIN_TRIES)):
+        try:
+            with ExitStack() as joining:
+                folder = joining.enter_context(open_job_folder(config, parts, rows.schema))
+                worker = joining.enter_context(worker_in(config, folder))
+                stack.enter_context(joining.pop_all())
+                return folder, worker
+        except OpenedAnew:
+            if not tries_left:
+                raise
+    raise AssertionError("the last try has joined or raised")
+
+
 def _turns(attempt: JobAttempt) -> Turns[JobResult]:
     config, parts, folder, metrics = attempt.config, attempt.parts, attempt.folder, attempt.metrics
     is_done = attempt.todo.is_empty()
@@ -82,14 +102,17 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
         metrics.attempt.rows_total = num_rows * config.sampling.n
     attempt.note_read()
     if folder.exclusive and not is_done:
-        card = unfinished_card(folder.storage.shown)
+        card = unfinished_card(folder.storage.display_name)
         folder.storage.write(folder.path / "README.md", card)
         folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
     samples = Samples(folder.path, config.score, by=config.model.grid_column)
     at_once, claim = parts.grades_at_once, partial(attempt.worker.claim, GRADING)
     needed = folder.storage.in_place and (at_once or not is_done)
     queue = GradingQueue(folder.path, config, claim, needed=needed, at_once=at_once)
-    with attempt.recorded(), closing(queue):
+    progress = config.progress
+    trackers = Trackers(progress.report_to, progress.project, folder.storage.display_name)
+    metrics.tell = trackers.tell
+    with closing(trackers), attempt.recorded(), closing(queue):
         folder.share()
         ended = None if is_done else (yield from between(compute_rows(attempt), queue.look))
         ended = ended or (yield from between(_wait_for_others(attempt), queue.look))
@@ -103,7 +126,7 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
             attempt.write_config(replace(config, dataset=data))
             attempt.note_read()
         with folder.storage.local_copy(needed=config.is_scored or config.output.report):
-            found = yield from scores_of(samples, config, attempt.signals, queue)
+            found = yield from grade_and_score(samples, config, attempt.signals, queue)
             metrics.score, metrics.adapter_scores = found.score, found.adapters
             return complete(config, parts, folder, attempt.rows.schema, metrics)
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable
 
 from batchgen.pages.math import math_symbols as symbols
-from batchgen.pages.math.math_elements import space, tag, under_over
-from batchgen.pages.math.math_parser import Commands, Parser
+from batchgen.pages.math.math_elements import math_tag, space, under_over
+from batchgen.pages.math.math_parser import Commands, FormulaParser
 
 _ALIGNED = re.compile(r"(align(ed|at|edat)?|split|eqnarray|gather(ed)?|equation|multline)\*?")
 
 
-def _left_right(at: Parser) -> str:
+def _left_right(at: FormulaParser) -> str:
     at.skip_spaces()
     nodes = [at.delimiter(at.next())]
     while True:
@@ -28,7 +28,7 @@ def _left_right(at: Parser) -> str:
     return f"<mrow>{''.join(nodes)}</mrow>"
 
 
-def _environment(at: Parser) -> str:
+def _environment(at: FormulaParser) -> str:
     name = at.raw()
     if name in ("array", "alignat", "alignedat") or name.startswith("alignat"):
         at.raw()
@@ -45,48 +45,48 @@ def _environment(at: Parser) -> str:
     return at.table(lines, "aligned" if _ALIGNED.fullmatch(name) else name)
 
 
-def _root(at: Parser) -> str:
+def _root(at: FormulaParser) -> str:
     index = at.optional()
     base = at.argument()
     return f"<msqrt>{base}</msqrt>" if index is None else f"<mroot>{base}{index}</mroot>"
 
 
-def _boxed(at: Parser) -> str:
+def _boxed(at: FormulaParser) -> str:
     while at.optional() is not None:
         pass
     return f'<mrow class="boxed">{at.argument()}</mrow>'
 
 
-def _coloured(at: Parser) -> str:
+def _coloured(at: FormulaParser) -> str:
     at.raw()
     return at.argument()
 
 
-def _dropped(at: Parser) -> str:
+def _dropped(at: FormulaParser) -> str:
     at.raw()
     return ""
 
 
-def _long_arrow(at: Parser) -> str:
+def _long_arrow(at: FormulaParser) -> str:
     below = at.optional()
     above = at.argument()
     return under_over("<mo>→</mo>", below or "", above)
 
 
-def _modulo(at: Parser) -> str:
+def _modulo(at: FormulaParser) -> str:
     inside = f'<mi>mod</mi><mspace width="0.33em"></mspace>{at.argument()}'
     left, right = (f'<mo stretchy="false">{fence}</mo>' for fence in "()")
     return f"<mrow>{space(1.0)}{left}{inside}{right}</mrow>"
 
 
-def _negated(at: Parser) -> str:
+def _negated(at: FormulaParser) -> str:
     at.skip_spaces()
     token = at.next()
     name = token[1:] if token.startswith("\\") else token
-    return tag("mo", (symbols.symbol(name) or name or "/") + "\u0338")
+    return math_tag("mo", (symbols.symbol(name) or name or "/") + "\u0338")
 
 
-def _filled(pattern: str) -> Callable[[Parser], str]:
+def _filled(pattern: str) -> Callable[[FormulaParser], str]:
     """What a command makes that puts its arguments into a pattern."""
     count = 1 + ("{1}" in pattern)
     return lambda at: pattern.format(*(at.argument() for _ in range(count)))
@@ -113,6 +113,6 @@ COMMANDS: Commands = {
     "pmod": _modulo,
     "bmod": lambda _: "<mo>mod</mo>",
     "not": _negated,
-    "tag": lambda at: space(2.0) + tag("mtext", f"({at.raw()})"),
+    "tag": lambda at: space(2.0) + math_tag("mtext", f"({at.raw()})"),
     "substack": lambda at: at.nested(at.raw()),
 }

@@ -14,12 +14,12 @@ EMPTY = "<mrow></mrow>"
 """What stands where a formula lacks something."""
 
 
-def tag(name: str, text: str) -> str:
+def math_tag(name: str, text: str) -> str:
     """An element with a text."""
     return f"<{name}>{escape(visible(text))}</{name}>"
 
 
-def row(nodes: list[str]) -> str:
+def math_row(nodes: list[str]) -> str:
     """Nodes as one node."""
     return nodes[0] if len(nodes) == 1 else f"<mrow>{''.join(nodes)}</mrow>"
 
@@ -34,8 +34,8 @@ def character(text: str) -> str:
     if text in _FENCES:
         return f'<mo stretchy="false">{text}</mo>'
     if text[0].isdecimal():
-        return tag("mn", text)
-    return tag("mi" if text.isalpha() else "mo", "−" if text == "-" else text)
+        return math_tag("mn", text)
+    return math_tag("mi" if text.isalpha() else "mo", "−" if text == "-" else text)
 
 
 def with_scripts(base: str, below: str, above: str) -> str:
@@ -69,4 +69,6 @@ def space(width: float) -> str:
 def text_node(name: str, text: str) -> str:
     """A text, as the command of that name shows it."""
     text = re.sub(r"\\([{}$%&#_ ])", r"\1", text)
-    return tag("mi" if name.startswith(("operator", "math")) and text.isalnum() else "mtext", text)
+    return math_tag(
+        "mi" if name.startswith(("operator", "math")) and text.isalnum() else "mtext", text
+    )

@@ -10,10 +10,10 @@ from batchgen.pages.math.math_elements import (
     EMPTY,
     character,
     fence,
-    row,
+    math_row,
+    math_tag,
     space,
     stretches,
-    tag,
     text_node,
     with_scripts,
 )
@@ -38,7 +38,7 @@ class TooDeepError(Exception):
     """Raised by a formula that is nested too deeply."""
 
 
-class Parser:
+class FormulaParser:
     """Goes through the tokens of a formula once. Methods that read may raise TooDeepError.
 
     Args:
@@ -112,7 +112,7 @@ class Parser:
             else:
                 break
         if primes:
-            above = row([tag("mo", "′" * primes), *[above] * bool(above)])
+            above = math_row([math_tag("mo", "′" * primes), *[above] * bool(above)])
         if below or above:
             base = with_scripts(base or EMPTY, below, above)
         return f"<mrow>{base}{space(0.17)}</mrow>" if start[1:] in symbols.FUNCTIONS else base
@@ -128,10 +128,10 @@ class Parser:
             raise TooDeepError
         if len(token) > 1 and token.isdecimal():  # \frac12 is a half
             self._tokens[self._at] = token[1:]
-            node = tag("mn", token[0])
+            node = math_tag("mn", token[0])
         elif token in ("^", "_"):
             self._at += 1
-            node = tag("mo", token)
+            node = math_tag("mo", token)
         else:
             node = self.atom() or EMPTY
         self._depth -= 1
@@ -142,7 +142,7 @@ class Parser:
         self._at += 1
         nodes = self.nodes((close,))
         self._at += 1
-        return row(nodes)
+        return math_row(nodes)
 
     def raw(self) -> str:
         """The source of an argument in braces, or one token."""
@@ -188,7 +188,7 @@ class Parser:
         if name in symbols.ALPHABETS:
             text = self.raw()
             plain = text.isalnum()
-            return tag("mi", symbols.shaped(name, text)) if plain else self.nested(text)
+            return math_tag("mi", symbols.shaped(name, text)) if plain else self.nested(text)
         if (width := symbols.SPACES.get(name.removesuffix("*"))) is not None:
             if name.startswith("hspace"):
                 self.raw()
@@ -201,12 +201,14 @@ class Parser:
         if name in symbols.ACCENTS_BELOW:
             return f"<munder>{self.argument()}<mo>{symbols.ACCENTS_BELOW[name]}</mo></munder>"
         if name in symbols.FUNCTIONS:
-            return tag("mi", name)
+            return math_tag("mi", name)
         if name in symbols.LIMITS:
             return f'<mo movablelimits="true">{name}</mo>'
         if (found := symbols.symbol(name)) is not None:
             return character(found)
-        return character(name) if len(name) == 1 and not name.isalnum() else tag("mtext", token)
+        return (
+            character(name) if len(name) == 1 and not name.isalnum() else math_tag("mtext", token)
+        )
 
     def delimiter(self, token: str) -> str:
         """A bracket or the like; a dot is none."""
@@ -237,8 +239,8 @@ class Parser:
         depth = self._depth + 8
         if depth > _DEEPEST:
             raise TooDeepError
-        return f"<mrow>{Parser(source, self._commands, depth).whole()}</mrow>"
+        return f"<mrow>{FormulaParser(source, self._commands, depth).whole()}</mrow>"
 
 
-Commands = Mapping[str, Callable[[Parser], str]]
+Commands = Mapping[str, Callable[[FormulaParser], str]]
 """What commands make, by their names without a backslash."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from markupsafe import Markup
 
 from batchgen.pages.math.math_commands import COMMANDS
-from batchgen.pages.math.math_parser import Parser, TooDeepError
+from batchgen.pages.math.math_parser import FormulaParser, TooDeepError
 from batchgen.util.hidden import visible
 
 MOST_CHARACTERS = 5_000
@@ -29,7 +29,7 @@ def mathml(source: str, *, display: bool = False) -> Markup:
     """
     if len(source) <= MOST_CHARACTERS:
         try:
-            content = Parser(source, COMMANDS).whole()
+            content = FormulaParser(source, COMMANDS).whole()
         except TooDeepError:
             pass
         else:

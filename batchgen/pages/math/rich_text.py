@@ -67,7 +67,7 @@ class _Pieces:
         return _PIECE.sub(lambda match: self.sources[int(match[1])], text)
 
 
-def rich_text(text: str, most: int | None = None, spans: Sequence[Span] = ()) -> Markup | None:
+def rich_text(text: str, limit: int | None = None, spans: Sequence[Span] = ()) -> Markup | None:
     """A text with its Markdown and its formulas rendered; None if it has neither, or is too long.
 
     Links and images are shown as they are written, HTML is text, and hidden characters are named.
@@ -75,7 +75,7 @@ def rich_text(text: str, most: int | None = None, spans: Sequence[Span] = ()) ->
     Args:
         most, spans: as for `safe_text.shortened`.
     """
-    ranges = kept(len(text), most, spans)
+    ranges = kept(len(text), limit, spans)
     if sum(end - start for start, end in ranges) > MOST_RENDERED:
         return None
     parts, is_rich, shown = [], False, 0

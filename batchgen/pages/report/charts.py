@@ -21,8 +21,8 @@ from batchgen.pages.report.svg import (
     axis_names,
     drawing,
     percent,
-    short,
-    tag,
+    short_number,
+    svg_tag,
     text,
     whole,
 )
@@ -47,9 +47,9 @@ class Chart:
     rows: Sequence[tuple[str, ...]] = ()
 
 
-def label(name: str, most: int = LABEL) -> str:
+def label(name: str, limit: int = LABEL) -> str:
     """A name as it stands beside a bar."""
-    return both_ends(name, most)
+    return both_ends(name, limit)
 
 
 def bars(
@@ -76,7 +76,7 @@ def bars(
         y = 4 + place * LINE
         parts.append(text(label(kind), start - 8, y + 15, "label", "end"))
         width = max(scale(count) - start, 1)
-        parts.append(tag("rect", x=start, y=y + 3, width=width, height=LINE - 8, class_="bar"))
+        parts.append(svg_tag("rect", x=start, y=y + 3, width=width, height=LINE - 8, class_="bar"))
         beside = f"{number(count)} ({percent(count / total)})"
         parts.append(text(beside, start + width + 6, y + 15, "tick"))
     said = f"{title}: " + ", ".join(f"{kind} {number(count)}" for kind, count in items)
@@ -142,11 +142,12 @@ def over_time(
     places = [(frame.x(x / divisor), frame.y(y)) for x, y in points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     area = f"{places[0][0]:.1f},{frame.y(0):.1f} {path} {places[-1][0]:.1f},{frame.y(0):.1f}"
-    parts += [tag("polygon", points=area, class_="area"),
-              tag("polyline", points=path, class_="line")]  # fmt: skip
+    parts += [svg_tag("polygon", points=area, class_="area"),
+              svg_tag("polyline", points=path, class_="line")]  # fmt: skip
     every = max(len(points) // 24, 1)
-    rows = [(f"{x / divisor:,.3g}", short(y)) for x, y in points[::every]]
-    label = f"{title}: from {short(points[0][1])} to {short(points[-1][1])}, most {short(most)}"
+    rows = [(f"{x / divisor:,.3g}", short_number(y)) for x, y in points[::every]]
+    ends = f"from {short_number(points[0][1])} to {short_number(points[-1][1])}"
+    label = f"{title}: {ends}, at most {short_number(most)}"
     return Chart(title, note, drawing(parts, label), (unit, y_name), rows)
 
 
@@ -163,7 +164,7 @@ def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
             for i, e in np.argwhere(levels == level).tolist()
         ]
         if cells:
-            parts.append(tag("path", d="".join(cells), class_=f"load{level}"))
+            parts.append(svg_tag("path", d="".join(cells), class_=f"load{level}"))
     bottom = TOP + height * len(layers)
     for i in {0, len(layers) // 2, len(layers) - 1}:
         y = TOP + (i + 0.5) * height + 4

@@ -19,13 +19,13 @@ from batchgen.pages.report.svg import (
     Scale,
     drawing,
     percent,
-    short,
-    tag,
+    short_number,
+    svg_tag,
     text,
     ticks,
 )
 from batchgen.util.hidden import visible
-from batchgen.util.text.text_table import percent as exact_percent
+from batchgen.util.text.text_table import percent_text as exact_percent
 
 
 def score_by_length(lengths: Lengths) -> Chart:
@@ -49,11 +49,11 @@ def score_by_length(lengths: Lengths) -> Chart:
     for (first, last, n, middle, mean), error in zip(groups, errors, strict=True):
         x = frame.x(middle)
         high, low = frame.y(min(mean + error, 1)), frame.y(max(mean - error, 0))
-        parts.append(tag("line", x1=x, x2=x, y1=high, y2=low, class_="whisker"))
-        parts.append(tag("circle", cx=x, cy=frame.y(mean), r=4, class_="dot"))
+        parts.append(svg_tag("line", x1=x, x2=x, y1=high, y2=low, class_="whisker"))
+        parts.append(svg_tag("circle", cx=x, cy=frame.y(mean), r=4, class_="dot"))
         line.append(f"{x:.1f},{frame.y(mean):.1f}")
         rows.append((f"{first:,}–{last:,}", f"{n:,}", percent(mean)))
-    parts.append(tag("polyline", points=" ".join(line), class_="line thin"))
+    parts.append(svg_tag("polyline", points=" ".join(line), class_="line thin"))
     said = "Score against length: " + ", ".join(f"{r[0]} tokens {r[2]}" for r in rows)
     note = "Answers in groups of about equal number; the lines are two standard errors."
     header = ("tokens", "answers", "mean mark")
@@ -79,22 +79,23 @@ def intervals(
     title: str,
     estimates: Sequence[Estimate],
     note: str,
-    shown: Callable[[float | None], str] = exact_percent,
+    format_value: Callable[[float | None], str] = exact_percent,
 ) -> Chart:
     """Estimates below each other, with their intervals; names that are long stand above these.
-    `shown` writes them; on an axis of other numbers than shares there are those that occur."""
+    `format_value` writes them; on an axis of other numbers than shares there are those that
+    occur."""
     above = any(len(e.name) > LABEL for e in estimates)
     start = 14.0 if above else 14 + 6.8 * max(len(e.name) for e in estimates)
     end, line = WIDTH - 56, _TWO_LINES if above else LINE
     values = [v for e in estimates for v in (e.low, e.value, e.high) if v is not None]
-    is_share = shown is exact_percent
+    is_share = format_value is exact_percent
     low, high = _range(values) if is_share else (min(values), max(values))
     scale, bottom = Scale(low, high, start, end), 8 + line * len(estimates)
     parts = []
     for share in ticks(low, high, 4):
         x = scale(share)
-        parts.append(tag("line", x1=x, x2=x, y1=2, y2=bottom, class_="grid"))
-        mark = percent(share) if is_share else short(share)
+        parts.append(svg_tag("line", x1=x, x2=x, y1=2, y2=bottom, class_="grid"))
+        mark = percent(share) if is_share else short_number(share)
         parts.append(text(mark, x, bottom + 15, "tick", "middle"))
     for place, found in enumerate(estimates):
         y = 4 + (place + 1) * line - LINE / 2
@@ -106,10 +107,10 @@ def intervals(
             continue
         if found.low is not None and found.high is not None:
             x1, x2 = scale(found.low), scale(found.high)
-            parts.append(tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {found.kind}"))
-        parts.append(tag("circle", cx=scale(found.value), cy=y, r=4.5, class_="dot"))
-        parts.append(text(shown(found.value), end + 8, y + 4, "tick"))
-    rows = [(e.name, *map(shown, (e.value, e.low, e.high))) for e in estimates]
+            parts.append(svg_tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {found.kind}"))
+        parts.append(svg_tag("circle", cx=scale(found.value), cy=y, r=4.5, class_="dot"))
+        parts.append(text(format_value(found.value), end + 8, y + 4, "tick"))
+    rows = [(e.name, *map(format_value, (e.value, e.low, e.high))) for e in estimates]
     said = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
     svg = drawing(parts, said, bottom + 22)
     return Chart(title, note, svg, ("metric", "value", "low", "high"), rows)
@@ -152,13 +153,13 @@ def _column(
 ) -> Markup:
     """The dots of one question, from a place downwards."""
     dots = [
-        tag("circle", cx=x, cy=y + n * cell, r=cell * 0.4, class_=_mark_class(mark))
+        svg_tag("circle", cx=x, cy=y + n * cell, r=cell * 0.4, class_=_mark_class(mark))
         for n, mark in enumerate(question.marks.tolist())
     ]
     said = visible(f"{label(question.row_id)}: {_right(question)}")
-    column = tag("g", tag("title", said) + Markup("").join(dots))
+    column = svg_tag("g", svg_tag("title", said) + Markup("").join(dots))
     anchor = next((links[key] for key in question.keys.tolist() if key in links), None)
-    return column if anchor is None else tag("a", column, href=f"#{anchor}")
+    return column if anchor is None else svg_tag("a", column, href=f"#{anchor}")
 
 
 def _right(question: Question) -> str:

@@ -12,10 +12,15 @@ from markupsafe import Markup
 from batchgen.pages.report.report_data import Collected
 from batchgen.pages.report.report_rows import JobData
 from batchgen.pages.rows.row_facts import RowFacts
-from batchgen.pages.rows.row_page import Limits, RowPage
+from batchgen.pages.rows.row_page import PageLimits, RowPage
 from batchgen.util.text.safe_text import shortened
 
-_LEVELS = (Limits(20_000, 600), Limits(6_000, 240), Limits(2_000, 80), Limits(600, 0))
+_LEVELS = (
+    PageLimits(20_000, 600),
+    PageLimits(6_000, 240),
+    PageLimits(2_000, 80),
+    PageLimits(600, 0),
+)
 """How much of a row is shown, from the most that there is room for down to the least."""
 _SMALL = 10_000  # characters of a row that need not become fewer
 _LONGEST_ID = 100
@@ -74,28 +79,28 @@ class Fault:
     text: str
 
 
-def faults(found: Collected) -> list[Fault]:
+def faults(report: Collected) -> list[Fault]:
     """What is wrong with the answers of a job, the kinds that come first in its page first."""
-    seen = {reason: rows.seen for reason, rows in found.picked.items()}
+    seen = {reason: rows.seen for reason, rows in report.picked.items()}
     said = {
-        "error": (sum(found.errors.values()), "ended with an error"),
-        "ungraded": (sum(found.grade_errors.values()), "could not be graded"),
+        "error": (sum(report.errors.values()), "ended with an error"),
+        "ungraded": (sum(report.grade_errors.values()), "could not be graded"),
         "none": (seen.get("no answer", 0), "in which no answer was found"),
         "wrong": (seen.get("wrong", 0), "wrong or partly wrong"),
-        "cut": (found.reasons["length"], "cut at max_new_tokens"),
+        "cut": (report.reasons["length"], "cut at max_new_tokens"),
         "constraint": (seen.get("constraint", 0), "not within their constraint"),
     }
     return [Fault(kind, f"{count:,} {text}") for kind, (count, text) in said.items() if count]
 
 
 def anchor(key: int) -> str:
-    """The id of a row in the page, given its key as of `row_keys`."""
+    """The id of a row in the page, given its key see `row_keys`."""
     return f"row-{key >> 31}-{key & 0x7FFFFFFF}"
 
 
-def shown_rows(data: JobData, page: RowPage, found: Collected, room: int) -> ShownRows:
+def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> ShownRows:
     """Read and render the chosen rows, which may have `room` bytes together."""
-    reasons = found.chosen()
+    reasons = report.chosen()
     variants: list[tuple[ShownRow, list[Markup]]] = []
     for row, grades in data.chosen(np.array(list(reasons), np.int64)):
         facts, key = RowFacts(row, grades), (row["row_index"] << 31) | row["sample_index"]

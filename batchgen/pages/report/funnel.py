@@ -9,7 +9,7 @@ from typing import Any
 
 from batchgen.storage.costs.chain_costs import JobCost, cost_line
 from batchgen.storage.folder.job_summary import JobSummary
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.metrics.tally import Totals
 from batchgen.storage.stores.manifest import ROWS
@@ -117,7 +117,7 @@ def costs(steps: Sequence[StepCounts]) -> str | None:
 
 def _counts(name: str, folder: str, at: str) -> StepCounts:
     try:
-        reader = open_job(folder)
+        reader = open_job_reader(folder)
         metrics = reader.metrics
         totals = Totals.of(metrics)
         state = str(metrics.get("status", _NOT_BEGUN))

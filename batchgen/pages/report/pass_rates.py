@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.storage.shards.enough import NUM_SAMPLES, NUM_VALID, OUTCOME, OUTCOMES
-from batchgen.util.text.text_table import percent
+from batchgen.util.text.text_table import percent_text
 
 COLUMNS = (OUTCOME, NUM_VALID, NUM_SAMPLES)
 MOST_EXHAUSTED = 20
@@ -79,7 +79,7 @@ class PassRates:
                 *(f"{group.outcomes[outcome]:,}" for outcome in OUTCOMES),
                 f"{group.samples:,}",
                 f"{group.valid:,}",
-                percent(group.valid / max(group.samples, 1)),
+                percent_text(group.valid / max(group.samples, 1)),
             )
             for name, group in self._groups.items()
         ]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from batchgen.pages.report.funnel import StepCounts, funnel
 from batchgen.storage.folder.export_record import EXPORTS, ExportRecord
-from batchgen.storage.folder.pipeline_record import PipelineRecord, folder_name, step_of
+from batchgen.storage.folder.pipeline_record import PipelineRecord, step_folder_name, step_of
 from batchgen.storage.folder.step_folders import find_record
 from batchgen.util.errors import JobError
-from batchgen.util.text.text_table import size
+from batchgen.util.text.text_table import size_text
 
 _MOST_COUNTED = 2**27
 """Bytes of a file whose lines are counted."""
@@ -54,7 +54,7 @@ class PipelineFacts:
         current = record.current
         steps = funnel(str(out), current)
         parents = {name: _parents(record, name, current) for name in current}
-        older = [folder_name(s, at) for s, known in record.steps.items() for at in known.older]
+        older = [step_folder_name(s, at) for s, known in record.steps.items() for at in known.older]
         return cls(steps, parents, list(_sets(out)), older)
 
     @property
@@ -77,7 +77,7 @@ def _parents(record: PipelineRecord, step: str, current: Mapping[str, str]) -> l
 
 def _sets(out: Path) -> Iterator[ExportedSet]:
     try:
-        made = ExportRecord.read(out / EXPORTS).made
+        made = ExportRecord.read(out / EXPORTS).exports
     except JobError:  # the pages are about the steps; `batchgen` says so where it writes sets
         return
     for name, one in made.items():
@@ -96,6 +96,6 @@ def _extent(path: Path) -> str:
         return "a folder"
     known = path.stat().st_size
     if path.suffix != _JSON_LINES or known > _MOST_COUNTED:
-        return size(known)
+        return size_text(known)
     with path.open("rb") as lines:
         return f"{sum(1 for _ in lines):,} rows"

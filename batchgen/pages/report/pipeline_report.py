@@ -17,7 +17,7 @@ from batchgen.pages.report.sections import Fact
 from batchgen.pages.report.step_graph import step_graph
 from batchgen.pages.report.write_report import REPORT, page_html, style_sheets
 from batchgen.pages.rows.row_facts import RowFacts
-from batchgen.pages.rows.row_page import Limits, RowPage
+from batchgen.pages.rows.row_page import PageLimits, RowPage
 from batchgen.pages.tokens.decode_tokens import job_decode
 from batchgen.storage.costs.chain_costs import price_of
 from batchgen.storage.folder.read_job import JobFolderReader
@@ -30,11 +30,11 @@ from batchgen.util.text.text_table import counted
 
 _SAMPLES = 3
 """Rows of each step that the page has: the first, one in the middle, and the last."""
-_LIMITS = Limits(text=2_000, tokens=0)
+_LIMITS = PageLimits(text=2_000, tokens=0)
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """A row of a step."""
 
     facts: RowFacts
@@ -42,7 +42,7 @@ class Sample:
     html: Markup
 
 
-def write_report(out: Path, shown: str) -> Path:
+def write_report(out: Path, display_name: str) -> Path:
     """Write the page about a pipeline, with a link to the report of each step; returns its path.
 
     Raises:
@@ -50,19 +50,19 @@ def write_report(out: Path, shown: str) -> Path:
     """
     facts = PipelineFacts.of(out)
     if facts is None:
-        raise ConfigError(f"{shown} is no folder of a pipeline: it has no pipeline.json")
+        raise ConfigError(f"{display_name} is no folder of a pipeline: it has no pipeline.json")
     linked = [step.name for step in facts.steps if (out / step.folder / REPORT).is_file()]
     samples = {step.name: _samples(out / step.folder, step.name) for step in facts.steps}
     path = out / REPORT
-    write_atomic(path, report_html(shown, facts, linked, samples))
+    write_atomic(path, pipeline_html(display_name, facts, linked, samples))
     return path
 
 
-def report_html(
-    shown: str,
+def pipeline_html(
+    display_name: str,
     facts: PipelineFacts,
     linked: Sequence[str] = (),
-    samples: dict[str, list[Sample]] | None = None,
+    samples: dict[str, list[StepSample]] | None = None,
 ) -> str:
     """The text of the page; steps with the names in `linked` have reports of their own."""
     states = sorted({step.state for step in facts.steps})
@@ -70,8 +70,8 @@ def report_html(
     return page_html(
         "pipeline.html.jinja",
         style_sheets(),
-        title=short_name(shown),
-        path=shown,
+        title=short_name(display_name),
+        path=display_name,
         about=about,
         facts=_headline(facts),
         charts=[step_graph(facts), *_costs(facts.steps)],
@@ -114,7 +114,7 @@ def _costs(steps: Sequence[StepCounts]) -> Iterator[Chart]:
     yield bars("Time of the device", took, "step", note, unit="time", number=duration, ranked=False)
 
 
-def _samples(folder: Path, step: str) -> list[Sample]:
+def _samples(folder: Path, step: str) -> list[StepSample]:
     """Some rows of a step; none of one that has not begun, or is damaged."""
     try:
         reader = JobFolderReader(folder)
@@ -125,7 +125,7 @@ def _samples(folder: Path, step: str) -> list[Sample]:
         page = RowPage(config, data.schema, job_decode(config))
         rows = sorted({last * place // (_SAMPLES - 1) for place in range(_SAMPLES)})
         return [
-            Sample(facts, facts.gist(page.columns.text), _html(page, facts, step))
+            StepSample(facts, facts.gist(page.columns.text), _html(page, facts, step))
             for row, grades in data.chosen(np.array(rows, np.int64) << 31)
             if (facts := RowFacts(row, grades))
         ]

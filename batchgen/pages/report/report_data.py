@@ -147,7 +147,7 @@ _PICKS = {
 _AT_RANDOM = 40  # at least
 
 
-def collect(
+def collect_report(
     data: JobData, cut_texts: CutTexts = "as_marked", subset: str | None = None
 ) -> Collected:
     """Count the rows of a job, and choose those that are worth a look.

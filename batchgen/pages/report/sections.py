@@ -16,7 +16,7 @@ from batchgen.pages.tokens.step_name import step_name
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.metrics.tally import OUTCOMES
 from batchgen.util.duration import duration
-from batchgen.util.text.text_table import COUNT_AS, counted, percent, score_value, value_range
+from batchgen.util.text.text_table import COUNT_AS, counted, percent_text, score_value, value_range
 
 _MOST_SUBSETS = 100
 _MOST_TEXT = 300  # characters of a message or a name
@@ -42,17 +42,17 @@ class Fact:
     note: str = ""
 
 
-def headline(job: JobSummary, found: Collected) -> list[Fact]:
+def headline(job: JobSummary, report: Collected) -> list[Fact]:
     """The numbers at the top of the page."""
     facts, totals = [], job.totals
     if job.score is not None and job.mean_mark is not None:
         name, shown = job.score.get("column", "score"), score_value(job.score)
         facts.append(Fact(name, shown(job.mean_mark), _two_intervals(job.score["avg"], shown)))
-    failed = sum(found.errors.values())
+    failed = sum(report.errors.values())
     of = [counted(failed, "error")] if failed else []
     if job.questions is not None:
         of.insert(0, f"to {counted(job.questions, 'question')}")
-    facts.append(Fact("answers", f"{found.rows:,}", ", ".join(of)))
+    facts.append(Fact("answers", f"{report.rows:,}", ", ".join(of)))
     if not job.is_begun:
         return facts
     prompts = f"from {totals.prompt_tokens:,} of prompts"
@@ -68,7 +68,7 @@ def headline(job: JobSummary, found: Collected) -> list[Fact]:
 def sections(
     job: JobSummary,
     timeline: Sequence[Sequence[float]],
-    found: Collected,
+    report: Collected,
     facts: TokenFacts,
     links: Mapping[int, str],
 ) -> list[Section]:
@@ -79,11 +79,12 @@ def sections(
         links: from the keys of the rows that the page has to their anchors.
     """
     made = [
-        _scores(job.score, found, links),
+        _scores(job.score, report, links),
+        _adapters(job),
         _row_steps(job),
-        _until(found),
-        _outcomes(found),
-        _lengths(found),
+        _until(report),
+        _outcomes(report),
+        _lengths(report),
         Section("speed", "Throughput", charts=timeline_charts(timeline)),
         _steps(job, facts),
         _experts(facts),
@@ -112,7 +113,24 @@ def _row_steps(job: JobSummary) -> Section:
     return section
 
 
-def _scores(score: Mapping[str, Any] | None, found: Collected, links: Mapping[int, str]) -> Section:
+def _adapters(job: JobSummary) -> Section:
+    """The score of each adapter that rows run with."""
+    section, scores = Section("scores", "Scores"), job.adapter_scores
+    parts = [
+        _estimate(name, one["avg"], "population")
+        for name, one in scores.items()
+        if one["avg"]["value"] is not None
+    ]
+    if parts:
+        note = "With 95% intervals for new questions; batchgen compare OUT --by adapter pairs them."
+        shown = score_value(next(iter(scores.values())))
+        section.charts.append(intervals("Adapters", parts, note, shown))
+    return section
+
+
+def _scores(
+    score: Mapping[str, Any] | None, report: Collected, links: Mapping[int, str]
+) -> Section:
     section = Section("scores", "Scores")
     if score is None or score["avg"]["value"] is None:
         return section
@@ -149,30 +167,30 @@ def _scores(score: Mapping[str, Any] | None, found: Collected, links: Mapping[in
         note = f"The first {_MOST_SUBSETS} of {len(subsets)}." * (len(subsets) > _MOST_SUBSETS)
         section.charts.append(intervals("Subsets", parts, note, shown))
     of_marks = "column" not in score
-    if of_marks and found.output.marked.sum() > 1:
-        section.charts.append(score_by_length(found.output))
-    if of_marks and found.questions:
-        section.charts.append(question_dots(found.questions, links, _questions_note(found)))
-    rates = [(name.replace("_", " "), percent(rate)) for name, rate in score["rates"].items()]
+    if of_marks and report.output.marked.sum() > 1:
+        section.charts.append(score_by_length(report.output))
+    if of_marks and report.questions:
+        section.charts.append(question_dots(report.questions, links, _questions_note(report)))
+    rates = [(name.replace("_", " "), percent_text(rate)) for name, rate in score["rates"].items()]
     if (chance := score.get("chance")) is not None:
-        section.notes.append(f"Of guesses {percent(chance)} would be right.")
+        section.notes.append(f"Of guesses {percent_text(chance)} would be right.")
     if of_marks and score["bounds"][0] != score["bounds"][1]:
-        wrong, right = (percent(bound) for bound in score["bounds"])
+        wrong, right = (percent_text(bound) for bound in score["bounds"])
         rates.append(("score if all without a mark were wrong, or right", f"{wrong}, {right}"))
     section.table = ("What the score leaves open", ("of all answers", "share"), rates)
     return section
 
 
-def _questions_note(found: Collected) -> str:
-    several = max(len(question.marks) for question in found.questions) > 1
+def _questions_note(report: Collected) -> str:
+    several = max(len(question.marks) for question in report.questions) > 1
     what = (
         "A column is a question and a dot one of its samples" if several else "A dot is a question"
     )
     note = f"{what}, the best first: filled is right, hollow is wrong."
-    if found.num_questions > len(found.questions):
-        note += f" {MOST_QUESTIONS} of {found.num_questions:,} questions, chosen at random."
+    if report.num_questions > len(report.questions):
+        note += f" {MOST_QUESTIONS} of {report.num_questions:,} questions, chosen at random."
     if several:
-        note += f" Of all questions {found.disagreeing:,} have samples that disagree."
+        note += f" Of all questions {report.disagreeing:,} have samples that disagree."
     return note
 
 
@@ -181,14 +199,14 @@ def _estimate(name: str, metric: Mapping[str, Any], interval: str) -> Estimate:
     return Estimate(_short(name), metric["value"], bounds["low"], bounds["high"], interval)
 
 
-def _until(found: Collected) -> Section:
+def _until(report: Collected) -> Section:
     """How rows ended that are sampled until enough samples are valid."""
-    section, rates = Section("until", "Samples until enough are valid"), found.until
+    section, rates = Section("until", "Samples until enough are valid"), report.until
     if not (outcomes := rates.outcomes):
         return section
     section.notes.append(
-        "Sampling of a row ends with a valid sample, so that the share of valid samples is no "
-        "unbiased estimate of the rate at which the model finds one."
+        "When sampling of a row ends depends on which samples are valid, so that the share of "
+        "valid ones is no unbiased estimate of the rate at which the model finds one; scores are."
     )
     if rates.exhausted:
         more = outcomes["exhausted"] - len(rates.exhausted)
@@ -203,21 +221,21 @@ def _until(found: Collected) -> Section:
     return section
 
 
-def _outcomes(found: Collected) -> Section:
+def _outcomes(report: Collected) -> Section:
     section = Section("outcomes", "Outcomes")
-    if found.reasons:
+    if report.reasons:
         note = "stop: the answer came to its end; length: it was cut at sampling.max_new_tokens."
-        if "no_answer" in found.reasons:
+        if "no_answer" in report.reasons:
             note += " no_answer: the model ended by itself before it answered."
-        section.charts.append(bars("Finish reasons", found.reasons, "finish_reason", note))
-    constrained = {n: c for n, c in found.constraint.items() if c}
+        section.charts.append(bars("Finish reasons", report.reasons, "finish_reason", note))
+    constrained = {n: c for n, c in report.constraint.items() if c}
     if constrained:
         note = "; ".join(f"{name}: {OUTCOMES[name]}" for name in constrained) + "."
         section.charts.append(bars("Constraint", constrained, "outcome", note))
-    both = {"Errors": found.errors, "Answers without a grade": found.grade_errors}
+    both = {"Errors": report.errors, "Answers without a grade": report.grade_errors}
     section.charts += [bars(title, counts, "type") for title, counts in both.items() if counts]
-    if found.messages:
-        rows = [(k, f"{found.errors[k]:,}", _short(text)) for k, text in found.messages.items()]
+    if report.messages:
+        rows = [(k, f"{report.errors[k]:,}", _short(text)) for k, text in report.messages.items()]
         section.table = ("First message of each type", ("type", "answers", "message"), rows[:20])
     return section
 
@@ -226,14 +244,14 @@ def _short(text: str) -> str:
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "…"
 
 
-def _lengths(found: Collected) -> Section:
+def _lengths(report: Collected) -> Section:
     section = Section("lengths", "Lengths")
-    if found.prompt.total:
-        section.charts.append(histogram("Prompts", found.prompt, "tokens of the prompt"))
-    if found.output.total:
-        cut = found.reasons["length"]
+    if report.prompt.total:
+        section.charts.append(histogram("Prompts", report.prompt, "tokens of the prompt"))
+    if report.output.total:
+        cut = report.reasons["length"]
         note = f"{cut:,} were cut at max_new_tokens." if cut else ""
-        section.charts.append(histogram("Answers", found.output, "tokens of the answer", note))
+        section.charts.append(histogram("Answers", report.output, "tokens of the answer", note))
     return section
 
 
@@ -247,7 +265,7 @@ def _steps(job: JobSummary, facts: TokenFacts) -> Section:
         section.notes.append(f"{tokens:.2f} tokens per forward on the whole.")
     if drafts := counts.get("num_draft_tokens"):
         held = counts["num_accepted_tokens"]
-        section.notes.append(f"{held:,} of {drafts:,} drafts held ({percent(held / drafts)}).")
+        section.notes.append(f"{held:,} of {drafts:,} drafts held ({percent_text(held / drafts)}).")
     if facts.per_step:
         note = f"{facts.tokens_per_step:.2f} on average.{_some(facts)}"
         tokens_of = f"tokens of one {name}"
@@ -295,7 +313,7 @@ def _experts(facts: TokenFacts) -> Section:
     return section
 
 
-def _two_intervals(average: Mapping[str, Any], shown: Callable[[float | None], str]) -> str:
+def _two_intervals(average: Mapping[str, Any], format_value: Callable[[float | None], str]) -> str:
     names = {"population": "new questions", "same_questions": "same questions"}
-    bounds = ((name, value_range(average[key], shown)) for key, name in names.items())
+    bounds = ((name, value_range(average[key], format_value)) for key, name in names.items())
     return "; ".join(f"{name} {text}" for name, text in bounds if text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from batchgen.pages.report.charts import Chart
 from batchgen.pages.report.funnel import StepCounts
 from batchgen.pages.report.pipeline_facts import PipelineFacts
-from batchgen.pages.report.svg import WIDTH, drawing, tag, text
+from batchgen.pages.report.svg import WIDTH, drawing, svg_tag, text
 from batchgen.util.shorten import both_ends
 from batchgen.util.text.text_table import counted
 
@@ -47,10 +47,10 @@ def step_graph(facts: PipelineFacts) -> Chart:
             x1, y1, x2, y2 = above.x + above.width / 2, above.y + _BOX, box.x + box.width / 2, box.y
             bend = (y2 - y1) / 2
             path = f"M{x1:.1f} {y1:.1f}C{x1:.1f} {y1 + bend:.1f} {x2:.1f} {y2 - bend:.1f} "
-            parts.append(tag("path", d=f"{path}{x2:.1f} {y2:.1f}", class_="edge"))
+            parts.append(svg_tag("path", d=f"{path}{x2:.1f} {y2:.1f}", class_="edge"))
     for box in boxes.values():
         shape = {"x": box.x, "y": box.y, "width": box.width, "height": _BOX, "rx": 6}
-        parts.append(tag("rect", class_=f"box {box.kind}", **shape))
+        parts.append(svg_tag("rect", class_=f"box {box.kind}", **shape))
         for place, line in enumerate(box.lines):
             shown = both_ends(line, max(int((box.width - 12) / _CHARACTER), 4))
             at = box.x + box.width / 2, box.y + 20 + 17 * place
@@ -65,7 +65,7 @@ def step_graph(facts: PipelineFacts) -> Chart:
 def _placed(
     parents: Mapping[str, Sequence[str]], lines: Mapping[str, tuple[str, str, str]]
 ) -> dict[str, _Box]:
-    """The boxes: each in a row below all that it reads, those of one row beside each other."""
+    """The boxes: each in a row below all that it reads, those of one row side by side."""
     depths: dict[str, int] = {}
     for name in lines:  # parents come first
         depths[name] = 1 + max((depths[parent] for parent in parents[name]), default=-1)

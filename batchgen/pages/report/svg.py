@@ -16,7 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 60, 12, 10, 42
 """Margins around what is drawn."""
 
 
-def tag(name: str, content: str = "", /, **attributes: str | float) -> Markup:
+def svg_tag(name: str, content: str = "", /, **attributes: str | float) -> Markup:
     """An element; `class_` and `text_anchor` are the attributes class and text-anchor."""
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"'
@@ -28,7 +28,7 @@ def tag(name: str, content: str = "", /, **attributes: str | float) -> Markup:
 def text(content: str, x: float, y: float, class_: str = "", anchor: str = "") -> Markup:
     """A text that starts at a point, or has its `middle` or `end` there."""
     given = {"text_anchor": anchor} if anchor else {}
-    return tag("text", visible(content), x=x, y=y, class_=class_, **given)
+    return svg_tag("text", visible(content), x=x, y=y, class_=class_, **given)
 
 
 def axis_names(x_name: str, y_name: str, bottom: float = HEIGHT - BOTTOM) -> list[Markup]:
@@ -37,7 +37,7 @@ def axis_names(x_name: str, y_name: str, bottom: float = HEIGHT - BOTTOM) -> lis
     turned = {"text_anchor": "middle", "transform": f"rotate(-90 10 {middle:.0f})"}
     return [
         text(x_name, (LEFT + WIDTH - RIGHT) / 2, bottom + BOTTOM - 6, "name", "middle"),
-        tag("text", visible(y_name), x=10, y=middle, class_="name", **turned),
+        svg_tag("text", visible(y_name), x=10, y=middle, class_="name", **turned),
     ]
 
 
@@ -50,7 +50,7 @@ def _value(value: str | float) -> Markup:
 def drawing(content: Sequence[str], label: str, height: float = HEIGHT) -> Markup:
     """A whole chart; its label says what it shows to those who cannot see it."""
     box = f"0 0 {WIDTH} {height:.0f}"
-    return tag("svg", Markup("").join(content), viewBox=box, role="img", aria_label=label)
+    return svg_tag("svg", Markup("").join(content), viewBox=box, role="img", aria_label=label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,17 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
+def ticks(low: float, high: float, limit: int = 5) -> list[float]:
     """Round numbers from `low` to `high`."""
     span = (high - low) or 1.0
-    rough = span / most
+    rough = span / limit
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [step * i for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def short(value: float) -> str:
+def short_number(value: float) -> str:
     """A number in a few characters."""
     for bound, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= bound:
@@ -87,7 +87,7 @@ def short(value: float) -> str:
 
 def whole(value: float) -> str:
     """A count in a few characters; empty for what is no whole number."""
-    return short(value) if value == round(value) else ""
+    return short_number(value) if value == round(value) else ""
 
 
 def percent(value: float) -> str:
@@ -110,14 +110,14 @@ class Frame:
         """A column over a range of values of x, which is seen however low it is."""
         x, y = self.x(low), min(self.y(value), self.y(0) - 1)
         width = max(self.x(high) - x, 0.5)
-        return tag("rect", x=x, y=y, width=width, height=self.y(0) - y, class_="bar")
+        return svg_tag("rect", x=x, y=y, width=width, height=self.y(0) - y, class_="bar")
 
     def draw(
         self,
         x_name: str,
         y_name: str,
-        x_text: Callable[[float], str] = short,
-        y_text: Callable[[float], str] = short,
+        x_text: Callable[[float], str] = short_number,
+        y_text: Callable[[float], str] = short_number,
     ) -> list[Markup]:
         """Lines, numbers and names of the axes; numbers without a text are left out."""
         bottom, parts = HEIGHT - BOTTOM, []
@@ -125,11 +125,13 @@ class Frame:
             if not y_text(value):
                 continue
             at = self.y(value)
-            parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
+            parts.append(svg_tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
             parts.append(text(y_text(value), LEFT - 6, at + 4, "tick", "end"))
         for value in ticks(self.x.low, self.x.high):
             at = self.x(value)
-            parts.append(tag("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="axis"))
+            parts.append(svg_tag("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="axis"))
             parts.append(text(x_text(value), at, bottom + 17, "tick", "middle"))
-        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
+        parts.append(
+            svg_tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis")
+        )
         return parts + axis_names(x_name, y_name)

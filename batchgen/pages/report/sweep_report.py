@@ -6,22 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchgen.evals.arms.arm_table import ArmTable
-from batchgen.evals.arms.arm_values import letter, remarks, shown_value, table_cells
+from batchgen.evals.arms.arm_values import letter, shown_value, table_cells, table_remarks
 from batchgen.evals.arms.frontier import Frontier, frontier
 from batchgen.pages.report.charts import Chart
 from batchgen.pages.report.sections import Fact
-from batchgen.pages.report.svg import Frame, drawing, percent, short, tag, text
+from batchgen.pages.report.svg import Frame, drawing, percent, short_number, svg_tag, text
 from batchgen.pages.report.write_report import REPORT, page_html, style_sheets
 from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.shorten import short_name
-from batchgen.util.text.text_table import number
+from batchgen.util.text.text_table import number_text
 
 _MOST_CHARTS = 6
 _MEASURED = ("tokens_per_forward", "tokens_per_answer")
 """What is shown besides the keys that a sweep varies, where arms differ in it."""
 
 
-def write_sweep_report(folder: Path, shown: str, table: ArmTable, x: str | None = None) -> Path:
+def write_sweep_report(
+    folder: Path, display_name: str, table: ArmTable, x: str | None = None
+) -> Path:
     """Write the page about the jobs in a folder, with links to their reports; returns its path.
 
     Raises:
@@ -29,24 +31,24 @@ def write_sweep_report(folder: Path, shown: str, table: ArmTable, x: str | None 
         JobError: it cannot be written.
     """
     path = folder / REPORT
-    write_atomic(path, sweep_html(folder, shown, table, x))
+    write_atomic(path, sweep_html(folder, display_name, table, x))
     return path
 
 
-def sweep_html(folder: Path, shown: str, table: ArmTable, x: str | None = None) -> str:
+def sweep_html(folder: Path, display_name: str, table: ArmTable, x: str | None = None) -> str:
     """The text of the page, with a picture of the score against `x`, too, if that is given."""
     header, *cells = table_cells(table)
     return page_html(
         "sweep.html.jinja",
         style_sheets(),
-        title=short_name(shown),
-        path=shown,
+        title=short_name(display_name),
+        path=display_name,
         facts=_headline(table),
         header=header,
         rows=list(
             zip(cells, [_reports(folder, row.arm.folders) for row in table.rows], strict=True)
         ),
-        remarks=remarks(table),
+        remarks=table_remarks(table),
         charts=[frontier_chart(found) for found in _frontiers(table, x)],
     )
 
@@ -78,34 +80,34 @@ def _frontiers(table: ArmTable, x: str | None) -> Iterator[Frontier]:
     return (frontier(table, key) for key in wanted[:_MOST_CHARTS])
 
 
-def frontier_chart(found: Frontier) -> Chart:
+def frontier_chart(frontier: Frontier) -> Chart:
     """Each arm's score with its interval, over a number of it."""
-    points = found.points
+    points = frontier.points
     low, high = min(p.low for p in points), max(p.high for p in points)
     left, right = points[0].x, points[-1].x
     beside, above = 0.05 * (right - left) or 0.5, 0.08 * (high - low) or 0.05
     frame = Frame.of((left - beside, right + beside), (low - above, high + above))
-    is_share = found.column == "mark"
-    what = "score" if is_share else found.column
-    parts = frame.draw(found.x, what, y_text=percent if is_share else short)
+    is_share = frontier.column == "mark"
+    what = "score" if is_share else frontier.column
+    parts = frame.draw(frontier.x, what, y_text=percent if is_share else short_number)
     places: dict[tuple[int, int], list[str]] = {}
     for point in points:
         x = frame.x(point.x)
         top, bottom = frame.y(point.high), frame.y(point.low)
-        parts.append(tag("line", x1=x, x2=x, y1=top, y2=bottom, class_="whisker"))
-        parts.append(tag("circle", cx=x, cy=frame.y(point.score.estimate), r=4, class_="dot"))
+        parts.append(svg_tag("line", x1=x, x2=x, y1=top, y2=bottom, class_="whisker"))
+        parts.append(svg_tag("circle", cx=x, cy=frame.y(point.score.estimate), r=4, class_="dot"))
         at = round(x), round(frame.y(point.score.estimate))
         places.setdefault(at, []).append(point.letter)
     for (x, y), letters in places.items():
         parts.append(text(", ".join(letters), x + 7, y + 4, "tick"))
-    shown = shown_value(found.column)
+    shown = shown_value(frontier.column)
     rows = [
-        (f"{p.letter}  {p.name}", number(p.x), *map(shown, (p.score.estimate, p.low, p.high)))
+        (f"{p.letter}  {p.name}", number_text(p.x), *map(shown, (p.score.estimate, p.low, p.high)))
         for p in points
     ]
-    said = f"{what} by {found.x}: " + ", ".join(
+    said = f"{what} by {frontier.x}: " + ", ".join(
         f"{p.letter} {r[2]}" for p, r in zip(points, rows, strict=True)
     )
-    note = " ".join(["With 95% intervals for new questions.", *(f"{w}." for w in found.without)])
-    header = ("arm", found.x, what, "low", "high")
-    return Chart(f"{what.capitalize()} by {found.x}", note, drawing(parts, said), header, rows)
+    note = " ".join(["With 95% intervals for new questions.", *(f"{w}." for w in frontier.without)])
+    header = ("arm", frontier.x, what, "low", "high")
+    return Chart(f"{what.capitalize()} by {frontier.x}", note, drawing(parts, said), header, rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchgen.pages.report.funnel import StepCounts, funnel, funnel_table
 from batchgen.storage.folder.job_summary import status_line
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.folder.step_folders import find_record
 from batchgen.storage.folder.worker_status import Status, read_status
 from batchgen.util.errors import ConfigError
@@ -28,7 +28,7 @@ def status_text(out: str) -> Iterator[str]:
     yield funnel_table(steps)
     for step in steps:
         if step.is_begun and step.state != "complete":
-            yield status_line(open_job(f"{out}/{step.folder}"), step.name)
+            yield status_line(open_job_reader(f"{out}/{step.folder}"), step.name)
 
 
 def statuses(out: str) -> Mapping[str, Status]:
@@ -36,7 +36,7 @@ def statuses(out: str) -> Mapping[str, Status]:
     found = {}
     for step in pipeline_counts(out):
         try:
-            reader = open_job(f"{out}/{step.folder}")
+            reader = open_job_reader(f"{out}/{step.folder}")
         except ConfigError:  # it has not begun
             continue
         stale_after = reader.config.get("workers", {}).get("stale_after", _STALE_AFTER)

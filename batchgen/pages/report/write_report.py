@@ -14,7 +14,7 @@ from markupsafe import Markup
 from batchgen.config.groups.dataset_config import dataset_name
 from batchgen.inputs.images.thumbnails import read_thumbnails
 from batchgen.pages.report.example_rows import ShownRows, anchor, faults, shown_rows
-from batchgen.pages.report.report_data import collect
+from batchgen.pages.report.report_data import collect_report
 from batchgen.pages.report.report_rows import JobData
 from batchgen.pages.report.sections import headline, sections
 from batchgen.pages.report.token_facts import token_facts
@@ -24,6 +24,7 @@ from batchgen.pages.tokens.decode_tokens import job_decode
 from batchgen.pages.tokens.token_boxes import Decode
 from batchgen.storage.folder.job_summary import JobSummary, cut_remark, tokens_per_s
 from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.shards.enough import enough_text
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.duration import duration
@@ -47,13 +48,15 @@ def is_up_to_date(storage: Storage) -> bool:
     return report is not None and metrics is not None and report >= metrics
 
 
-def try_report(job: Path, decode: Decode | None = None, shown: str | None = None) -> Path | None:
+def try_report(
+    job: Path, decode: Decode | None = None, display_name: str | None = None
+) -> Path | None:
     """Make the report of a finished job and return its path; None with a warning if that fails.
-    `shown` is what people call the job's folder, if it is not `job`."""
+    `display_name` is what people call the job's folder, if it is not `job`."""
     try:
         return make_report(job, decode)
     except Exception as error:  # a page for people must not fail hours of work that are done
-        name = str(job) if shown is None else shown
+        name = str(job) if display_name is None else display_name
         print(
             f"warning: {name}/{REPORT} could not be made ({type(error).__name__}: {error}). The "
             f"rows are complete; `batchgen report {name}` tries again, output.report=false leaves "
@@ -94,7 +97,7 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     metrics, data = reader.metrics, JobData(reader)
     job = JobSummary.of(metrics, reader.config, reader.row_facts, questions=reader.questions)
     cut_texts = (job.score or {}).get("cut_texts", "as_marked")
-    found = collect(data, cut_texts, job.group("score").get("subset"))
+    found = collect_report(data, cut_texts, job.group("score").get("subset"))
     tokens = token_facts(data)
     links = {key: anchor(key) for key in found.chosen()}
     timeline = metrics.get("timeline", [])
@@ -188,8 +191,9 @@ def _strategy(job: JobSummary) -> str:
         if (until := sampling.get("until")) is None:
             names.append(f"{counted(sampling.get('n', 1), 'sample')} of each row")
         else:
-            enough = f"{until['valid']:,} valid of at most {until['most']:,}"
-            names.append(f"samples until {enough} of each row")
+            names.append(
+                f"at most {until['most']:,} samples of each row until {enough_text(until)}"
+            )
     return ", ".join(names)
 
 

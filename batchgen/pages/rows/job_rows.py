@@ -32,7 +32,7 @@ _FAR = 4 * BATCH
 
 
 @dataclass(frozen=True)
-class Listing:
+class ShardListing:
     """Which shards have finished rows, and their columns, as the times of folders stamp it."""
 
     stamps: tuple[int, ...]
@@ -58,7 +58,7 @@ class JobRows:
         self.rows_per_shard: int = output["rows_per_shard"]  # input rows
         self.text_column: str = output["text_column"]
         self._grades = ShardGrades(reader.path)
-        self._listing: Listing | None = None
+        self._listing: ShardListing | None = None
 
     @property
     def path(self) -> Path:
@@ -165,7 +165,7 @@ class JobRows:
                     table = table.append_column(field, grades[field.name])
             yield table
 
-    def _listed(self) -> Listing:
+    def _listed(self) -> ShardListing:
         """The listing, made again if a file has come or gone."""
         stamps = tuple(_changed(self.path / name) for name in ("data", "journal"))
         known = self._listing
@@ -173,7 +173,7 @@ class JobRows:
         if known is None or known.stamps != stamps or not settled:
             self.reader.check()
             schema = self.reader.schema if known is None else known.schema or self.reader.schema
-            known = Listing(stamps, self.reader.shards(), schema)
+            known = ShardListing(stamps, self.reader.shards(), schema)
             self._listing = known
         return known
 

@@ -54,14 +54,14 @@ class RowColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class OutcomeLabel:
     """How a row fared, in a word for people and a class for style sheets."""
 
     name: str
     kind: str
 
 
-_RIGHT = (Verdict("wrong", "wrong"), Verdict("right", "right"))
+_RIGHT = (OutcomeLabel("wrong", "wrong"), OutcomeLabel("right", "right"))
 
 
 @dataclass(frozen=True)
@@ -97,19 +97,19 @@ class RowFacts:
         return None if self.grades is None else self.grades.get(name)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> OutcomeLabel:
         """How the row fared: its finish reason, of the kind `none`, where nothing marks it."""
         if self.row["error"] is not None:
-            return Verdict(self.row["error"]["type"], "bad")
+            return OutcomeLabel(self.row["error"]["type"], "bad")
         if (error := self.grade("grade_error")) is not None:
-            return Verdict(f"not graded: {error['type']}", "bad")
+            return OutcomeLabel(f"not graded: {error['type']}", "bad")
         mark = self.grade("mark")
         if mark is None or self.grades is None:
-            return Verdict(self.finish_reason, "none")
+            return OutcomeLabel(self.finish_reason, "none")
         if mark in (0, 1):
             missing = not mark and "answer" in self.grades and self.grades["answer"] is None
-            return Verdict("no answer", "wrong") if missing else _RIGHT[mark == 1]
-        return Verdict(f"{mark:.3g}", "partly")
+            return OutcomeLabel("no answer", "wrong") if missing else _RIGHT[mark == 1]
+        return OutcomeLabel(f"{mark:.3g}", "partly")
 
     @property
     def constraint(self) -> str | None:

@@ -29,7 +29,7 @@ _TEMPLATES = partial(templates, "batchgen.pages.rows")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PageLimits:
     """How much of a row is shown; None is all."""
 
     text: int | None = None  # characters of the prompt and of the answer
@@ -41,7 +41,7 @@ class Limits:
         return None if self.text is None else min(self.text, _MOST_FACT)
 
 
-WHOLE = Limits()
+WHOLE = PageLimits()
 
 
 class RowPage:
@@ -66,7 +66,7 @@ class RowPage:
         self._prompt = PromptText(config.get("prompt") or {}, schema, decode)
 
     def html(
-        self, facts: RowFacts, *, key: str, limits: Limits = WHOLE, with_prompt: bool = True
+        self, facts: RowFacts, *, key: str, limits: PageLimits = WHOLE, with_prompt: bool = True
     ) -> Markup:
         """The row without its heading; `key` (letters, digits, `-`) makes its ids unique."""
         return self.htmls(facts, key=key, limits=[limits], with_prompt=with_prompt)[0]
@@ -76,7 +76,7 @@ class RowPage:
         facts: RowFacts,
         *,
         key: str,
-        limits: Sequence[Limits],
+        limits: Sequence[PageLimits],
         enough: int = 0,
         with_prompt: bool = True,
     ) -> list[Markup]:
@@ -116,14 +116,14 @@ class RowPage:
         text = facts.row[self.columns.text]
         return self._tokens.of(facts.row, key, text, next(iter(facts.answers(text)), None))
 
-    def _images(self, facts: RowFacts, limits: Limits) -> list[ShownImage]:
+    def _images(self, facts: RowFacts, limits: PageLimits) -> list[ShownImage]:
         """The images of the prompt; without pictures where there is least room."""
         found = None if self.columns.images is None else facts.row.get(self.columns.images)
         return shown_images(found, {} if limits.tokens == 0 else self._thumbnails)
 
-    def _beside(self, facts: RowFacts, limits: Limits) -> dict[str, Any]:
+    def _beside(self, facts: RowFacts, limits: PageLimits) -> dict[str, Any]:
         """What stands beside prompt and answer, as the template shows it."""
-        row, short = facts.row, partial(shortened, most=limits.fact)
+        row, short = facts.row, partial(shortened, limit=limits.fact)
         columns = {
             "grades": _grades(facts),
             "facts": self._facts(facts),
@@ -167,12 +167,12 @@ class _Shown:
     rich: Markup | None
 
 
-def _shown(text: str, limits: Limits, spans: Sequence[Span] = ()) -> _Shown:
+def _shown(text: str, limits: PageLimits, spans: Sequence[Span] = ()) -> _Shown:
     return _Shown(shortened(text, limits.text, spans), rich_text(text, limits.text, spans))
 
 
 def _answer(
-    facts: RowFacts, text: str | None, limits: Limits, column: str | None
+    facts: RowFacts, text: str | None, limits: PageLimits, column: str | None
 ) -> dict[str, Any]:
     """Reasoning and answer, as the template shows them. Jobs that tell them apart have a `column`
     of reasoning; in those of others the reasoning is the beginning of the text."""

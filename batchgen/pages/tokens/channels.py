@@ -13,7 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.constraint.harmony import FINAL, WHITESPACE, HarmonyTokens
 from batchgen.engine.interface.outputs import FinishReason, RequestOutput
 from batchgen.engine.rows.stopping import decode
-from batchgen.storage.shards.output_schema import CHANNEL, REASONING, TEXT, SplitOutput, described
+from batchgen.storage.shards.output_schema import (
+    CHANNEL,
+    REASONING,
+    TEXT,
+    SplitOutput,
+    described_field,
+)
 
 ANALYSIS, COMMENTARY = "analysis", "commentary"
 _CHANNELS = (ANALYSIS, COMMENTARY, FINAL)
@@ -26,18 +32,18 @@ _KIND = re.compile(r"\s*(json|code)?\s*")
 _PEOPLE = ("assistant", "user", "all")
 """Recipients that are no tools."""
 _FIELDS = (
-    described(REASONING, pa.string(), "the channel analysis; null without one, and on error"),
-    described(
+    described_field(REASONING, pa.string(), "the channel analysis; null without one, and on error"),
+    described_field(
         COMMENTARY,
         pa.string(),
         "what the model says beside analysis, answer and calls; null without such",
     ),
-    described(
+    described_field(
         "tool_calls",
         pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())])),
         "the tools that the model calls, with arguments as it wrote them; null without a call",
     ),
-    described(
+    described_field(
         CHANNEL,
         pa.string(),
         "where the row ended: analysis, commentary, final, or header (before a message began); "
@@ -48,10 +54,10 @@ _FIELDS = (
 
 @dataclass(slots=True)
 class Message:
-    """The token ids of a message: what stands before `<|channel|>`, between that and the text,
-    behind `<|constrain|>` in its header, and the text. None is a part that was not begun. `end` is
-    the token that ended it. `has_role` is false behind a prompt without the format, where no role
-    is written.
+    """One message of the format Harmony, as token ids: before `<|channel|>`, between that and the
+    text, behind `<|constrain|>` in its header, and the text. A part that never began is None. `end`
+    is the token that ended it. `has_role` is false behind a prompt without the format, where no
+    role is written.
     """
 
     role: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A reasoning model's thoughts, told apart from its answer by a marker in its tokens."""
+"""A reasoning model's thoughts, separated from its answer by a marker in its tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchgen.engine.constraint.vocabulary import Vocabulary
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.engine.interface.outputs import RequestOutput
-from batchgen.storage.shards.output_schema import REASONING, SplitOutput, described
+from batchgen.storage.shards.output_schema import REASONING, SplitOutput, described_field
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ReasoningMarkers:
     """
 
     fields = (
-        described(
+        described_field(
             REASONING,
             pa.string(),
             "the thoughts before output.reasoning_end; null on error, and if the row has none",

@@ -81,14 +81,14 @@ class RowTokens:
     key: str
     text: str
     answer: Span | None
-    _made: dict[int, str] = field(default_factory=dict)
+    _html: dict[int, str] = field(default_factory=dict)
 
-    def html(self, most: int | None = None) -> Markup:
-        """The tokens, at most `most` from the beginning and the end; empty if there are none."""
+    def html(self, limit: int | None = None) -> Markup:
+        """The tokens, at most `limit` from the beginning and the end; empty if there are none."""
         count = len(self.ids)
-        if not count or most == 0:
+        if not count or limit == 0:
             return Markup("")
-        half = count if most is None or count <= most else most // 2
+        half = count if limit is None or count <= limit else limit // 2
         parts = [self._span(place) for place in range(half)]
         if half < count:
             parts.append(_GAP.format(f"{count - 2 * half:,}"))
@@ -96,27 +96,39 @@ class RowTokens:
         switches = _switches(self.facts.modes, self.key)
         if self._inside:
             switches += _ANSWER
-        return _VIEW.format(switches=switches, tokens=Markup("".join(parts)))
+        return _VIEW.format(switches=switches + self._film, tokens=Markup("".join(parts)))
 
-    def _span(self, place: int) -> str:
-        if (made := self._made.get(place)) is None:
-            id = self.ids[place]
+    @property
+    def _film(self) -> Markup:
+        """A slider through the steps, which a page with the script of `view` shows."""
+        if not self.facts.steps:
+            return Markup("")
+        last = max(self.facts.steps)
+        return _FILM.format(key=self.key, name=self.facts.step_name, last=last)
+
+    def _span(self, index: int) -> str:
+        if (made := self._html.get(index)) is None:
+            id = self.ids[index]
             text: str | None = self.view.text(id)
-            answer = " a" if place in self._inside else ""
-            classes = f"t{self.facts.classes(place)}{answer}"
+            answer = " a" if index in self._inside else ""
+            classes = f"t{self.facts.classes(index)}{answer}"
             shown = f"{id} " if text is None else _shown(text)
-            made = f'<span class="{classes}" tabindex=0 title="{self._title(place)}">{shown}</span>'
-            self._made[place] = made
+            step = "" if self.facts.steps is None else f" data-s={self.facts.steps[index]}"
+            title = self._title(index)
+            made = f'<span class="{classes}"{step} tabindex=0 title="{title}">{shown}</span>'
+            self._html[index] = made
         return made
 
-    def _title(self, place: int) -> str:
+    def _title(self, index: int) -> str:
         facts, name = self.facts, self.view.name
-        lines: list[str] = [name(self.ids[place])]
+        lines: list[str] = [name(self.ids[index])]
         if facts.logprobs is not None:
-            lines[0] += f"  {_logprob(facts.logprobs[place])}"
-        lines += facts.lines(place)
+            lines[0] += f"  {_logprob(facts.logprobs[index])}"
+        lines += facts.lines(index)
+        for step, old in facts.replaced.get(index, ()):
+            lines.append(f"{facts.step_name} {step} replaced {name(old)}")
         if facts.top is not None:
-            lines += [f"{_logprob(v)}  {name(id)}" for id, v in facts.top(place)[:_MOST_TOP]]
+            lines += [f"{_logprob(v)}  {name(id)}" for id, v in facts.top(index)[:_MOST_TOP]]
         return "\n".join(lines)
 
     @cached_property
@@ -156,6 +168,11 @@ def _logprob_text(value: float) -> str:
 
 _GAP = '<span class="gap"> … {} tokens left out … </span>'
 _VIEW = Markup('<div class="tv">{switches}<div class="toks" dir="auto">{tokens}</div></div>')
+_FILM = Markup(
+    '<p class="film" hidden><label for="tv-{key}-film">After {name}</label>'
+    '<input type="range" id="tv-{key}-film" min="0" max="{last}" value="{last}">'
+    '<output for="tv-{key}-film">{last} of {last}</output></p>'
+)
 _SWITCH = Markup(
     '<input type="radio" class="m m-{mode}" name="tv-{key}" id="tv-{key}-{mode}"{checked}>'
     '<label for="tv-{key}-{mode}">{name}</label>'

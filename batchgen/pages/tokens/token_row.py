@@ -69,6 +69,8 @@ class TokenRow:
     experts: Sequence[Sequence[Sequence[int]] | None] | None
     layers: Sequence[int]
     step_name: str
+    # What stood in the place of a token before: the step that replaced it and its id, by place.
+    replaced: Mapping[int, Sequence[tuple[int, int]]]
 
     @staticmethod
     def of(row: Mapping[str, Any], count: int, schema: pa.Schema, step_name: str) -> TokenRow:
@@ -89,6 +91,7 @@ class TokenRow:
             experts,
             layers,
             step_name,
+            _replaced(row),
         )
 
     @property
@@ -110,32 +113,43 @@ class TokenRow:
         count = len(self.layers)
         return sorted({0, count // 2, count - 1}) if self.experts is not None else []
 
-    def classes(self, place: int) -> str:
+    def classes(self, index: int) -> str:
         """The classes of a token, with a space before each."""
         found = ""
-        if self.logprobs is not None and (value := self.logprobs[place]) is not None:
+        if self.logprobs is not None and (value := self.logprobs[index]) is not None:
             found += f" p{bisect_left(_HEAT, -value)}"
         if self.steps is not None:
-            found += f" s{self.steps[place] % _COLOURS}"
-        if self.drafts is not None and self.drafts[place]:
+            found += f" s{self.steps[index] % _COLOURS}"
+        if index in self.replaced:
+            found += " e"
+        if self.drafts is not None and self.drafts[index]:
             found += " d1"
-        if self.experts is not None and (mine := self.experts[place]) is not None:
+        if self.experts is not None and (mine := self.experts[index]) is not None:
             for n, i in enumerate(self._shown_layers):
                 found += f" x{n}-{mine[i][0] % _COLOURS}"
         return found
 
-    def lines(self, place: int) -> list[str]:
+    def lines(self, index: int) -> list[str]:
         """What the title of a token says besides its log-probability, as HTML."""
         found = []
         if self.steps is not None:
-            found.append(f"{self.step_name} {self.steps[place]}")
+            found.append(f"{self.step_name} {self.steps[index]}")
         if self.drafts is not None:
-            found.append("a draft that held" if self.drafts[place] else "no draft")
-        if self.experts is not None and (mine := self.experts[place]) is not None:
+            found.append("a draft that held" if self.drafts[index] else "no draft")
+        if self.experts is not None and (mine := self.experts[index]) is not None:
             every = max(len(self.layers) // _MOST_LAYERS, 1)
             for i in range(0, len(self.layers), every):
                 found.append(f"layer {self.layers[i]}: experts {', '.join(map(str, mine[i]))}")
         return found
+
+
+def _replaced(row: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
+    """The tokens that others have replaced, by their places, from the column `edit_log`."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    log = row.get("edit_log")
+    for place, step, old, _ in () if log is None else log:
+        found.setdefault(int(place), []).append((int(step), int(old)))
+    return found
 
 
 def _experts(

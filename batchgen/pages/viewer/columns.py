@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from batchgen.pages.rows.row_facts import RowFacts, same_sample
-from batchgen.pages.rows.row_page import Limits, RowPage
+from batchgen.pages.rows.row_page import PageLimits, RowPage
 from batchgen.pages.viewer.html import whole_number
 from batchgen.pages.viewer.job_view import JobView, Vote, votes
 from batchgen.util.text.word_difference import WordDifference, word_difference
@@ -28,7 +28,7 @@ class TokenPart:
 
 
 @dataclass(frozen=True)
-class Column:
+class JobCell:
     """A row in one job."""
 
     job: JobView
@@ -47,7 +47,7 @@ class Column:
 class SideBySide:
     """A row in one job or in two."""
 
-    columns: list[Column]
+    columns: list[JobCell]
     prompt: Markup  # what both were asked, if that is the same; else the columns have it
     difference: WordDifference | None  # of the texts, where both have one
 
@@ -93,16 +93,16 @@ def _column(
     tokens: str,
     *,
     with_prompt: bool,
-) -> Column:
+) -> JobCell:
     if page is None or chosen is None:
-        return Column(job, key, samples, None, Markup(""), None)
-    html = page.html(chosen, key=key, limits=Limits(tokens=0), with_prompt=with_prompt)
+        return JobCell(job, key, samples, None, Markup(""), None)
+    html = page.html(chosen, key=key, limits=PageLimits(tokens=0), with_prompt=with_prompt)
     part = None
     if tokens:
         view, most = page.tokens(chosen, key), None if tokens == "all" else MOST_TOKENS
         is_cut = most is not None and len(view.ids) > most
         part = TokenPart(view.html(most), is_cut, view.view.has_texts)
-    return Column(job, key, samples, chosen, html, part)
+    return JobCell(job, key, samples, chosen, html, part)
 
 
 def _difference(

@@ -9,18 +9,18 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from batchgen.evals.graders.step import MARK
-from batchgen.evals.scores.compared_jobs import compared, comparison_lines
+from batchgen.evals.scores.compared_jobs import compare_jobs, comparison_lines
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.pages.rows.row_facts import RowFacts
 from batchgen.pages.viewer.job_view import JobView
 from batchgen.pages.viewer.listed_rows import Line, row_lines
-from batchgen.pages.viewer.rows.filters import Filter
+from batchgen.pages.viewer.rows.filters import SampleFilter
 from batchgen.pages.viewer.rows.search import Search
 from batchgen.util.errors import ConfigError
-from batchgen.util.text.text_table import number, percent
+from batchgen.util.text.text_table import number_text, percent_text
 
 if TYPE_CHECKING:
-    from batchgen.evals.scores.paired_comparison import Comparison, Question
+    from batchgen.evals.scores.paired_comparison import Comparison, PairedQuestion
 
 MOST_ANSWERS = 500_000
 """Answers that each job may have: a comparison holds all marks in memory, about 1 kB each."""
@@ -41,10 +41,10 @@ class Flipped:
 
     def shown(self, value: float) -> str:
         """A mean of a question for people."""
-        return percent(value) if self.column == MARK else number(value)
+        return percent_text(value) if self.column == MARK else number_text(value)
 
     @cached_property
-    def flipped(self) -> list[Question]:
+    def flipped(self) -> list[PairedQuestion]:
         """The questions that B answers worse, then those that it answers better."""
         return [*self.comparison.losses, *self.comparison.wins]
 
@@ -53,7 +53,7 @@ class Flipped:
 class FlippedRow:
     """A question that two jobs answer differently well."""
 
-    question: Question
+    question: PairedQuestion
     line: Line | None  # None if the row is gone
     samples: tuple[RowFacts | None, RowFacts | None]
     """One of A and one of B; their marks are farthest apart in the direction of the question."""
@@ -90,7 +90,7 @@ class Flips:
             raise known[1]
         return known[1]
 
-    def rows(self, questions: Sequence[Question]) -> list[FlippedRow]:
+    def rows(self, questions: Sequence[PairedQuestion]) -> list[FlippedRow]:
         """What both jobs say to some questions.
 
         Raises:
@@ -99,7 +99,7 @@ class Flips:
         first = self._jobs[0]
         places = {question.row_id: first.ids.find(question.row_id) for question in questions}
         hits = {place: [0] for place in sorted(p for p in places.values() if p is not None)}
-        found = row_lines(self._jobs, Search(first.rows, Filter()), hits)
+        found = row_lines(self._jobs, Search(first.rows, SampleFilter()), hits)
         lines = {line.index: line for line in found}
         rows = []
         for question in questions:
@@ -125,7 +125,7 @@ class Flips:
                 )
         jobs = [GradedJob(str(job.path), "view") for job in self._jobs]
         column = scoring(jobs[0], ()).score.column
-        return Flipped(*compared(jobs, anyway=anyway), column)
+        return Flipped(*compare_jobs(jobs, anyway=anyway), column)
 
 
 def _extreme(samples: Sequence[RowFacts], *, best: bool) -> RowFacts | None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchgen.inputs.images.thumbnails import read_thumbnails
 from batchgen.pages.rows.grade_columns import PREFIX
 from batchgen.pages.rows.job_rows import JobRows
-from batchgen.pages.rows.row_facts import RowColumns, RowFacts, Verdict
+from batchgen.pages.rows.row_facts import OutcomeLabel, RowColumns, RowFacts
 from batchgen.pages.rows.row_page import RowPage
 from batchgen.pages.viewer.rows.ranking import Rankings
 from batchgen.pages.viewer.rows.row_id_index import RowIds
@@ -171,7 +171,7 @@ class Vote:
     key: str | None  # its normal form, in which votes are counted; None without an answer
     answer: str | None  # as the first sample wrote it
     samples: list[int]
-    verdict: Verdict
+    verdict: OutcomeLabel
 
     @property
     def shown(self) -> str:
@@ -186,7 +186,7 @@ class Vote:
 def votes(samples: Sequence[RowFacts]) -> list[Vote]:
     """The answers of the samples of one row, the most frequent first; no answer comes last.
 
-    Samples with equal answers and different marks are told apart. Failed samples have no answer.
+    Samples with equal answers and different marks are kept apart. Failed samples have no answer.
     Without any graded sample there are no votes.
     """
     if not any(sample.grades and "answer_key" in sample.grades for sample in samples):

@@ -91,7 +91,7 @@ class _Walk:
     def __init__(self) -> None:
         self._left = MOST_ENTRIES
 
-    def entries(self, folder: Path, found: Below, name: str = "") -> Iterator[os.DirEntry[str]]:
+    def entries(self, folder: Path, below: Below, name: str = "") -> Iterator[os.DirEntry[str]]:
         """The folders in a folder, in order, as far as bounds allow it."""
         try:
             with os.scandir(folder) as scan:
@@ -99,29 +99,29 @@ class _Walk:
                 for entry in scan:
                     self._left -= 1
                     if self._left < 0:
-                        found.is_cut = True
+                        below.is_cut = True
                         break
                     if entry.is_symlink():
                         if entry.is_dir():
-                            found.links.append(name + entry.name)
+                            below.links.append(name + entry.name)
                     elif entry.is_dir() and not entry.name.startswith("."):
                         folders.append(entry)
         except OSError:  # another user's, or gone by now
             return
         for entry in sorted(folders, key=lambda entry: entry.name):
-            if len(found.jobs) >= MOST_JOBS:
-                found.is_cut = True
+            if len(below.jobs) >= MOST_JOBS:
+                below.is_cut = True
                 return
             yield entry
 
 
-def _look(folder: Path, name: str, depth: int, walk: _Walk, found: Below) -> None:
+def _look(folder: Path, name: str, depth: int, walk: _Walk, below: Below) -> None:
     """Add the job in a folder; where it has none, those below."""
     if os.path.lexists(folder / "manifest.json"):
-        found.jobs.append(_job(folder, name))
+        below.jobs.append(_job(folder, name))
     elif depth > 1:
-        for entry in walk.entries(folder, found, f"{name}/"):
-            _look(Path(entry), f"{name}/{entry.name}", depth - 1, walk, found)
+        for entry in walk.entries(folder, below, f"{name}/"):
+            _look(Path(entry), f"{name}/{entry.name}", depth - 1, walk, below)
 
 
 def _job(folder: Path, name: str) -> JobBelow:
@@ -189,5 +189,5 @@ def _text(value: Any) -> str:
 
 
 def _minute(started: Any) -> str:
-    """`2026-11-27 10:46` of a time as metrics.json has it."""
+    """`2026-11-27 10:46` of a time in metrics.json."""
     return _text(started)[:16].replace("T", " ")

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 
 from batchgen.evals.arms.arm_table import ArmTable, arm_table, best_first
-from batchgen.evals.arms.arm_values import remarks, table_cells
+from batchgen.evals.arms.arm_values import table_cells, table_remarks
 from batchgen.evals.arms.job_arms import ArmFolder, job_arms
 from batchgen.pages.viewer.disagreements import MOST_ANSWERS
 from batchgen.pages.viewer.jobs_below import JobBelow
@@ -39,12 +39,12 @@ class Board:
     def remarks(self) -> list[str]:
         """What must be known to read the table."""
         assert self.table is not None
-        return remarks(self.table)
+        return table_remarks(self.table)
 
-    def jobs(self, place: int) -> tuple[str, ...]:
+    def jobs(self, index: int) -> tuple[str, ...]:
         """The folders of the jobs of an arm."""
         assert self.table is not None
-        return self.table.rows[place].arm.folders
+        return self.table.rows[index].arm.folders
 
 
 class Leaderboard:

@@ -31,7 +31,7 @@ _FALLING = ("begun", *NUMBERS)
 
 
 @dataclass(frozen=True)
-class Group:
+class JobGroup:
     """Jobs under one heading: those of one folder, as a sweep's or a pipeline's; all of them,
     without a heading, where the list is sorted."""
 
@@ -54,7 +54,7 @@ class Listed:
         states: in which some job is.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[JobGroup]
     text: str
     state: str
     sort: str
@@ -82,16 +82,16 @@ def listed_jobs(jobs: Sequence[JobBelow], query: Mapping[str, str]) -> Listed:
         key = _KEYS[sort]
         known = [job for job in chosen if key(job) is not None]
         known.sort(key=key, reverse=sort in _FALLING)
-        groups = [Group("", [*known, *(job for job in chosen if key(job) is None)])]
+        groups = [JobGroup("", [*known, *(job for job in chosen if key(job) is None)])]
     else:
         groups = [_group(name, list(some)) for name, some in groupby(chosen, lambda j: j.folder)]
     states = sorted({job.state for job in jobs if job.state})
     return Listed(groups, text, state, sort, states)
 
 
-def _group(folder: str, jobs: Sequence[JobBelow]) -> Group:
+def _group(folder: str, jobs: Sequence[JobBelow]) -> JobGroup:
     """The jobs of a folder; one alone needs no heading."""
-    return Group(folder if len(jobs) > 1 else "", jobs)
+    return JobGroup(folder if len(jobs) > 1 else "", jobs)
 
 
 def _has(job: JobBelow, words: Sequence[str]) -> bool:

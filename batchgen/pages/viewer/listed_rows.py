@@ -10,8 +10,8 @@ from typing import Any
 from batchgen.pages.rows.grade_columns import PREFIX
 from batchgen.pages.rows.row_facts import RowFacts, same_sample
 from batchgen.pages.viewer.job_view import JobView, Vote, votes
-from batchgen.pages.viewer.rows.filters import MARKS, REASONS, Filter, text_columns
-from batchgen.pages.viewer.rows.ranking import MOST, ORDERS, orders, value_text
+from batchgen.pages.viewer.rows.filters import MARKS, REASONS, SampleFilter, text_columns
+from batchgen.pages.viewer.rows.ranking import MOST, ORDERS, order_text, orders
 from batchgen.pages.viewer.rows.search import Search
 from batchgen.util.shorten import beginning
 from batchgen.util.text.row_json import plain_text
@@ -27,7 +27,7 @@ class Line:
     """A row in a list. Its texts are shortened."""
 
     index: int
-    asked: dict[str, str]  # the columns of its prompt
+    prompt_columns: dict[str, str]  # the columns of its prompt
     jobs: list[list[RowFacts]]  # the samples of each job; none where it lacks the row
     matching: list[int]  # which samples of the first job the filter lists
     note: str = ""  # what a sorted list is sorted by
@@ -88,7 +88,7 @@ def _same_rows(job: JobView, ids: Mapping[int, str]) -> dict[int, list[RowFacts]
         ids: by the places of the rows in another job, which are tried first; the result has the
             keys of those rows that the job has.
     """
-    search = Search(job.rows, Filter())
+    search = Search(job.rows, SampleFilter())
     same = {row: job.samples(t) for row, t in search.rows(list(ids), _columns(job)).items()}
     same = {row: found for row, found in same.items() if found[0].row_id == ids[row]}
     elsewhere: dict[int, int] = {}
@@ -112,7 +112,7 @@ def _texts(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
 
 
 def list_values(
-    jobs: Sequence[JobView], wanted: Filter, first: int, sort: str, show: str
+    jobs: Sequence[JobView], wanted: SampleFilter, first: int, sort: str, show: str
 ) -> dict[str, Any]:
     """What the template of a list needs.
 
@@ -148,7 +148,7 @@ def list_values(
     }
 
 
-def _in_order(jobs: Sequence[JobView], wanted: Filter, first: int) -> dict[str, Any]:
+def _in_order(jobs: Sequence[JobView], wanted: SampleFilter, first: int) -> dict[str, Any]:
     search = Search(jobs[0].rows, wanted)
     found = search.forward(first, PER_PAGE)
     return {
@@ -160,11 +160,11 @@ def _in_order(jobs: Sequence[JobView], wanted: Filter, first: int) -> dict[str, 
     }
 
 
-def _ranked(jobs: Sequence[JobView], wanted: Filter, first: int, sort: str) -> dict[str, Any]:
+def _ranked(jobs: Sequence[JobView], wanted: SampleFilter, first: int, sort: str) -> dict[str, Any]:
     ranking, later = jobs[0].rankings.of(wanted, sort), first + PER_PAGE
     places = ranking.places[first:later]
     hits = {place.row: place.samples for place in places}
-    notes = {place.row: value_text(sort, place.value) for place in places}
+    notes = {place.row: order_text(sort, place.value) for place in places}
     return {
         "lines": row_lines(jobs, Search(jobs[0].rows, wanted), hits, notes),
         "searched": ranking.searched,

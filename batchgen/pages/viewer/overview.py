@@ -10,6 +10,7 @@ from batchgen.config.groups.dataset_config import dataset_name
 from batchgen.pages.viewer.job_view import JobView
 from batchgen.pages.viewer.rows.filters import MARKS
 from batchgen.storage.folder.job_summary import JobSummary, until_line
+from batchgen.storage.shards.enough import enough_text
 from batchgen.util.duration import duration
 from batchgen.util.text.text_table import Line, answers_text, score_lines, score_value, value_range
 
@@ -106,30 +107,34 @@ def _subsets(job: JobView) -> list[Subset]:
 def _sampling(sampling: Mapping[str, Any]) -> Iterator[str]:
     until = sampling.get("until")
     if until is not None:
-        yield f"until {until['valid']:,} of at most {until['most']:,} fulfil {until['where']}"
+        yield f"until {enough_text(until)} (at most {until['most']:,}): {until['where']}"
     names = _SAMPLING if until is None else _SAMPLING[1:]
     yield from (f"{name} {sampling[name]}" for name in names if name in sampling)
 
 
-def _facts(job: JobView, known: JobSummary) -> list[Line]:
-    dataset, sampling, attempt = known.group("dataset"), known.group("sampling"), known.attempt
+def _facts(job: JobView, summary: JobSummary) -> list[Line]:
+    dataset, sampling, attempt = (
+        summary.group("dataset"),
+        summary.group("sampling"),
+        summary.attempt,
+    )
     facts = [
         ("folder", str(job.path)),
-        ("model", str(known.group("model").get("path"))),
+        ("model", str(summary.group("model").get("path"))),
         ("data set", dataset_name(dataset)),
-        ("strategy", known.strategy_name),
+        ("strategy", summary.strategy_name),
         ("sampling", ", ".join(_sampling(sampling))),
     ]
-    if known.totals.until:
-        facts.append(("until enough", until_line(known.totals)))
-    if known.is_begun:
-        read, written = known.totals.prompt_tokens, known.totals.generated_tokens
+    if summary.totals.until:
+        facts.append(("until enough", until_line(summary.totals)))
+    if summary.is_begun:
+        read, written = summary.totals.prompt_tokens, summary.totals.generated_tokens
         facts.append(("tokens", f"{read:,} read, {written:,} written"))
-        facts.append(("speed", f"{known.tokens_per_s:,.0f} tokens/s"))
+        facts.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s"))
     if attempt.get("wall_s"):
         facts.append(("time", f"{duration(attempt['wall_s'])} (last run of the command)"))
-    if known.cost is not None:
-        facts.append(("device", known.cost))
+    if summary.cost is not None:
+        facts.append(("device", summary.cost))
     if attempt.get("started"):
         facts.append(("begun", str(attempt["started"])))
     return [(name, text) for name, text in facts if text not in ("None", "")]

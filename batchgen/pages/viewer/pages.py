@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from urllib.parse import urlencode
 
-from batchgen.evals.arms.job_facts import settings
+from batchgen.evals.arms.job_facts import differing_settings
 from batchgen.pages.viewer.columns import row_columns
 from batchgen.pages.viewer.disagreements import Flips
 from batchgen.pages.viewer.html import (
@@ -22,8 +22,8 @@ from batchgen.pages.viewer.html import (
 from batchgen.pages.viewer.job_view import JobView
 from batchgen.pages.viewer.listed_rows import PER_PAGE, list_values
 from batchgen.pages.viewer.overview import overview
-from batchgen.pages.viewer.rows.download import KINDS, Download
-from batchgen.pages.viewer.rows.filters import Filter
+from batchgen.pages.viewer.rows.download import KINDS, JobDownload
+from batchgen.pages.viewer.rows.filters import SampleFilter
 from batchgen.pages.viewer.rows.search import Search
 from batchgen.pages.viewer.server import Response
 from batchgen.util.errors import ConfigError
@@ -75,8 +75,8 @@ class Site:
         values = list_values(self.jobs, self._wanted(query), first, sort, show)
         return self._html("rows", **values)
 
-    def _wanted(self, query: Query) -> Filter:
-        return Filter.of(query, self.jobs[0].subset_column)
+    def _wanted(self, query: Query) -> SampleFilter:
+        return SampleFilter.of(query, self.jobs[0].subset_column)
 
     def _download(self, query: Query) -> Response:
         """The rows that a filter lists as a file."""
@@ -84,7 +84,7 @@ class Site:
         if form not in KINDS:
             raise ConfigError(f"format must be one of {', '.join(KINDS)}, got {form[:80]!r}")
         per_token = query.get("per_token") == "yes"
-        file = Download(job.rows, self._wanted(query), job.columns(per_token=per_token))
+        file = JobDownload(job.rows, self._wanted(query), job.columns(per_token=per_token))
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", job.short_name)[:100]
         named = f"{name}-rows.{form}"
         return Response(b"", KINDS[form], file_name=named, chunks=file.chunks(form))
@@ -136,7 +136,7 @@ class Site:
         go_on = "step?" + urlencode({**query, "n": str(at)})
         return self._html("message", title="Still searching", text=text, go_on=go_on)
 
-    def _step_in_order(self, query: Query, wanted: Filter) -> Response:
+    def _step_in_order(self, query: Query, wanted: SampleFilter) -> Response:
         """Go to the next row of a sorted list, or to the one before."""
         index, back = whole_number(query, "n"), query.get("to") == "back"
         places = self.jobs[0].rankings.of(wanted, query["sort"]).places
@@ -170,7 +170,7 @@ class Site:
         return self._html(
             "compare",
             views=[overview(job) for job in self.jobs],
-            settings=settings([job.config for job in self.jobs]),
+            settings=differing_settings([job.config for job in self.jobs]),
             comparison=found,
             why=why,
             anyway=bool(kept),

@@ -20,7 +20,8 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
 MOST_SHARDS = 24
-"""A lock names the digests of so many shards; of more it has the root alone."""
+"""The number of shards up to which a lock names the digest of each; of more it has the root
+alone."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ def schema_digest(schema: pa.Schema) -> str:
 
 def step_proof(reader: JobFolderReader) -> StepProof:
     """What a lock says of a complete job."""
-    manifest = Manifest.parse((reader.path / "manifest.json").read_bytes(), reader.storage.shown)
+    manifest = Manifest.parse(
+        (reader.path / "manifest.json").read_bytes(), reader.storage.display_name
+    )
     found = folder_digests(reader.path)
     digests = manifest.row_digests
     proof = StepProof(

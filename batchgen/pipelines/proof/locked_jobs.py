@@ -11,7 +11,7 @@ from batchgen.config.compose.load_config import resolved
 from batchgen.config.compose.overrides import parse_override
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.pipelines.proof.lock_file import STEPS, Lock
+from batchgen.pipelines.proof.lock_file import STEPS, LockFile
 from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
 from batchgen.pipelines.run.pipeline_file import read_pipeline
 from batchgen.util.errors import ConfigError
@@ -30,7 +30,7 @@ _TEXT = ("{", "::=")
 class LockedJobs:
     """The jobs of a lock: `folders` are where each step writes, and `pipeline` what they are."""
 
-    lock: Lock
+    lock: LockFile
     pipeline: Pipeline
     folders: Mapping[str, str]
 
@@ -45,7 +45,7 @@ class LockedJobs:
 
 
 def locked_jobs(
-    lock: Lock,
+    lock: LockFile,
     file: Path,
     overrides: Sequence[str],
     trusted: Sequence[str] = (),
@@ -57,7 +57,7 @@ def locked_jobs(
     Args:
         overrides: `output.dir`, and where models and data are, for all steps (`model.path=…`) or
             one (`judge.model.path=…`).
-        trusted: what the user trusts, as of `--trust`.
+        trusted: what the user trusts, see `--trust`.
         confirmed: whether the user has confirmed the places that the lock names.
 
     Raises:

@@ -16,8 +16,8 @@ from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.upstream.other_job import OtherJob
 from batchgen.inputs.upstream.read_jobs import read_jobs
 from batchgen.pipelines.proof.folder_proof import step_proof
-from batchgen.pipelines.proof.lock_file import Lock, StepProof
-from batchgen.pipelines.run.pipeline_file import FROM
+from batchgen.pipelines.proof.lock_file import LockFile, StepProof
+from batchgen.pipelines.run.given_pipeline import FROM
 from batchgen.pipelines.trace.source_places import places_beside
 from batchgen.storage.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.storage.folder.pipeline_record import STEP_NAME, step_of
@@ -39,14 +39,14 @@ _NOT_KEPT = {
 _PATH = "path"
 
 
-def make_lock(given: str) -> Lock:
+def make_lock(job_path: str) -> LockFile:
     """The lock of a folder, with all jobs whose rows it reads.
 
     Raises:
         ConfigError: a job is not complete, or one that was read is not there or is another one now.
         JobError: a file is damaged.
     """
-    out = folder_here(given, "batchgen lock")
+    out = folder_here(job_path, "batchgen lock")
     chain = _Chain()
     if is_pipeline(out):
         record = find_record(str(user_path(out, "OUT")))
@@ -55,7 +55,7 @@ def make_lock(given: str) -> Lock:
             chain.add(f"{out.rstrip('/')}/{folder}")
     else:
         chain.add(out)
-    return Lock(chain.steps, chain.proof, chain.versions)
+    return LockFile(chain.steps, chain.proof, chain.versions)
 
 
 class _Chain:
@@ -67,18 +67,18 @@ class _Chain:
         self.versions: dict[str, str] = {}
         self._names: dict[Path, str] = {}
 
-    def add(self, given: str) -> str:
+    def add(self, user_path: str) -> str:
         """Add a job and those before it; returns its name."""
-        reader = open_folder(given, "lock")
+        reader = open_folder(user_path, "lock")
         path = reader.path.resolve()
         if path in self._names:
             return self._names[path]
-        refuse_incomplete(reader, given)
+        refuse_incomplete(reader, user_path)
         groups = reader.config
-        parents = [self.add(str(job.storage.path)) for job in _read(reader, groups, given)]
+        parents = [self.add(str(job.storage.path)) for job in _read(reader, groups, user_path)]
         tables = {place: self.add(table) for place, table in _tables(groups).items()}
         name = self._names[path] = self._name(path, several=len(parents) > 1)
-        self.steps[name] = step_values(groups, parents, tables)
+        self.steps[name] = lock_step(groups, parents, tables)
         self.proof[name] = step_proof(reader)
         self.versions |= dict(reader.manifest["versions"])
         return name
@@ -93,7 +93,7 @@ class _Chain:
         return name
 
 
-def _read(reader: JobFolderReader, groups: Mapping[str, Any], given: str) -> list[OtherJob]:
+def _read(reader: JobFolderReader, groups: Mapping[str, Any], user_path: str) -> list[OtherJob]:
     """The jobs whose rows a job has read, as its manifest knows them."""
     dataset = groups.get("dataset") or {}
     if dataset.get("kind") != "job":
@@ -106,8 +106,8 @@ def _read(reader: JobFolderReader, groups: Mapping[str, Any], given: str) -> lis
         key = f"{READ_JOB} {job.read.name}" if len(jobs) > 1 else READ_JOB
         if known.get(key) != job.read.digest:
             raise ConfigError(
-                f"{given}: {job.given} is not the job whose rows were read: put that one in its "
-                "place, or run the job again"
+                f"{user_path}: {job.user_path} is not the job whose rows were read: put that one "
+                "in its place, or run the job again"
             )
     return jobs
 
@@ -130,7 +130,7 @@ def _options(step: Mapping[str, Any]) -> Any:
     return options or {}
 
 
-def step_values(
+def lock_step(
     groups: Mapping[str, Any], parents: Sequence[str], tables: Mapping[int, str]
 ) -> dict[str, Any]:
     """A job as a step of a lock: keys without a value are left out where that says the same."""

@@ -13,7 +13,7 @@ from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.jobs.run.image_files import content_of
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.pipelines.proof.folder_proof import FolderDigests, folder_digests, without_places
 from batchgen.pipelines.proof.lock_file import StepProof
 from batchgen.pipelines.proof.locked_jobs import LockedJobs
@@ -49,11 +49,11 @@ def rebuild(jobs: LockedJobs, say: Callable[[str], None]) -> Iterator[RebuiltSte
     for name, proof in jobs.lock.proof.items():
         with opened(jobs.config(name), name, proof) as (config, parts):
             say(f"step {name}: {config.output.dir}")
-            result = run_job(config, parts)
+            result = execute_job(config, parts)
         if result.stopped_by is not None:
             yield result.stopped_by
             return
-        yield compared(name, proof, folder_digests(Path(config.output.dir)))
+        yield rebuilt_step(name, proof, folder_digests(Path(config.output.dir)))
 
 
 @contextmanager
@@ -100,24 +100,26 @@ def _other_data(parts: ResolvedJob, proof: StepProof, fingerprint: str | None) -
         yield f"data set: other rows, {proof.dataset} in the lock, {(digests or ['none'])[-1]} here"
 
 
-def compared(name: str, proof: StepProof, found: FolderDigests) -> RebuiltStep:
+def rebuilt_step(name: str, proof: StepProof, digests: FolderDigests) -> RebuiltStep:
     """A step beside what the lock says of it."""
-    same_bytes = list(proof.files) == found.files if proof.files else True
-    return RebuiltStep(name, found.rows, len(found.files), _difference(proof, found), same_bytes)
+    same_bytes = list(proof.files) == digests.files if proof.files else True
+    return RebuiltStep(
+        name, digests.rows, len(digests.files), _difference(proof, digests), same_bytes
+    )
 
 
-def _difference(proof: StepProof, found: FolderDigests) -> str | None:
-    if found.columns != proof.columns:
+def _difference(proof: StepProof, digests: FolderDigests) -> str | None:
+    if digests.columns != proof.columns:
         return "it has other columns"
-    if (found.rows, len(found.files)) != (proof.rows, proof.shards):
-        made = f"{found.rows:,} rows in {len(found.files):,} shards"
+    if (digests.rows, len(digests.files)) != (proof.rows, proof.shards):
+        made = f"{digests.rows:,} rows in {len(digests.files):,} shards"
         return f"{made}, and {proof.rows:,} rows in {proof.shards:,} shards in the lock"
-    roots = [one.hex() for one in found.shard_roots]
+    roots = [one.hex() for one in digests.shard_roots]
     different = [str(i) for i, one in enumerate(proof.shard_roots) if one != roots[i]]
     if different:
         return f"{len(different):,} of {proof.shards:,} shards differ: {', '.join(different[:20])}"
-    if found.root.hex() != proof.root:
+    if digests.root.hex() != proof.root:
         return "some rows differ; the lock has too many shards to say which"
-    if proof.grades is not None and (found.grades or b"").hex() != proof.grades:
+    if proof.grades is not None and (digests.grades or b"").hex() != proof.grades:
         return "the rows are equal, and their grades differ"
     return None

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow
-from batchgen.pipelines.publish.row_values import is_true, number, value_of
+from batchgen.pipelines.publish.row_values import expression_value, is_true, number_value
 from batchgen.util.errors import ConfigError
 from batchgen.util.text.row_json import json_text
 
 
 @dataclass(frozen=True)
-class Choice:
+class SelectionRequest:
     """What a user asks for; each text is an expression over the columns of a row."""
 
     where: str | None = None
@@ -52,12 +52,12 @@ class Funnel:
 
 
 @dataclass(frozen=True)
-class Places:
+class WriteOrder:
     """[R] Where rows lie, in the order in which they are to be written."""
 
     job: npt.NDArray[np.int32]
     shard: npt.NDArray[np.int32]
-    place: npt.NDArray[np.int32]
+    position: npt.NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.job)
@@ -68,7 +68,7 @@ def value_digest(value: Any) -> bytes:
     return blake2b(json_text(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def choose(jobs: Sequence[FinishedRows], choice: Choice) -> tuple[Places, Funnel]:
+def choose(jobs: Sequence[FinishedRows], choice: SelectionRequest) -> tuple[WriteOrder, Funnel]:
     """The rows that a choice takes: those `where` it is true, of each input row the `best` sample,
     sorted `by` a number, the first of those that agree in `dedupe`, and the `top` of them.
 
@@ -101,7 +101,7 @@ def choose(jobs: Sequence[FinishedRows], choice: Choice) -> tuple[Places, Funnel
         order = order[: choice.top]
         funnel.left(f"--top {choice.top} --by {choice.by}", len(order))
     columns = (np.array(column, np.int32)[order] for column in (kept.job, kept.shard, kept.place))
-    return Places(*columns), funnel
+    return WriteOrder(*columns), funnel
 
 
 class _Kept:
@@ -116,7 +116,7 @@ class _Kept:
     def add(self, job: int, row: FoundRow, by: float | None, same: bytes | None) -> None:
         self.job.append(job)
         self.shard.append(row.shard)
-        self.place.append(row.place)
+        self.place.append(row.position)
         self.by.append(math.nan if by is None else by)
         self.same += same or bytes(16)
         self.comparable.append(same is not None)
@@ -125,7 +125,7 @@ class _Kept:
 class _Pass:
     """The pass over the rows of one job."""
 
-    def __init__(self, number: int, job: FinishedRows, choice: Choice) -> None:
+    def __init__(self, number: int, job: FinishedRows, choice: SelectionRequest) -> None:
         self._number, self._job = number, job
         given = {name: getattr(choice, name) for name in ("where", "best", "dedupe", "by")}
         self._of = {
@@ -147,7 +147,7 @@ class _Pass:
             return
         best: tuple[Any, float, FoundRow] | None = None
         for row in self._passed():
-            value = number(self._of["best"], row)
+            value = number_value(self._of["best"], row)
             if value is None:
                 continue
             group = self._group(row)
@@ -177,8 +177,8 @@ class _Pass:
         return source["row_id"] if isinstance(source, dict) else row.variables["id"]
 
     def _add(self, kept: _Kept, row: FoundRow) -> None:
-        by = number(self._of["by"], row) if "by" in self._of else None
-        value = value_of(self._of["dedupe"], row) if "dedupe" in self._of else None
+        by = number_value(self._of["by"], row) if "by" in self._of else None
+        value = expression_value(self._of["dedupe"], row) if "dedupe" in self._of else None
         kept.add(self._number, row, by, None if value is None else value_digest(value))
 
 

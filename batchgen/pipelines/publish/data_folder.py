@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.pipelines.publish.finished_rows import SET_FILE, rows_digest, set_facts, whole_set
+from batchgen.pipelines.publish.finished_rows import SET_FILE, set_digest, set_facts, whole_set
 from batchgen.storage.folder.whole_shards import whole_shards
 from batchgen.storage.leases.folder_lock import FolderLock
 from batchgen.storage.leases.fsync import fsync_path
@@ -35,11 +35,13 @@ def request_digest(request: Mapping[str, Any]) -> str:
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def new_folder(given: str) -> Path:
+def new_folder(job_path: str) -> Path:
     """The folder that a user names for a new set; ConfigError for an object store."""
-    if is_url(given):
-        raise ConfigError(f"--out {given}: a set is written to a folder of this machine: name one")
-    return user_path(given, "--out")
+    if is_url(job_path):
+        raise ConfigError(
+            f"--out {job_path}: a set is written to a folder of this machine: name one"
+        )
+    return user_path(job_path, "--out")
 
 
 def is_there(path: Path, request: str) -> bool:
@@ -145,7 +147,7 @@ def write_folder(
     facts: Mapping[str, Any],
     card: Callable[[int], str],
 ) -> int:
-    """Write a folder with these rows, a `card` that is told their number, and `facts` as SET_FILE.
+    """Write a folder with these rows, a `card` made from their number, and `facts` as SET_FILE.
 
     Returns:
         The number of rows.
@@ -155,7 +157,7 @@ def write_folder(
         for table in tables:
             writer.add(table)
         writer.close()
-        digest = rows_digest(whole_shards(FolderStorage(folder), str(path), writer.rows))
+        digest = set_digest(whole_shards(FolderStorage(folder), str(path), writer.rows))
         values = {**facts, "rows": writer.rows, "digest": digest}
         texts = {SET_FILE: json.dumps(values, indent=2, ensure_ascii=False)}
         texts["README.md"] = card(writer.rows)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from batchgen.evals.grades.finished_shards import FinishedShards
 from batchgen.evals.grades.visible_columns import VisibleColumns, Wanted
-from batchgen.storage.folder.open_folder import open_job, refuse_incomplete
+from batchgen.storage.folder.open_folder import open_job_reader, refuse_incomplete
 from batchgen.storage.folder.whole_shards import WholeShards, whole_shards
 from batchgen.storage.leases.own_files import refuse_links
 from batchgen.storage.stores.job_storage import FolderStorage, Storage
@@ -31,22 +31,22 @@ class FoundRow:
     """A row where it lies; `variables` are what expressions and templates see."""
 
     shard: int
-    place: int  # in its shard, from 0
+    position: int  # in its shard, from 0
     variables: Mapping[str, Any]
 
 
-def row_name(row: FoundRow) -> str:
+def set_row_name(row: FoundRow) -> str:
     """How a message names a row, as far as its id was read."""
     found = row.variables
     name = found.get("row_id", found.get("id"))
-    return f"row {row.place} of shard {row.shard}" if name is None else f"row {name!r}"
+    return f"row {row.position} of shard {row.shard}" if name is None else f"row {name!r}"
 
 
 class FinishedRows(FinishedShards):
     """Rows that will not change any more, in their order.
 
     Attributes:
-        given: the folder as the user named it.
+        user_path: the folder as the user named it.
         manifest: what a job's manifest.json holds; empty for a set.
         facts: what a set's SET_FILE holds; None for a job.
         metrics: what metrics.json holds; empty for a set.
@@ -55,15 +55,15 @@ class FinishedRows(FinishedShards):
     """
 
     def __init__(
-        self, given: str, storage: Storage, whole: WholeShards, config: Mapping[str, Any],
+        self, user_path: str, storage: Storage, whole: WholeShards, config: Mapping[str, Any],
         text_column: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any],
         facts: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(storage, given, whole)
+        super().__init__(storage, user_path, whole)
         self.config, self.text_column = config, text_column
         self.manifest, self.metrics, self.facts = manifest, metrics, facts
         if text_column not in self.schema.names:
-            raise ConfigError(f"the rows of {given} have no column {text_column!r} of texts")
+            raise ConfigError(f"the rows of {user_path} have no column {text_column!r} of texts")
         grades = self.grade_schema.names if facts is None else ()
         self.columns = VisibleColumns(self.schema.names, grades)
 
@@ -75,7 +75,7 @@ class FinishedRows(FinishedShards):
     def refuse_set(self, what: str) -> None:
         """Raise ConfigError if the rows are those of a set, which do not say how they ended."""
         if self.is_set:
-            raise ConfigError(f"{what} is for jobs, and {self.given} is a set: give its job")
+            raise ConfigError(f"{what} is for jobs, and {self.user_path} is a set: give its job")
 
     def group(self, name: str) -> dict[str, Any]:
         """A group of the configuration; empty if there is none."""
@@ -102,22 +102,22 @@ class FinishedRows(FinishedShards):
                     place += 1
 
 
-def is_set(given: str) -> bool:
+def is_set(job_path: str) -> bool:
     """Whether a folder is one that `select` or `export` wrote."""
-    if is_url(given):
+    if is_url(job_path):
         return False
-    path = user_path(given, "OUT")
+    path = user_path(job_path, "OUT")
     return (path / SET_FILE).is_file() and not (path / "manifest.json").exists()
 
 
-def open_rows(given: str) -> FinishedRows:
+def open_rows(job_path: str) -> FinishedRows:
     """The rows of a complete job or of a set, or a ConfigError that says what to do."""
-    if is_set(given):
-        return _open_set(given, user_path(given, "OUT"))
-    reader = open_job(given)
-    refuse_incomplete(reader, given)
+    if is_set(job_path):
+        return _open_set(job_path, user_path(job_path, "OUT"))
+    reader = open_job_reader(job_path)
+    refuse_incomplete(reader, job_path)
     facts = reader.text_column, reader.manifest, reader.metrics
-    return FinishedRows(given, reader.storage, reader.whole, reader.config, *facts)
+    return FinishedRows(job_path, reader.storage, reader.whole, reader.config, *facts)
 
 
 def set_facts(path: Path) -> dict[str, Any]:
@@ -142,38 +142,38 @@ def set_facts(path: Path) -> dict[str, Any]:
     raise JobError(f"{path / SET_FILE} cannot be read ({why}): make the set again")
 
 
-def whole_set(path: Path, given: str) -> tuple[dict[str, Any], WholeShards]:
+def whole_set(path: Path, user_path: str) -> tuple[dict[str, Any], WholeShards]:
     """What the SET_FILE of a folder holds, and the shards, which are those that it names.
 
     Raises:
-        ConfigError, JobError: as of `set_facts` and `whole_shards`, or other rows lie there.
+        ConfigError, JobError: see `set_facts` and `whole_shards`, or other rows lie there.
     """
     facts = set_facts(path)
-    whole = whole_shards(FolderStorage(path), given, facts.get("rows"), SET_FILE)
-    if facts.get("digest", found := rows_digest(whole)) != found:
+    whole = whole_shards(FolderStorage(path), user_path, facts.get("rows"), SET_FILE)
+    if facts.get("digest", found := set_digest(whole)) != found:
         raise JobError(
-            f"{given}: its rows are not those that were written: {SET_FILE} says which these are; "
-            "make the set again in another folder"
+            f"{user_path}: its rows are not those that were written: {SET_FILE} says which these "
+            "are; make the set again in another folder"
         )
     return facts, whole
 
 
-def rows_digest(whole: WholeShards) -> str:
+def set_digest(whole: WholeShards) -> str:
     """A digest of all rows of a set and of their columns, from the checksums of its shards."""
     columns = [f"{field.name} {field.type}" for field in whole.schema]
     return fingerprint_text(*columns, *(shard.digest or "" for shard in whole.shards))
 
 
-def _open_set(given: str, path: Path) -> FinishedRows:
-    facts, whole = whole_set(path, given)
+def _open_set(user_path: str, path: Path) -> FinishedRows:
+    facts, whole = whole_set(path, user_path)
     if facts["kind"] != "rows":
         raise ConfigError(
-            f"{given} is an export for a trainer ({facts['kind']}): give the job or the set that "
-            "it was made of"
+            f"{user_path} is an export for a trainer ({facts['kind']}): give the job or the set "
+            "that it was made of"
         )
     configs = [c if isinstance(c := one.get("config"), dict) else {} for one in facts["jobs"]]
     prompts = [config.get("prompt") for config in configs]
     is_one = configs and all(prompt == prompts[0] for prompt in prompts)
     config = configs[0] if is_one else {}
     text = facts.get("text_column", "")
-    return FinishedRows(given, FolderStorage(path), whole, config, text, {}, {}, facts)
+    return FinishedRows(user_path, FolderStorage(path), whole, config, text, {}, {}, facts)

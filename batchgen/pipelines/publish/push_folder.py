@@ -100,8 +100,8 @@ class FolderPush:
                 lines = self._folder.differences(Path(path).read_bytes())
         if lines:
             raise ConfigError(
-                f"push: {self._repo} holds other rows than {self._folder.given}: choose another "
-                "name\n  " + "\n  ".join(lines)
+                f"push: {self._repo} holds other rows than {self._folder.user_path}: choose "
+                "another name\n  " + "\n  ".join(lines)
             )
 
     @property
@@ -132,8 +132,8 @@ class FolderPush:
         self.push(complete=status == "complete")
         if status != "complete":
             raise JobError(
-                f"the job in {self._folder.given} is not complete ({status}), and what it has is "
-                "pushed: run its command again, and then this one"
+                f"the job in {self._folder.user_path} is not complete ({status}), and what it has "
+                "is pushed: run its command again, and then this one"
             )
 
     def _push_some(self, complete: bool) -> bool:
@@ -183,13 +183,13 @@ class FolderPush:
             found.append(file)
         return found
 
-    def _is_there(self, file: LocalFile, known: RepoFile | None) -> bool:
+    def _is_there(self, file: LocalFile, remote: RepoFile | None) -> bool:
         """Whether the repository has a file with this size and digest."""
-        if known is None or known.size != file.size:
+        if remote is None or remote.size != file.size:
             return False
-        if known.lfs is None:
-            return known.blob_id == file.git_blob()
-        return known.lfs.sha256 == self._sha256(file)
+        if remote.lfs is None:
+            return remote.blob_id == file.git_blob()
+        return remote.lfs.sha256 == self._sha256(file)
 
     def _sha256(self, file: LocalFile) -> str:
         """The digest of a file, which is computed once as long as the file stays."""

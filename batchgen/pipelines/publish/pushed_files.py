@@ -62,22 +62,22 @@ class PushedFolder:
         identity_file: the file that says what the rows are.
     """
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, job_path: str) -> None:
         """Raise ConfigError if the folder is neither, JobError if rows are missing."""
-        self.given = folder_here(given, "batchgen push")
+        self.user_path = folder_here(job_path, "batchgen push")
         self._reader: JobFolderReader | None = None
-        self.path = Path(step_folder(str(user_path(given, "DIR"))))
+        self.path = Path(step_folder(str(user_path(job_path, "DIR"))))
         if self.path.is_file():
             raise ConfigError(
-                f"push takes folders, and {given} is a file: write a folder with `batchgen export "
-                "… --out FOLDER`, whose name has no suffix"
+                f"push takes folders, and {job_path} is a file: write a folder with `batchgen "
+                "export … --out FOLDER`, whose name has no suffix"
             )
-        if is_set(given):
+        if is_set(job_path):
             self.identity_file = SET_FILE
-            whole_set(self.path, given)
+            whole_set(self.path, job_path)
         else:
             self.identity_file = MANIFEST
-            self._reader = open_folder(given, "push")
+            self._reader = open_folder(job_path, "push")
 
     @property
     def status(self) -> str:
@@ -90,7 +90,7 @@ class PushedFolder:
     def refuse_incomplete(self) -> None:
         """Raise ConfigError for a job that is not complete."""
         if self._reader is not None:
-            refuse_incomplete(self._reader, self.given)
+            refuse_incomplete(self._reader, self.user_path)
 
     def files(self, *, complete: bool) -> Iterator[LocalFile]:
         """The files as they are now, those of every commit first, then shards in order.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from batchgen.pipelines.publish.chosen_rows import Choice, choose
+from batchgen.pipelines.publish.chosen_rows import SelectionRequest, choose
 from batchgen.pipelines.publish.data_folder import is_there, request_digest, write_folder
 from batchgen.pipelines.publish.finished_rows import SET_FILE, SET_FORMAT, FinishedRows
 from batchgen.pipelines.publish.set_card import job_lineage, set_card
@@ -16,17 +16,17 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True)
 class Selected:
-    """What `select` did: the rows of the set, and how many there were after each step; `made` is
+    """What `select` did: the rows of the set, and how many there were after each step; `is_new` is
     false if the set was there."""
 
     rows: int
     funnel: Sequence[tuple[str, int]]
-    made: bool
+    is_new: bool
 
 
 def select(
     jobs: Sequence[FinishedRows],
-    choice: Choice,
+    choice: SelectionRequest,
     out: Path,
     *,
     columns: Sequence[str] | None = None,
@@ -56,7 +56,7 @@ def select(
     asked = {**asdict(choice), "columns": columns, "text_as": text_as}
     request = request_digest({"asked": asked, "jobs": [one["digest"] for one in lineage]})
     if is_there(out, request):
-        return Selected(0, (), made=False)
+        return Selected(0, (), is_new=False)
     places, funnel = choose(jobs, choice)
     if not len(places):
         raise ConfigError("\n".join(["no row is left:", *funnel.lines()]))
@@ -78,14 +78,14 @@ def select(
         return set_card(out, request, about, lineage, funnel.steps, schema)
 
     rows = write_folder(out, schema, set_tables(jobs, taken, places, schema), facts, card)
-    return Selected(rows, funnel.steps, made=True)
+    return Selected(rows, funnel.steps, is_new=True)
 
 
 def _prefixes(jobs: Sequence[FinishedRows]) -> list[str]:
     """What the ids of each job's rows begin with: nothing for one job, else its folder's name."""
     if len(jobs) == 1:
         return [""]
-    names = [job.given.rstrip("/").rpartition("/")[2] for job in jobs]
+    names = [job.user_path.rstrip("/").rpartition("/")[2] for job in jobs]
     if len(set(names)) < len(names):
         raise ConfigError(
             f"two of these jobs have one name ({', '.join(sorted(names))}), and ids begin with it: "

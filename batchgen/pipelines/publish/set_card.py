@@ -19,7 +19,7 @@ _NOT_KEPT = ("row_digests", "history")
 
 def job_lineage(job: FinishedRows) -> dict[str, Any]:
     """What a folder remembers of a job, or of a set, that its rows came from."""
-    found: dict[str, Any] = {"path": job.given, "digest": job.digest}
+    found: dict[str, Any] = {"path": job.user_path, "digest": job.digest}
     if job.facts is not None:
         return {**found, "set": dict(job.facts)}
     manifest = {key: value for key, value in job.manifest.items() if key not in _NOT_KEPT}

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchgen.evals.grades.grade_files import ROW_KEYS
 from batchgen.evals.grades.visible_columns import Wanted
-from batchgen.pipelines.publish.chosen_rows import Places
+from batchgen.pipelines.publish.chosen_rows import WriteOrder
 from batchgen.pipelines.publish.data_folder import ROWS_PER_SHARD
 from batchgen.pipelines.publish.finished_rows import FinishedRows
 from batchgen.util.errors import ConfigError
@@ -64,7 +64,9 @@ def set_columns(
         ConfigError: a name is unknown, or two columns would have the same one.
     """
     if job.is_set:
-        raise ConfigError(f"select reads jobs, and {job.given} is a set: give the jobs themselves")
+        raise ConfigError(
+            f"select reads jobs, and {job.user_path} is a set: give the jobs themselves"
+        )
     chosen = _chosen(job, named)
     data: dict[str, str] = {}
     grades: dict[str, str] = {}
@@ -83,7 +85,7 @@ def set_columns(
             )
         (grades if is_grade else data)[new] = name
     has_source = SOURCE not in data and SOURCE not in grades
-    return SetColumns(job.given, data, grades, one_of_a_row, prefix, has_source)
+    return SetColumns(job.user_path, data, grades, one_of_a_row, prefix, has_source)
 
 
 def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, bool]]:
@@ -106,7 +108,7 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
             found.append((bare, True))
         else:
             raise ConfigError(
-                f"--columns: {job.given} has no column {name!r}: choose among "
+                f"--columns: {job.user_path} has no column {name!r}: choose among "
                 f"{some_names(job.columns.names, name)}"
             )
     return found
@@ -122,8 +124,8 @@ def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> p
             known = fields.setdefault(field.name, field)
             if known.type != field.type:
                 raise ConfigError(
-                    f"column {field.name!r} is {known.type} in {jobs[0].given} and {field.type} in "
-                    f"{job.given}: choose columns with --columns"
+                    f"column {field.name!r} is {known.type} in {jobs[0].user_path} and "
+                    f"{field.type} in {job.user_path}: choose columns with --columns"
                 )
     if SOURCE not in fields:
         meaning = {"meaning": "job, row and sample that the row came from"}
@@ -132,7 +134,10 @@ def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> p
 
 
 def set_tables(
-    jobs: Sequence[FinishedRows], columns: Sequence[SetColumns], places: Places, schema: pa.Schema
+    jobs: Sequence[FinishedRows],
+    columns: Sequence[SetColumns],
+    places: WriteOrder,
+    schema: pa.Schema,
 ) -> Iterator[pa.Table]:
     """The rows at these places, in their order, a table for each shard of the set."""
     for start in range(0, max(1, len(places)), _BUCKETS * ROWS_PER_SHARD):
@@ -176,7 +181,7 @@ class _Bucket:
 def _found(
     jobs: Sequence[FinishedRows],
     columns: Sequence[SetColumns],
-    places: Places,
+    places: WriteOrder,
     ranks: Any,
     schema: pa.Schema,
 ) -> Iterator[tuple[pa.Table, Any]]:
@@ -184,10 +189,10 @@ def _found(
     keys = np.stack([places.job[ranks], places.shard[ranks]], axis=1)
     for number, shard in np.unique(keys, axis=0).tolist() if len(ranks) else ():
         here = ranks[(keys[:, 0] == number) & (keys[:, 1] == shard)]
-        here = here[np.argsort(places.place[here], kind="stable")]
+        here = here[np.argsort(places.position[here], kind="stable")]
         job, taken, done = jobs[number], columns[number], 0
         names = job.columns.ordered(taken.wanted)
-        for rows, grades in job.tables(shard, *names, places.place[here]):
+        for rows, grades in job.tables(shard, *names, places.position[here]):
             yield _table(rows, grades, taken, schema), here[done : done + len(rows)]
             done += len(rows)
 

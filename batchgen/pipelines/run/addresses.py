@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from batchgen.config.compose.load_config import identity, resolved
+from batchgen.config.compose.load_config import config_identity, resolved
 from batchgen.config.groups.class_names import with_lasting_names
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.pipelines.run.pipeline import Step
+from batchgen.pipelines.run.pipeline import PipelineStep
 from batchgen.storage.folder.pipeline_record import Version
 from batchgen.util.fingerprint import fingerprint_text
 
@@ -24,13 +24,16 @@ Prints = Mapping[str, str]
 
 
 def addresses(
-    steps: Mapping[str, Step],
+    steps: Mapping[str, PipelineStep],
     prints: Mapping[str, Prints],
     edition: Callable[[str, str], int] = lambda name, base: 0,
 ) -> dict[str, tuple[str, Version]]:
-    """The address of each step, and how it was found; `steps` are in an order in which each comes
-    behind what it reads, and `edition` says how often the data of a step have changed under a base
-    address."""
+    """Address and version of each step.
+
+    Args:
+        steps: in topological order.
+        edition: how often a step's data have changed under the same base address.
+    """
     found: dict[str, tuple[str, Version]] = {}
     for name, step in steps.items():
         parents = {other: found[other][0] for other in step.reads}
@@ -42,22 +45,25 @@ def addresses(
     return found
 
 
-def _decides_rows(step: Step, prints: Prints) -> Any:
+def _decides_rows(step: PipelineStep, prints: Prints) -> Any:
     """What decides the rows of a step, besides those that it reads."""
     # Other steps go by their names: where they lie decides nothing.
     config = step.within({name: name for name in [step.name, *step.reads]})
     models = [name for name in prints if name.endswith("_model")]
-    decides = [identity(config, models), dict(prints)]
+    decides = [config_identity(config, models), dict(prints)]
     if config.sampling.until is not None:  # these steps may say when a row has enough samples
         decides.append(_resolved(config)["post"])
     return decides
 
 
-def _decides_answers(step: Step) -> Any:
+def _decides_answers(step: PipelineStep) -> Any:
     """What decides which answers a step shows to its readers, and is no part of its address: more
     samples come between others, and other grades choose other rows."""
     groups = _resolved(step.config)
     sampling = {key: groups["sampling"][key] for key in ("n", "until")}
+    if sampling["until"]:  # a key at its default is part of nothing
+        kept = {key: value for key, value in sampling["until"].items() if value is not None}
+        sampling["until"] = kept
     return [{key: value for key, value in sampling.items() if value}, groups["post"]]
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.pipelines.run.pipeline_file import MOST_ERRORS
+from batchgen.pipelines.run.given_pipeline import MOST_ERRORS
 from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import JobError
@@ -25,8 +25,8 @@ class TooManyErrors(JobError):
 class ErrorWatch:
     """Looks at the first finished shard of a step, once there is one."""
 
-    def __init__(self, step: str, storage: Storage, most: float) -> None:
-        self._step, self._storage, self._most = step, storage, most
+    def __init__(self, step: str, storage: Storage, limit: float) -> None:
+        self._step, self._storage, self._most = step, storage, limit
         self._is_seen = False
 
     def look(self) -> None:

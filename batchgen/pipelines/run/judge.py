@@ -65,7 +65,7 @@ _SCALES = {"choice": "match", "score": "score", "pair": "pair"}
 """Scale → the template that is taken where none is given."""
 
 
-def judge_values(given: Any, parents: tuple[str, ...], start: str) -> dict[str, Any]:
+def judge_values(value: Any, parents: tuple[str, ...], start: str) -> dict[str, Any]:
     """The keys of a job that `judge` stands for.
 
     Args:
@@ -75,26 +75,26 @@ def judge_values(given: Any, parents: tuple[str, ...], start: str) -> dict[str, 
     Raises:
         ConfigError: it is no mapping of known keys, or does not fit the steps that are judged.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(value, Mapping):
         raise ConfigError(f"{start} must be a mapping, such as {{template: simpleqa}}")
-    for key in given:
+    for key in value:
         if key not in _KEYS:
             guess = nearest(str(key), _KEYS)
             said = f"did you mean {guess}?" if guess else f"there are {', '.join(_KEYS)}"
             raise ConfigError(f"{start}.{key}: there is no such key: {said}")
-    name, template = _template(given, start)
+    name, template = _template(value, start)
     wanted = 2 if template.scale == "pair" else 1
     if len(parents) != wanted:
         steps = "two steps whose answers are compared" if wanted == 2 else "the step that is judged"
         raise ConfigError(f"{start}: from must name {steps}")
-    return _values(name, template, given, parents, start)
+    return _values(name, template, value, parents, start)
 
 
-def _template(given: Mapping[str, Any], start: str) -> tuple[str, _Template]:
-    scale = given.get("scale")
+def _template(values: Mapping[str, Any], start: str) -> tuple[str, _Template]:
+    scale = values.get("scale")
     if scale is not None and scale not in _SCALES:
         raise ConfigError(f"{start}.scale must be among {', '.join(_SCALES)}: {scale!r:.40}")
-    name = given.get("template") or _SCALES.get(str(scale))
+    name = values.get("template") or _SCALES.get(str(scale))
     if name is None:
         raise ConfigError(f"{start}: give a template ({', '.join(_TEMPLATES)}) or a scale")
     if name not in _TEMPLATES:
@@ -111,16 +111,16 @@ def _template(given: Mapping[str, Any], start: str) -> tuple[str, _Template]:
 def _values(
     name: str,
     template: _Template,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     parents: tuple[str, ...],
     start: str,
 ) -> dict[str, Any]:
-    low, high = _bounds(template, given, start)
-    names = {"asked": str(given.get("question", template.question))}
-    if "target" in given and template.target is None:
+    low, high = _bounds(template, options, start)
+    names = {"asked": str(options.get("question", template.question))}
+    if "target" in options and template.target is None:
         raise ConfigError(f"{start}.target: the template {name} shows no right answer")
     if template.target is not None:
-        names["wanted"] = str(given.get("target", template.target))
+        names["wanted"] = str(options.get("target", template.target))
     sets = [f"{{%- set {ours} = row[{column!r}] %}}" for ours, column in names.items()]
     sets.append(_answers(template))
     if template.scale == "score":
@@ -147,10 +147,10 @@ def _values(
     return values
 
 
-def _bounds(template: _Template, given: Mapping[str, Any], start: str) -> tuple[int, int]:
+def _bounds(template: _Template, values: Mapping[str, Any], start: str) -> tuple[int, int]:
     """The lowest and the highest score."""
-    low, high = given.get("low", 1), given.get("high", 5)
-    if template.scale != "score" and ("low" in given or "high" in given):
+    low, high = values.get("low", 1), values.get("high", 5)
+    if template.scale != "score" and ("low" in values or "high" in values):
         raise ConfigError(f"{start}: low and high belong to scale score")
     if type(low) is not int or type(high) is not int or not 0 < high - low <= _MOST_NUMBERS:
         raise ConfigError(f"{start}: low and high must be whole numbers, low below high")

@@ -22,17 +22,21 @@ from batchgen.jobs.resolve.opened_job import open_job
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.pipelines.publish.data_folder import request_digest
 from batchgen.pipelines.publish.finished_rows import FinishedRows, open_rows
-from batchgen.pipelines.publish.trainers.text_export import check_columns, export_text, format_of
+from batchgen.pipelines.publish.trainers.text_export import (
+    export_columns,
+    export_format,
+    export_text,
+)
 from batchgen.pipelines.publish.trainers.trainer_export import Exported, export_for, lines_of
 from batchgen.pipelines.run.open_pipeline import OpenPipeline
-from batchgen.pipelines.run.written_sets import Export, settings
+from batchgen.pipelines.run.written_sets import Export, export_settings
 from batchgen.storage.folder.export_record import (
     EXPORTS,
     ExportRecord,
     MadeExport,
     content_digest,
 )
-from batchgen.storage.stores.whole_file import publish
+from batchgen.storage.stores.whole_file import publish_file
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import delete_temporaries
 
@@ -57,8 +61,8 @@ def make_exports(opened: OpenPipeline) -> list[str]:
 def _made(one: Export, source: str, record: ExportRecord) -> str:
     """Write an export unless it is there; returns what is said of it."""
     rows = open_rows(source)
-    request = request_digest({**settings(one), "rows": rows.digest})
-    path, known = record.folder / one.out, record.made.get(one.out)
+    request = request_digest({**export_settings(one), "rows": rows.digest})
+    path, known = record.folder / one.out, record.exports.get(one.out)
     there = record.own_digest(one.out)
     if known is not None and known.request == request and known.digests[:1] == (there,):
         return f"{path}: has these rows already"
@@ -70,10 +74,10 @@ def _made(one: Export, source: str, record: ExportRecord) -> str:
         assert made is not None
         digests = (made,) if there is None else (made, there)
         of = source.rpartition("/")[2]
-        record.write(one.out, MadeExport(request, digests, of, settings(one)))
+        record.write(one.out, MadeExport(request, digests, of, export_settings(one)))
         if path.is_dir():
             shutil.rmtree(path)
-        publish(new, path)
+        publish_file(new, path)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
     why = "".join(f"; {count:,} left out {reason}" for reason, count in done.left_out.items())
@@ -85,7 +89,7 @@ def _write(one: Export, rows: FinishedRows, path: Path, new: Path) -> Exported:
     if one.to is not None:
         return export_for(rows, one.asked(), path, at=new)
     options: dict[str, Any] = {key: one.options.get(key) for key in ("columns", "where")}
-    return Exported(export_text(rows.given, path, at=new, **options), {})
+    return Exported(export_text(rows.user_path, path, at=new, **options), {})
 
 
 def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:
@@ -113,9 +117,9 @@ class PromisedRows(FinishedRows):
     """
 
     def __init__(
-        self, given: str, job: FollowedJob, config: Mapping[str, Any], more: Sequence[str]
+        self, user_path: str, job: FollowedJob, config: Mapping[str, Any], more: Sequence[str]
     ) -> None:
-        GradedShards.__init__(self, job.storage, given)
+        GradedShards.__init__(self, job.storage, user_path)
         self.config, self.text_column, self.facts = config, job.text_column, None
         self.manifest, self.metrics, self.shards = {}, {}, []
         new = [pa.field(name, pa.string()) for name in more if name not in job.schema.names]
@@ -139,7 +143,7 @@ def refuse_wrong_exports(opened: OpenPipeline) -> None:
         try:
             if one.to is None:
                 columns, where = (one.options.get(key) for key in ("columns", "where"))
-                check_columns(rows, format_of(Path(one.out)), columns, where)
+                export_columns(rows, export_format(Path(one.out)), columns, where)
             else:
                 lines_of(rows, one.asked(), Path(one.out))
         except ConfigError as error:

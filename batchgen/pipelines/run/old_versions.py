@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from batchgen.config.groups.workers_config import WorkersConfig
-from batchgen.storage.folder.pipeline_record import RECORD, PipelineRecord, folder_name
+from batchgen.storage.folder.pipeline_record import RECORD, PipelineRecord, step_folder_name
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import locked_record, read_record
 from batchgen.storage.leases.folder_lock import FolderLock
@@ -77,7 +77,7 @@ class OldVersions:
                 storage.write(storage.path / RECORD, replace(record, steps=steps).text())
 
     def _folder(self, step: str, address: str) -> str:
-        return f"{self._out}/{folder_name(step, address)}"
+        return f"{self._out}/{step_folder_name(step, address)}"
 
     def _needed(self, step: str, address: str, storage: Storage) -> str | None:
         """Why a version must stay; None if it may go."""

@@ -19,7 +19,7 @@ from batchgen.storage.folder.pipeline_record import (
     RECORD,
     PipelineRecord,
     StepVersions,
-    folder_name,
+    step_folder_name,
 )
 from batchgen.storage.folder.step_folders import locked_record, read_record, refuse_linked
 from batchgen.storage.leases.own_files import MANIFEST
@@ -43,7 +43,7 @@ class OpenPipeline:
         self.pipeline = pipeline
         self._prints = _prints(pipeline)
         self._storage = open_storage(pipeline.out, WorkersConfig())
-        _refuse_foreign(self._storage.shown, self._names())
+        _refuse_foreign(self._storage.display_name, self._names())
         if self._storage.in_place and self._storage.path.is_dir():
             refuse_linked(self._storage.path)
         self._before = read_record(self._storage) or PipelineRecord()
@@ -67,7 +67,8 @@ class OpenPipeline:
         config = self.pipeline.steps[name].config
         prints = {key: value for key, value in self._prints[name].items() if key != "constraint"}
         model = (config.model.load_format, config.model.quantization, config.model.dtype)
-        return repr((sorted(prints.items()), model, config.strategy, config.engine))
+        layers = config.output.hidden_layers
+        return repr((sorted(prints.items()), model, config.strategy, config.engine, layers))
 
     def folder(self, name: str) -> str:
         """The current folder of a step, as a path or URL."""
@@ -76,7 +77,7 @@ class OpenPipeline:
     def older_folders(self, name: str) -> list[str]:
         """The folders of the versions of a step that are not current, the newest first."""
         out = self.pipeline.out.rstrip("/")
-        return [f"{out}/{folder_name(name, at)}" for at in self.record.steps[name].older]
+        return [f"{out}/{step_folder_name(name, at)}" for at in self.record.steps[name].older]
 
     def config(self, name: str) -> JobConfig:
         """The job of a step, with the folders of the current versions, which copies rows of its
@@ -125,8 +126,8 @@ class OpenPipeline:
             for name, folder in mine.items():
                 if (other := now.current.get(name)) != folder:
                     raise JobError(
-                        f"{self._storage.shown}: another configuration was started in this folder "
-                        f"meanwhile, by which step {name} is {other or 'left out'} and not "
+                        f"{self._storage.display_name}: another configuration was started in this "
+                        f"folder meanwhile, by which step {name} is {other or 'left out'} and not "
                         f"{folder}: its exports are the current ones. All rows of this one are "
                         "there: run its command again to make it the current one"
                     )
@@ -166,7 +167,7 @@ class OpenPipeline:
             return []
         except NotADirectoryError:
             raise ConfigError(
-                f"output.dir={self._storage.shown} is a file: give a folder"
+                f"output.dir={self._storage.display_name} is a file: give a folder"
             ) from None
 
 
@@ -186,16 +187,16 @@ def _prints(pipeline: Pipeline) -> dict[str, Prints]:
     return found
 
 
-def _refuse_foreign(shown: str, names: list[str]) -> None:
+def _refuse_foreign(display_name: str, names: list[str]) -> None:
     """Refuse a folder that holds something else."""
     if MANIFEST in names:
         raise ConfigError(
-            f"output.dir={shown} holds the output of a job: give the pipeline a folder of its own"
+            f"output.dir={display_name} holds the output of a job: give the pipeline its own folder"
         )
     foreign = sorted(name for name in names if not name.startswith("."))
     if foreign and RECORD not in names and PIPELINE_FILE not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(
-            f"output.dir={shown} holds files that are not of a pipeline ({listed}): choose a new "
-            "or empty folder"
+            f"output.dir={display_name} holds files that are not of a pipeline ({listed}): choose "
+            "a new or empty folder"
         )

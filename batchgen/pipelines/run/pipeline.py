@@ -1,4 +1,4 @@
-"""A pipeline: jobs that read each other, in an order in which each comes behind what it reads."""
+"""A pipeline: jobs that read each other, in topological order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 import yaml
 
 from batchgen.config.compose.compose_config import compose_groups
-from batchgen.config.compose.load_config import literal, load_config, resolved
+from batchgen.config.compose.load_config import escaped_text, load_config, resolved
 from batchgen.config.compose.trust import Trust
-from batchgen.config.groups.adapter_names import GRID_REFUSAL
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.early_checks import check_early
-from batchgen.pipelines.run.pipeline_file import (
+from batchgen.pipelines.run.given_pipeline import (
     AFTER,
     COMPLETE,
     EXPORT,
@@ -36,7 +35,7 @@ _PATH = "path"
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """One step.
 
     Attributes:
@@ -97,16 +96,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Steps in an order in which each comes behind what it reads, and what is made of them."""
+    """Steps in topological order, and what is made of them."""
 
     out: str
-    steps: Mapping[str, Step]
+    steps: Mapping[str, PipelineStep]
     exports: Sequence[Export] = ()
     pushes: Sequence[Push] = ()
     most_errors: float = _MOST_ERRORS
 
     def check_early(self) -> None:
-        """Find the usual mistakes of the steps before torch is loaded; as of `check_early`."""
+        """Find the usual mistakes of the steps before torch is loaded; see `check_early`."""
         for name, step in self.steps.items():
             try:
                 check_early(step.config, folder=False)
@@ -121,31 +120,29 @@ class Pipeline:
         values[STEPS] = {name: step.values() for name, step in self.steps.items()}
         values |= {EXPORT: [one.values() for one in self.exports]} if self.exports else {}
         values |= {PUSH: [one.values() for one in self.pushes]} if self.pushes else {}
-        return yaml.safe_dump(literal(values), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(escaped_text(values), sort_keys=False, allow_unicode=True)
 
 
-def compose_pipeline(given: GivenPipeline, trust: Trust, folders: Sequence[Path] = ()) -> Pipeline:
+def compose_pipeline(
+    pipeline: GivenPipeline, trust: Trust, folders: Sequence[Path] = ()
+) -> Pipeline:
     """The pipeline with all its jobs checked; ConfigError for a mistake in one of them, or in what
     they read of each other. `folders` have further choices."""
-    out = user_folder(given.out, "output.dir")
+    out = user_folder(pipeline.out, "output.dir")
     steps = {}
-    for name, step in given.steps.items():
+    for name, step in pipeline.steps.items():
         try:
-            steps[name] = _composed(step, given, out, trust, folders)
+            steps[name] = _composed(step, pipeline, out, trust, folders)
         except ConfigError as error:
             start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
             raise ConfigError(f"{start}{error}") from None
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
-    for name, composed in ordered.items():
-        for other in composed.reads:
-            if ordered[other].config.model.lora_grid:
-                raise ConfigError(f"step {name}: the step {other} {GRID_REFUSAL}")
-    most = given.keys.get(MOST_ERRORS, _MOST_ERRORS)
+    most = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
     most_errors = convert(most, float, MOST_ERRORS)
     if not 0 <= most_errors <= 1:
         raise ConfigError(f"{MOST_ERRORS} must be a share from 0 to 1, got {most}")
-    exports = read_exports(given, ordered)
-    pushes = read_pushes(given, ordered, exports, trust)
+    exports = read_exports(pipeline, ordered)
+    pushes = read_pushes(pipeline, ordered, exports, trust)
     return Pipeline(out, ordered, exports, pushes, most_errors)
 
 
@@ -176,15 +173,15 @@ def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _composed(
-    given: GivenStep, pipeline: GivenPipeline, out: str, trust: Trust, folders: Sequence[Path]
-) -> Step:
-    for parent in given.parents:
-        _refuse_unknown(parent, pipeline, given.places.get(FROM, FROM))
+    source: GivenStep, pipeline: GivenPipeline, out: str, trust: Trust, folders: Sequence[Path]
+) -> PipelineStep:
+    for parent in source.parents:
+        _refuse_unknown(parent, pipeline, source.places.get(FROM, FROM))
     groups = compose_groups(
-        given.values, given.overrides, folders=folders, places=given.places
+        source.values, source.overrides, folders=folders, places=source.places
     ).groups
-    if given.parents:
-        paths = [f"{out}/{parent}" for parent in given.parents]
+    if source.parents:
+        paths = [f"{out}/{parent}" for parent in source.parents]
         groups["dataset"][_PATH] = paths[0] if len(paths) == 1 else paths
     tables = {}
     for place, step in enumerate(groups.get("rows") or ()):
@@ -197,12 +194,12 @@ def _composed(
             options[_PATH] = f"{out}/{name}"
     if isinstance(sampling := groups.get("sampling"), dict):
         if sampling.get("stream") is None:
-            sampling["stream"] = given.name
+            sampling["stream"] = source.name
     if isinstance(output := groups.get("output"), dict):
-        output["dir"] = f"{out}/{given.name}"
+        output["dir"] = f"{out}/{source.name}"
     config = load_config(groups, trust)
     _refuse_of_jobs(config)
-    return Step(given.name, config, given.parents, tables, given.waits)
+    return PipelineStep(source.name, config, source.parents, tables, source.waits)
 
 
 def _options(step: Any) -> Any:

@@ -15,7 +15,7 @@ from batchgen.pipelines.run.make_sets import refuse_wrong_exports
 from batchgen.pipelines.run.open_pipeline import OpenPipeline
 from batchgen.pipelines.run.pipeline import Pipeline
 from batchgen.pipelines.run.run_steps import of_step
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.stores.manifest import ROWS
 from batchgen.util.duration import duration
 from batchgen.util.errors import ConfigError, JobError
@@ -83,7 +83,7 @@ def _grows(step: PlannedStep, pipeline: Pipeline) -> bool:
     if pipeline.steps[step.name].config.sampling.until is None:
         return step.plan.answers > 0
     # How many answers a row gets is not known before: only more rows mean more of them.
-    job = open_job(step.folder)
+    job = open_job_reader(step.folder)
     rows = job.manifest["growing"].get(ROWS) if job.row_facts is None else job.row_facts.rows
     return step.plan.scan.num_rows != rows
 
@@ -154,7 +154,7 @@ def _plan(opened: OpenPipeline, name: str, settings: PlanSettings) -> Plan:
 
 def _is_complete(folder: str) -> bool:
     try:
-        return open_job(folder).metrics.get("status") == "complete"
+        return open_job_reader(folder).metrics.get("status") == "complete"
     except (ConfigError, JobError):  # it has not begun, or computes again what it has lost
         return False
 

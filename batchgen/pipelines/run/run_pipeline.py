@@ -11,7 +11,7 @@ from batchgen.pages.report.pipeline_report import write_report
 from batchgen.pipelines.run.make_sets import make_exports, push_all, refuse_wrong_exports
 from batchgen.pipelines.run.open_pipeline import OpenPipeline
 from batchgen.pipelines.run.pipeline import Pipeline
-from batchgen.pipelines.run.run_steps import run_steps
+from batchgen.pipelines.run.run_steps import run_pipeline_steps
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import is_url
 
@@ -36,7 +36,7 @@ def run_pipeline(pipeline: Pipeline) -> PipelineResult:
         refuse_wrong_exports(opened)
         opened.write()
         try:
-            results = run_steps(opened)
+            results = run_pipeline_steps(opened)
         except (ConfigError, JobError) as error:
             error.add_note(funnel_table(counts(opened)))
             raise

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.config_keys import nearest
-from batchgen.pipelines.run.pipeline_file import EXPORT, FROM, PUSH, GivenPipeline
+from batchgen.pipelines.run.given_pipeline import EXPORT, FROM, PUSH, GivenPipeline
 from batchgen.storage.folder.export_record import EXPORTS, MADE
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
 if TYPE_CHECKING:
-    from batchgen.pipelines.publish.trainers.trainer_rows import Asked
+    from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest
 
 _OUT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
 _BYTES = ("kd-packed", "rl")
@@ -38,12 +38,14 @@ class Export:
         to = {} if self.to is None else {"to": self.to}
         return {FROM: self.step, **to, "out": self.out, **self.options}
 
-    def asked(self) -> Asked:
+    def asked(self) -> ExportRequest:
         """What is asked for in the format of a trainer; ConfigError for options that do not fit."""
-        from batchgen.pipelines.publish.trainers.trainer_rows import Asked  # it loads pyarrow
+        from batchgen.pipelines.publish.trainers.trainer_rows import (
+            ExportRequest,  # it loads pyarrow
+        )
 
         assert self.to is not None
-        return Asked(to=self.to, **self.options)
+        return ExportRequest(to=self.to, **self.options)
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ def read_exports(pipeline: GivenPipeline, steps: Collection[str]) -> list[Export
 
 
 def _export(values: Any, start: str, steps: Collection[str]) -> Export:
-    from batchgen.pipelines.publish.trainers.text_export import format_of
-    from batchgen.pipelines.publish.trainers.trainer_rows import FORMATS, Asked
+    from batchgen.pipelines.publish.trainers.text_export import export_format
+    from batchgen.pipelines.publish.trainers.trainer_rows import FORMATS, ExportRequest
 
     if not isinstance(values, dict):
         raise ConfigError(f"{start}give {{from: STEP, to: sft}}, or a list of these")
@@ -91,7 +93,7 @@ def _export(values: Any, start: str, steps: Collection[str]) -> Export:
     _refuse_unknown_step(step, start, steps)
     if to is not None and to not in FORMATS:
         raise ConfigError(f"{start}to must be one of {', '.join(FORMATS)}, got {to!r}")
-    of_trainers = {f.name for f in fields(Asked)} - {"to"}
+    of_trainers = {f.name for f in fields(ExportRequest)} - {"to"}
     known = of_trainers if to is not None else {"where", "columns"}
     for name in options:
         if name not in known | {"out"}:
@@ -108,7 +110,7 @@ def _export(values: Any, start: str, steps: Collection[str]) -> Export:
     if to is None:
         from pathlib import Path
 
-        format_of(Path(out))
+        export_format(Path(out))
     if isinstance(options.get("messages"), list):
         options["messages"] = json.dumps(options["messages"], ensure_ascii=False)
     return Export(step, to, out, options)
@@ -171,6 +173,6 @@ def _list_of(pipeline: GivenPipeline, key: str) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def settings(export: Export) -> dict[str, Any]:
+def export_settings(export: Export) -> dict[str, Any]:
     """What decides the rows of an export besides those of its step."""
     return {key: value for key, value in asdict(export).items() if key != "out"}

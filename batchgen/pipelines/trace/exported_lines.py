@@ -26,7 +26,7 @@ from batchgen.pipelines.publish.trainers.export_files import JSON_NAMES
 from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
 from batchgen.pipelines.publish.trainers.token_rows import TOKEN_FORMATS, TokenRows
 from batchgen.pipelines.publish.trainers.trainer_export import TOLD
-from batchgen.pipelines.publish.trainers.trainer_rows import Asked, TrainerRows
+from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, TrainerRows
 from batchgen.pipelines.trace.traced import TracedLine
 from batchgen.storage.folder.export_record import EXPORTS, ExportRecord
 from batchgen.storage.folder.step_folders import find_record
@@ -41,7 +41,7 @@ _READ_BY_LINE = f"{', '.join(JSON_NAMES)} or .parquet"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ExportRecipe:
     """How a file was made: of which job or set, in which format of trainers, or None for columns as
     they are, and by which options."""
 
@@ -50,11 +50,11 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> ExportRequest:
         """The options of a format of trainers."""
-        known = {field.name for field in fields(Asked)} - {"to"}
+        known = {field.name for field in fields(ExportRequest)} - {"to"}
         assert self.to is not None
-        return Asked(to=self.to, **{k: v for k, v in self.options.items() if k in known})
+        return ExportRequest(to=self.to, **{k: v for k, v in self.options.items() if k in known})
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ Line = tuple[Mapping[str, Any], Callable[[], list[Origin]]]
 
 
 def exported_line(
-    path: Path, given: str, line: int, of: str | None
+    path: Path, user_path: str, line: int, of: str | None
 ) -> tuple[TracedLine, list[Origin]]:
     """A line of an exported file, counted from 1, and the rows that it was made of.
 
@@ -80,19 +80,19 @@ def exported_line(
             that lies now.
 
     Raises:
-        ConfigError: there is no such line, or it cannot be told what it was made of.
+        ConfigError: there is no such line, or its origin is unknown.
         JobError: a file is damaged.
     """
-    content = _line(path, line, given)
+    content = _line(path, line, user_path)
     recipe = _recipe(path)
     folder = of or (None if recipe is None else recipe.of)
     if folder is None:
         raise ConfigError(
-            f"{given} does not say what it was made of: name the job or the set with --of OUT"
+            f"{user_path} does not say what it was made of: name the job or the set with --of OUT"
         )
     rows, text = open_rows(folder), json_text(content)
     if recipe is None:
-        return TracedLine(given, line, content), _of_columns(rows, content, given, line)
+        return TracedLine(user_path, line, content), _of_columns(rows, content, user_path, line)
     exact, others = list[Line](), list[Line]()
     for number, made in enumerate(_lines(rows, recipe, path), start=1):
         if json_text(dict(made[0])) == text:
@@ -103,24 +103,24 @@ def exported_line(
     found = exact or others
     if not found:
         raise ConfigError(
-            f"{given}, line {line}: no row of {rows.given} gives this line: the file or the rows "
-            "have changed since it was written"
+            f"{user_path}, line {line}: no row of {rows.user_path} gives this line: the file or "
+            "the rows have changed since it was written"
         )
     if len(found) > 1:
         raise ConfigError(
-            f"{given}, line {line}: several rows of {rows.given} give this line, and the file is "
-            "in another order than it was written in: which one it is cannot be told"
+            f"{user_path}, line {line}: several rows of {rows.user_path} give this line, and the "
+            "file is in another order than it was written in: which one it is cannot be told"
         )
-    return TracedLine(given, line, content), found[0][1]()
+    return TracedLine(user_path, line, content), found[0][1]()
 
 
-def _line(path: Path, line: int, given: str) -> dict[str, Any]:
+def _line(path: Path, line: int, user_path: str) -> dict[str, Any]:
     """The content of a line of a file, or of a row of a folder's shards."""
     if line < 1:
         raise ConfigError(f"--line {line}: lines are counted from 1")
     found: Iterator[dict[str, Any]]
     if path.is_dir():
-        whole_set(path, given)
+        whole_set(path, user_path)
         found = islice(_rows_of(list(shard_files(path / "data").values())), line - 1, None)
     elif path.name.endswith(".parquet"):
         found = islice(_rows_of([path]), line - 1, None)
@@ -131,13 +131,13 @@ def _line(path: Path, line: int, given: str) -> dict[str, Any]:
         try:
             content = None if text is None else json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"{given}, line {line} is not JSON: {error}") from None
+            raise ConfigError(f"{user_path}, line {line} is not JSON: {error}") from None
         found = iter([content] if isinstance(content, dict) else [])
     else:
-        raise ConfigError(f"{given}: lines of files are read of {_READ_BY_LINE}")
+        raise ConfigError(f"{user_path}: lines of files are read of {_READ_BY_LINE}")
     one = next(found, None)
     if one is None:
-        raise ConfigError(f"{given} has no line {line} with an object")
+        raise ConfigError(f"{user_path} has no line {line} with an object")
     return one
 
 
@@ -148,28 +148,28 @@ def _rows_of(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
 
 
-def _recipe(path: Path) -> Recipe | None:
+def _recipe(path: Path) -> ExportRecipe | None:
     """How a file or folder was made, as its record says; None without one."""
     if path.is_dir():
         facts = set_facts(path)
         of = [one["path"] for one in facts["jobs"]]
-        return Recipe(of[0], facts["kind"], facts["asked"]) if len(of) == 1 else None
+        return ExportRecipe(of[0], facts["kind"], facts["asked"]) if len(of) == 1 else None
     if path.name.endswith(".parquet"):
         told = (read_schema(path).metadata or {}).get(TOLD)
         if told is not None:
             values = json.loads(told)
-            return Recipe(values["of"], values["asked"]["to"], values["asked"])
+            return ExportRecipe(values["of"], values["asked"]["to"], values["asked"])
     out = path.resolve().parent.parent
     if path.resolve().parent.name != EXPORTS or find_record(str(out)) is None:
         return None
-    known = ExportRecord.read(path.resolve().parent).made.get(path.name)
+    known = ExportRecord.read(path.resolve().parent).exports.get(path.name)
     if known is None or not known.of:
         return None
     settings = known.settings
-    return Recipe(str(out / known.of), settings["to"], settings["options"])
+    return ExportRecipe(str(out / known.of), settings["to"], settings["options"])
 
 
-def _lines(rows: FinishedRows, recipe: Recipe, path: Path) -> Iterator[Line]:
+def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Line]:
     """The lines of an export as it would be made now."""
     where = recipe.options.get("where")
     if recipe.to is None:
@@ -193,14 +193,15 @@ def _lines(rows: FinishedRows, recipe: Recipe, path: Path) -> Iterator[Line]:
 
 
 def _of_columns(
-    rows: FinishedRows, content: Mapping[str, Any], given: str, line: int
+    rows: FinishedRows, content: Mapping[str, Any], user_path: str, line: int
 ) -> list[Origin]:
     """The row of which a line has columns as they are, its id among them."""
     key = _ID if rows.is_set else _ROW
     if key not in content or not set(content) <= {*rows.columns.names}:
         raise ConfigError(
-            f"{given} does not say how it was made, and its lines are no rows of {rows.given} with "
-            f"their {key}: export a .parquet file or a folder, or in a pipeline, which keep that"
+            f"{user_path} does not say how it was made, and its lines are no rows of "
+            f"{rows.user_path} with their {key}: export a .parquet file or a folder, or "
+            "in a pipeline: they keep it"
         )
     text = json_text(content)
     own = [] if rows.is_set else [_SAMPLE]
@@ -212,7 +213,7 @@ def _of_columns(
     if len(found) != 1:
         what = "no row" if not found else f"{len(found)} samples"
         raise ConfigError(
-            f"{given}, line {line}: {what} of {rows.given} with the {key} {content[key]!r} "
+            f"{user_path}, line {line}: {what} of {rows.user_path} with the {key} {content[key]!r} "
             f"{'have' if found else 'has'} what the line has: which one it is cannot be told"
         )
     return _origins(rows, found[0])()
@@ -221,8 +222,8 @@ def _of_columns(
 def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Origin]]:
     """What names a row by its columns."""
     if rows.is_set:
-        return lambda: [Origin(rows.given, row[_ID], None)]
-    return lambda: [Origin(rows.given, row[_ROW], row[_SAMPLE])]
+        return lambda: [Origin(rows.user_path, row[_ID], None)]
+    return lambda: [Origin(rows.user_path, row[_ROW], row[_SAMPLE])]
 
 
 def _at(rows: FinishedRows, places: Sequence[tuple[int, int]]) -> list[Origin]:
@@ -235,9 +236,9 @@ def _at(rows: FinishedRows, places: Sequence[tuple[int, int]]) -> list[Origin]:
     return found
 
 
-def is_exported(path: Path, given: str) -> bool:
+def is_exported(path: Path, user_path: str) -> bool:
     """Whether a path is a file, or the folder of an export for a trainer."""
-    if is_url(given):
+    if is_url(user_path):
         return False
     if path.is_file():
         return True

@@ -10,17 +10,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.config.groups.adapter_names import ADAPTER
 from batchgen.config.groups.convert_value import build
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.evals.grades.folder_grades import GRADES
 from batchgen.evals.grades.grade_files import ROW_KEYS
 from batchgen.pipelines.publish.finished_rows import FinishedRows, open_rows
 from batchgen.pipelines.trace.source_places import jobs_at, source_place
-from batchgen.pipelines.trace.traced import Dropped, Trace, TracedAnswers, TracedSource
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.pipelines.trace.traced import DropReason, Trace, TracedAnswers, TracedSource
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.leases.own_files import ROWS
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import read_columns, shard_path
+from batchgen.storage.stores.manifest import runs_of_row
 from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_expression import ExpressionFailed
 
@@ -29,15 +31,17 @@ _MOST_JOBS = 100
 
 
 class JobTraces:
-    """The way back from rows of a job; `given` is its folder as people call it."""
+    """The way back from rows of a job; `user_path` is its folder as people call it."""
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, user_path: str) -> None:
         """Raise ConfigError if the folder is not one of a job."""
-        self.given = given
-        self.reader = open_job(given)
+        self.user_path = user_path
+        self.reader = open_job_reader(user_path)
         dataset = self.reader.config.get("dataset")
         if not isinstance(dataset, dict):
-            raise ConfigError(f"{given}/config.yaml does not say which data set the job has read")
+            raise ConfigError(
+                f"{user_path}/config.yaml does not say which data set the job has read"
+            )
         self._dataset: Mapping[str, Any] = dataset
 
     def add(self, trace: Trace, row_id: str, sample: int | None = None) -> None:
@@ -48,27 +52,40 @@ class JobTraces:
             ConfigError: nothing is known of such a row.
             JobError: a file is damaged.
         """
-        if len(trace.found) > _MOST_JOBS:
-            raise ConfigError(f"{self.given}: more than {_MOST_JOBS} jobs stand behind each other")
-        rows = [row for row in self.reader.find(row_id) if sample in (None, row[KEYS[1]])]
+        if len(trace.origins) > _MOST_JOBS:
+            raise ConfigError(
+                f"{self.user_path}: more than {_MOST_JOBS} jobs stand behind each other"
+            )
+        rows = [row for row in self._rows(row_id) if sample in (None, row[KEYS[1]])]
         if not rows:
             self._add_dropped(trace, row_id)
             return
         facts = self.reader.row_facts
         steps = [] if facts is None else [step.short for step in facts.steps]
         grades = [self._grades(row) for row in rows]
-        trace.found.append(TracedAnswers(self.given, rows, grades, steps, self.reader.text_column))
+        trace.origins.append(
+            TracedAnswers(self.user_path, rows, grades, steps, self.reader.text_column)
+        )
         self._add_source(trace, rows[0])
+
+    def _rows(self, known_by: str) -> list[dict[str, Any]]:
+        """The samples of a row, known by its id; readers of a job that runs each row with several
+        adapters know it by ADAPTER/ID."""
+        rows = list(self.reader.find(known_by))
+        if rows or runs_of_row(self.reader.manifest) == 1:
+            return rows
+        adapter, _, row_id = known_by.partition("/")
+        return [row for row in self.reader.find(row_id) if row[ADAPTER] == adapter]
 
     def _add_source(self, trace: Trace, row: Mapping[str, Any]) -> None:
         """Add what a row was made of."""
         if self._dataset.get("kind") != "job":
             index = self._data_index(int(row[KEYS[0]]))
-            trace.found.append(TracedSource(*source_place(self._dataset, index)))
+            trace.origins.append(TracedSource(*source_place(self._dataset, index)))
             return
         source = row.get("source")
         if not isinstance(source, dict) or not {"row_id", KEYS[1]} <= source.keys():
-            raise ConfigError(f"{self.given}: its rows do not say what they were made of")
+            raise ConfigError(f"{self.user_path}: its rows do not say what they were made of")
         for job, row_id in self._upstream(str(source["row_id"])):
             JobTraces(job).add(trace, row_id, source["sample_index"])
             return
@@ -76,8 +93,8 @@ class JobTraces:
 
     def _no_upstream(self) -> ConfigError:
         return ConfigError(
-            f"{self.given}: the job whose rows it has read is not there: "
-            f"{self._dataset.get('path')} (from {Path.cwd()}, or beside {self.given})"
+            f"{self.user_path}: the job whose rows it has read is not there: "
+            f"{self._dataset.get('path')} (from {Path.cwd()}, or beside {self.user_path})"
         )
 
     def _upstream(self, row_id: str) -> Iterator[tuple[str, str]]:
@@ -133,27 +150,29 @@ class JobTraces:
         """Add what has dropped a row, a row that it was made of, or an answer that it was."""
         found = self._dropped_by_step(row_id) or self._dropped_by_choice(row_id)
         if found is not None:
-            trace.found.append(found)
+            trace.origins.append(found)
             return
         status = self.reader.metrics.get("status")
         if status not in (None, "complete"):
-            raise ConfigError(f"{self.given}: row {row_id} is not there, and the job is {status}")
+            raise ConfigError(
+                f"{self.user_path}: row {row_id} is not there, and the job is {status}"
+            )
         for job, above in self._upstream(_without_sample(row_id)) if self._reads_jobs else ():
             before = Trace()
             JobTraces(job).add(before, above)
             if not before.is_there:
-                trace.found += before.found
+                trace.origins += before.origins
                 return
         raise ConfigError(
-            f"{self.given}: no row has the id {row_id}, and no step has dropped one: "
-            f"`batchgen show {self.given}` shows ids"
+            f"{self.user_path}: no row has the id {row_id}, and no step has dropped one: "
+            f"`batchgen show {self.user_path}` shows ids"
         )
 
     @property
     def _reads_jobs(self) -> bool:
         return self._dataset.get("kind") == "job"
 
-    def _dropped_by_step(self, row_id: str) -> Dropped | None:
+    def _dropped_by_step(self, row_id: str) -> DropReason | None:
         """What rows/dropped-*.parquet says of a row or of what it was split from."""
         facts = self.reader.row_facts
         if facts is None:
@@ -164,10 +183,10 @@ class JobTraces:
                 continue
             table = self._index_file(f"dropped-{number:05d}.parquet", ["row_id", "step", "reason"])
             for row in table.filter(pc.is_in(table["row_id"], ids)).to_pylist():
-                return Dropped(self.given, row["row_id"], row["step"], row["reason"])
+                return DropReason(self.user_path, row["row_id"], row["step"], row["reason"])
         return None
 
-    def _dropped_by_choice(self, row_id: str) -> Dropped | None:
+    def _dropped_by_choice(self, row_id: str) -> DropReason | None:
         """What of `dataset` has left out an answer of another job."""
         if not self._reads_jobs:
             return None
@@ -177,11 +196,11 @@ class JobTraces:
             if of_samples and not (of_row and sample.isdecimal()):
                 continue
             for job, above in self._upstream(of_row):
-                reader = open_job(job)
+                reader = open_job_reader(job)
                 rows = [r for r in reader.find(above) if sample in ("", str(r[KEYS[1]]))]
                 if rows:
                     by, why = self._choice(job, rows)
-                    return Dropped(self.given, one, by, why)
+                    return DropReason(self.user_path, one, by, why)
         return None
 
     def _choice(self, job: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from batchgen.pipelines.publish.set_rows import SOURCE
 from batchgen.pipelines.trace.exported_lines import exported_line, is_exported
 from batchgen.pipelines.trace.job_traces import JobTraces
 from batchgen.pipelines.trace.source_places import places_beside
-from batchgen.pipelines.trace.traced import Dropped, Trace, TracedInSet
+from batchgen.pipelines.trace.traced import DropReason, Trace, TracedInSet
 from batchgen.storage.folder.step_folders import find_record, is_pipeline
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url, user_path
@@ -23,7 +23,7 @@ _SAMPLE = re.compile(r"(.+)#([0-9]+)", re.DOTALL)
 
 
 def trace_row(
-    given: str,
+    job_path: str,
     row_id: str | None = None,
     *,
     line: int | None = None,
@@ -41,65 +41,65 @@ def trace_row(
         JobError: a file is damaged.
     """
     trace = Trace()
-    path = Path(given) if is_url(given) else user_path(given, "OUT")
-    if is_exported(path, given):
+    path = Path(job_path) if is_url(job_path) else user_path(job_path, "OUT")
+    if is_exported(path, job_path):
         if line is None:
-            raise ConfigError(f"{given} is an exported file: name a line of it with --line N")
-        found, origins = exported_line(path, given, line, of)
-        trace.found.append(found)
+            raise ConfigError(f"{job_path} is an exported file: name a line of it with --line N")
+        found, origins = exported_line(path, job_path, line, of)
+        trace.origins.append(found)
         for origin in origins:
             _add(trace, origin.folder, origin.row_id, origin.sample)
         return trace
     if line is not None or of is not None:
-        raise ConfigError(f"--line and --of are for exported files, and {given} is a folder")
+        raise ConfigError(f"--line and --of are for exported files, and {job_path} is a folder")
     if row_id is None:
         raise ConfigError("name the row: batchgen trace OUT ROW, or FILE --line N")
-    if not is_url(given) and is_pipeline(given):
-        _add_of_pipeline(trace, given, row_id, sample)
+    if not is_url(job_path) and is_pipeline(job_path):
+        _add_of_pipeline(trace, job_path, row_id, sample)
     else:
-        _add(trace, given, row_id, sample)
+        _add(trace, job_path, row_id, sample)
     return trace
 
 
-def _add(trace: Trace, given: str, row_id: str, sample: int | None) -> None:
-    if is_set(given):
-        _add_of_set(trace, given, row_id)
+def _add(trace: Trace, user_path: str, row_id: str, sample: int | None) -> None:
+    if is_set(user_path):
+        _add_of_set(trace, user_path, row_id)
     else:
-        JobTraces(given).add(trace, row_id, sample)
+        JobTraces(user_path).add(trace, row_id, sample)
 
 
-def _add_of_pipeline(trace: Trace, given: str, row_id: str, sample: int | None) -> None:
+def _add_of_pipeline(trace: Trace, user_path: str, row_id: str, sample: int | None) -> None:
     """Add a row of the last step that has it, or else what the last one that knows of it says."""
-    record = find_record(given)
+    record = find_record(user_path)
     assert record is not None
     unknown: ConfigError | None = None
     dropped: Trace | None = None
     for name in [*record.current][::-1]:
         one = Trace()
         try:
-            JobTraces(f"{given.rstrip('/')}/{name}").add(one, row_id, sample)
+            JobTraces(f"{user_path.rstrip('/')}/{name}").add(one, row_id, sample)
         except ConfigError as error:
             unknown = unknown or error
             continue
         if one.is_there:
-            trace.found += one.found
+            trace.origins += one.origins
             return
         dropped = dropped or one
     if dropped is None:
         assert unknown is not None
         raise unknown
-    trace.found += dropped.found
+    trace.origins += dropped.origins
 
 
-def _add_of_set(trace: Trace, given: str, row_id: str) -> None:
-    rows = open_rows(given)
+def _add_of_set(trace: Trace, user_path: str, row_id: str) -> None:
+    rows = open_rows(user_path)
     for row in rows.rows(rows.columns.named(rows.columns.names)):
         if row.variables[_ID] == row_id:
-            trace.found.append(TracedInSet(given, row.variables))
+            trace.origins.append(TracedInSet(user_path, row.variables))
             job, of_job, sample = origin_in_set(rows, row.variables)
             JobTraces(job).add(trace, of_job, sample)
             return
-    trace.found.append(_left_out(rows, given, row_id))
+    trace.origins.append(_left_out(rows, user_path, row_id))
 
 
 def origin_in_set(rows: FinishedRows, row: Mapping[str, Any]) -> tuple[str, str, int | None]:
@@ -123,7 +123,7 @@ def _of_id(rows: FinishedRows, row_id: str) -> tuple[str, str, int | None]:
         name, _, row_id = row_id.partition("/")
         known = {path.rstrip("/").rpartition("/")[2]: path for path in jobs}
         if name not in known:
-            raise ConfigError(f"{rows.given}: no job of the set has the name {name}")
+            raise ConfigError(f"{rows.user_path}: no job of the set has the name {name}")
         job = known[name]
     (folder,) = places_beside([job], rows.storage.path)
     if rows.facts["asked"].get("best") is None and (match := _SAMPLE.fullmatch(row_id)):
@@ -131,7 +131,7 @@ def _of_id(rows: FinishedRows, row_id: str) -> tuple[str, str, int | None]:
     return folder, row_id, None
 
 
-def _left_out(rows: FinishedRows, given: str, row_id: str) -> Dropped:
+def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
     """Which condition of `select` has left a row out."""
     assert rows.facts is not None
     folder, of_job, sample = _of_id(rows, row_id)
@@ -150,12 +150,14 @@ def _left_out(rows: FinishedRows, given: str, row_id: str) -> Dropped:
             continue
         found = True
         if values["error"] is not None:
-            return Dropped(given, row_id, "errors", f"{values['error']['type']} in {folder}")
+            return DropReason(user_path, row_id, "errors", f"{values['error']['type']} in {folder}")
         if where is not None and not is_true(where, row):
             shown = {n: values[n] for n in where.names if n in values}
             why = ", ".join(f"{name} is {value!r:.60}" for name, value in shown.items())
-            return Dropped(given, row_id, f"--where {asked['where']}", why)
+            return DropReason(user_path, row_id, f"--where {asked['where']}", why)
     if not found:
-        raise ConfigError(f"{given}: neither the set nor {folder} has a row with the id {row_id}")
+        raise ConfigError(
+            f"{user_path}: neither the set nor {folder} has a row with the id {row_id}"
+        )
     left = [f"--{key} {asked[key]}" for key in ("best", "dedupe", "top") if asked.get(key)]
-    return Dropped(given, row_id, " or ".join(left) or "select", "another row has its place")
+    return DropReason(user_path, row_id, " or ".join(left) or "select", "another row has its place")

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchgen.pages.rows.printed_rows import RowText, terminal_width
 from batchgen.pipelines.trace.traced import (
-    Dropped,
+    DropReason,
     Found,
     Trace,
     TracedAnswers,
@@ -25,7 +25,7 @@ _KINDS = {
     TracedAnswers: "answers",
     TracedInSet: "set",
     TracedSource: "data set",
-    Dropped: "dropped",
+    DropReason: "dropped",
 }
 _PLACES = ("_start", "_end")
 """Grades that are places in the text."""
@@ -34,40 +34,40 @@ _INDENT, _LABEL, _LINES = "  ", 24, 3
 
 def trace_lines(trace: Trace, *, whole: bool) -> Iterator[str]:
     """The lines of a trace; `whole` shows texts to their end."""
-    for number, found in enumerate(trace.found):
+    for number, found in enumerate(trace.origins):
         if number:
             yield ""
         yield from _lines(found, whole)
 
 
-def _lines(found: Found, whole: bool) -> Iterator[str]:
-    match found:
+def _lines(origin: Found, whole: bool) -> Iterator[str]:
+    match origin:
         case TracedLine():
-            yield f"{found.file}, line {found.line}"
-            yield from _values(found.content, whole)
+            yield f"{origin.file}, line {origin.line}"
+            yield from _values(origin.content, whole)
         case TracedInSet():
-            yield f"{found.set}: row {found.row['id']}"
-            shown = {name: value for name, value in found.row.items() if name != "id"}
+            yield f"{origin.set}: row {origin.row['id']}"
+            shown = {name: value for name, value in origin.row.items() if name != "id"}
             yield from _values(shown, whole)
         case TracedAnswers():
-            yield from _answers(found, whole)
+            yield from _answers(origin, whole)
         case TracedSource():
-            yield f"{found.data_set}: row {found.row_index:,} (counted from 0)"
-            if found.file is not None and found.row_in_file != found.row_index:
-                yield f"{_INDENT}{found.file}: row {found.row_in_file:,} of the file"
-        case Dropped():
-            yield f"{found.where}: row {found.row_id} is not there"
-            yield f"{_INDENT}dropped by {found.by}: {found.reason}"
+            yield f"{origin.data_set}: row {origin.row_index:,} (counted from 0)"
+            if origin.file is not None and origin.row_in_file != origin.row_index:
+                yield f"{_INDENT}{origin.file}: row {origin.row_in_file:,} of the file"
+        case DropReason():
+            yield f"{origin.where}: row {origin.row_id} is not there"
+            yield f"{_INDENT}dropped by {origin.by}: {origin.reason}"
 
 
-def _answers(found: TracedAnswers, whole: bool) -> Iterator[str]:
-    passed = f", passed {', '.join(found.steps)}" if found.steps else ""
-    yield f"{found.job}{passed}"
-    for number, (row, grades) in enumerate(zip(found.rows, found.grades, strict=True)):
+def _answers(answers: TracedAnswers, whole: bool) -> Iterator[str]:
+    passed = f", passed {', '.join(answers.steps)}" if answers.steps else ""
+    yield f"{answers.job}{passed}"
+    for number, (row, grades) in enumerate(zip(answers.rows, answers.grades, strict=True)):
         columns = [name for name in row if name not in _APART]
         if number:  # the samples of a row have the columns of the data set in common
-            columns = [name for name in columns if name in (found.text_column, "error")]
-        text = RowText(columns, terminal_width(), found.text_column, whole_texts=whole)
+            columns = [name for name in columns if name in (answers.text_column, "error")]
+        text = RowText(columns, terminal_width(), answers.text_column, whole_texts=whole)
         yield from text.lines(row)
         said = {f"grades.{n}": v for n, v in grades.items() if not n.endswith(_PLACES)}
         yield from _values(said, whole)
@@ -85,4 +85,4 @@ def _values(values: Mapping[str, Any], whole: bool) -> Iterator[str]:
 
 def trace_values(trace: Trace) -> list[dict[str, Any]]:
     """The trace as values that JSON has."""
-    return [{"kind": _KINDS[type(found)], **asdict(found)} for found in trace.found]
+    return [{"kind": _KINDS[type(found)], **asdict(found)} for found in trace.origins]

@@ -50,7 +50,7 @@ class TracedSource:
     Attributes:
         data_set: its path or its name.
         row_index: the number of the row there.
-        file: the file that has it, if that can be told, and `row_in_file` its number in it.
+        file: the file that has it, if that is known, and `row_in_file` its number in it.
     """
 
     data_set: str
@@ -60,7 +60,7 @@ class TracedSource:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DropReason:
     """Why a row is not there: what has left it out, and the reason in words."""
 
     where: str
@@ -69,16 +69,16 @@ class Dropped:
     reason: str
 
 
-Found = TracedLine | TracedAnswers | TracedInSet | TracedSource | Dropped
+Found = TracedLine | TracedAnswers | TracedInSet | TracedSource | DropReason
 
 
 @dataclass
 class Trace:
     """The way back, from what was asked for to the data set, or to what has dropped it."""
 
-    found: list[Found] = field(default_factory=list)
+    origins: list[Found] = field(default_factory=list)
 
     @property
     def is_there(self) -> bool:
         """Whether the row is in the data, and was not dropped on the way."""
-        return bool(self.found) and not isinstance(self.found[0], Dropped)
+        return bool(self.origins) and not isinstance(self.origins[0], DropReason)

@@ -51,7 +51,7 @@ class ExportRecord:
     """What exports.json in a folder holds: the exports by the names of their files."""
 
     folder: Path
-    made: dict[str, MadeExport]
+    exports: dict[str, MadeExport]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -77,7 +77,7 @@ class ExportRecord:
     def own_digest(self, name: str) -> str | None:
         """The digest of an export as it is; None if it is not there, or has lost all that it held.
         ConfigError if something else is in its place."""
-        path, known = self.folder / name, self.made.get(name)
+        path, known = self.folder / name, self.exports.get(name)
         if path.is_symlink():
             raise ConfigError(f"export: {path} is a link, and no export is: remove it")
         if path.is_file() and not path.stat().st_size:
@@ -92,8 +92,8 @@ class ExportRecord:
 
     def write(self, name: str, one: MadeExport) -> None:
         """Say of what an export is made."""
-        self.made[name] = one
-        exports = {name: asdict(one) for name, one in self.made.items()}
+        self.exports[name] = one
+        exports = {name: asdict(one) for name, one in self.exports.items()}
         values = {"format_version": FORMAT_VERSION, "exports": exports}
         write_atomic(self.folder / MADE, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 

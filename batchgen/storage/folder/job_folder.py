@@ -18,7 +18,7 @@ from batchgen.storage.shards.journal import attempts_in
 from batchgen.storage.stores.job_storage import FolderStorage, Storage, names_in
 from batchgen.storage.stores.manifest import ROWS, ChangedRow, Manifest, RowDigests
 from batchgen.storage.stores.retry_round import RetryRound
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.errors import ConfigError, JobError, OpenedAnew
 from batchgen.util.temporary import delete_temporaries
 
 _WITH_SHARDS = (DATA, "grades", "cost")
@@ -98,12 +98,12 @@ class JobFolder:
                 self.share()
                 self._join(manifest, digests)
             self.is_new = self.exclusive and self._claim(manifest, digests, overwrite)
+        except (ConfigError, OpenedAnew):
+            self.close()
+            raise
         except (OSError, JobError) as error:
             self.close()
             raise unusable(self.storage, error) from None
-        except ConfigError:
-            self.close()
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -157,12 +157,12 @@ class JobFolder:
             asked = replace(asked, row_digests=digests)
             self.update(self.manifest.goes_on(asked, changed, rows))
 
-    def settle(self, asked: Manifest) -> None:
+    def settle(self, requested: Manifest) -> None:
         """Write what the manifest says of rows that come while the job runs, as it is now."""
-        rows = asked.growing.get(ROWS)
+        rows = requested.growing.get(ROWS)
         assert isinstance(rows, int)
         written = written_manifest(self.storage) or self.manifest
-        self.update(written.with_rows(asked, self._row_digests(rows)))
+        self.update(written.with_rows(requested, self._row_digests(rows)))
 
     def update(self, manifest: Manifest) -> None:
         """Write another manifest of the same job."""

@@ -18,7 +18,7 @@ from batchgen.util.text.text_table import (
     answers_text,
     counted,
     score_lines,
-    table,
+    table_text,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _NOT_BEGUN = "not begun"
 _MANY_CUT = 0.05
-"""The share of rows without an answer from which on users are told."""
+"""The share of rows without an answer from which on a summary says so."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def end_table(
         *([] if report is None else [("report", report)]),
         ("read with", f"{how_to_read(folder)['datasets']} (pandas, polars, duckdb: README.md)"),
     ]
-    text = [table(scores, lines, times, files)]
+    text = [table_text(scores, lines, times, files)]
     if (why := attempt.get("batch_dependence")) is not None:
         text.append(f"A row's tokens may depend on the rows beside it: {why}.")
     if (cut := cut_remark(totals)) is not None:

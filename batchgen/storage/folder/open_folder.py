@@ -13,7 +13,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import folder_here, is_url, user_folder, user_path
 
 
-def open_job(given: str) -> JobFolderReader:
+def open_job_reader(user_path: str) -> JobFolderReader:
     """The reader of a job's folder, which OUT/STEP names too. All who read a job come in by this
     door, which a complete job passes only with all its shards.
 
@@ -21,44 +21,44 @@ def open_job(given: str) -> JobFolderReader:
         ConfigError: the folder is not one of a job; the message names the jobs below it.
         JobError: a job that says it is complete lacks rows, or a file is damaged.
     """
-    if is_url(given):
-        storage = open_storage(step_folder(user_folder(given, "OUT")), WorkersConfig())
+    if is_url(user_path):
+        storage = open_storage(step_folder(user_folder(user_path, "OUT")), WorkersConfig())
         reader = JobFolderReader(storage.path, storage)
     else:
-        reader = _open_here(given)
+        reader = _open_here(user_path)
     reader.check()
     return reader
 
 
-def _open_here(given: str) -> JobFolderReader:
-    path = Path(step_folder(str(user_path(given, "OUT"))))
+def _open_here(job_path: str) -> JobFolderReader:
+    path = Path(step_folder(str(user_path(job_path, "OUT"))))
     try:
         return JobFolderReader(path)
     except ConfigError as error:
         if (record := find_record(str(path))) is not None:
-            names = ", ".join(f"{given.rstrip('/')}/{name}" for name in record.current)
-            raise ConfigError(f"{given} is a pipeline's folder: name a step: {names}") from None
+            names = ", ".join(f"{job_path.rstrip('/')}/{name}" for name in record.current)
+            raise ConfigError(f"{job_path} is a pipeline's folder: name a step: {names}") from None
         jobs = sorted(path.glob("*/manifest.json")) if path.is_dir() else []
         if not jobs:
             raise
-        names = ", ".join(str(Path(given, job.parent.name)) for job in jobs[:5])
+        names = ", ".join(str(Path(job_path, job.parent.name)) for job in jobs[:5])
         more = ", …" if len(jobs) > 5 else ""
         raise ConfigError(f"{error}; there are jobs in {names}{more}") from None
 
 
-def open_folder(given: str, verb: str) -> JobFolderReader:
+def open_folder(user_path: str, verb: str) -> JobFolderReader:
     """The reader of a job's folder for a verb that works on this machine alone."""
-    return open_job(folder_here(given, f"batchgen {verb}"))
+    return open_job_reader(folder_here(user_path, f"batchgen {verb}"))
 
 
-def refuse_incomplete(reader: JobFolderReader, given: str) -> None:
+def refuse_incomplete(reader: JobFolderReader, user_path: str) -> None:
     """Raise ConfigError for a job that is not complete, with the command that completes it."""
     status = reader.metrics.get("status")
     if status == "complete":
         return
-    do = f"complete it first: batchgen {given.rstrip('/')}/config.yaml output.dir={given}"
+    do = f"complete it first: batchgen {user_path.rstrip('/')}/config.yaml output.dir={user_path}"
     if status == "running":
-        do = f"wait until it is complete (batchgen status {given})"
+        do = f"wait until it is complete (batchgen status {user_path})"
     elif not reader.storage.in_place:
         do = "run its command again, which completes it"
-    raise ConfigError(f"the job is not complete ({status_line(reader, given)}): {do}")
+    raise ConfigError(f"the job is not complete ({status_line(reader, user_path)}): {do}")

@@ -82,10 +82,10 @@ class PipelineRecord:
     def current(self) -> dict[str, str]:
         """The names of the current folders, by step."""
         found = {name: step.current for name, step in self.steps.items()}
-        return {name: folder_name(name, at) for name, at in found.items() if at is not None}
+        return {name: step_folder_name(name, at) for name, at in found.items() if at is not None}
 
 
-def folder_name(step: str, address: str) -> str:
+def step_folder_name(step: str, address: str) -> str:
     """The name of the folder of a step's version."""
     return f"{step}.{address}"
 

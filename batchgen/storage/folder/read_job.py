@@ -19,7 +19,12 @@ import pyarrow.parquet as pq
 
 from batchgen.config.groups.class_names import with_short_names
 from batchgen.storage.folder.row_funnel import IndexFacts
-from batchgen.storage.folder.whole_shards import WholeShards, check_columns, check_job, whole_shards
+from batchgen.storage.folder.whole_shards import (
+    WholeShards,
+    check_job,
+    check_job_columns,
+    whole_shards,
+)
 from batchgen.storage.leases.failure_detector import read_beat
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.storage.leases.own_files import LOCK, ROW_INDEX, refuse_links
@@ -49,15 +54,15 @@ class JobFolderReader:
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
-        """Open a folder, or raise ConfigError if it is not one of a job or has links in the place
-        of files."""
+        """Open a folder, or raise ConfigError if it is not one of a job or has links instead of
+        files."""
         self.path = path
         self.storage = FolderStorage(path) if storage is None else storage
         if self.storage.in_place and path.is_dir():
             refuse_links(path)
         if self.storage.in_place and path.is_file():
             raise ConfigError(
-                f"{self.storage.shown} is a file, and not the output of a job: give a job's "
+                f"{self.storage.display_name} is a file, and not the output of a job: give a job's "
                 "output.dir"
             )
         content = self.storage.read(path / "manifest.json")
@@ -65,23 +70,24 @@ class JobFolderReader:
             is_there = self.storage.exists(path)
             what = "has no manifest.json" if is_there else "does not exist"
             raise ConfigError(
-                f"{self.storage.shown} is not the output of a job ({what}): give a job's output.dir"
+                f"{self.storage.display_name} is not the output of a job ({what}): give a "
+                "job's output.dir"
             )
         self._whole: WholeShards | None = None
 
     def check(self) -> None:
         """Raise JobError for a job that says it is complete and lacks rows; see `check_job`."""
         manifest = self.manifest  # before the metrics: a job that grows changes these first
-        shown, metrics, facts = self.storage.shown, self.metrics, self.row_facts
+        shown, metrics, facts = self.storage.display_name, self.metrics, self.row_facts
         self._whole = check_job(self.storage, shown, manifest, metrics, facts)
 
     @property
     def whole(self) -> WholeShards:
-        """The shards of a complete job; ConfigError or JobError as of `whole_shards`."""
+        """The shards of a complete job; ConfigError or JobError see `whole_shards`."""
         if self._whole is None:
-            shown = self.storage.shown
+            shown = self.storage.display_name
             self._whole = whole_shards(self.storage, shown, self.metrics.get("rows"))
-            check_columns(self.storage, self._whole.schema, self.text_column)
+            check_job_columns(self.storage, self._whole.schema, self.text_column)
         return self._whole
 
     @property
@@ -89,7 +95,11 @@ class JobFolderReader:
         """The configuration by group, as in config.yaml, with short names of classes; empty if the
         job was killed before."""
         content = self.storage.read(self.path / "config.yaml")
-        found = {} if content is None else load_yaml(content, f"{self.storage.shown}/config.yaml")
+        found = (
+            {}
+            if content is None
+            else load_yaml(content, f"{self.storage.display_name}/config.yaml")
+        )
         return with_short_names(found) if isinstance(found, dict) else found
 
     @property
@@ -173,8 +183,8 @@ class JobFolderReader:
             return schema
         if unknown := [name for name in columns if name not in schema.names]:
             raise ConfigError(
-                f"the rows of {self.storage.shown} have no column {unknown[0]!r}: choose among "
-                f"{some_names(schema.names, unknown[0])}"
+                f"the rows of {self.storage.display_name} have no column {unknown[0]!r}: choose "
+                f"among {some_names(schema.names, unknown[0])}"
             )
         return pa.schema([schema.field(name) for name in columns])
 
@@ -219,7 +229,7 @@ class JobFolderReader:
                 return max(ends)
         return 0
 
-    def shard(self, number: int) -> Shard:
+    def shard(self, number: int) -> ReadShard:
         """The rows of a shard as they are now.
 
         The journal files of a shard are deleted after it is published. So if one of them goes while
@@ -236,7 +246,7 @@ class JobFolderReader:
                 is_there = self.storage.exists(path)
                 if not is_there and not journals:  # one without rows was begun, and the disk full
                     raise JobError(f"{path} is gone: nothing of its rows is left in the folder")
-                return Shard(self.storage.parquet(path) if is_there else None, written)
+                return ReadShard(self.storage.parquet(path) if is_there else None, written)
 
     @property
     def may_run(self) -> bool:
@@ -257,7 +267,7 @@ class JobFolderReader:
         return True
 
 
-class Shard:
+class ReadShard:
     """The rows of one shard as they were when it was opened: its Parquet file, if there is one, and
     what the journals hold, in the order in which it was written."""
 

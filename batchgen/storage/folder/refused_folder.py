@@ -23,7 +23,7 @@ def unusable(storage: Storage, error: OSError | JobError) -> ConfigError:
     """The error for an output folder that cannot be written."""
     why = error.strerror if isinstance(error, OSError) else error
     return ConfigError(
-        f"output.dir={storage.shown} cannot be written ({why}): choose a folder that "
+        f"output.dir={storage.display_name} cannot be written ({why}): choose a folder that "
         "you may write to, with free space"
     )
 
@@ -40,7 +40,9 @@ def has_rows(storage: Storage) -> bool:
 def written_manifest(storage: Storage) -> Manifest | None:
     """The manifest in a folder; None if there is none."""
     content = storage.read(storage.path / MANIFEST)
-    return None if content is None else Manifest.parse(content, f"{storage.shown}/{MANIFEST}")
+    return (
+        None if content is None else Manifest.parse(content, f"{storage.display_name}/{MANIFEST}")
+    )
 
 
 def refuse_folder(storage: Storage) -> None:
@@ -63,15 +65,15 @@ def refuse_folder(storage: Storage) -> None:
         raise unusable(storage, JobError("no disk is there"))
     if is_new and usage.free < MIN_FREE_BYTES:
         raise ConfigError(
-            f"output.dir={storage.shown} has {usage.free >> 20} MiB of free disk space, which is "
-            "too little for any job: free some, or choose another output.dir"
+            f"output.dir={storage.display_name} has {usage.free >> 20} MiB of free disk space, "
+            "which is too little for any job: free some, or choose another output.dir"
         )
 
 
 def refuse_other_job(
     storage: Storage,
-    found: Manifest,
-    asked: Manifest,
+    stored: Manifest,
+    requested: Manifest,
     digests: RowDigests,
     changed_row: ChangedRow,
     *,
@@ -82,9 +84,9 @@ def refuse_other_job(
     Returns:
         Lines that say in what the folder's job differs; none if it is the same.
     """
-    differences = found.differences(asked, digests, changed_row)
+    differences = stored.differences(requested, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
-        raise DifferentJob(storage.shown, differences)
+        raise DifferentJob(storage.display_name, differences)
     return differences
 
 
@@ -100,8 +102,8 @@ def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
         return
     if (end := finished_rows(storage)) > most_rows:
         raise ConfigError(
-            f"dataset.limit: the job would have {most_rows:,} rows, but in {storage.shown} rows up "
-            f"to number {end:,} are finished, and a job can grow but not shrink: use "
+            f"dataset.limit: the job would have {most_rows:,} rows, but in {storage.display_name} "
+            f"rows up to number {end:,} are finished, and a job can grow but not shrink: use "
             f"dataset.limit={end} or more, or another output.dir"
         )
 
@@ -117,7 +119,7 @@ def refuse_foreign_files(storage: Storage) -> None:
     if foreign and MANIFEST not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(
-            f"output.dir={storage.shown} holds files that are not of a batchgen job ({listed}): "
-            "choose a new or empty folder; batchgen does not delete them, whatever "
+            f"output.dir={storage.display_name} holds files that are not of a batchgen job "
+            f"({listed}): choose a new or empty folder; batchgen does not delete them, whatever "
             "output.overwrite says"
         )

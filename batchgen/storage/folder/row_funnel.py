@@ -39,7 +39,7 @@ class StepCount:
 
 
 @dataclass(frozen=True)
-class Part:
+class IndexPart:
     """How many rows a part of the index has, and how many were dropped meanwhile."""
 
     rows: int
@@ -67,7 +67,7 @@ class IndexFacts:
     rows: int
     error_rows: int
     steps: Sequence[StepCount]
-    parts: Sequence[Part]
+    parts: Sequence[IndexPart]
     format_version: int = FORMAT_VERSION
 
     @property
@@ -99,7 +99,7 @@ class IndexFacts:
                 StepCount(**{**step, "examples": [DroppedRow(*one) for one in step["examples"]]})
                 for step in values["steps"]
             ]
-            parts = [Part(**part) for part in values["parts"]]
+            parts = [IndexPart(**part) for part in values["parts"]]
             return cls(**{**values, "steps": steps, "parts": parts})
         except (ValueError, TypeError, KeyError):
             return None

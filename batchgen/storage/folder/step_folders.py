@@ -20,7 +20,7 @@ _WAIT = 3600.0
 
 
 def step_folder(folder: str) -> str:
-    """The folder that is meant by one of a job, a path or a URL as of `user_folder`: the current
+    """The folder that is meant by one of a job, a path or a URL see `user_folder`: the current
     one of the step that the last name is, in a pipeline's folder, and else the folder itself.
 
     Raises:
@@ -69,7 +69,7 @@ def refuse_linked(out: Path) -> None:
 def read_record(storage: Storage) -> PipelineRecord | None:
     """What pipeline.json says; None if there is none."""
     content = storage.read(storage.path / RECORD)
-    shown = f"{storage.shown}/{RECORD}"
+    shown = f"{storage.display_name}/{RECORD}"
     return None if content is None else PipelineRecord.parse(content, shown)
 
 

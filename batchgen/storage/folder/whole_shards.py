@@ -15,7 +15,7 @@ from batchgen.storage.shards.checked_file import CheckedFile, damaged
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import shard_files, shard_path
 from batchgen.storage.stores.job_storage import Storage, names_in
-from batchgen.storage.stores.manifest import ROWS, SAMPLES, UNTIL_VALID, runs_of_row
+from batchgen.storage.stores.manifest import ROWS, SAMPLES, UNTIL_MOST, runs_of_row
 from batchgen.util.errors import ConfigError, JobError
 
 _TYPES = {
@@ -57,13 +57,13 @@ class WholeShards:
 
 
 def whole_shards(
-    storage: Storage, given: str, rows: object, said_by: str = "metrics.json"
+    storage: Storage, user_path: str, rows: object, said_by: str = "metrics.json"
 ) -> WholeShards:
     """Look at the ends of all shards of a complete job, or of a set. What lies before their footers
     is checked when it is read.
 
     Args:
-        given: the folder, as people call it.
+        user_path: the folder, as people call it.
         rows: how many rows the file `said_by` of the folder says that there are; None if no file
             says it.
 
@@ -71,7 +71,7 @@ def whole_shards(
         ConfigError: there are no shards.
         JobError: a shard is missing or damaged, or is one of other rows.
     """
-    numbers = shard_numbers(storage, given, None)
+    numbers = shard_numbers(storage, user_path, None)
     shards, schema, first = list[FinishedShard](), pa.schema([]), 0
     for number in numbers:
         source = storage.parquet(shard_path(storage.path / DATA, number))
@@ -83,13 +83,13 @@ def whole_shards(
         first += shards[-1].ends[-1]
     if rows is not None and rows != first:
         raise JobError(
-            f"{given}: its shards hold {first:,} rows, and {said_by} says {rows}: shards are "
+            f"{user_path}: its shards hold {first:,} rows, and {said_by} says {rows}: shards are "
             "missing or of another job; run its command again, which computes what is not there"
         )
     return WholeShards(shards, schema)
 
 
-def shard_numbers(storage: Storage, given: str, count: int | None) -> list[int]:
+def shard_numbers(storage: Storage, user_path: str, count: int | None) -> list[int]:
     """The numbers of the shards in a folder, which has `count` of them, if that is known.
 
     Raises:
@@ -98,7 +98,7 @@ def shard_numbers(storage: Storage, given: str, count: int | None) -> list[int]:
     """
     found = list(shard_files(storage.path / DATA, names_in(storage, DATA)))
     if not found:
-        raise ConfigError(f"{given} has no rows: there are no shards in data/")
+        raise ConfigError(f"{user_path} has no rows: there are no shards in data/")
     count = max(len(found), found[-1] + 1) if count is None else count
     if found == list(range(count)):
         return found
@@ -108,13 +108,13 @@ def shard_numbers(storage: Storage, given: str, count: int | None) -> list[int]:
     if not missing:
         lost = f"data/ has {len(found):,} shards, and {count:,} are the job's"
     raise JobError(
-        f"{given}: {lost}: run its command again, which computes what is not there, or copy them "
-        "from where they are"
+        f"{user_path}: {lost}: run its command again, which computes what is not there, or copy "
+        "them from where they are"
     )
 
 
 def check_job(
-    storage: Storage, given: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any],
+    storage: Storage, user_path: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any],
     facts: IndexFacts | None,
 ) -> WholeShards | None:  # fmt: skip
     """The shards of a job that says it is complete; None for one that is not.
@@ -127,7 +127,7 @@ def check_job(
         facts: of the rows that steps have left, if there are steps.
 
     Raises:
-        ConfigError, JobError: as of `whole_shards`.
+        ConfigError, JobError: see `whole_shards`.
     """
     is_copy = not metrics and not storage.exists(storage.path / JOURNAL)
     if metrics.get("status") != "complete" and not is_copy:
@@ -138,20 +138,22 @@ def check_job(
     rows = rows if facts is None else facts.rows
     rows = None if rows is None else int(rows) * runs_of_row(manifest)
     count = None if rows is None else max(1, -(-int(rows) // int(output["rows_per_shard"])))
-    shard_numbers(storage, given, count)
+    shard_numbers(storage, user_path, count)
     if not storage.in_place:
         return None
     answers = metrics.get("rows", 0)
     if is_copy:
         answers = None
-        if rows is not None and samples is not None and UNTIL_VALID not in growing:
+        if rows is not None and samples is not None and UNTIL_MOST not in growing:
             answers = int(rows) * int(samples)
-    found = whole_shards(storage, given, answers, "manifest.json" if is_copy else "metrics.json")
-    check_columns(storage, found.schema, output["text_column"])
+    found = whole_shards(
+        storage, user_path, answers, "manifest.json" if is_copy else "metrics.json"
+    )
+    check_job_columns(storage, found.schema, output["text_column"])
     return found
 
 
-def check_columns(storage: Storage, schema: pa.Schema, text_column: str) -> None:
+def check_job_columns(storage: Storage, schema: pa.Schema, text_column: str) -> None:
     """Raise DamagedFile unless the rows of a job have the columns that all jobs write."""
     for name, kind in {**_TYPES, text_column: pa.string()}.items():
         if name not in schema.names or schema.field(name).type != kind:

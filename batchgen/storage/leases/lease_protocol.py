@@ -128,7 +128,9 @@ class Task:
     ended: tuple[int, ...] = ()
 
 
-def join(least: int, content: Callable[[int], bytes], draw: Callable[[int], int]) -> Steps[int]:
+def join_workers(
+    least: int, content: Callable[[int], bytes], draw: Callable[[int], int]
+) -> Steps[int]:
     """Become a worker; returns its number, which is above that of all workers that are there.
 
     Args:
@@ -145,7 +147,7 @@ def join(least: int, content: Callable[[int], bytes], draw: Callable[[int], int]
         width = min(4 * width, _WIDEST)
 
 
-def publish(shard: int, payload: Payload, worker: int, *, replaces: bool) -> Steps[bool]:
+def publish_leased(shard: int, payload: Payload, worker: int, *, replaces: bool) -> Steps[bool]:
     """Publish a shard unless another worker has; returns whether the published one equals the
     payload.
 
@@ -338,7 +340,7 @@ class Member:
         return made
 
     def _lease(self, shard: int, kind: str, epoch: int) -> Steps[Lease | None]:
-        """What a lease says that is there; None as of `Lease.decoded`. It never changes once it can
+        """What a lease says that is there; None see `Lease.decoded`. It never changes once it can
         be read, so it is read once."""
         key = (shard, kind, epoch)
         if key not in self._leases:

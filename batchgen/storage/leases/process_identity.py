@@ -49,7 +49,7 @@ def started(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def identity() -> dict[str, Any]:
+def process_identity() -> dict[str, Any]:
     """What tells this process from all others, for its heartbeat."""
     pid = os.getpid()
     return {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.storage.costs.chain_costs import JobCost, all_steps, as_values
-from batchgen.storage.metrics.peers import Peers, added, attempt_of, seconds
+from batchgen.storage.metrics.peers import Peers, added, reported_attempt, seconds
 from batchgen.storage.metrics.tally import Tally
 from batchgen.storage.metrics.timeline import Timeline, metrics_text
 from batchgen.storage.stores.job_storage import FolderStorage, Storage
@@ -44,7 +44,7 @@ class Attempt:
         generate_s: seconds since the engine began.
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
         start_s: seconds until the engine began, mostly the loading of the weights.
-        session: a text that is the same for workers that ran beside each other.
+        session: a text that is the same for workers that ran at the same time.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
         contract: what decided the bits of its rows besides models, data and configuration, by name,
@@ -94,16 +94,17 @@ class Metrics:
     Attributes:
         attempt: the present one.
         tally: counts of the rows that are finished, those of earlier attempts too.
-        others: what the other workers have told, when this one last looked.
+        others: what the other workers had reported when this one last looked.
         in_flight: how many rows run in the engine, without waiting ones.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
         adapter_scores: the same of each adapter that rows run with, by its name.
         funnel: how many answers of other jobs each choice among them has left, if it reads any.
         budget: what is used of the job's budget; None without one.
-        timeline: how the job went on over time; of workers beside each other it has only this one.
+        timeline: how the job went on over time; of several workers it has only this one.
         read_jobs: what the jobs cost whose rows are read.
         sampling: values of the group `sampling`, and what the model recommends for each.
+        tell: is called with the content of the file whenever this worker has written it.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Metrics:
         self.timeline = Timeline(rows=rows_resumed)
         self.read_jobs: Sequence[JobCost] = ()
         self.sampling: Mapping[str, Mapping[str, float | None]] = {}
+        self.tell: Callable[[Mapping[str, Any]], None] = lambda content: None
         if (content := self._storage.read(path)) is not None:
             earlier = json.loads(content)
             self.timeline = Timeline(earlier.get("timeline", ()), rows_resumed)
@@ -219,6 +221,7 @@ class Metrics:
         summary["timeline"] = self.timeline.points
         self._text = metrics_text(summary)
         self._storage.write(self._path, self._text)
+        self.tell(summary)
 
     def costs(self, job: str) -> list[JobCost]:
         """What the jobs that are read and this one cost, which is called `job`."""
@@ -236,7 +239,7 @@ class Metrics:
         """All attempts in their order, those of the other workers too."""
         present = [asdict(self.attempt)]
         is_complete = self.attempt.status == "complete"
-        told = (attempt_of(beat, is_complete) for beat in self.others)
+        told = (reported_attempt(beat, is_complete) for beat in self.others)
         present += [attempt for attempt in told if attempt is not None]
         present.sort(key=lambda attempt: int(attempt["worker"]))
         known = {(attempt["worker"], attempt["started"]) for attempt in present}

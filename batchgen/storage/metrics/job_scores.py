@@ -12,8 +12,8 @@ class JobScores:
     """What the marks of a job come to.
 
     Attributes:
-        score: of all rows, as of `batchgen.evals.scores.scores.score`; None without marks, and
-            where rows run with several adapters, of which one score would say nothing.
+        score: of all rows, see `batchgen.evals.scores.scores.compute_scores`; None without marks,
+            and where rows run with several adapters, of which one score would say nothing.
         adapters: the same of the rows of each adapter, by its name; empty for other jobs.
     """
 

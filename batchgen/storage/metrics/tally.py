@@ -144,7 +144,7 @@ class Tally:
         for row in rows:
             self._rows += 1
             self._reasons[row.finish_reason] += 1
-            if row.finish_reason == _CUT and (channel := row.beside.get(_CHANNEL)) is not None:
+            if row.finish_reason == _CUT and (channel := row.extra.get(_CHANNEL)) is not None:
                 self._cut_in[channel] += 1
             if row.failure is not None:
                 self._errors[row.failure.type] += 1

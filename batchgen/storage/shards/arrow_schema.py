@@ -139,8 +139,8 @@ def _of_values(values: list[Any], at: str) -> pa.DataType:
     raise _inexact("may be of several types", at)
 
 
-def _only(said: Mapping[str, Any], known: set[str], at: str) -> None:
-    if odd := [key for key in said if key not in known and key != "type"]:
+def _only(said: Mapping[str, Any], allowed: set[str], at: str) -> None:
+    if odd := [key for key in said if key not in allowed and key != "type"]:
         raise _inexact(f"has {odd[0]}", at)
 
 

@@ -163,5 +163,5 @@ def _values(part: tuple[pa.RecordBatch, int], name: str) -> npt.NDArray[Any]:
     return found
 
 
-def _counts(batch: pa.RecordBatch, place: int, names: Sequence[str]) -> Mapping[str, int]:
-    return {name: batch.column(name)[place].as_py() for name in names}
+def _counts(batch: pa.RecordBatch, index: int, names: Sequence[str]) -> Mapping[str, int]:
+    return {name: batch.column(name)[index].as_py() for name in names}

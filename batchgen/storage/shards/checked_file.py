@@ -118,7 +118,7 @@ class CheckedFile:
         return str(self._source)
 
     def known_digest(self) -> str | None:
-        """The digest as of `content_digest`, if it is known without a pass over all bytes."""
+        """The digest see `content_digest`, if it is known without a pass over all bytes."""
         return None if self._sums is None else self.content_digest()
 
     def content_digest(self) -> str:
@@ -209,7 +209,7 @@ def damaged(source: Source, why: str) -> DamagedFile:
     )
 
 
-def unreadable(source: Source, error: OSError) -> JobError:
+def unreadable_file(source: Source, error: OSError) -> JobError:
     """The error for a file that may be as it should, but that the system does not give."""
     return JobError(
         f"cannot read {source}: {error.strerror or error}. The file may be whole: look after the "
@@ -291,7 +291,7 @@ def _told(source: Source, group: int | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno is not None:
-            raise unreadable(source, error) from error
+            raise unreadable_file(source, error) from error
         raise damaged(source, f"{where}{error}") from error
     except MemoryError as error:
         raise JobError(f"there is no memory left to read {source} ({where}{error})") from error

@@ -1,16 +1,19 @@
 """When a row has enough samples, in jobs with `sampling.until`, and which of them it keeps.
 
 A row keeps the samples 0…m, where m is the first of these: the sample that makes `valid` samples
-valid, the `most`-th sample, or one with an error from before the engine, which all samples of the
-row would have. What was computed beyond m is no part of the result, so that this depends on the
-samples alone and not on which of them ran.
+valid, or with `width` the interval of their share so narrow; the `most`-th sample; or one with an
+error from before the engine, which all samples of the row would have. What was computed beyond m is
+no part of the result, so that this depends on the samples alone and not on which of them ran.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +24,7 @@ from batchgen.storage.shards.row_order import RowsInOrder
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 VALID, OUTCOME, NUM_VALID, NUM_SAMPLES = "valid", "outcome", "num_valid", "num_samples"
 ENOUGH_COLUMNS = (
@@ -33,9 +37,10 @@ ENOUGH_COLUMNS = (
     (
         OUTCOME,
         pa.string(),
-        "enough: the row has sampling.until.valid valid samples; exhausted: it has fewer and "
-        "sampling.until.most samples; failed: nothing could be sampled. The same in all samples of "
-        "a row; null or failed in a journal",
+        "enough: the row has sampling.until.valid valid samples, or the interval of their share is "
+        "as narrow as sampling.until.width; exhausted: neither, with sampling.until.most samples; "
+        "failed: nothing could be sampled. The same in all samples of a row; null or failed in a "
+        "journal",
     ),
     (NUM_VALID, pa.int32(), "how many samples of the row are valid; null in a journal"),
     (NUM_SAMPLES, pa.int32(), "how many samples the row has; null in a journal"),
@@ -46,27 +51,70 @@ FAILED = "failed"
 OUTCOMES = ("enough", "exhausted", FAILED)
 METADATA = b"batchgen.until"
 """The key in a shard's metadata that says by which `Enough` it was published."""
+_Z = 1.959963984540054
+_SLACK = 1e-9
+"""What rounding may add to a product of two counts."""
 
 
 @dataclass(frozen=True)
 class Enough:
-    """A row is complete with `valid` valid samples, or with `most` samples."""
+    """A row is complete with `valid` valid samples, or as soon as the 95% interval of Wilson (1927)
+    of their share is at most `width` wide from end to end, or with `most` samples."""
 
-    valid: int
+    valid: int | None
     most: int
+    width: float | None = None
 
     @property
     def metadata(self) -> dict[bytes, bytes]:
         """What a shard's metadata hold."""
-        return {METADATA: json.dumps(asdict(self)).encode()}
+        return {METADATA: json.dumps(self.values).encode()}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """It as JSON can hold it."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
     @staticmethod
     def of(metadata: Mapping[bytes, bytes] | None) -> Enough | None:
         """What the metadata of a shard say; None if they say nothing."""
         try:
-            return Enough(**json.loads((metadata or {})[METADATA]))
+            return Enough.decoded(json.loads((metadata or {})[METADATA]))
         except (KeyError, ValueError, TypeError):
             return None
+
+    @staticmethod
+    def decoded(values: Mapping[str, Any]) -> Enough:
+        """What `values` were made of."""
+        return Enough(values.get("valid"), values["most"], values.get("width"))
+
+    @property
+    def fewest(self) -> int:
+        """The fewest samples that a row can have, errors aside; by `width` they are all valid, or
+        none is, where the interval is z² / (n + z²) wide."""
+        if self.width is None:
+            assert self.valid is not None
+            return self.valid
+        return max(1, math.ceil(_Z * _Z * (1 / self.width - 1) - _SLACK))
+
+    @cached_property
+    def _most_mixed(self) -> Floats:
+        """[most]: the largest product of valid and other samples, of n = 1, 2, …, with which the
+        interval is narrow enough; negative for none.
+
+        With k of n valid its width is 2z / (n + z²) · sqrt(k(n−k)/n + z²/4).
+        """
+        assert self.width is not None
+        n = np.arange(1, self.most + 1)
+        square = np.square(self.width * (n + _Z * _Z) / (2 * _Z)) - _Z * _Z / 4
+        most: Floats = np.floor(n * square + _SLACK)
+        return most
+
+    def is_reached(self, valid: Ints | Floats, n: Ints) -> Bools:
+        """Whether `valid` of the first `n` samples are enough, without regard to `most`."""
+        if self.valid is not None:
+            return np.asarray(valid >= self.valid)
+        return np.asarray(valid * (n - valid) <= self._most_mixed[n - 1])
 
     def num_kept(self, done: Bools, valid: Bools, failed: Bools) -> Ints:
         """How many samples each row keeps, 0 if that is not known yet. [R]
@@ -77,34 +125,41 @@ class Enough:
             failed: [R, most] which of them have an error from before the engine.
         """
         leading = np.logical_and.accumulate(done, axis=1)
-        ends = (np.cumsum(valid, axis=1) >= self.valid) | failed
+        ends = self.is_reached(_so_far(valid, axis=1), self._numbers) | failed
         ends[:, -1] = True
         ends &= leading
         kept: Ints = np.where(ends.any(axis=1), np.argmax(ends, axis=1) + 1, 0)
         return kept
 
     def wanted(
-        self, done: Bools, valid: Bools, begun: Collection[int], rate: float = 1.0
+        self, done: Bools, valid: Bools, begun: Collection[int], rate: float | None = None
     ) -> list[int]:
         """The samples of one row to begin now: those that it will keep if each sample that is not
-        there yet counts as `rate` valid ones. With a rate of 1 it keeps them in any case.
+        there yet counts as `rate` valid ones, or for None those that it keeps in any case.
 
         Args:
             done: [most] which samples are there.
             valid: [most] which of them are valid.
             begun: further samples that are on their way.
         """
-        found, expected = list[int](), 0.0
-        for sample in range(self.most):
-            if expected >= self.valid:
-                break
-            if done[sample]:
-                expected += float(valid[sample])
-                continue
-            expected += rate
-            if sample not in begun:
-                found.append(sample)
-        return found
+        found, open_ = _so_far(valid & done), _so_far(~done)
+        if rate is None:  # the product of two counts is least where all are valid, or none
+            ends = self.is_reached(found, self._numbers)
+            ends |= self.is_reached(found + open_, self._numbers)
+        else:
+            ends = self.is_reached(found + rate * open_, self._numbers)
+        kept = int(np.argmax(ends)) + 1 if ends.any() else self.most
+        return [int(i) for i in np.flatnonzero(~done[:kept]) if int(i) not in begun]
+
+    @cached_property
+    def _numbers(self) -> Ints:
+        return np.arange(1, self.most + 1)
+
+
+def _so_far(flags: Bools, axis: int = 0) -> Ints:
+    """How many are set up to each place."""
+    counts: Ints = np.cumsum(flags, axis=axis, dtype=np.int64)
+    return counts
 
 
 def marks_of(rows: pa.RecordBatch | pa.Table) -> tuple[Bools, Bools]:
@@ -112,6 +167,13 @@ def marks_of(rows: pa.RecordBatch | pa.Table) -> tuple[Bools, Bools]:
     valid = pc.fill_null(rows[VALID], False).to_numpy(zero_copy_only=False)
     failed = pc.fill_null(pc.equal(rows[OUTCOME], FAILED), False).to_numpy(zero_copy_only=False)
     return valid, failed
+
+
+def enough_text(until: Mapping[str, Any]) -> str:
+    """What the values of `sampling.until` in a configuration ask for, in words."""
+    if until.get("width") is not None:
+        return f"the interval of valid ones is at most {until['width']:g} wide"
+    return f"{until['valid']:,} are valid"
 
 
 class KeptRows:
@@ -129,9 +191,11 @@ class KeptRows:
         first = np.append(True, np.diff(rows.keys >> 31) != 0)[: len(rows.keys)]
         starts = np.flatnonzero(first)
         group = np.cumsum(first) - 1
-        so_far = np.cumsum(valid)
+        so_far = _so_far(valid)
         before: Ints = (so_far - valid)[starts][group]
-        ends = (so_far - before >= enough.valid) | failed
+        numbers = np.arange(1, len(group) + 1) - starts[group]
+        reached = enough.is_reached(so_far - before, np.minimum(numbers, enough.most))
+        ends = reached | failed
         earlier: Ints = np.cumsum(ends) - ends
         self.places: Ints = np.flatnonzero(earlier == earlier[starts][group])
         kept = group[self.places]
@@ -139,7 +203,8 @@ class KeptRows:
         valids = np.bincount(kept, valid[self.places], len(starts)).astype(np.int64)
         fails = np.bincount(kept, failed[self.places], len(starts)) > 0
         self._sizes, self._valids = sizes[kept], valids[kept]
-        outcomes = np.where(fails, 2, np.where(valids >= enough.valid, 0, 1))
+        is_enough = enough.is_reached(valids, np.maximum(sizes, 1))
+        outcomes = np.where(fails, 2, np.where(is_enough, 0, 1))
         self._outcomes = outcomes[kept]
 
     def filled(self, table: pa.Table, at: slice) -> pa.Table:

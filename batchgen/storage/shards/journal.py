@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from batchgen.storage.leases.lease_files import BEGUN, FINISHED
 from batchgen.storage.leases.patience import patiently
-from batchgen.storage.shards.checked_file import unreadable
+from batchgen.storage.shards.checked_file import unreadable_file
 from batchgen.storage.stores.job_storage import FolderStorage, Storage
 from batchgen.util.errors import JobError
 
@@ -82,9 +82,13 @@ class Journal:
         except FileNotFoundError:  # the job is complete
             self._files = {kind: {} for kind in self._schemas}
 
-    def files(self, shard: int, *, own: bool = False, kind: str = FINISHED) -> list[Path]:
+    def files(self, shard: int, *, include_own: bool = False, kind: str = FINISHED) -> list[Path]:
         """The files of a shard that other workers have written, or all."""
-        return [path for path in self._files[kind].get(shard, ()) if own or path not in self._own]
+        return [
+            path
+            for path in self._files[kind].get(shard, ())
+            if include_own or path not in self._own
+        ]
 
     def append(self, shard: int, batch: pa.RecordBatch, kind: str = FINISHED) -> None:
         """Append rows of one shard.
@@ -127,7 +131,7 @@ class Journal:
         each with the number of its attempt. They are memory-mapped, so nothing is copied."""
         for path in self._files[FINISHED].get(shard, ()):
             for batch in self.batches(path):
-                yield attempt_of(path), batch
+                yield journal_worker(path), batch
 
     def batches(self, path: Path) -> Iterator[pa.RecordBatch]:
         """The whole batches of one file, or FileNotFoundError if it was deleted."""
@@ -169,7 +173,7 @@ def attempts_in(names: Iterable[str]) -> list[int]:
     return [0, *(int(match[2]) for name in names if (match := _NAME.fullmatch(name)))]
 
 
-def attempt_of(path: Path) -> int:
+def journal_worker(path: Path) -> int:
     """The number of the worker that wrote a journal file."""
     return _place(path)[1]
 
@@ -196,7 +200,7 @@ def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.Record
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
     head = next(frames, None)
     if head is None:
         return

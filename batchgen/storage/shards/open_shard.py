@@ -89,7 +89,9 @@ class OpenShard:
         self.num_done += len(rows)
 
     def missing(self, row_index: int) -> list[int]:
-        """The samples of a row that are not done."""
+        """The samples of a row that are not done; none of a row that the job has no longer."""
+        if row_index - self._first >= len(self.done):
+            return []
         done = self.done[row_index - self._first].tolist()
         return [sample for sample, is_done in enumerate(done) if not is_done]
 
@@ -139,7 +141,7 @@ class OpenEnoughShard(OpenShard):
     @property
     def extent(self) -> Extent:
         answers = int(self._kept[: self.num_rows].sum())
-        return Extent(self.num_rows, self._samples, self._enough.valid, answers)
+        return Extent(self.num_rows, self._samples, self._enough, answers)
 
     def take_published(self, extent: Extent) -> None:
         """The rows are taken one by one, as their numbers of samples differ."""
@@ -170,16 +172,16 @@ class OpenEnoughShard(OpenShard):
         """The samples of a row that are not done and may be needed."""
         return [] if self._kept[row_index - self._first] else super().missing(row_index)
 
-    def wanted(self, row_index: int, begun: Collection[int], rate: float | None) -> list[int]:
-        """What `Enough.wanted` gives; the rate None is the row's own of valid samples so far."""
+    def wanted(self, row_index: int, begun: Collection[int], *, ahead: bool) -> list[int]:
+        """The samples that a row keeps in any case and lacks; or those that it is likely to keep,
+        `ahead` of what is known, by its own rate of valid samples so far."""
         row = row_index - self._first
         if self._kept[row]:
             return []
         done, valid = self.done[row], self._valid[row]
-        if rate is None:
-            there = int(done.sum())
-            # The mean of what the rate may be, given what has come of the samples (Laplace).
-            rate = (int(valid.sum()) + 1) / (there + 2) if there else 1.0
+        rate, there = None, int(done.sum())
+        if ahead and there:  # the mean of what the rate may be, given what has come (Laplace)
+            rate = (int(valid.sum()) + 1) / (there + 2)
         return self._enough.wanted(done, valid, begun, rate)
 
     def _mark(

@@ -64,6 +64,8 @@ _OF_ANSWERS = {
     "finish_reason": "scored or error",
 }
 """What columns mean where answers are scored."""
+_OF_READ_ROWS = _OF_ANSWERS | {"finish_reason": "read or error"}
+"""What columns mean where rows are only read."""
 _OF_CHANNELS = {
     TEXT: "the final channel, cut before a stop string; null on error, and if there is none",
     "finish_reason": "stop (in the final channel), tool_call, no_answer (it ended elsewhere), "
@@ -78,6 +80,16 @@ _SATISFIED = (
     pa.bool_(),
     "whether what was generated is complete under the row's constraint; null if it has none or "
     "the row failed",
+)
+
+
+REPLAY_EXACT = "replay_exact"
+_REPLAY_EXACT = (
+    REPLAY_EXACT,
+    pa.bool_(),
+    "whether each token was scored given what was unmasked before its step: false if it is not "
+    "known what stood behind the answer in its last block, or if a constraint took part in the "
+    "distribution; null if the row failed",
 )
 
 
@@ -107,7 +119,7 @@ class SplitOutput(NamedTuple):
 class FinishedRow(NamedTuple):
     """One sample of one row that is finished, with the `fields` that are copied from the data set.
     A row that never reached the engine has an `error` instead of an `output`. `valid` is whether it
-    fulfils `sampling.until.where`. `beside` are the columns of `SplitOutput`. `images` are what the
+    fulfils `sampling.until.where`. `extra` are the columns of `SplitOutput`. `images` are what the
     output says of those of the prompt, None where they are not known. `begun_tokens` is how many of
     its tokens earlier attempts had generated."""
 
@@ -117,7 +129,7 @@ class FinishedRow(NamedTuple):
     fields: Mapping[str, Any]
     output: RequestOutput | None = None
     error: RequestError | None = None
-    beside: Mapping[str, Any] = {}
+    extra: Mapping[str, Any] = {}
     key: bytes | None = None  # `reuse.row_key`, in jobs that keep keys
     is_copied: bool = False  # from an older job, instead of being computed
     valid: bool | None = None
@@ -154,7 +166,7 @@ class OutputSchema:
     counts: tuple[str, ...]
     parsed: ParsedColumn | None
     text_column: str = TEXT
-    beside: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
     enough: Enough | None = None
 
     @staticmethod
@@ -165,32 +177,37 @@ class OutputSchema:
         prompt_token_ids: bool,
         *,
         constrained: bool = False,
-        beside: Sequence[pa.Field] = (),
+        extra: Sequence[pa.Field] = (),
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
         answers: bool = False,
+        replays: bool = False,
         images: bool = False,
         enough: Enough | None = None,
+        is_read: bool = False,
     ) -> "OutputSchema":
         """The schema of a job.
 
         Args:
             prompt_token_ids: whether to write the prompts.
-            beside: the columns of what rows say beside their text, such as thoughts.
+            extra: the columns of what rows say beside their text, such as thoughts.
             constrained: whether a column says which rows satisfy their constraint.
             answers: whether rows have given answers, which are scored.
+            replays: whether these are trajectories.
             images: whether rows may have images.
             enough: when a row has enough samples; None if all rows have the same number.
+            is_read: whether rows are only read.
 
         Raises:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
                 `text_column` is the name of another such column.
         """
-        before = [described(*column) for column in _BEFORE]
-        has_channels = any(column.name == CHANNEL for column in beside)
+        before = [described_field(*column) for column in _BEFORE]
+        has_channels = any(column.name == CHANNEL for column in extra)
         own = _OF_ANSWERS if answers else _OF_CHANNELS if has_channels else {}
+        own = _OF_READ_ROWS if is_read else own
         after = [
-            described(
+            described_field(
                 text_column if name == TEXT else name,
                 type,
                 own.get(name, meaning),
@@ -198,17 +215,24 @@ class OutputSchema:
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
-        asked = ((_SATISFIED, constrained), (_ANSWER, answers), (_IMAGES, images))
-        more = [described(*column) for column, wanted in asked if wanted]
+        asked = (
+            (_SATISFIED, constrained),
+            (_ANSWER, answers),
+            (_REPLAY_EXACT, replays),
+            (_IMAGES, images),
+        )
+        more = [described_field(*column) for column, wanted in asked if wanted]
         if parsed is not None:
-            more.append(described(PARSED, parsed.type, parsed.meaning))
-        more += [] if enough is None else [described(*column) for column in ENOUGH_COLUMNS]
+            more.append(described_field(PARSED, parsed.type, parsed.meaning))
+        more += [] if enough is None else [described_field(*column) for column in ENOUGH_COLUMNS]
         not_run = "; null if the row failed before its first"
-        more += [described(count.name, pa.int32(), count.meaning + not_run) for count in counts]
+        more += [
+            described_field(count.name, pa.int32(), count.meaning + not_run) for count in counts
+        ]
         more += [_column_field(column) for column in columns]
         # Also columns that this job leaves out: a name shall mean the same in every output.
         taken = {name for name, *_ in _BEFORE + _AFTER} | {SATISFIED, PARSED}
-        taken |= {field.name for field in (*beside, *more)}
+        taken |= {field.name for field in (*extra, *more)}
         taken.remove(TEXT)
         _check_clashes(passthrough.names, taken, text_column)
         # The metadata of the whole input schema is dropped: it describes the input's columns alone.
@@ -216,7 +240,7 @@ class OutputSchema:
         given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
         metadata = {b"batchgen.schema": SCHEMA_VERSION.encode()}
         metadata |= {} if enough is None else enough.metadata
-        after[1:1] = beside
+        after[1:1] = extra
         schema = pa.schema(before + given + after + more, metadata=metadata)
         return OutputSchema(
             schema,
@@ -225,7 +249,7 @@ class OutputSchema:
             tuple(count.name for count in counts),
             parsed,
             text_column,
-            tuple(column.name for column in beside),
+            tuple(column.name for column in extra),
             enough,
         )
 
@@ -233,7 +257,9 @@ class OutputSchema:
     def token_bytes(self) -> int:
         """Bytes that one generated token takes in all per-token columns together."""
         return 4 + sum(
-            column.dtype.itemsize * int(np.prod(column.tail_shape)) for column in self.columns
+            column.dtype.itemsize * int(np.prod(column.tail_shape))
+            for column in self.columns
+            if column.scope != "row"
         )
 
     def encode(self, rows: Sequence[FinishedRow]) -> pa.RecordBatch:
@@ -244,7 +270,7 @@ class OutputSchema:
             "row_index": [row.row_index for row in rows],
             "sample_index": [row.sample_index for row in rows],
             self.text_column: [
-                row.beside.get(TEXT, o.text) if o and o.finish_reason != "error" else None
+                row.extra.get(TEXT, o.text) if o and o.finish_reason != "error" else None
                 for row, o in zip(rows, outputs, strict=True)
             ],
             "finish_reason": [row.finish_reason for row in rows],
@@ -254,14 +280,15 @@ class OutputSchema:
             "num_generated_tokens": [len(o.token_ids) if o else 0 for o in outputs],
             "token_ids": id_lists([o.token_ids if o else [] for o in outputs]),
         }
-        for name in self.beside:
-            values[name] = [row.beside.get(name) for row in rows]
+        for name in self.extra:
+            values[name] = [row.extra.get(name) for row in rows]
         for name in self.passthrough:
             values[name] = [row.fields[name] for row in rows]
         for name in self.counts:
             values[name] = [o.counts[name] if o else None for o in outputs]
         for column in self.columns:
-            values[column.name] = column_lists(column, outputs)
+            make = _row_values if column.scope == "row" else column_lists
+            values[column.name] = make(column, outputs)
         if SATISFIED in self.arrow.names:
             values[SATISFIED] = [
                 o.constraint_satisfied if o and o.finish_reason != "error" else None
@@ -269,6 +296,10 @@ class OutputSchema:
             ]
         if ANSWER_TOKEN_IDS in self.arrow.names:
             values[ANSWER_TOKEN_IDS] = [o.answer_token_ids if o else None for o in outputs]
+        if REPLAY_EXACT in self.arrow.names:
+            values[REPLAY_EXACT] = [
+                o.replay_exact if o and o.finish_reason != "error" else None for o in outputs
+            ]
         if PROMPT_IMAGES in self.arrow.names:
             values[PROMPT_IMAGES] = [row.images for row in rows]
         if self.parsed is not None:
@@ -286,7 +317,7 @@ class OutputSchema:
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
 
-def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: str) -> None:
+def _check_clashes(columns: Sequence[str], taken: Collection[str], text_column: str) -> None:
     """Refuse columns of the data set that have the name of a column that batchgen writes."""
     if text_column in taken:
         raise ConfigError(
@@ -294,7 +325,7 @@ def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: st
             "choose another name"
         )
     names = {*taken, text_column}
-    clashes = [name for name in given if name in names]
+    clashes = [name for name in columns if name in names]
     if not clashes:
         return
     listed = ", ".join(map(repr, clashes))
@@ -304,12 +335,12 @@ def _check_clashes(given: Sequence[str], taken: Collection[str], text_column: st
             f"dataset column {listed} has the name of the column of generated text: write that one "
             "under another name, such as output.text_column=answer, or "
         )
-    kept = ",".join(name for name in given if name not in names)
+    kept = ",".join(name for name in columns if name not in names)
     advice = f"leave yours out of the output with 'dataset.columns=[{kept}]'; prompts can still "
     raise ConfigError(what + advice + "use them")
 
 
-def described(name: str, type: pa.DataType, meaning: str) -> pa.Field:
+def described_field(name: str, type: pa.DataType, meaning: str) -> pa.Field:
     """A column of the output that says what it means."""
     return pa.field(name, type, metadata={"meaning": meaning})
 
@@ -322,19 +353,24 @@ def _column_field(column: OutputColumn) -> pa.Field:
     type = pa.from_numpy_dtype(column.dtype)
     for size in reversed(column.tail_shape):
         type = pa.list_(type, size)
-    rows = {
-        "output": "generated token",
-        "context": "token that went through the model",
-        "answer": "token of the answer",
-        "choice": "choice of the row's constraint",
+    entries = {
+        "output": "one entry per generated token",
+        "edits": "one entry per replaced token: place in token_ids, step, old and new id",
+        "tail": "one entry per token that the end of the row cut off its last step",
+        "context": "one entry per token that went through the model",
+        "answer": "one entry per token of the answer",
+        "choice": "one entry per choice of the row's constraint",
+        "row": "what was pooled from the row's hidden states; null on error",
     }[column.scope]
+    of_row = column.scope == "row"
+    shape = column.tail_shape if of_row else ("num_tokens", *column.tail_shape)
     metadata = {
-        "meaning": f"{column.name}: one entry per {rows}",
+        "meaning": f"{column.name}: {entries}",
         "scope": column.scope,
         "dtype": str(column.dtype),
-        "shape": str(["num_tokens", *column.tail_shape]).replace("'", ""),
+        "shape": str([*shape]).replace("'", ""),
     } | dict(column.metadata)
-    return pa.field(column.name, pa.list_(type), metadata=metadata)
+    return pa.field(column.name, type if of_row else pa.list_(type), metadata=metadata)
 
 
 def _error(error: RequestError | None) -> dict[str, str] | None:
@@ -358,6 +394,18 @@ def id_lists(lists: list[list[int]]) -> pa.Array:
         values.fromlist(ids)
     flat = np.frombuffer(values, np.int32) if values else np.empty(0, np.int32)
     return _list_array([len(ids) for ids in lists], pa.array(flat))
+
+
+def _row_values(column: OutputColumn, outputs: Sequence[RequestOutput | None]) -> pa.Array:
+    """A column of row scope: for each row a list of a fixed size, null on an error."""
+    (size,) = column.tail_shape
+    failed = [o is None or o.finish_reason == "error" for o in outputs]
+    values = np.zeros((len(outputs), size), column.dtype)
+    for place, output in enumerate(outputs):
+        if output is not None and not failed[place]:
+            values[place] = output.columns[column.name]
+    mask = pa.array(failed, pa.bool_())
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), size, mask=mask)
 
 
 def column_lists(column: OutputColumn, outputs: Sequence[RequestOutput | Begun | None]) -> pa.Array:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from batchgen.engine.interface.outputs import Begun
 from batchgen.storage.leases.lease_files import BEGUN
 from batchgen.storage.shards.begun_rows import BegunRow, BegunRows, begun_schema, encode_begun
-from batchgen.storage.shards.journal import Journal, JournalGone, attempt_of
+from batchgen.storage.shards.journal import Journal, JournalGone, journal_worker
 from batchgen.storage.shards.open_shard import OpenEnoughShard, OpenShard
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.storage.shards.published_shards import PublishedShards
@@ -108,7 +108,7 @@ class OutputWriter:
         elif retry_errors != self._round.is_open:
             raise ConfigError(
                 f"output.retry_errors={str(retry_errors).lower()}: the workers that run in "
-                f"{self._storage.shown} have it otherwise: wait for them or stop them first"
+                f"{self._storage.display_name} have it otherwise: wait for them or stop them first"
             )
         self._open: dict[int, OpenShard] = {}
         self._dropped: set[int] = set()
@@ -132,8 +132,8 @@ class OutputWriter:
             needed = set[int]()
             if number not in self.complete_shards:
                 needed = self._written.begun(number).longest(self._open.get(number))
-            for path in self._journal.files(number, own=True, kind=BEGUN):
-                if attempt_of(path) not in needed:
+            for path in self._journal.files(number, include_own=True, kind=BEGUN):
+                if journal_worker(path) not in needed:
                     self._storage.delete(path)
         self._journal.refresh()
 
@@ -198,14 +198,14 @@ class OutputWriter:
         """The number of the shard that holds a row."""
         return row_index // self._rows_per_shard
 
-    def wanted(self, row_index: int, begun: Collection[int], rate: float | None) -> list[int]:
+    def wanted(self, row_index: int, begun: Collection[int], *, ahead: bool) -> list[int]:
         """The samples of a row to begin now, of which others are `begun`: see
         `OpenEnoughShard.wanted`. There are none in a shard that is not open."""
         opened = self._open.get(self.shard_of(row_index))
         if opened is None:
             return []
         assert isinstance(opened, OpenEnoughShard)
-        return opened.wanted(row_index, begun, rate)
+        return opened.wanted(row_index, begun, ahead=ahead)
 
     def set_exact(self, exact: bool, by_schedule: Collection[str]) -> None:
         """Say whether a row that is computed twice must be the same to the bit, in all columns but

@@ -44,7 +44,7 @@ class PublishedShards:
         self._schema = schema
         self._rows_per_shard = rows_per_shard
         self._samples = samples
-        self._valid = 0 if schema.enough is None else schema.enough.valid
+        self._enough = schema.enough
         self._storage = storage
         self.num_rows = num_rows
         if older is None:
@@ -73,7 +73,7 @@ class PublishedShards:
 
     def has_all_samples(self, extent: Extent) -> bool:
         """Whether the rows of a shard have all their samples."""
-        return not extent.rows or (extent.samples, extent.valid) == (self._samples, self._valid)
+        return not extent.rows or (extent.samples, extent.enough) == (self._samples, self._enough)
 
     def complete(self) -> set[int]:
         """The shards that hold all their rows."""
@@ -84,7 +84,7 @@ class PublishedShards:
         rows = self._rows_per_shard
         if self.num_rows is not None:
             rows = max(0, min(rows, self.num_rows - number * rows))
-        return Extent(rows, self._samples, self._valid) if rows else Extent(0, 0)
+        return Extent(rows, self._samples, self._enough) if rows else Extent(0, 0)
 
     def exists(self, number: int) -> bool:
         return self._storage.exists(shard_path(self._data, number))

@@ -10,9 +10,9 @@ from pathlib import Path
 from batchgen.storage.shards.journal import read_file
 from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.shard_files import (
-    are_equal,
     mapped_shard,
     publish_shard,
+    same_shard_bits,
     shard_path,
     write_shard,
 )
@@ -72,9 +72,9 @@ class Publisher:
         """Note that a published shard is as it shall be."""
         self._name_file(number, None, False)
 
-    def wait(self, most: int) -> None:
-        """Wait until at most `most` shards are being published; raise what the thread raised."""
-        while self._publishing and (len(self._publishing) > most or self._publishing[0].done()):
+    def wait(self, limit: int) -> None:
+        """Wait until at most `limit` shards are being published; raise what the thread raised."""
+        while self._publishing and (len(self._publishing) > limit or self._publishing[0].done()):
             self._publishing.pop(0).result()
 
     def _publish(self, number: int, files: Sequence[Path], rows: int, replaces: bool) -> None:
@@ -140,7 +140,7 @@ class Publisher:
             return
         if self.by_schedule:
             files = self._storage.parquet(path), temporary
-            if are_equal(*files, besides=self.by_schedule):
+            if same_shard_bits(*files, besides=self.by_schedule):
                 return
         kept = path.parent.parent / "differing" / f"{path.stem}.{self._worker:04d}.parquet"
         kept.parent.mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,14 +47,14 @@ class Extent:
 
     Attributes:
         rows: how many input rows.
-        samples: how many samples of each; with `valid` at most so many.
-        valid: with how many valid samples a row is complete; 0 if each row has all `samples`.
+        samples: how many samples of each; with `enough` at most that number.
+        enough: when a row is complete; None if each row has all `samples`.
         answers: how many output rows; None for all `samples` of all `rows`.
     """
 
     rows: int
     samples: int
-    valid: int = 0
+    enough: Enough | None = None
     answers: int | None = field(default=None, compare=False)
 
     @property
@@ -72,18 +72,25 @@ class ResumeState:
     rows: int
 
     def encoded(self) -> bytes:
-        extents = [[n, *_encoded(extent)] for n, extent in sorted(self.extents.items())]
+        extents = [[n, _encoded(extent)] for n, extent in sorted(self.extents.items())]
         return json.dumps({"rows": self.rows, "extents": extents}).encode()
 
     @staticmethod
     def decoded(content: bytes) -> ResumeState:
         found = json.loads(content)
-        return ResumeState({n: Extent(*extent) for n, *extent in found["extents"]}, found["rows"])
+        return ResumeState({n: _decoded(extent) for n, extent in found["extents"]}, found["rows"])
 
 
-def _encoded(extent: Extent) -> list[int]:
-    figures = [extent.rows, extent.samples]
-    return [*figures, extent.valid, extent.num_answers] if extent.valid else figures
+def _encoded(extent: Extent) -> dict[str, Any]:
+    figures = {"rows": extent.rows, "samples": extent.samples}
+    if extent.enough is None:
+        return figures
+    return {**figures, "enough": extent.enough.values, "answers": extent.num_answers}
+
+
+def _decoded(extent: Mapping[str, Any]) -> Extent:
+    enough = None if "enough" not in extent else Enough.decoded(extent["enough"])
+    return Extent(extent["rows"], extent["samples"], enough, extent.get("answers"))
 
 
 def write_shard(
@@ -112,7 +119,7 @@ def write_shard(
     return rows
 
 
-def are_equal(one: Source, other: Source, besides: Collection[str]) -> bool:
+def same_shard_bits(one: Source, other: Source, besides: Collection[str]) -> bool:
     """Whether two files of a shard have the same bits, besides those of the columns with these
     names. One row group of each is in memory at a time."""
     with pq.ParquetFile(one) as first, pq.ParquetFile(other) as second:
@@ -190,7 +197,7 @@ def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
     if schema.enough is not None:
         if (by := Enough.of(written.metadata)) is None:
             raise damaged(path, "it does not say when its rows have enough samples")
-        extent = Extent(rows, by.most, by.valid, meta.num_rows)
+        extent = Extent(rows, by.most, by, meta.num_rows)
         is_whole = samples <= by.most and rows <= meta.num_rows <= rows * by.most
     if not is_whole:
         raise damaged(path, f"{meta.num_rows} rows cannot be right")

@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchgen.storage.leases.lease_files import BEGUN
 from batchgen.storage.shards.begun_rows import BegunRows
 from batchgen.storage.shards.enough import Enough
-from batchgen.storage.shards.journal import Journal, attempt_of
+from batchgen.storage.shards.journal import Journal, journal_worker
 from batchgen.storage.shards.open_shard import OpenShard, open_shard
 from batchgen.storage.shards.published_shards import PublishedShards
 from batchgen.storage.shards.row_order import KEYS, RowsInOrder
@@ -62,13 +62,13 @@ class WrittenRows:
         self._published.extents.pop(number, None)
         if (extent := self._published.older.get(number)) is not None:
             opened.take_published(extent)
-            if extent.rows and (retried_before or extent.valid):
+            if extent.rows and (retried_before or extent.enough is not None):
                 table = read_columns(self._published.source(number), opened.state_columns)
                 opened.take(table, errors_count=not retried_before)
-        for path in self._journal.files(number, own=True):
+        for path in self._journal.files(number, include_own=True):
             self._seen[path] = 0
             for batch in self._journal.batches(path):
-                attempt = attempt_of(path)
+                attempt = journal_worker(path)
                 opened.take(batch, errors_count=attempt >= retried_before, attempt=attempt)
                 self._seen[path] += 1
         return opened
@@ -79,11 +79,13 @@ class WrittenRows:
         self._journal.refresh()
         before, retried_before = opened.num_done, self._round.before(number) or 0
         for path in self._journal.files(number):
-            errors_count = attempt_of(path) >= retried_before
+            errors_count = journal_worker(path) >= retried_before
             try:
                 batches = self._journal.batches(path)
                 for batch in itertools.islice(batches, self._seen.get(path, 0), None):
-                    opened.take_others(batch, errors_count=errors_count, attempt=attempt_of(path))
+                    opened.take_others(
+                        batch, errors_count=errors_count, attempt=journal_worker(path)
+                    )
                     self._seen[path] = self._seen.get(path, 0) + 1
             except FileNotFoundError:  # the shard was published just now
                 pass
@@ -95,10 +97,10 @@ class WrittenRows:
         first = number * self._rows_per_shard
         rows = range(first, first + self._rows_per_shard)
         found = BegunRows(rows, self._round.before(number) or 0)
-        for path in self._journal.files(number, own=True, kind=BEGUN):
+        for path in self._journal.files(number, include_own=True, kind=BEGUN):
             with contextlib.suppress(FileNotFoundError, JobError, pa.ArrowException):
                 for batch in self._journal.batches(path):
-                    found.take(batch, attempt_of(path))
+                    found.take(batch, journal_worker(path))
         return found
 
     def table(self, shard: int, columns: Sequence[str]) -> pa.Table | None:

@@ -93,7 +93,7 @@ class Storage(Protocol):
     def path(self) -> Path: ...
 
     @property
-    def shown(self) -> str: ...
+    def display_name(self) -> str: ...
 
     @property
     def in_place(self) -> bool: ...
@@ -194,7 +194,7 @@ class FolderStorage:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.shown = str(path)
+        self.display_name = str(path)
         self.in_place = True
         self._store: FileStore | None = None
         self._lock: FolderLock | None = None

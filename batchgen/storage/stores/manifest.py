@@ -20,6 +20,7 @@ OF_ADAPTER, OF_ADAPTERS = "adapter", "adapters"
 """The key in `Manifest.growing` of the number of rows that the job uses."""
 SAMPLES = "sampling.n"
 UNTIL_VALID, UNTIL_MOST = "sampling.until.valid", "sampling.until.most"
+UNTIL_WIDTH = "sampling.until.width"
 READ_JOB = "read job"
 """What keys of `Manifest.fingerprints` begin with that are of other jobs, whose rows are read."""
 CONTRACT = "contract "
@@ -110,7 +111,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The manifest in a file; as of `parse`."""
+        """The manifest in a file; see `parse`."""
         return cls.parse(path.read_bytes(), str(path))
 
     @classmethod
@@ -159,6 +160,12 @@ class Manifest:
                     f"{key}: {samples} → {asked} (a job can have more samples later, not fewer: "
                     f"use {key}={samples} or more)"
                 )
+        width = self.growing.get(UNTIL_WIDTH)
+        if width is not None and new.growing.get(UNTIL_WIDTH, width) > width:
+            lines.append(
+                f"{UNTIL_WIDTH}: {width} → {new.growing[UNTIL_WIDTH]} (a wider interval needs "
+                f"fewer samples, and a job can only have more: use {UNTIL_WIDTH}={width} or less)"
+            )
         if changed := self._changed_rows(new, digests, changed_row):
             lines.append(changed)
         return lines

@@ -12,8 +12,8 @@ from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.storage.leases.failure_detector import FailureDetector, any_lives, read_beat
 from batchgen.storage.leases.object_store import ObjectStore
 from batchgen.storage.leases.own_files import LOCKS
-from batchgen.storage.leases.process_identity import identity, is_gone
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.storage.leases.process_identity import is_gone, process_identity
+from batchgen.util.errors import ConfigError, JobError, OpenedAnew
 
 _NAME = re.compile(r"([0-9]{4,})\.json")
 _SHARED, _RELEASED = "shared", "released"
@@ -39,7 +39,7 @@ class ObjectLock:
         self._config = config
         self._watch = FailureDetector(config.stale_after, time.monotonic, is_gone)
         self._about = {
-            **identity(),
+            **process_identity(),
             "key": uuid.uuid4().hex,
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
@@ -63,9 +63,9 @@ class ObjectLock:
 
     def confirm(self) -> None:
         """Make sure that nobody took the lock exclusively since this process took or joined it, or
-        JobError."""
+        OpenedAnew."""
         if self._newest() != self._number:
-            raise JobError(
+            raise OpenedAnew(
                 f"{self._store.url}: another process has opened the job anew in this moment; run "
                 "the same command to join it"
             )

@@ -52,7 +52,7 @@ class ObjectStorage:
 
     def __init__(self, store: ObjectStore, config: WorkersConfig) -> None:
         """Create storage over a store; `config` says how workers notice each other."""
-        self.shown = store.url
+        self.display_name = store.url
         self.in_place = False
         self._store = store
         self._config = config
@@ -189,7 +189,7 @@ class ObjectStorage:
         name = self._name(path)
         content = self._store.read(name)
         if content is None:
-            raise FileNotFoundError(f"{self.shown}/{name}")
+            raise FileNotFoundError(f"{self.display_name}/{name}")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.fetch.tmp")
         temporary.write_bytes(content)
@@ -229,8 +229,8 @@ class ObjectStorage:
         free = shutil.disk_usage(self.path).free - _ROOM
         if need > free:
             raise JobError(
-                f"{self.shown} has {need >> 20:,} MiB, and to read all of it, for grades or a "
-                f"report, it must fit into {self.path.parent}, where {max(free, 0) >> 20:,} MiB "
+                f"{self.display_name} has {need >> 20:,} MiB, and to read all of it, for grades or "
+                f"a report, it must fit into {self.path.parent}, where {max(free, 0) >> 20:,} MiB "
                 "are free: set TMPDIR to a folder on a larger disk, or leave out what needs it "
                 "(output.report=false post=[])"
             )

@@ -32,7 +32,7 @@ def whole_file(path: Path, new: str | None = None) -> Iterator[Path]:
     try:
         yield temporary
         if new is None:
-            publish(temporary, path)
+            publish_file(temporary, path)
         else:
             fsync_path(temporary)
             _publish_new(temporary, path, new)
@@ -43,7 +43,7 @@ def whole_file(path: Path, new: str | None = None) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def publish(temporary: Path, path: Path) -> None:
+def publish_file(temporary: Path, path: Path) -> None:
     """Give a file that was written its name. Raises OSError or JobError."""
     fsync_path(temporary)
     temporary.replace(path)
@@ -51,7 +51,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str, new: str | None = None) -> None:
-    """Write a text file, as of `whole_file`."""
+    """Write a text file, see `whole_file`."""
     with whole_file(path, new) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -91,7 +91,7 @@ def _too_large() -> TemplateLimit:
     return TemplateLimit(f"to render it makes more than {MOST_CHARACTERS:,} characters")
 
 
-def size(value: Any) -> int:
+def printed_size(value: Any) -> int:
     """About how many characters a value prints, or a step for each of its items.
 
     Raises TemplateLimit beyond the bounds: lists that hold one list many times can be as large as
@@ -162,7 +162,7 @@ def before_percent(text: str | bytes, values: Any) -> None:
     form = text if isinstance(text, str) else text.decode("latin-1")
     if re.search(r"%[^%a-zA-Z]*\*", form):
         raise TemplateLimit("it formats with a width that is a value (%*): write the number")
-    spend(len(form) + form.count("%") * (size(values) + _most_digits(form)))
+    spend(len(form) + form.count("%") * (printed_size(values) + _most_digits(form)))
 
 
 def before_format(text: str, values: Any) -> None:
@@ -170,7 +170,9 @@ def before_format(text: str, values: Any) -> None:
     specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
     if any("{" in spec for spec in specs):
         raise TemplateLimit("it formats with a width that is a value ({:{}}): write the number")
-    spend(len(text) + len(specs) * (size(values) + max(map(_most_digits, specs), default=0)))
+    spend(
+        len(text) + len(specs) * (printed_size(values) + max(map(_most_digits, specs), default=0))
+    )
 
 
 def _most_digits(text: str) -> int:
@@ -185,29 +187,32 @@ GROWING = frozenset(
 """Methods that may make more than a few times what they are given, or compare."""
 
 
-def before_method(owner: Any, name: str, given: list[Any]) -> None:
+def before_method(owner: Any, name: str, arguments: list[Any]) -> None:
     """Count what the method of a value of Python's own will make."""
-    sizes = sum(map(size, given))
-    number = max((abs(item) for item in given if isinstance(item, int)), default=0)
+    sizes = sum(map(printed_size, arguments))
+    number = max((abs(item) for item in arguments if isinstance(item, int)), default=0)
     if not isinstance(owner, str | bytes):
         if name in ("index", "count"):
-            size(owner)
+            printed_size(owner)
         elif name == "to_bytes":
             spend(number)
         return
     match name:
         case "replace":
-            _replaced(owner, given)
+            _replaced(owner, arguments)
         case "join":
-            spend(sizes + len(owner) * sum(len(item) for item in given if hasattr(item, "__len__")))
+            spend(
+                sizes
+                + len(owner) * sum(len(item) for item in arguments if hasattr(item, "__len__"))
+            )
         case "translate":
-            table = given[0] if given and isinstance(given[0], Mapping) else {}
+            table = arguments[0] if arguments and isinstance(arguments[0], Mapping) else {}
             longest = max((len(v) for v in table.values() if isinstance(v, str)), default=1)
             spend(len(owner) * longest)
         case "expandtabs":
             spend(len(owner) * (number + 1) if number > 8 else 8 * len(owner))
         case "split" | "rsplit" | "splitlines":
-            marks = [item for item in given if isinstance(item, str | bytes) and item]
+            marks = [item for item in arguments if isinstance(item, str | bytes) and item]
             pieces = _times(owner, marks[0]) if marks else len(owner) // 2
             spend(len(owner) + _ITEM * pieces)
         case "center" | "ljust" | "rjust" | "zfill":
@@ -221,13 +226,13 @@ def _times(text: Any, part: Any) -> int:
     return int(text.count(part)) if type(text) is type(part) else len(text)
 
 
-def _replaced(text: Any, given: list[Any]) -> None:
-    old, new = [*given, "", ""][:2]
+def _replaced(text: Any, arguments: list[Any]) -> None:
+    old, new = [*arguments, "", ""][:2]
     if type(old) is type(new) and isinstance(text, type(old)) and isinstance(old, str | bytes):
         times = _times(text, old) if old else len(text) + 1
         spend(len(text) + times * len(new))
     else:
-        spend((size(text) + 1) * (size(new) + 1))
+        spend((printed_size(text) + 1) * (printed_size(new) + 1))
 
 
 FREE = frozenset(
@@ -238,33 +243,33 @@ FREE = frozenset(
 _SLOW = frozenset("pprint striptags title urlize wordwrap xmlattr".split())
 
 
-def before_filter(name: str, value: Any, given: list[Any]) -> None:
+def before_filter(name: str, value: Any, arguments: list[Any]) -> None:
     """Count what a filter will make of a value."""
-    number = max((abs(item) for item in given if isinstance(item, int)), default=0)
+    number = max((abs(item) for item in arguments if isinstance(item, int)), default=0)
     match name:
         case "replace":
-            _replaced(value, given)
+            _replaced(value, arguments)
         case "join":
-            spend(size(value) + _count(value) * sum(map(size, given)))
+            spend(printed_size(value) + _count(value) * sum(map(printed_size, arguments)))
         case "format":
-            before_percent(value if isinstance(value, str) else str(size(value)), given)
+            before_percent(value if isinstance(value, str) else str(printed_size(value)), arguments)
         case "int" | "abs" | "items":
             pass
         case "list":
             spend(_ITEM * _count(value))
         case "indent":
-            lines = value.count("\n") + 1 if isinstance(value, str) else size(value)
-            spend(size(value) + lines * (number + sum(map(size, given))))
+            lines = value.count("\n") + 1 if isinstance(value, str) else printed_size(value)
+            spend(printed_size(value) + lines * (number + sum(map(printed_size, arguments))))
         case "tojson":
-            spend(size(value) * (1 + number // _ITEM))
+            spend(printed_size(value) * (1 + number // _ITEM))
         case "round":
             check_bits(4 * number)
         case "sum":
-            spend(size(value) * (1 if _of_numbers(value) else _count(value)))
+            spend(printed_size(value) * (1 if _of_numbers(value) else _count(value)))
         case "batch" | "slice" | "center":
-            spend(_ITEM * number + size(value))
+            spend(_ITEM * number + printed_size(value))
         case _:
-            length = sum(map(size, given)) + size(value)
+            length = sum(map(printed_size, arguments)) + printed_size(value)
             if name in _SLOW and length > _MOST_SLOW:
                 raise TemplateLimit(f"its filter {name} gets more than {_MOST_SLOW:,} characters")
             spend(length)

@@ -270,7 +270,7 @@ def _round(context: Context, characters: int) -> bool:
 
 def _printed(value: Any) -> Any:
     if type(value) is not str:
-        bounds.spend(bounds.size(value))
+        bounds.spend(bounds.printed_size(value))
     elif len(value) >= bounds.SMALL:
         bounds.spend(len(value))
     return value
@@ -279,7 +279,7 @@ def _printed(value: Any) -> Any:
 def _sized(value: Any) -> Any:
     """A value that will be compared or hashed: lists within lists can take forever."""
     if type(value) is not str and isinstance(value, (list, tuple, dict)):
-        bounds.size(value)
+        bounds.printed_size(value)
     return value
 
 

@@ -49,17 +49,17 @@ class Span:
     name: str
 
 
-def shortened(text: str, most: int | None, spans: Sequence[Span] = ()) -> Markup:
+def shortened(text: str, limit: int | None, spans: Sequence[Span] = ()) -> Markup:
     """A text as HTML in which spans stand out.
 
     Args:
-        most: about how many characters are shown: the beginning, the end, and what surrounds the
+        limit: about how many characters are shown: the beginning, the end, and what surrounds the
             spans. The text says how much is left out. None shows all.
         spans: inside the text; they may overlap.
     """
     cuts = {0, len(text)} | {at for span in spans for at in (span.start, span.end)}
     parts, shown = [], 0
-    for start, end in kept(len(text), most, spans):
+    for start, end in kept(len(text), limit, spans):
         if start > shown:
             parts.append(GAP.format(f"{start - shown:,}"))
         inside = sorted(at for at in cuts if start < at < end)
@@ -68,14 +68,14 @@ def shortened(text: str, most: int | None, spans: Sequence[Span] = ()) -> Markup
             names = [span.name for span in spans if span.start <= left and right <= span.end]
             parts.append(SPAN.format(", ".join(names), piece) if names and piece else piece)
         shown = end
-    return join(parts)
+    return join_html(parts)
 
 
-def kept(length: int, most: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
+def kept(length: int, limit: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
     """The ranges of a text that are shown, in order and apart from each other."""
-    if most is None or length <= most:
+    if limit is None or length <= limit:
         return [(0, length)]
-    edge, around = most * 2 // 5, most // 10
+    edge, around = limit * 2 // 5, limit // 10
     wanted = [(0, edge), (length - edge, length)]
     for span in spans[:1]:
         end = min(span.end, span.start + around)  # a span can be all of the text
@@ -89,7 +89,7 @@ def kept(length: int, most: int | None, spans: Sequence[Span]) -> list[tuple[int
     return ranges
 
 
-def join(parts: Iterable[str]) -> Markup:
+def join_html(parts: Iterable[str]) -> Markup:
     """Pieces of HTML one after the other; what is not HTML is escaped."""
     return Markup("").join(parts)
 

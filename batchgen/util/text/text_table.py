@@ -17,7 +17,7 @@ _NAME = 32
 _UNKNOWN = "unknown (all samples of a question agree)"
 
 
-def table(*parts: Sequence[Line]) -> str:
+def table_text(*parts: Sequence[Line]) -> str:
     """The lines with their values in one column, and an empty line between the parts."""
     width = max(len(name) for part in parts for name, _ in part)
     made = [
@@ -54,7 +54,7 @@ def row_name(row_id: str, sample_index: int) -> str:
     return f"row {row_id}" + (f", sample {sample_index}" if sample_index else "")
 
 
-def size(number: float) -> str:
+def size_text(number: float) -> str:
     """Bytes in words, such as `1.5 MB`."""
     for unit in ("B", "KB", "MB", "GB"):
         if number < 1000:
@@ -63,37 +63,39 @@ def size(number: float) -> str:
     return f"{number:,.3g} TB"
 
 
-def percent(share: float | None) -> str:
+def percent_text(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f}%"
 
 
 def score_value(scores: Mapping[str, Any]) -> Callable[[float | None], str]:
     """What writes a value of these scores: marks in percent, numbers of other columns as such."""
-    return number if "column" in scores else percent
+    return number_text if "column" in scores else percent_text
 
 
-def number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """A number with four digits."""
     return "–" if value is None else f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
-def value_range(interval: Mapping[str, Any] | None, shown: Callable[[float | None], str]) -> str:
+def value_range(
+    interval: Mapping[str, Any] | None, format_value: Callable[[float | None], str]
+) -> str:
     """The bounds of an interval, `40.0% to 60.0%`; empty where they are not known."""
     if interval is None or interval["low"] is None:
         return ""
-    return f"{shown(interval['low'])} to {shown(interval['high'])}"
+    return f"{format_value(interval['low'])} to {format_value(interval['high'])}"
 
 
 def score_lines(scores: Mapping[str, Any]) -> list[Line]:
-    """A name and a value for each line that tells what `batchgen.evals.scores.scores.score` found.
+    """Lines of a name and a value for the scores of `batchgen.evals.scores.scores.compute_scores`.
 
     The two intervals are of 95%: for new questions of the same kind, and for the same questions
-    asked again. The second cannot be told where all samples of each question have one mark.
+    asked again. The second is unknown where all samples of each question have one mark.
     """
     shown = score_value(scores)
     lines = [(scores.get("column", "score"), _average(scores["avg"], shown))]
     if (chance := scores.get("chance")) is not None:
-        lines.append(("chance", f"{percent(chance)}: so many guesses would be right"))
+        lines.append(("chance", f"{percent_text(chance)}: so many guesses would be right"))
     if (most := scores.get("range")) is not None:
         lines.append(("range", f"{shown(most[0])} to {shown(most[1])}"))
     lines += [*_metrics(scores), *_rates(scores)]
@@ -125,11 +127,11 @@ def _short(names: Sequence[str]) -> list[str]:
     return shown
 
 
-def _average(average: Mapping[str, Any], shown: Callable[[float | None], str]) -> str:
-    text = shown(average["value"])
+def _average(average: Mapping[str, Any], format_value: Callable[[float | None], str]) -> str:
+    text = format_value(average["value"])
     for name, what in (("population", "new"), ("same_questions", "same")):
         if (interval := average[name]) is not None:
-            text += f", {what} questions {value_range(interval, shown) or _UNKNOWN}"
+            text += f", {what} questions {value_range(interval, format_value) or _UNKNOWN}"
     return text
 
 
@@ -139,7 +141,7 @@ def _metrics(scores: Mapping[str, Any]) -> list[Line]:
     for name, metric in scores.items():
         kind, _, k = name.replace("^", "@").partition("@")
         if k and k != "1" and kind in ("pass", "maj"):
-            value = percent(metric["value"]) + _bounds(metric)
+            value = percent_text(metric["value"]) + _bounds(metric)
             found.append((name, value if metric["value"] is not None else _too_few(k)))
     return found
 
@@ -151,18 +153,21 @@ def _too_few(k: str) -> str:
 def _rates(scores: Mapping[str, Any]) -> list[Line]:
     """The shares of samples without a mark, and with one to be careful with."""
     rates, of = scores["rates"], f"of {counted(scores['samples'], 'answer')}"
-    shares = (
-        f"{percent(rates['no_answer'])} no answer found, {percent(rates['truncated'])} truncated"
-    )
+    shares = f"{percent_text(rates['no_answer'])} no answer found"
+    shares += f", {percent_text(rates['truncated'])} truncated"
     # Scores that earlier versions wrote do not say what cut texts count as, or have an answer.
     if rates["truncated"] and (meaning := COUNT_AS.get(scores.get("cut_texts", ""))) is not None:
         shares += f" ({meaning})"
     elif rates["truncated"] and (cut := rates.get("truncated_with_answer")) is not None:
-        shares += f" ({percent(cut)} of all have an answer)"
-    unmarked = f"{percent(rates['error'])} error, {percent(rates['grade_error'])} grade error"
+        shares += f" ({percent_text(cut)} of all have an answer)"
+    unmarked = (
+        f"{percent_text(rates['error'])} error, {percent_text(rates['grade_error'])} grade error"
+    )
     return [(of, shares), ("not marked", unmarked)]
 
 
-def _bounds(metric: Mapping[str, Any], shown: Callable[[float | None], str] = percent) -> str:
-    bounds = value_range(metric["population"], shown)
+def _bounds(
+    metric: Mapping[str, Any], format_value: Callable[[float | None], str] = percent_text
+) -> str:
+    bounds = value_range(metric["population"], format_value)
     return f" ({bounds})" if bounds else ""

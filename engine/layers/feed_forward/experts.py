@@ -160,6 +160,13 @@ class Experts(nn.Module):
         self.down_proj, self.down_scales, down_group = narrow
         self._groups = gate_up_group, down_group
 
+    def sizes(self, name: str) -> tuple[int, int, int]:
+        """Return the number of experts on all ranks, and the out and in features of one of their
+        weights, `gate_up_proj` or `down_proj`."""
+        rows = len(self.variant.first) * self._inner
+        wide, narrow = (rows, self._hidden), (self._hidden, self._inner)
+        return self._num_experts, *(wide if name == "gate_up_proj" else narrow)
+
     @property
     def computes_in_fp8(self) -> bool:
         """Whether tokens may come as `BothRows`."""

@@ -60,7 +60,7 @@ class ScoreCorrection(nn.Module):
         """
         name = (f"{path}.e_score_correction_bias",)
         target = self.e_score_correction_bias
-        yield WeightSlot(target, name, name, lambda found: found[name[0]].squeeze(0), dummy=0.0)
+        yield WeightSlot(target, name, name, lambda match: match[name[0]].squeeze(0), dummy=0.0)
 
 
 class SparseMoE(nn.Module):

@@ -12,7 +12,7 @@ from batchgen.engine.layers.feed_forward.expert_slots import Projections, bias_s
 from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot
 from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, pack_panels
-from batchgen.kernels.four_bit.mxfp4_weight import GROUP, MXFP4Weight, quantise_weight
+from batchgen.kernels.four_bit.mxfp4_weight import GROUP, MXFP4Weight, quantise_mxfp4
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
 
 
@@ -61,7 +61,7 @@ class MXFP4Slot(WeightSlot):
         values(drawn)
         own = drawn if self.shard is None else self.shard.take(drawn)
         for place, expert in enumerate(own):
-            self._write_expert(place, quantise_weight(expert))
+            self._write_expert(place, quantise_mxfp4(expert))
 
     @property
     def _all_experts(self) -> int:
@@ -73,12 +73,12 @@ class MXFP4Slot(WeightSlot):
         parts: Tensor = rows.unflatten(0, (-1, self.turns))
         return parts.transpose(0, 1).flatten(0, 1)
 
-    def _write_expert(self, place: int, weight: MXFP4Weight) -> None:
+    def _write_expert(self, index: int, weight: MXFP4Weight) -> None:
         if self.scales is None:
-            target = self.parameter[place]
+            target = self.parameter[index]
             target.copy_(weight.dequantise().view(target.shape))
             return
-        own = slice(place, place + 1)
+        own = slice(index, index + 1)
         try:
             pack_panels(
                 MXFP4Weight(*(tensor[None] for tensor in weight)),

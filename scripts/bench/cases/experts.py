@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, moe_combine
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
 from batchgen.kernels.moe.moe_align_triton import moe_align
-from batchgen.kernels.moe.moe_tiles import ProductTiles, Tiles, choose_tiles
+from batchgen.kernels.moe.moe_tiles import MoETiles, ProductTiles, choose_moe_tiles
 from batchgen.kernels.moe.router.routing_triton import route_triton
 from batchgen.kernels.moe.tiled_layout import PANEL, panels_shape
 
@@ -102,7 +102,7 @@ def expert_cases(options: argparse.Namespace) -> Iterator[Case]:
     layer = Layer.make(shape)
     for tokens in options.tokens:
         batch = Batch(shape, tokens)
-        tiles = choose_tiles(batch.slots, layer.gate_up)
+        tiles = choose_moe_tiles(batch.slots, layer.gate_up)
         gate_up, down = products(layer, batch, tiles.block_m)
 
         def whole(i: int, batch: Batch = batch) -> Tensor:
@@ -153,7 +153,7 @@ def expert_groups(options: argparse.Namespace) -> Iterator[Group]:
         }
 
         def line(block_m: int, tiles: list[Any], slots: float = slots) -> object:
-            return slots, Tiles(block_m, *tiles)
+            return slots, MoETiles(block_m, *tiles)
 
         yield Group(f"{options.shape}, {tokens} tokens", ways, line)
 

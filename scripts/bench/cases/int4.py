@@ -17,7 +17,7 @@ from batchgen.kernels.four_bit.dequantise_triton import dequantise_rows
 from batchgen.kernels.four_bit.int4_layout import Int4Panels, empty_int4_panels
 from batchgen.kernels.four_bit.int4_weight import int4_value_bytes
 from batchgen.kernels.four_bit.linear_triton import four_bit_linear_triton
-from batchgen.kernels.four_bit.tiles import LinearTiles
+from batchgen.kernels.four_bit.tiles import FourBitLinearTiles
 from batchgen.kernels.layers.linear import linear
 
 _GROUP = 128
@@ -60,7 +60,7 @@ class Layer:
         panels.scales.fill_(_SCALE)
         return panels
 
-    def run(self, x: Tensor, out: Tensor, tiles: LinearTiles | None, i: int) -> Tensor:
+    def run(self, x: Tensor, out: Tensor, tiles: FourBitLinearTiles | None, i: int) -> Tensor:
         four_bit_linear_triton(x, self.weights[i], out, tiles=tiles)
         return out
 
@@ -106,7 +106,7 @@ def int4_groups(options: argparse.Namespace) -> Iterator[Group]:
             yield Group(f"{options.shape} {name}, {tokens} tokens", {"int4": cases}, line)
 
 
-def candidates(tokens: int) -> list[LinearTiles]:
+def candidates(tokens: int) -> list[FourBitLinearTiles]:
     """Return the tiles to try for this many rows."""
     found = []
     for block_m in (16, 32, 64, 128):
@@ -116,5 +116,5 @@ def candidates(tokens: int) -> list[LinearTiles]:
         for size in sizes:
             if block_m * size[0] // size[1] <= 4096:
                 for programs in (264, 528):
-                    found.append(LinearTiles(block_m, *size, programs=programs))
+                    found.append(FourBitLinearTiles(block_m, *size, programs=programs))
     return found

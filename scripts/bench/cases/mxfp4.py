@@ -18,7 +18,7 @@ from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
 from batchgen.kernels.four_bit.grouped_product_triton import four_bit_down, four_bit_gate_up
 from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, empty_panels
 from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES
-from batchgen.kernels.four_bit.tiles import FourBitTiles, ProductTiles, four_bit_tiles
+from batchgen.kernels.four_bit.tiles import FourBitProductTiles, FourBitTiles, four_bit_tiles
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 from batchgen.kernels.moe.moe_tiles import tiles_of_panels
@@ -85,12 +85,12 @@ def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Launch, Launch]:
     alignments = [batch.align(block_m, i) for i in range(ROUTINGS)]
     written, epilogues = torch.empty_like(batch.activated), layer.epilogues
 
-    def gate_up(tiles: ProductTiles, i: int) -> Tensor:
+    def gate_up(tiles: FourBitProductTiles, i: int) -> Tensor:
         k = batch.shape.k
         four_bit_gate_up(batch.x, layer.gate_up, alignments[i], tiles, k, written, epilogues)
         return written
 
-    def down(tiles: ProductTiles, i: int) -> Tensor:
+    def down(tiles: FourBitProductTiles, i: int) -> Tensor:
         four_bit_down(
             batch.activated, layer.down, batch.weights[i], alignments[i], tiles, batch.parts,
             epilogues.down_bias,
@@ -119,11 +119,11 @@ def mxfp4_groups(options: argparse.Namespace) -> Iterator[Group]:
         yield Group(f"{options.shape}, {tokens} tokens", ways, line)
 
 
-def candidates(block_m: int) -> list[ProductTiles]:
+def candidates(block_m: int) -> list[FourBitProductTiles]:
     """Return the tiles to try for products of this many slots."""
     sizes = [(64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 3)]
     sizes += [(128, 8, 4), (256, 8, 3), (256, 8, 4)]
-    tiles = [ProductTiles(*size) for size in sizes if block_m * size[0] // size[1] <= 4096]
+    tiles = [FourBitProductTiles(*size) for size in sizes if block_m * size[0] // size[1] <= 4096]
     if block_m > 16:
         tiles += [each._replace(halve=True) for each in tiles]
     return tiles

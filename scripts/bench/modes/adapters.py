@@ -21,7 +21,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.adapters import add_adapters
 from batchgen.engine.loading.peft_files import open_adapter
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import BASE, SamplingParams
+from batchgen.engine.sampling.sampling_params import BASE, RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 _WARM_UP = 64
@@ -105,7 +105,7 @@ def _time(engine: LLMEngine, load: list[Any], adapters: int | None, turn: int) -
     rows = []
     for index, each in enumerate(load):
         name = f"a{index % adapters}" if adapters else BASE if adapters == 0 else None
-        params = SamplingParams(
+        params = RequestParams(
             temperature=0.6, ignore_eos=True, max_new_tokens=each.output_len, seed=index, lora=name
         )
         # Prompts that the prefix cache does not have.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.engine.interface.outputs import Begun, OutputColumn
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.generation.begun_answers import BegunAnswers
 from batchgen.storage.shards.output_schema import OutputSchema
@@ -100,7 +100,7 @@ def _measure(
 ) -> dict[str, float]:
     engine = _RunningRows(rows, columns, 2 * tokens)
     schema = OutputSchema.build(pa.schema([]), columns, (), prompt_token_ids=False)
-    asked = RowRequest(PROMPT, SamplingParams())
+    asked = RowRequest(PROMPT, RequestParams())
     data, journal = folder / "data", folder / "journal"
     for path in (data, journal):
         path.mkdir()

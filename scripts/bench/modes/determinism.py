@@ -40,7 +40,7 @@ from batchgen.engine.parallel.rank_group import end_process
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.rows.sequence import Sequence as Row
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.vision.image import DIGEST_BYTES, Image
 from batchgen.engine.vision.image_span import ImageRules
@@ -219,13 +219,13 @@ class Probe:
         def add(lengths: Sequence[tuple[int, int]], name: str) -> None:
             for index, (prompt, new) in enumerate(lengths):
                 ids, images = self._company(prompt, draws)
-                params = SamplingParams(temperature=0.8, max_new_tokens=new, seed=index)
+                params = RequestParams(temperature=0.8, max_new_tokens=new, seed=index)
                 engine.add_request(f"{name} {index}", ids, params, images=images)
 
         if schedule.shared:
             ids, images = self._beginning(schedule.shared)
             ids.append(draws.randrange(self._vocab))
-            engine.add_request("sharing", ids, SamplingParams(max_new_tokens=1), images=images)
+            engine.add_request("sharing", ids, RequestParams(max_new_tokens=1), images=images)
             while engine.has_unfinished():
                 step()
         add(schedule.before, "before")
@@ -250,9 +250,9 @@ class Probe:
 
     def _add_row(self, answer: Sequence[int] | None) -> None:
         # The penalties let the row repeat itself, so that drafts hold.
-        params = SamplingParams(temperature=0, max_new_tokens=_NEW_TOKENS, logprobs=True)
+        params = RequestParams(temperature=0, max_new_tokens=_NEW_TOKENS, logprobs=True)
         if answer is not None:
-            params = SamplingParams(max_new_tokens=0)
+            params = RequestParams(max_new_tokens=0)
         elif not self._diffuses:
             params = replace(params, presence_penalty=-2, frequency_penalty=-2)
         images = [image for _, image in self._images]

@@ -34,7 +34,7 @@ from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.model_registry import model_class
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 FULL_BATCH = 256
@@ -127,8 +127,8 @@ class Bench:
 
     def rows(
         self, load: Iterable[BenchRequest], temperature: float
-    ) -> list[tuple[list[int], SamplingParams]]:
-        params = SamplingParams(
+    ) -> list[tuple[list[int], RequestParams]]:
+        params = RequestParams(
             temperature=temperature, ignore_eos=True, columns=self._columns, max_new_tokens=1
         )
         return [
@@ -216,7 +216,7 @@ class Bench:
 
 
 def profile_rows(
-    engine: LLMEngine, rows: list[tuple[list[int], SamplingParams]], path: Path, after: int
+    engine: LLMEngine, rows: list[tuple[list[int], RequestParams]], path: Path, after: int
 ) -> None:
     """Print what takes the time of 20 steps of these rows from the `after`th on, and write their
     trace."""

@@ -19,7 +19,7 @@ from workloads import WORKLOADS, dummy_model, prompt_vocab, requests
 
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.kernels.library import keep_one_order
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -76,9 +76,9 @@ class Timed:
             prompt, new = [(token + turn) % vocab for token in each.prompt], each.output_len
             if self.scored:
                 answer = [(7 * place + turn) % vocab for place in range(new)]
-                rows.append((prompt, SamplingParams(max_new_tokens=0), answer))
+                rows.append((prompt, RequestParams(max_new_tokens=0), answer))
             else:
-                params = SamplingParams(temperature=0, max_new_tokens=new, ignore_eos=True)
+                params = RequestParams(temperature=0, max_new_tokens=new, ignore_eos=True)
                 rows.append((prompt, params))
         return rows
 

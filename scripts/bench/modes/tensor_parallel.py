@@ -21,8 +21,8 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.parallel.rank_group import end_process
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
-from batchgen.engine.replicas import Leader, follow
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.replicas import Leader, follow_engine
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 
@@ -74,7 +74,7 @@ class BenchRecipe:
         with watch.counting():
             engine = self.engine(parallel)
             calls = _Calls(connection, Watched(engine, watch))
-            follow(engine, cast("Connection[Any, Any]", calls))
+            follow_engine(engine, cast("Connection[Any, Any]", calls))
 
 
 class Watched:
@@ -122,14 +122,14 @@ class Session:
         self._tell(End())
         return seconds, read_reports(self._recipe.folder, plan.name, self._size)
 
-    def rows(self, step: int = 1) -> list[tuple[list[int], SamplingParams]]:
+    def rows(self, step: int = 1) -> list[tuple[list[int], RequestParams]]:
         """Make each `step`th row, with prompts that the prefix cache does not have."""
         vocab, shift = prompt_vocab(self._watched.engine.vocab_size), self._shift
         self._shift += 1
         return [
             (
                 [(token + shift) % vocab for token in r.prompt],
-                SamplingParams(temperature=0, max_new_tokens=r.output_len, ignore_eos=True),
+                RequestParams(temperature=0, max_new_tokens=r.output_len, ignore_eos=True),
             )
             for r in requests(self._recipe.workload, vocab)[::step]
         ]

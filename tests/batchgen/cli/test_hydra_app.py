@@ -13,7 +13,7 @@ import batchgen.cli.hydra_app as hydra_app
 from batchgen.__main__ import run_command
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import WorkersConfig
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.util.errors import JobError
 from tests.support.jobs.fake_job import FakeJob
 
@@ -151,7 +151,7 @@ class FakeJobs(Jobs):
         given = job.config()
         sampling = replace(given.sampling, seed=config.sampling.seed)
         workers = WorkersConfig(heartbeat=0.05, name=config.workers.name)
-        return run_job(replace(given, sampling=sampling, workers=workers), job.parts())
+        return execute_job(replace(given, sampling=sampling, workers=workers), job.parts())
 
 
 @pytest.mark.thorough

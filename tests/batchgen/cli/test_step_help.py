@@ -67,6 +67,6 @@ def test_a_key_has_its_default_and_what_is_said_of_it(capsys: pytest.CaptureFixt
 def test_the_overview_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["--help"]) == 0
     assert (
-        "\n  post  Extract, Grade, Instructions, RunTests, Verdict, ParseScore, ChoiceScore\n"
-        in capsys.readouterr().out
+        "\n  post  Extract, Grade, Instructions, RunTests, Verdict, Majority, ParseScore, "
+        "ChoiceScore\n" in capsys.readouterr().out
     )

@@ -30,7 +30,7 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.rows import sequence as engine_sequence
 from batchgen.engine.rows.compile_queue import CompileQueue
 from batchgen.engine.rows.stopping import StopRule
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.support.cases import some_slow
 from tests.support.engine.constrained_rows import (
@@ -208,7 +208,7 @@ def test_any_schedule_gives_the_same_rows(
 def test_a_constraint_that_many_share_is_followed_by_each(tiny: CausalLM, overlap: bool) -> None:
     """Samples of one prompt, alone and together; the prompt is computed once."""
     prompt = list(range(10, 75))
-    params = SamplingParams(constraint=DIGITS, max_new_tokens=9, logprobs=True)
+    params = RequestParams(constraint=DIGITS, max_new_tokens=9, logprobs=True)
     config = replace(SIMPLE, overlap=overlap, prefix_caching=True)
     requests = [(prompt, replace(params, seed=i)) for i in range(8)]
     engine = make_engine(tiny, config)
@@ -277,7 +277,7 @@ both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "ov
 def test_a_row_that_is_complete_stops_and_one_that_is_cut_is_not_satisfied(
     tiny: CausalLM, overlap: bool
 ) -> None:
-    params = SamplingParams(constraint=DIGITS, max_new_tokens=20)
+    params = RequestParams(constraint=DIGITS, max_new_tokens=20)
     complete, cut, whole, marked = end_of(
         tiny,
         ([5, 6], params),
@@ -300,7 +300,7 @@ def test_a_row_that_is_complete_stops_and_one_that_is_cut_is_not_satisfied(
 @both_loops
 def test_a_stop_string_cuts_the_text_that_was_to_be_complete(tiny: CausalLM, overlap: bool) -> None:
     exact = Constraint.make("choice", ["12345"])
-    params = SamplingParams(constraint=exact, max_new_tokens=20)
+    params = RequestParams(constraint=exact, max_new_tokens=20)
     free, cut, last = end_of(
         tiny,
         ([5, 6], params),
@@ -321,7 +321,7 @@ def test_a_stop_id_ends_a_row_where_its_constraint_is_complete(
 ) -> None:
     """Even one that is text, which the constraint could go on with."""
     (six,) = encode("6")
-    params = SamplingParams(constraint=DIGITS, max_new_tokens=20, temperature=1.5, logprobs=True)
+    params = RequestParams(constraint=DIGITS, max_new_tokens=20, temperature=1.5, logprobs=True)
     requests = [([5, 6], replace(params, stop_token_ids=(six, TURN), seed=i)) for i in range(40)]
     outputs = end_of(tiny, *requests, overlap=overlap)
     assert {output.token_ids[-1] for output in outputs} >= {six, TURN, END}
@@ -336,7 +336,7 @@ def test_a_minimum_that_the_constraint_does_not_allow_is_a_conflict(
     tiny: CausalLM, overlap: bool
 ) -> None:
     """The tokens until then are kept, and their columns."""
-    params = SamplingParams(
+    params = RequestParams(
         constraint=AB, max_new_tokens=20, temperature=0, logprobs=True, top_logprobs=2
     )
     conflict, at_once, enough = end_of(
@@ -366,7 +366,7 @@ def test_a_conflict_at_the_first_token_ends_the_row_without_any(
 ) -> None:
     """All that may follow is a stop id, which may not come yet."""
     nothing = Constraint("grammar", 'root ::= ""')
-    params = SamplingParams(constraint=nothing, max_new_tokens=5, logprobs=True)
+    params = RequestParams(constraint=nothing, max_new_tokens=5, logprobs=True)
     conflict, empty = end_of(
         tiny, ([5, 6], replace(params, min_new_tokens=1)), ([5, 6], params), overlap=overlap
     )
@@ -437,7 +437,7 @@ class SlowCompiler(GrammarCompiler):
 def test_a_constraint_that_does_not_compile_is_an_error_of_its_row(
     tiny: CausalLM, overlap: bool
 ) -> None:
-    params = SamplingParams(constraint=NEVER, max_new_tokens=5, logprobs=True)
+    params = RequestParams(constraint=NEVER, max_new_tokens=5, logprobs=True)
     bad, again = end_of(tiny, ([5, 6], params), ([5, 6], params), overlap=overlap)
     for output in (bad, again):
         assert output.error is not None and output.error.type == "bad_constraint"
@@ -452,8 +452,8 @@ def test_a_constraint_that_does_not_compile_is_an_error_of_its_row(
 def test_rows_run_while_the_constraints_of_others_compile(tiny: CausalLM, overlap: bool) -> None:
     slow = SlowCompiler()
     engine = make_engine(tiny, replace(SIMPLE, overlap=overlap), compiler=slow)
-    free = SamplingParams(temperature=0, max_new_tokens=30, ignore_eos=True)
-    guided = SamplingParams(constraint=DIGITS, max_new_tokens=9)
+    free = RequestParams(temperature=0, max_new_tokens=30, ignore_eos=True)
+    guided = RequestParams(constraint=DIGITS, max_new_tokens=9)
     engine.add_request("gone", [5, 6], guided)
     engine.add_request("first", [5, 7], guided)
     engine.add_request("bad", [5, 7], replace(guided, constraint=NEVER))
@@ -490,9 +490,9 @@ def test_a_tokenizer_that_constraints_do_not_work_with_leaves_no_row_behind(
     engine = make_engine(tiny, compiler=None)
     monkeypatch.setattr(GrammarCompiler, "__init__", refuse)
     with pytest.raises(ConstraintError, match="another tokenizer"):
-        engine.add_request("0", [5], SamplingParams(constraint=AB))
+        engine.add_request("0", [5], RequestParams(constraint=AB))
     assert not engine.has_unfinished()
-    assert run(engine, [([5, 6], SamplingParams(temperature=0, max_new_tokens=3))])[0].token_ids
+    assert run(engine, [([5, 6], RequestParams(temperature=0, max_new_tokens=3))])[0].token_ids
 
 
 @both_loops
@@ -501,7 +501,7 @@ def test_an_engine_with_nothing_else_to_do_waits(tiny: CausalLM, overlap: bool) 
     slow = SlowCompiler()
     engine = make_engine(tiny, replace(SIMPLE, overlap=overlap), compiler=slow)
     for i in range(3):
-        engine.add_request(str(i), [5, 6 + i], SamplingParams(constraint=AB, max_new_tokens=9))
+        engine.add_request(str(i), [5, 6 + i], RequestParams(constraint=AB, max_new_tokens=9))
     stepped = threading.Event()
 
     def step() -> None:
@@ -527,7 +527,7 @@ def test_an_engine_with_nothing_else_to_do_waits(tiny: CausalLM, overlap: bool) 
 def test_a_row_that_nothing_could_end_is_an_error(tiny: CausalLM) -> None:
     """Its only stop id is an EOS beyond the logits, as of a model that a vocabulary outgrew."""
     engine = LLMEngine(tiny, make_tokenizer(), (WIDTH + 1,), ARStrategy(), SIMPLE)
-    params = SamplingParams(constraint=AB, max_new_tokens=9)
+    params = RequestParams(constraint=AB, max_new_tokens=9)
     good = replace(params, stop_token_ids=(TURN,))
     bad, ended = run(engine, [([5, 6], params), ([5, 6], good)])
     assert bad.error is not None and bad.error.type == "bad_constraint"
@@ -541,7 +541,7 @@ def test_a_row_that_nothing_could_end_is_an_error(tiny: CausalLM) -> None:
 def test_a_constraint_needs_a_tokenizer(tiny: CausalLM) -> None:
     engine = LLMEngine(tiny, None, (END,), ARStrategy(), SIMPLE)
     with pytest.raises(ValueError, match="a constraint needs a tokenizer"):
-        engine.add_request("0", [5], SamplingParams(constraint=AB))
+        engine.add_request("0", [5], RequestParams(constraint=AB))
 
 
 # --- what comes before the marker -----------------------------------------------------------------
@@ -552,7 +552,7 @@ def test_a_constraint_needs_a_tokenizer(tiny: CausalLM) -> None:
 def test_text_before_the_marker_is_free_and_what_follows_is_not(
     tiny: CausalLM, overlap: bool
 ) -> None:
-    params = SamplingParams(max_new_tokens=40, temperature=1.5, ignore_eos=True)
+    params = RequestParams(max_new_tokens=40, temperature=1.5, ignore_eos=True)
     requests = [([5, 6 + i], replace(params, seed=i)) for i in range(20)]
     free = run(make_engine(tiny), requests)
     texts = "".join(output.text for output in free)
@@ -654,7 +654,7 @@ def test_an_engine_that_is_dropped_drops_its_compiler_and_rows(
     before = live_matchers()
     engine = make_engine(tiny, replace(SIMPLE, overlap=overlap), compiler=None)
     run(engine, mixed_requests(4))
-    bad = SamplingParams(constraint=NEVER)
+    bad = RequestParams(constraint=NEVER)
     assert run(engine, [([5], bad)])[0].finish_reason == "error"
     for i, request in enumerate(mixed_requests(6)):
         engine.add_request(str(i), *request)
@@ -689,7 +689,7 @@ def test_a_queue_closes_the_compiler_that_it_made(given: bool) -> None:
     own = GrammarCompiler(make_tokenizer(), WIDTH, (END,))
     queue = CompileQueue(own if given else None, make_tokenizer(), WIDTH, (END,))
     stop = StopRule({END: ""}, (), min_new_tokens=0, max_new_tokens=9)
-    seq = engine_sequence.Sequence("0", [1], SamplingParams(constraint=AB), stop, ())
+    seq = engine_sequence.Sequence("0", [1], RequestParams(constraint=AB), stop, ())
     queue.add(seq)
     queue.close()
     queue.close()

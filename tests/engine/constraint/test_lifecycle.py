@@ -25,7 +25,7 @@ from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import LengthPredictor
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -86,14 +86,14 @@ def build_engine(strategy: Strategy) -> LLMEngine:
     return LLMEngine(model, tokenizer, (tokenizer.eos_token_id,), strategy, engine_config)
 
 
-def requests(rows: int, schemas: int) -> Iterator[tuple[list[int], SamplingParams]]:
+def requests(rows: int, schemas: int) -> Iterator[tuple[list[int], RequestParams]]:
     rng = random.Random(0)
     for i in range(rows):
         constraint = Constraint.make("json_schema", schema(i % schemas))
         if i % 50 == 49:
             constraint = Constraint("regex", f"(unclosed{i % schemas}")
         prompt = [rng.randrange(256) for _ in range(rng.randint(1, 20))]
-        yield prompt, SamplingParams(seed=i, max_new_tokens=64, constraint=constraint)
+        yield prompt, RequestParams(seed=i, max_new_tokens=64, constraint=constraint)
 
 
 def run(engine: LLMEngine) -> tuple[list[float], Counter[str]]:

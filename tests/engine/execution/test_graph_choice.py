@@ -37,7 +37,7 @@ def test_a_size_is_captured_once_its_padding_has_cost_a_capture() -> None:
 
 
 def test_of_tokens_beside_the_size_padding_is_the_smaller_part() -> None:
-    alone, beside = GraphChoice(SIZES), GraphChoice(SIZES, beside=512)
+    alone, beside = GraphChoice(SIZES), GraphChoice(SIZES, concurrent_tokens=512)
     counts = [512] + [64] * 20
     assert run(alone, counts)[1] == [512, 64] and run(beside, counts)[1] == [512]
 

@@ -147,7 +147,10 @@ def lose_pair(tensors: dict[str, Tensor]) -> None:
             pair("model.layers.0.self_attn.k_proj", 64, 64),
             r"k_proj.lora_B.weight has shape \[64, 4\].* 32 out features",
         ),
-        (pair("lm_head", 64, 128), "lm_head, and adapters of this module .* are not supported"),
+        (
+            pair("lm_head", 64, 128),
+            "lm_head, and adapters of this module .* add the adapter to the weights",
+        ),
         (
             lose_pair,
             r"has v_proj, and tensor model.layers.2.self_attn.v_proj.lora_A.weight is missing",

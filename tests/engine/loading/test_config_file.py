@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.tokenizer import eos_token_ids
 from tests.support.engine.edited_models import edit_config
@@ -145,7 +145,7 @@ def test_wrong_values_are_named(
 ) -> None:
     folder = edit_config(tiny_model(kind), tmp_path / "m", **changes)
     with pytest.raises(ValueError, match=message) as error:
-        load_config(folder)
+        load_model_config(folder)
     assert str(error.value).startswith(f"{folder}/config.json: ")
     assert "\n" not in str(error.value)
 
@@ -155,7 +155,7 @@ def test_null_says_as_little_as_nothing(key: str, tiny_model: TinyModel, tmp_pat
     source = tiny_model("llama")
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: None}))
-    assert load_config(tmp_path) == load_config(source)
+    assert load_model_config(tmp_path) == load_model_config(source)
 
 
 def test_long_values_are_cut(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_long_values_are_cut(tiny_model: TinyModel, tmp_path: Path) -> None:
     ):
         folder = edit_config(tiny_model("llama"), tmp_path / str(number), **{key: value})
         with pytest.raises(ValueError, match=key) as error:
-            load_config(folder)
+            load_model_config(folder)
         assert len(str(error.value)) < 600
 
 

@@ -19,11 +19,11 @@ from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
-from batchgen.kernels.fp8.fp8_weight import FP8, quantise_weight
+from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.kernels.fp8.fp8_weight import FP8, quantise_fp8
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.support.engine.fp8_checkpoints import QUANTIZATION, change_tensors, write_fp8
 
@@ -62,7 +62,7 @@ def generate(model: CausalLM, prompts: Sequence[Sequence[int]], **config: Any) -
     settings = EngineConfig(max_model_len=64, kv_cache_gib=0.001, **config)
     engine = LLMEngine(model, None, (), ARStrategy(), settings)
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True, logprobs=True)
+        params = RequestParams(temperature=0, max_new_tokens=8, ignore_eos=True, logprobs=True)
         engine.add_request(str(i), list(prompt), params)
     outputs: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
@@ -162,7 +162,7 @@ def test_scales_in_other_types(
     fp8, twin = write_fp8(tiny_model("qwen3"), tmp_path, scale_dtype=scale_dtype, scale_fmt="ue8m0")
     expected = log_probabilities(load_model(twin, device=CPU), run_paged)
     assert torch.equal(log_probabilities(load_model(fp8, device=CPU), run_paged), expected)
-    form = load_config(fp8).form
+    form = load_model_config(fp8).form
     assert isinstance(form, FP8Format) and form.powers_of_two
 
 
@@ -222,7 +222,7 @@ SCALES = "model.layers.1.mlp.down_proj.weight_scale_inv"
         ),
         ({"model.layers.1.mlp.down_proj.weight": torch.ones(64, 96)}, "has no scales"),
         (
-            {"model.layers.1.mlp.down_proj.weight": quantise_weight(torch.ones(64, 64)).values},
+            {"model.layers.1.mlp.down_proj.weight": quantise_fp8(torch.ones(64, 64)).values},
             r"down_proj.weight has shape \[64, 64\], the configuration says \[64, 96\]",
         ),
     ],
@@ -264,7 +264,7 @@ def test_other_quantisations_are_refused(
     config["quantization_config"] = {**QUANTIZATION, **changes}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message) as error:
-        load_config(folder)
+        load_model_config(folder)
     assert str(folder) in str(error.value)
 
 
@@ -292,7 +292,7 @@ def test_dummy_weights_need_no_checkpoint(
     assert held.weight_bytes < 0.5 * dequantised.weight_bytes
     weight = dequantised.get_parameter("model.layers.0.mlp.experts.down_proj")
     assert weight.dtype == torch.float32 and 0.015 < float(weight.std()) < 0.025
-    assert torch.equal(quantise_weight(weight).dequantise(), weight)
+    assert torch.equal(quantise_fp8(weight).dequantise(), weight)
     same = [log_probabilities(load(False), run_paged) for _ in range(2)]
     assert torch.equal(*same)
     assert log_probabilities(held, run_paged).isfinite().all()

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from batchgen.engine.layers.rotary import FrequencyFactorsRope, LinearRope, YarnRope
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.gguf.gguf_file import READ_TYPES, GGUFFile
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseConfig
@@ -120,7 +120,7 @@ def test_rope_scalings_are_read(
 
     def rope(**kwargs: Any) -> Any:
         return (
-            load_config(write_gguf(folder, tmp_path / "m.gguf", **kwargs))
+            load_model_config(write_gguf(folder, tmp_path / "m.gguf", **kwargs))
             .family_as(DenseConfig)
             .rope
         )
@@ -148,7 +148,7 @@ def test_llama3_scaling_comes_as_factors(
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
     }  # fmt: skip
     folder = tiny_model("llama", rope_parameters=llama3)
-    rope = load_config(folder).family_as(DenseConfig).rope
+    rope = load_model_config(folder).family_as(DenseConfig).rope
     plain = 1.0 / 500.0 ** (torch.arange(0, 16, 2).float() / 16)
     factors = (plain / rope.inv_freq(16)).tolist()
     assert max(factors) > 2
@@ -163,29 +163,29 @@ def test_other_files_are_refused(tiny_model: Callable[..., Path], tmp_path: Path
     with pytest.raises(ValueError, match=r"missing tensors: .*layers\.1\.mlp\.up_proj"):
         load_model(write_gguf(folder, path, skip="layers.1.mlp.up_proj"), device=CPU)
     with pytest.raises(ValueError, match="partial rotary"):
-        load_config(write_gguf(folder, path, metadata={"rope.dimension_count": 8}))
+        load_model_config(write_gguf(folder, path, metadata={"rope.dimension_count": 8}))
 
     data = write_gguf(folder, path).read_bytes()
     path.write_bytes(data.replace(b"llama.block_count", b"llama.block_xount"))
     with pytest.raises(ValueError, match=r"metadata llama\.block_count is missing"):
-        load_config(path)
+        load_model_config(path)
     path.write_bytes(data.replace(b"llama", b"mamba"))
     supported = "'mamba' is not supported; supported: llama, qwen2, qwen3"
     with pytest.raises(ValueError, match=supported):
-        load_config(path)
+        load_model_config(path)
     path.write_bytes(data[:-1000])
     with pytest.raises(ValueError, match="is cut off: it ends before the data of"):
-        load_config(path)
+        load_model_config(path)
     for length in (10, 30, 200):
         path.write_bytes(data[:length])
         with pytest.raises(ValueError, match="damaged or cut off"):
-            load_config(path)
+            load_model_config(path)
     path.write_bytes(b"GGUF\x01\0\0\0" + data[8:])
     with pytest.raises(ValueError, match="GGUF version 1 is not supported"):
-        load_config(path)
+        load_model_config(path)
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="not a GGUF file"):
-        load_config(path)
+        load_model_config(path)
 
 
 @given(
@@ -209,7 +209,7 @@ def test_a_damaged_header_is_named(
         data[at : at + len(value)] = value
     path.write_bytes(data[:length])
     try:
-        config = load_config(path)
+        config = load_model_config(path)
         family = config.family_as(DenseConfig)
         sizes = (config.hidden_size, config.max_position_embeddings, family.intermediate_size)
         # Sizes beyond memory are another matter.

@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.packed_format import PackedFormat
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
@@ -237,7 +237,7 @@ def test_a_weight_that_does_not_fit_is_named(
 
 def test_names_of_modules_come_from_the_files(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder, _ = write_packed(tiny_model("mixtral", **WIDE), tmp_path, INT4, pack_quantized)
-    form, dummy = load_config(folder).form, load_config(folder, "dummy").form
+    form, dummy = load_model_config(folder).form, load_model_config(folder, "dummy").form
     assert isinstance(form, PackedFormat) and form.int4 is not None and form.int4.modules
     assert "model.layers.0.self_attn.q_proj" in form.int4.modules
     assert isinstance(dummy, PackedFormat) and dummy.int4 is not None

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from tests.support.engine.edited_models import edit_config, edit_weights
 
@@ -50,7 +50,7 @@ def test_dtype_is_the_checkpoints_or_the_one_asked_for(
     for name, parameter in halved.named_parameters():
         assert torch.equal(parameter, exact.get_parameter(name).bfloat16())
     config_only = edit_config(tiny_model("llama"), tmp_path / "m", dtype="float16")
-    assert load_config(config_only).dtype == torch.float16
+    assert load_model_config(config_only).dtype == torch.float16
 
 
 def test_tensors_that_follow_from_others_are_skipped(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_unsupported_configurations_are_named(
 ) -> None:
     folder = edit_config(tiny_model(kind), tmp_path / "m", **changes)
     with pytest.raises(ValueError, match=message) as error:
-        load_config(folder)
+        load_model_config(folder)
     assert str(folder) in str(error.value)
 
 
@@ -230,12 +230,12 @@ def test_unsupported_configurations_are_named(
 def test_a_damaged_config_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"config\.json"):
-        load_config(tmp_path)
+        load_model_config(tmp_path)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither a .gguf file nor a folder with a config.json"):
-        load_config(tmp_path)
+        load_model_config(tmp_path)
 
 
 def test_dummy_weights_need_a_config_only_and_are_the_same_each_time(

@@ -16,7 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
 import batchgen.data
-from batchgen.engine.loading.config_file import load_config, strange_keys, with_infinities
+from batchgen.engine.loading.config_file import (
+    load_model_config,
+    strange_keys,
+    with_infinities,
+)
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.model_keys import FIXED, INERT, INERT_OF
 from batchgen.engine.models.model_registry import model_class
@@ -130,7 +134,7 @@ def test_keys_that_change_any_model_are_refused(
             place[key] = value
             (tmp_path / "config.json").write_text(json.dumps(values))
             with pytest.raises(ValueError, match=f"config.json: (text_config.)?{key} is"):
-                load_config(tmp_path)
+                load_model_config(tmp_path)
             place.pop(key) if before is None else place.update({key: before})
 
 
@@ -147,7 +151,7 @@ def test_kinds_of_layers_that_a_model_lacks_are_named(
         text["layer_types"] = [layer] * text["num_hidden_layers"]
         (tmp_path / "config.json").write_text(json.dumps(values))
         try:
-            load_config(tmp_path)
+            load_model_config(tmp_path)
         except ValueError:
             continue
         assert layer in known or not reads
@@ -161,7 +165,7 @@ def test_a_head_dim_that_does_not_fit_latent_attention_is_refused(
     values["head_dim"] = values["qk_rope_head_dim"] * 2
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"head_dim is .*, and must be qk_rope_head_dim"):
-        load_config(tmp_path)
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "gemma3_text", "gpt_oss", "qwen3_5"])
@@ -183,11 +187,11 @@ def test_a_head_dim_that_does_not_fit_the_weights_is_refused(
 def test_partial_rotation_of_qwen3_vl_is_refused(tmp_path: Path) -> None:
     values = tiny_config()
     (tmp_path / "config.json").write_text(json.dumps(values))
-    load_config(tmp_path)
+    load_model_config(tmp_path)
     values["text_config"]["partial_rotary_factor"] = 0.5
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="partial_rotary_factor"):
-        load_config(tmp_path)
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,14 +21,14 @@ from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, Units, weight_format
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import chosen_form, load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, unpack_panels
-from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES, quantise_weight
+from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES, quantise_mxfp4
 from batchgen.strategies.ar.strategy import ARStrategy
 
 TinyModel = Callable[..., Path]
@@ -68,7 +68,7 @@ def write_mxfp4(source: Path, folder: Path) -> tuple[Path, Path]:
         plain[name] = tensor
         if not name.endswith("_proj") or ".experts." not in name:
             continue
-        weight = quantise_weight(tensors.pop(name).transpose(1, 2))
+        weight = quantise_mxfp4(tensors.pop(name).transpose(1, 2))
         plain[name] = weight.dequantise().transpose(1, 2).contiguous()
         tensors[f"{name}_blocks"] = weight.values.unflatten(-1, (-1, 16))
         tensors[f"{name}_scales"] = weight.scales
@@ -113,7 +113,7 @@ def generate(model: CausalLM, prompts: Sequence[Sequence[int]], **options: Any) 
     settings = EngineConfig(max_model_len=64, kv_cache_gib=0.001, **options)
     engine = LLMEngine(model, None, (), ARStrategy(), settings)
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True, logprobs=True)
+        params = RequestParams(temperature=0, max_new_tokens=8, ignore_eos=True, logprobs=True)
         engine.add_request(str(i), list(prompt), params)
     outputs: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
@@ -324,7 +324,7 @@ def test_the_published_sizes_in_mxfp4(
         architectures=["GptOssForCausalLM"],
     ).save_pretrained(tmp_path)
     change_config(tmp_path, quantization_config=QUANTIZATION, dtype="bfloat16")
-    config = load_config(tmp_path, "dummy")
+    config = load_model_config(tmp_path, "dummy")
     form = chosen_form(config, None, Units(True, True))
     meta = torch.device("meta")
     model = model_class(config.architecture, tmp_path)(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchgen.engine.layers.packed_format import Int4Format, PackedFormat, packed_format
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from tests.support.engine.packed_checkpoints import (
     Packed,
@@ -97,7 +97,7 @@ def test_a_packed_checkpoint_is_its_dequantised_twin(
     for key, value in twin.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[key], value, rtol=1e-6, atol=0)
     assert torch.allclose(run_paged(ours, IDS, [40]), run_paged(twin, IDS, [40]), rtol=1e-4)
-    assert isinstance(load_config(packed).form, PackedFormat)
+    assert isinstance(load_model_config(packed).form, PackedFormat)
 
 
 @pytest.mark.gpu
@@ -207,7 +207,7 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     packed, _ = write_packed(tiny_model("qwen3"), tmp_path, quantization, pack_quantized)
     with pytest.raises(ValueError, match=message):
-        load_config(packed)
+        load_model_config(packed)
 
 
 def test_forms_may_differ_between_modules(
@@ -252,7 +252,7 @@ def test_forms_may_differ_between_modules(
         ours = load_model(target, device=CPU, native_fp8=native)
         expected = run_paged(load_model(twin, device=CPU), IDS, [40])
         assert torch.allclose(run_paged(ours, IDS, [40]), expected, rtol=1e-4)
-    read = load_config(target).form
+    read = load_model_config(target).form
     assert isinstance(read, PackedFormat) and read.int4 is None
     assert read.name == "int4 and int8 and float8 (compressed-tensors)"
     assert (read.activations, read.kv_cache) == ("float8", "FP8")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from tests.support.engine.edited_models import edit_config, edit_weights
 from tests.support.engine.qwen_mtp import TheirHead
@@ -98,14 +98,14 @@ def test_weights_are_not_looked_at_where_none_are_read(
 ) -> None:
     source = tiny_model("llama", tie_word_embeddings=True)
     folder = edit_weights(source, tmp_path / "m", add_another_head)
-    assert not load_config(folder, "dummy").untied
+    assert not load_model_config(folder, "dummy").untied
     (folder / "model.safetensors").unlink()
-    assert load_config(folder, "dummy").tie_word_embeddings
+    assert load_model_config(folder, "dummy").tie_word_embeddings
 
 
 def test_a_folder_without_weights_has_a_configuration(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = edit_config(tiny_model("llama", tie_word_embeddings=True), tmp_path / "m")
-    config = load_config(folder)
+    config = load_model_config(folder)
     assert config.tie_word_embeddings and not config.untied

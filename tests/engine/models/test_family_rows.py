@@ -24,7 +24,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -86,7 +86,7 @@ def requests(
         own = [rng.randrange(3, 128) for _ in range(rng.choice([1, 5, 40]))]
         prompt = [*common[: rng.choice([0, 20, 64, 90])], *own]
         for _ in range(rng.randint(1, 3)):
-            params = SamplingParams(
+            params = RequestParams(
                 temperature=rng.choice(temperatures),
                 max_new_tokens=rng.choice([1, 6, 20]),
                 seed=rng.randrange(4),
@@ -159,7 +159,7 @@ def test_rows_that_lose_their_caches(
 ) -> None:
     """What they had generated is read again as part of their prompt."""
     expect_short_rows(monkeypatch)
-    params = SamplingParams(max_new_tokens=40, seed=3, logprobs=True, columns=columns)
+    params = RequestParams(max_new_tokens=40, seed=3, logprobs=True, columns=columns)
     rows = [([3 + (i + 2) * j % 125 for j in range(20 + 9 * i)], params) for i in range(6)]
     small: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": cache_gib(folder, 128)}
     engine = make_engine(load(folder), max_batched_tokens=32, **small)

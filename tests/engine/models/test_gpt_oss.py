@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchgen.engine.caches.cache_specs import KVSpec
 from batchgen.engine.layers.rotary import YarnRope
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.gpt_oss import GptOssForCausalLM
@@ -51,7 +51,7 @@ def test_the_published_sizes(
     """Numbers of parameters are those of the model card, where the active ones leave out the
     embedding."""
     (tmp_path / "config.json").write_text(json.dumps(published(layers, experts)))
-    config = load_config(tmp_path, "dummy")
+    config = load_model_config(tmp_path, "dummy")
     assert config.max_position_embeddings == 131072
     rope = config.family_as(DenseConfig).rope
     assert isinstance(rope, YarnRope)
@@ -101,7 +101,7 @@ def test_what_is_refused_is_named(
     changes: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(edit_config(tiny_model("gpt_oss"), tmp_path / "m", **changes))
+        load_model_config(edit_config(tiny_model("gpt_oss"), tmp_path / "m", **changes))
 
 
 def test_experts_in_fp8_are_refused(tiny_model: TinyModel) -> None:

@@ -23,7 +23,7 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.kernels.linear_attention.causal_conv import causal_conv_step
 from batchgen.kernels.linear_attention.delta_inputs import DeltaInputs, DeltaRecords
@@ -70,7 +70,7 @@ def requests(seed: int, count: int = 8, lengths: Sequence[int] = (1, 6, 30)) -> 
         own = [rng.randrange(3, 128) for _ in range(rng.choice([1, 5, 40, 70]))]
         prompt = [*common[: rng.choice([0, 20, 64, 90, 128, 140])], *own]
         for _ in range(rng.randint(1, 3)):
-            params = SamplingParams(
+            params = RequestParams(
                 temperature=rng.choice([0, 0.7, 1.0]),
                 max_new_tokens=rng.choice(lengths),
                 seed=rng.randrange(4),
@@ -136,7 +136,7 @@ def test_rows_that_lose_their_caches(
 ) -> None:
     """What they had generated is read again as it was read first, token by token."""
     expect_short_rows(monkeypatch)
-    params = SamplingParams(max_new_tokens=30, seed=3, logprobs=True, columns=(ROUTE,))
+    params = RequestParams(max_new_tokens=30, seed=3, logprobs=True, columns=(ROUTE,))
     rows = [([3 + (i + 2) * j % 125 for j in range(43 + 20 * i)], params) for i in range(4)]
     engine = make_engine(
         load(folder), max_model_len=144, max_batched_tokens=64, kv_cache_gib=cache_gib(folder, 144)
@@ -221,7 +221,7 @@ def test_samples_of_one_prompt_compute_it_once(tiny_model: TinyModel, length: in
     model = load(hybrid(tiny_model, max_position_embeddings=4096))
     prompt = [3 + i * i % 120 for i in range(length)]
     rows = [
-        (prompt, SamplingParams(max_new_tokens=3, seed=seed, logprobs=True, columns=(ROUTE,)))
+        (prompt, RequestParams(max_new_tokens=3, seed=seed, logprobs=True, columns=(ROUTE,)))
         for seed in range(64)
     ]
     room: dict[str, Any] = {"max_model_len": length + 3, "kv_cache_gib": 0.1}
@@ -236,7 +236,7 @@ def test_samples_of_one_prompt_compute_it_once(tiny_model: TinyModel, length: in
 
 def test_generated_tokens_in_a_prompt_are_read_as_a_prompt(alone: Alone, folder: Path) -> None:
     """The first row has read them one by one, and what it kept of them is not shared."""
-    params = SamplingParams(temperature=0, max_new_tokens=60, logprobs=True, columns=(ROUTE,))
+    params = RequestParams(temperature=0, max_new_tokens=60, logprobs=True, columns=(ROUTE,))
     engine = make_engine(load(folder), max_num_seqs=1)
     prompt = [3 + i * i % 120 for i in range(80)]
     (first,) = run(engine, [(prompt, params)])
@@ -252,7 +252,7 @@ def test_a_row_that_is_read_again_does_not_start_from_a_prompt_of_its_own_words(
     alone: Alone, folder: Path
 ) -> None:
     """Another row has read the first one's answer as part of its prompt, and left a checkpoint."""
-    params = SamplingParams(temperature=0, max_new_tokens=71, logprobs=True, columns=(ROUTE,))
+    params = RequestParams(temperature=0, max_new_tokens=71, logprobs=True, columns=(ROUTE,))
     first = ([3 + i * i % 120 for i in range(60)], params)
     answer = alone(first).token_ids
     other = ([*first[0], *answer[:70]], replace(params, max_new_tokens=8))

@@ -19,12 +19,12 @@ from batchgen.engine.caches.model_caches import state_bytes
 from batchgen.engine.engine_models import chunk_multiple
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.hybrid import HybridConfig, HybridForCausalLM
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.qwen3_5_moe import Qwen3_5MoeForCausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.support.engine.engine_rows import expect_short_rows, run
 
@@ -75,7 +75,7 @@ def test_greedy_tokens_and_log_probabilities(
         max_batched_tokens=64, max_model_len=176, kv_cache_gib=12 * 4096 / 2**30, max_num_seqs=6
     )
     engine = LLMEngine(model, None, (), ARStrategy(), config)
-    params = SamplingParams(temperature=0, max_new_tokens=22, logprobs=True)
+    params = RequestParams(temperature=0, max_new_tokens=22, logprobs=True)
     prompts = [IDS[:150], IDS[:150], [*IDS[:70], 5, 6], IDS[40:49], IDS[30:60]]
     found = run(engine, [(prompt, params) for prompt in prompts])
     assert engine.stats.preemptions and engine.stats.cached_tokens
@@ -170,7 +170,7 @@ def test_small_parameters_stay_in_float32(tiny_model: TinyModel, tmp_path: Path)
 
 
 def family(folder: Path) -> tuple[ModelConfig, HybridConfig]:
-    config = load_config(folder)
+    config = load_model_config(folder)
     return config, config.family_as(HybridConfig)
 
 
@@ -225,7 +225,7 @@ def test_unsupported_configurations_are_named(
     kind: str, changes: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(copied(tiny_model(kind), tmp_path, **changes))
+        load_model_config(copied(tiny_model(kind), tmp_path, **changes))
 
 
 def test_dummy_weights_and_the_column_of_experts(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -237,14 +237,14 @@ def test_dummy_weights_and_the_column_of_experts(tiny_model: TinyModel, tmp_path
     config = EngineConfig(max_model_len=128, kv_cache_gib=0.001, max_num_seqs=3)
     columns = ("routed_experts",)
     engine = LLMEngine(model, None, (), ARStrategy(), config, context_columns=columns)
-    engine.add_request("0", IDS[:70], SamplingParams(max_new_tokens=4, columns=columns))
+    engine.add_request("0", IDS[:70], RequestParams(max_new_tokens=4, columns=columns))
     outputs = []
     while engine.has_unfinished():
         outputs += engine.step()
     routes = outputs[0].columns["routed_experts"]
     assert routes.shape == (73, 2, 3) and routes.dtype == np.uint16
     assert len(outputs[0].token_ids) == 4 and 255 < routes.max() < 512
-    few = load_config(tiny_model("qwen3_5_moe"))
+    few = load_model_config(tiny_model("qwen3_5_moe"))
     assert model.declared_columns(few)[0].dtype == np.uint8
 
 

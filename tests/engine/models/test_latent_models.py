@@ -14,7 +14,7 @@ from torch import Tensor
 from batchgen.engine.layers.feed_forward import moe
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.mixers import mla
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.mla_model import LatentConfig
 from batchgen.kernels.attention.metadata import AttentionMetadata
@@ -157,17 +157,17 @@ def test_unsupported_configurations_are_named(
     kind: str, changes: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(copied(tiny_model(kind), tmp_path, **changes))
+        load_model_config(copied(tiny_model(kind), tmp_path, **changes))
 
 
 def test_every_second_layer_may_have_experts(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = copied(tiny_model("deepseek_v2"), tmp_path, moe_layer_freq=2)
-    assert load_config(folder).family_as(LatentConfig).moe_layers == (2,)
+    assert load_model_config(folder).family_as(LatentConfig).moe_layers == (2,)
 
 
 def test_yarn_lengthens_the_scores(tiny_model: TinyModel) -> None:
-    family = load_config(tiny_model("deepseek_v3", **YARN)).family_as(LatentConfig)
+    family = load_model_config(tiny_model("deepseek_v3", **YARN)).family_as(LatentConfig)
     length = 0.1 * 1.2 * 1.3862943611198906 + 1
     assert family.score_scale == pytest.approx(20**-0.5 * length**2)
-    plain = load_config(tiny_model("deepseek_v3")).family_as(LatentConfig)
+    plain = load_model_config(tiny_model("deepseek_v3")).family_as(LatentConfig)
     assert plain.score_scale == pytest.approx(20**-0.5)

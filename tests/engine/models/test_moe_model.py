@@ -23,12 +23,12 @@ from batchgen.engine.layers.feed_forward import experts as expert_layers
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.models.moe_model import MoEConfig
 from batchgen.engine.parallel.tensor_parallel import PendingParts
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.moe.epilogues import Epilogues
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -81,7 +81,7 @@ def test_greedy_tokens_and_log_probabilities(
         max_batched_tokens=7, block_size=4, max_model_len=64, kv_cache_gib=0.00008
     )
     engine = LLMEngine(load_model(folder, device=CPU), None, (), ARStrategy(), config)
-    params = SamplingParams(temperature=0, max_new_tokens=12, logprobs=True)
+    params = RequestParams(temperature=0, max_new_tokens=12, logprobs=True)
     prompts = [IDS[i : i + 3 + 5 * i] for i in range(5)]
     found = run(engine, prompts, params)
     assert engine.stats.preemptions
@@ -97,7 +97,7 @@ def test_greedy_tokens_and_log_probabilities(
         )
 
 
-def run(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+def run(engine: LLMEngine, prompts: list[list[int]], params: RequestParams) -> list[RequestOutput]:
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
     found: dict[str, RequestOutput] = {}
@@ -154,7 +154,7 @@ def test_both_names_of_the_number_of_experts_are_read(
 ) -> None:
     """transformers 5.17 writes one, 5.23 the other."""
     values: dict[str, Any] = {"num_experts": None, "num_local_experts": None} | {name: 8}
-    config = load_config(copied(tiny_model("qwen3_moe"), tmp_path, **values))
+    config = load_model_config(copied(tiny_model("qwen3_moe"), tmp_path, **values))
     assert config.family_as(MoEConfig).num_experts == 8
 
 
@@ -173,12 +173,12 @@ def test_unsupported_configurations_are_named(
     changes: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(copied(tiny_model("qwen3_moe"), tmp_path, **changes))
+        load_model_config(copied(tiny_model("qwen3_moe"), tmp_path, **changes))
 
 
 def test_without_experts_all_layers_are_dense(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = copied(tiny_model("qwen3_moe"), tmp_path, num_experts=None, num_local_experts=0)
-    config = load_config(folder)
+    config = load_model_config(folder)
     assert config.family_as(MoEConfig).moe_layers == ()
     model = load_model(folder, device=CPU, load_format="dummy")
     assert model.declared_columns(config) == ()
@@ -337,7 +337,7 @@ def test_a_token_goes_through_k_experts_of_a_layer(kind: str, tiny_model: TinyMo
 
 def test_sdar_moe_is_qwen3_moe_under_a_block_mask(tiny_model: TinyModel) -> None:
     folder = tiny_model("sdar_moe")
-    config = load_config(folder)
+    config = load_model_config(folder)
     assert config.architecture == "SDARMoeForCausalLM"
     assert config.diffusion == Diffusion(mask_token_id=127, block_length=None)
     sdar, qwen3 = (load_model(tiny_model(k), device=CPU) for k in ("sdar_moe", "qwen3_moe"))

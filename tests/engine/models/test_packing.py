@@ -19,7 +19,7 @@ def test_products_that_do_not_keep_bits_are_named(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_model("llama")
-    monkeypatch.setattr(cpu_product, "keeps_bits", lambda *_: False)
+    monkeypatch.setattr(cpu_product, "product_keeps_bits", lambda *_: False)
     monkeypatch.setattr(packing, "cpu_row_multiple", lambda *_: None)
     model = load_model(folder, device=CPU)
     model.pack()
@@ -35,7 +35,7 @@ def test_a_model_runs_where_no_product_keeps_bits(
 ) -> None:
     ids = list(range(100))
     expected = run_paged(load_model(tiny_model("llama"), device=CPU), ids, [60, 40])
-    monkeypatch.setattr(cpu_product, "keeps_bits", lambda *_: False)
+    monkeypatch.setattr(cpu_product, "product_keeps_bits", lambda *_: False)
     model = load_model(tiny_model("llama"), device=CPU)
     model.pack()
     torch.testing.assert_close(run_paged(model, ids, [60, 40]), expected)
@@ -50,7 +50,7 @@ def test_shapes_that_layers_share_are_tried_once(
         tried.append(in_features)
         return True
 
-    monkeypatch.setattr(cpu_product, "keeps_bits", record)
+    monkeypatch.setattr(cpu_product, "product_keeps_bits", record)
     model = load_model(tiny_model("llama"), device=CPU)
     model.pack()
     assert len(tried) == 4  # qkv like the head, o, gate and up, down; of three layers

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseConfig
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_greedy_tokens_and_log_probabilities(tied: bool, tiny_model: Callable[..
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = EngineConfig(max_batched_tokens=7, block_size=4, max_model_len=64, kv_cache_gib=0.001)
     engine = LLMEngine(load_model(folder, device=CPU), None, (), ARStrategy(), config)
-    params = SamplingParams(temperature=0, max_new_tokens=12, logprobs=True)
+    params = RequestParams(temperature=0, max_new_tokens=12, logprobs=True)
     prompts = [IDS[i : i + 3 + 5 * i] for i in range(5)]
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
@@ -89,7 +89,7 @@ def test_greedy_tokens_and_log_probabilities(tied: bool, tiny_model: Callable[..
 
 
 def test_the_biases_are_those_of_the_family(tiny_model: Callable[..., Path]) -> None:
-    family = load_config(tiny_model("qwen2")).family_as(DenseConfig)
+    family = load_model_config(tiny_model("qwen2")).family_as(DenseConfig)
     assert family.qkv_bias and not family.output_bias and not family.mlp_bias
     assert not family.qk_norm and family.head_dim == 16
 

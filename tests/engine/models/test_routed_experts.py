@@ -19,7 +19,7 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -81,7 +81,7 @@ def rows(count: int = 7, **params: Any) -> list[Request]:
     for i in range(count):
         prompt = IDS[:9] + IDS[i : i + 3 * i] if i % 2 else IDS[i : i + 1 + 2 * i]
         options = {"temperature": 0.0 if i % 3 else 0.8, "max_new_tokens": 5 + 3 * i, "seed": i}
-        made.append((prompt, SamplingParams(**options | params, columns=(ROUTED_EXPERTS,))))
+        made.append((prompt, RequestParams(**options | params, columns=(ROUTED_EXPERTS,))))
     return [*made, (made[-1][0], replace(made[-1][1], temperature=0.9, seed=99))]
 
 
@@ -128,7 +128,7 @@ def test_nothing_is_kept_if_nobody_can_ask(tiny_model: TinyModel) -> None:
     with_column = make_engine(tiny_model, ARStrategy(), kv_cache_gib=0.001)
     assert with_column.memory.num_blocks < engine.memory.num_blocks
     with pytest.raises(ValueError, match="has no column 'routed_experts'"):
-        engine.add_request("0", [1], SamplingParams(columns=(ROUTED_EXPERTS,)))
+        engine.add_request("0", [1], RequestParams(columns=(ROUTED_EXPERTS,)))
 
 
 @pytest.mark.quick(1)

@@ -24,9 +24,9 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.memory.model_use import ModelUse
-from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.sampling.sampler import sample_tokens
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -49,7 +49,7 @@ class PlainLoop:
         use = ModelUse(model, (1,), columns=columns)
         self._runner = ModelRunner(model, use.caches(CacheSizes(20, block_size, 1)))
         self._tables = torch.arange(1, 20, device=model.device).unsqueeze(0)
-        self._seen: dict[tuple[tuple[int, ...], SamplingParams], tuple[Any, Any, Any]] = {}
+        self._seen: dict[tuple[tuple[int, ...], RequestParams], tuple[Any, Any, Any]] = {}
 
     def logits(self, token: int, position: int) -> Tensor:
         """[1, vocab] after one more token of the row."""
@@ -65,7 +65,7 @@ class PlainLoop:
         return self._runner.prefill(PrefillInputs(inputs, np.zeros(1, np.int64))).logits
 
     def generate(
-        self, prompt: Sequence[int], params: SamplingParams
+        self, prompt: Sequence[int], params: RequestParams
     ) -> tuple[list[int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Token ids, their log-probabilities and the routes of all tokens but the last."""
         key = (tuple(prompt), params)
@@ -73,7 +73,7 @@ class PlainLoop:
             self._seen[key] = self._generate(list(prompt), params)
         return self._seen[key]
 
-    def _generate(self, ids: list[int], params: SamplingParams) -> tuple[Any, Any, Any]:
+    def _generate(self, ids: list[int], params: RequestParams) -> tuple[Any, Any, Any]:
         start, logprobs = len(ids), []
         longest = start + params.max_new_tokens
         for position in range(longest - 1):
@@ -84,7 +84,7 @@ class PlainLoop:
                 [replace(params, logprobs=True)], [start], [ids], [()], [longest], logits.device
             )
             at = torch.tensor([position + 1], device=logits.device)
-            step = sample(logits, sampling, at)
+            step = sample_tokens(logits, sampling, at)
             ids.append(int(step.token_ids))
             logprobs.append(float(step.columns["logprobs"]))
         plane = self._runner.caches.columns[ROUTE].flatten(0, 1)
@@ -114,7 +114,7 @@ def requests(
         own = [rng.randrange(3, 128) for _ in range(rng.choice([1, 2, 7, 16, 33]))]
         prompt = [*prefix[: rng.choice([0, 9, 16, 24])], *own]
         for _ in range(rng.randint(1, shared)):
-            params = SamplingParams(
+            params = RequestParams(
                 temperature=rng.choice([0, 0.7, 1.0]),
                 max_new_tokens=rng.choice(lengths),
                 repetition_penalty=rng.choice([1.0, 1.3]),
@@ -178,7 +178,7 @@ def test_the_loop_computes_the_model() -> None:
     loop = PlainLoop(make_toy())
     found = torch.cat([loop.logits(token, i) for i, token in enumerate(ids)])
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
-    params = SamplingParams(temperature=0, max_new_tokens=1)
+    params = RequestParams(temperature=0, max_new_tokens=1)
     _, _, recorded = loop.generate(ids, params)
     np.testing.assert_array_equal(np.sort(recorded, -1), np.sort(routes.numpy(), -1))
     assert len(np.unique(recorded)) > 8
@@ -251,8 +251,7 @@ def test_preempted_rows_begin_again_where_a_checkpoint_is(
 ) -> None:
     expect_short_rows(monkeypatch)
     rows = [
-        ([5 + i, *range(40, 72)], SamplingParams(temperature=0, max_new_tokens=40))
-        for i in range(4)
+        ([5 + i, *range(40, 72)], RequestParams(temperature=0, max_new_tokens=40)) for i in range(4)
     ]
     engine = make_engine(make_toy(), kv_cache_gib=cache_gib(160, 8), block_size=8)
     check(loop, rows, run(engine, rows))
@@ -264,7 +263,7 @@ def test_preempted_rows_begin_again_where_a_checkpoint_is(
 def test_samples_of_one_prompt_compute_it_once(loop: PlainLoop, multiple: int) -> None:
     prompt = [3 + i % 100 for i in range(75)]
     rows = [
-        (prompt, SamplingParams(temperature=1.0, max_new_tokens=5, seed=seed)) for seed in range(6)
+        (prompt, RequestParams(temperature=1.0, max_new_tokens=5, seed=seed)) for seed in range(6)
     ]
     engine = make_engine(make_toy(chunk_multiple=multiple), block_size=8, max_num_seqs=6)
     check(loop, rows, run(engine, rows))
@@ -277,7 +276,7 @@ def test_samples_of_one_prompt_compute_it_once(loop: PlainLoop, multiple: int) -
 def test_a_third_prompt_starts_where_two_others_part(loop: PlainLoop) -> None:
     """The second leaves a checkpoint where it goes on otherwise than the first."""
     common = [9 + i for i in range(32)]
-    params = SamplingParams(temperature=0, max_new_tokens=3)
+    params = RequestParams(temperature=0, max_new_tokens=3)
     rows = [([*common, *range(3 + 20 * i, 15 + 20 * i)], params) for i in range(3)]
     engine = make_engine(make_toy(), block_size=8, max_num_seqs=1)
     found: list[int] = []
@@ -362,8 +361,8 @@ def test_options_that_states_do_not_allow_are_refused() -> None:
 
 def test_only_the_rows_that_ask_get_the_column(loop: PlainLoop) -> None:
     engine = make_engine(make_toy())
-    engine.add_request("with", [5, 6, 7], SamplingParams(max_new_tokens=4, columns=(ROUTE,)))
-    engine.add_request("without", [5, 6, 7], SamplingParams(max_new_tokens=4))
+    engine.add_request("with", [5, 6, 7], RequestParams(max_new_tokens=4, columns=(ROUTE,)))
+    engine.add_request("without", [5, 6, 7], RequestParams(max_new_tokens=4))
     found: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
         found |= {output.request_id: output for output in engine.step()}

@@ -23,7 +23,7 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelRunner, PrefillInputs
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
@@ -230,14 +230,14 @@ def edit_config(folder: Path, target: Path, **changes: Any) -> Path:
 
 def test_a_published_configuration_is_read(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = edit_config(tiny_model("sdar"), tmp_path / "m", **PUBLISHED)
-    config = load_config(folder)
+    config = load_model_config(folder)
     assert config.architecture == "SDARForCausalLM"
     family = config.family_as(DenseConfig)
     assert config.dtype == torch.bfloat16 and family.rope.rope_theta == 1e6
     assert family.qk_norm and not family.qkv_bias
     assert config.diffusion == Diffusion(mask_token_id=MASK_ID, block_length=None)
     trained = edit_config(folder, tmp_path / "n", block_size=8, block_causal_prompt=True)
-    assert load_config(trained).diffusion == Diffusion(mask_token_id=MASK_ID, block_length=8)
+    assert load_model_config(trained).diffusion == Diffusion(mask_token_id=MASK_ID, block_length=8)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_unsupported_configurations_are_named(
 ) -> None:
     folder = edit_config(tiny_model("sdar"), tmp_path / "m", **changes)
     with pytest.raises(ValueError, match=message) as error:
-        load_config(folder)
+        load_model_config(folder)
     assert str(folder) in str(error.value)
 
 
@@ -283,15 +283,15 @@ def test_the_tokenizer_names_the_mask_where_the_configuration_does_not(
 ) -> None:
     folder = edit_config(tiny_model("sdar"), tmp_path / "m", **PUBLISHED, mask_token_id=None)
     write_tokenizer(folder, added=["<|a|>", "<|MASK|>", "<|b|>"])
-    assert load_config(folder).diffusion == Diffusion(mask_token_id=101, block_length=None)
+    assert load_model_config(folder).diffusion == Diffusion(mask_token_id=101, block_length=None)
     write_tokenizer(folder, added=["<|a|>", "<|MASK|>", "<|b|>"], mask_token="<|b|>")
-    assert load_config(folder).diffusion == Diffusion(mask_token_id=102, block_length=None)
+    assert load_model_config(folder).diffusion == Diffusion(mask_token_id=102, block_length=None)
     write_tokenizer(folder, added=["<|a|>"])
     with pytest.raises(ValueError, match=r"neither config.json .* nor the tokenizer"):
-        load_config(folder)
+        load_model_config(folder)
     said = edit_config(folder, tmp_path / "n", mask_token_id=5)
     write_tokenizer(said, added=["<|MASK|>"])
-    assert load_config(said).diffusion == Diffusion(mask_token_id=5, block_length=None)
+    assert load_model_config(said).diffusion == Diffusion(mask_token_id=5, block_length=None)
 
 
 def names(model: CausalLM) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -334,7 +334,7 @@ def test_gguf_files_are_refused(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ValueError, match="'sdar' is not supported; supported: llama, qwen2, qwen3"):
-        load_config(path)
+        load_model_config(path)
 
 
 def test_ar_refuses_a_diffusion_model(tiny_model: TinyModel) -> None:

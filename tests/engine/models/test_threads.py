@@ -20,7 +20,7 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.model_registry import MODELS
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Pictured, Request, run
@@ -28,7 +28,7 @@ from tests.support.engine.tiny_models import CLASSES
 from tests.support.engine.vision_models import KINDS as SEEING
 from tests.support.engine.vision_models import picture, prompt, vision_folder
 
-DIFFUSION = ("sdar", "sdar_moe")
+DIFFUSION = ("sdar", "sdar_moe", "llada2_moe", "fast_dllm_qwen")
 FAMILIES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -41,6 +41,8 @@ FAMILIES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     **{kind: f"{family}ForCausalLM" for kind, (family, _) in CLASSES.items()},
     "gpt_oss": "GptOssForCausalLM",
+    "fast_dllm_qwen": "Fast_dLLM_QwenForCausalLM",
+    "llada2_moe": "LLaDA2MoeModelLM",
     "llama": "LlamaForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
@@ -85,7 +87,7 @@ def rows_of(kind: str) -> list[Request | Pictured]:
     rng = random.Random(len(kind))
     rows: list[Request | Pictured] = []
     for i in range(16):
-        params = SamplingParams(temperature=0.8 * (i % 2), max_new_tokens=4, seed=i, logprobs=True)
+        params = RequestParams(temperature=0.8 * (i % 2), max_new_tokens=4, seed=i, logprobs=True)
         ids = [rng.randrange(3, 120) for _ in range(rng.randrange(30, 80))]
         if kind in SEEING:
             image = picture(i, rng.randint(1, 7), rng.randint(1, 7))

@@ -20,7 +20,7 @@ from batchgen.engine.caches.model_caches import paged_token_bytes, window_token_
 from batchgen.engine.layers.feed_forward.moe import SparseMoE
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.rotary import LinearRope
-from batchgen.engine.loading.config_file import load_config
+from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.gemma4 import Gemma4ForConditionalGeneration
@@ -273,7 +273,7 @@ def test_published_models_have_their_published_sizes(name: str, tmp_path: Path) 
     hf = getattr(transformers, f"{family}Config")(**values)
     hf.architectures = [f"{family}ForCausalLM"]
     hf.save_pretrained(tmp_path)
-    config = load_config(tmp_path)
+    config = load_model_config(tmp_path)
     kind_of = model_class(config.architecture, tmp_path)
     model = kind_of(config, device=torch.device("meta"), dtype=torch.bfloat16)
     assert model.num_parameters == pytest.approx(parameters, rel=0.003)
@@ -322,7 +322,7 @@ def test_the_published_configuration_of_minimax(tiny_model: TinyModel, tmp_path:
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
     }  # fmt: skip
-    config = load_config(edit_config(tiny_model("minimax_m2"), tmp_path / "m", **published))
+    config = load_model_config(edit_config(tiny_model("minimax_m2"), tmp_path / "m", **published))
     family = config.family_as(MoEConfig)
     assert (family.rotary_dim, family.rope.rope_theta) == (8, 5000000)
     assert isinstance(config.form, FP8Format) and config.heads == ()
@@ -382,7 +382,7 @@ def test_the_published_configurations_of_gemma(tmp_path: Path) -> None:
     families = []
     for values in (GEMMA3_27B, GEMMA4_26B):
         (tmp_path / "config.json").write_text(json.dumps(values))
-        config = load_config(tmp_path)
+        config = load_model_config(tmp_path)
         assert config.dtype == torch.bfloat16 and config.tie_word_embeddings
         families.append(config.family_as(DenseConfig))
     three, four = families
@@ -425,7 +425,7 @@ def test_what_the_models_of_gemma_4_need_by_their_configuration_alone(
 ) -> None:
     values = GEMMA4_26B | {"text_config": GEMMA4_26B["text_config"] | changes}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    config, meta = load_config(tmp_path), torch.device("meta")
+    config, meta = load_model_config(tmp_path), torch.device("meta")
     model = Gemma4ForConditionalGeneration(config, device=meta, dtype=torch.bfloat16)
     assert model.num_parameters == pytest.approx(parameters, rel=0.002)
     assert model.parameters_per_token == pytest.approx(of_token, rel=0.002)
@@ -519,23 +519,23 @@ def test_unsupported_configurations_are_named(
     kind: str, changes: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(edit_config(tiny_model(kind), tmp_path / "m", **changes))
+        load_model_config(edit_config(tiny_model(kind), tmp_path / "m", **changes))
 
 
 def test_what_the_families_declare(tiny_model: TinyModel) -> None:
-    olmo = load_config(tiny_model("olmo3")).family_as(DenseConfig)
+    olmo = load_model_config(tiny_model("olmo3")).family_as(DenseConfig)
     assert (olmo.norm_places, olmo.qk_norm, len(olmo.layer_ropes)) == ("after", "all heads", 3)
     assert olmo.layer_windows == (24, None, 24)
-    no_window = load_config(tiny_model("olmo3", **ALL_FULL | {"sliding_window": 7}))
+    no_window = load_model_config(tiny_model("olmo3", **ALL_FULL | {"sliding_window": 7}))
     assert no_window.family_as(DenseConfig).layer_windows == ()
-    smol = load_config(tiny_model("smollm3")).family_as(DenseConfig)
+    smol = load_model_config(tiny_model("smollm3")).family_as(DenseConfig)
     assert [rope is None for rope in smol.layer_ropes] == [False, True, False]
-    large = load_config(tiny_model("glm4_moe", use_qk_norm=True)).family_as(MoEConfig)
-    air = load_config(tiny_model("glm4_moe")).family_as(MoEConfig)
+    large = load_model_config(tiny_model("glm4_moe", use_qk_norm=True)).family_as(MoEConfig)
+    air = load_model_config(tiny_model("glm4_moe")).family_as(MoEConfig)
     assert (large.qk_norm, air.qk_norm, air.rotary_dim, air.shared_size) == ("head", None, 8, 64)
-    long = load_config(
+    long = load_model_config(
         tiny_model("phi3", rope_parameters=LONG, original_max_position_embeddings=220)
     )
     assert long.max_position_embeddings == 220
-    ministral = load_config(tiny_model("mistral3")).family_as(DenseConfig)
+    ministral = load_model_config(tiny_model("mistral3")).family_as(DenseConfig)
     assert ministral.query_scale is not None and ministral.query_scale.original == 32

@@ -13,7 +13,7 @@ import pytest
 
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
@@ -41,7 +41,7 @@ def rows(count: int, *, tokens: int = 12, vocab: int = 120, **params: Any) -> li
     for i in range(count):
         own = [rng.randrange(3, vocab) for _ in range(1 + 7 * i % 23)]
         options = OPTIONS[i % len(OPTIONS)] | {"seed": i, "max_new_tokens": tokens} | params
-        made.append(((common if i % 3 == 0 else []) + own, SamplingParams(**options)))
+        made.append(((common if i % 3 == 0 else []) + own, RequestParams(**options)))
     return made
 
 
@@ -49,7 +49,7 @@ def constrained(count: int) -> list[Request]:
     made = []
     for i in range(count):
         constraint = CONSTRAINTS[(3 * i) % len(CONSTRAINTS)] if i % 3 else None
-        params = SamplingParams(
+        params = RequestParams(
             temperature=0.8, seed=i, max_new_tokens=12, constraint=constraint, logprobs=True
         )
         made.append(([END, 5 + i, 90 + i], params))
@@ -65,7 +65,7 @@ def pictured() -> list[Pictured]:
     bad = Image(_cut_off, tall.height, tall.width, bytes(32))
     made: list[Pictured] = []
     for i, images in enumerate(([small], [small, tall], [bad], [tall], [])):
-        made.append((prompt([7, 8], *images, [5, 6, i]), SamplingParams(**OPTIONS[0]), images))
+        made.append((prompt([7, 8], *images, [5, 6, i]), RequestParams(**OPTIONS[0]), images))
     return made
 
 
@@ -204,10 +204,13 @@ def all_cases(tiny_model: TinyModel, heads: Path) -> list[Case]:
             draft=llama,
         ),
         Case(heads, spec, strategy=ARSpecStrategy("mtp", adaptive=False), heads=("mtp",)),
-        Case(
-            tiny_model("sdar"),
-            rows(8, repetition_penalty=1.0),
-            strategy=DLLMStrategy(block_length=4),
+        *(
+            Case(
+                tiny_model(kind),
+                rows(8, repetition_penalty=1.0),
+                strategy=DLLMStrategy(block_length=4),
+            )
+            for kind in ("sdar", "llada2_moe", "fast_dllm_qwen")
         ),
         Case(
             tiny_model("sdar", vocab_size=WIDTH),

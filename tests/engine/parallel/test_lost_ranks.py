@@ -19,8 +19,8 @@ from batchgen.engine.parallel import place, rank_processes
 from batchgen.engine.parallel.rank_group import DistributedGroup
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
-from batchgen.engine.replicas import Leader, follow
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.replicas import Leader, follow_engine
+from batchgen.engine.sampling.sampling_params import RequestParams
 from tests.support.engine.ranked_engines import Case, Cases
 
 TinyModel = Callable[..., Path]
@@ -48,7 +48,7 @@ def test_a_lost_rank_is_an_error(
         case.engine(processes.parallel, Leader(processes)) as engine,
     ):
         (process,) = processes._processes.values()
-        params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+        params = RequestParams(max_new_tokens=100, ignore_eos=True)
         engine.add_request("0", [5, 6, 7], params)
         engine.step()
         if number == signal.SIGSTOP:
@@ -71,7 +71,7 @@ class Apart(Cases):
         (case,) = self.cases
         with case.engine(parallel) as engine:
             engine._digest = 1
-            follow(engine, connection)
+            follow_engine(engine, connection)
 
 
 @pytest.mark.thorough
@@ -81,7 +81,7 @@ def test_a_rank_with_other_tokens_is_found(tiny_model: TinyModel) -> None:
         closing(RankProcesses(2, Apart([case]), "cpu")) as processes,
         case.engine(processes.parallel, Leader(processes)) as engine,
     ):
-        engine.add_request("0", [5, 6, 7], SamplingParams(max_new_tokens=100, ignore_eos=True))
+        engine.add_request("0", [5, 6, 7], RequestParams(max_new_tokens=100, ignore_eos=True))
         with pytest.raises(RuntimeError, match="the tokens of this rank differ from those of rank"):
             finish(engine)
 
@@ -99,12 +99,12 @@ class Stuck(Cases):
                 return launch(*arguments)
 
             engine._launcher.launch = launch_once  # type: ignore[assignment,method-assign]
-            follow(engine, connection)
+            follow_engine(engine, connection)
 
 
 def test_what_waits_is_there() -> None:
     group = DistributedGroup
-    waits = (Download.wait, group.agree, group.least, group._gathered, follow)
+    waits = (Download.wait, group.agree, group.least, group._gathered, follow_engine)
     assert {wait.__qualname__ for wait in waits} == place._WAITS
 
 
@@ -115,7 +115,7 @@ def test_a_rank_that_hangs_is_named(tiny_model: TinyModel, monkeypatch: pytest.M
         closing(RankProcesses(2, Stuck([case]), "cpu")) as processes,
         case.engine(processes.parallel, Leader(processes)) as engine,
     ):
-        engine.add_request("0", [5, 6, 7], SamplingParams(max_new_tokens=100, ignore_eos=True))
+        engine.add_request("0", [5, 6, 7], RequestParams(max_new_tokens=100, ignore_eos=True))
         # On a CPU a step may take any time.
         monkeypatch.setattr(processes, "_gpu", True)
         monkeypatch.setattr(rank_processes, "_STEP_SECONDS", 8.0)

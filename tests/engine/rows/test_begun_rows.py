@@ -22,7 +22,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.rows.sequence import Sequence as Row
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -108,7 +108,7 @@ def routed(tiny_model: TinyModel, kind: str) -> tuple[Make, list[Request]]:
     rows = [
         (
             [rng.randrange(3, 100) for _ in range(rng.choice([2, 9, 70]))],
-            SamplingParams(
+            RequestParams(
                 temperature=0.8 * (i % 2),
                 max_new_tokens=8 + 3 * i,
                 seed=i,
@@ -203,7 +203,7 @@ UNUSABLE: Mapping[str, Callable[[Begun], Begun]] = {
 @pytest.mark.parametrize("what", UNUSABLE)
 def test_a_row_begins_again_if_it_cannot_go_on(tiny_model: TinyModel, what: str) -> None:
     make, _ = autoregressive(tiny_model, "ar")
-    params = SamplingParams(seed=3, max_new_tokens=30, logprobs=True, stop=("12ab",))
+    params = RequestParams(seed=3, max_new_tokens=30, logprobs=True, stop=("12ab",))
     row = (constrained_rows.encode("ab"), params)
     (expected,) = run(make(), [row])
     first = make()
@@ -225,7 +225,7 @@ def test_a_row_begins_again_if_its_constraint_refuses_what_was_begun(tiny_model:
     """As a later version of xgrammar may."""
     make, _ = autoregressive(tiny_model, "ar")
     constraint = constrained_rows.CONSTRAINTS[19]
-    params = SamplingParams(seed=3, max_new_tokens=20, constraint=constraint, stop=("zzz",))
+    params = RequestParams(seed=3, max_new_tokens=20, constraint=constraint, stop=("zzz",))
     row = (constrained_rows.encode("ab"), params)
     (expected,) = run(make(), [row])
     engine, ids = make(), constrained_rows.encode("<<<")

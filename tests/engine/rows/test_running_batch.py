@@ -18,7 +18,7 @@ from batchgen.engine.interface.outputs import HostOutput, OutputColumn
 from batchgen.engine.rows.running_batch import RunningBatch
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 
 PIECES = ("a", "b", "ab", "ba", "c", "", "abc", "b", "x", "y", "z", "w")
 STRINGS = ("ab", "ca", "bb", "aab", "abcab", "c")
@@ -139,7 +139,7 @@ class World:
             columns.append(OutputColumn(PICKS, np.dtype(np.int64), (picks,)))
         self.num_rows += 1
         prompt = [rng.randrange(100) for _ in range(rng.randint(1, 5))]
-        seq = Sequence(str(self.num_rows), prompt, SamplingParams(), stop, tuple(columns))
+        seq = Sequence(str(self.num_rows), prompt, RequestParams(), stop, tuple(columns))
         return PlainRow(self.num_rows, seq, picks)
 
     def add_rows(self) -> None:
@@ -312,7 +312,7 @@ def make_seq(
 ) -> Sequence:
     declared = tuple(OutputColumn(name, np.dtype(np.int64)) for name in columns)
     stop = StopRule(stops, (), min_new, max_new)
-    return Sequence("row", [50, 51], SamplingParams(), stop, declared)
+    return Sequence("row", [50, 51], RequestParams(), stop, declared)
 
 
 def output_of(tokens: list[list[int]], columns: Mapping[str, list[list[int]]]) -> HostOutput:

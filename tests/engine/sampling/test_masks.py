@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from batchgen.engine.interface.outputs import HostCopy, StepOutput
 from batchgen.engine.sampling.sampler import (
     Drawn,
-    draw,
     draw_fused,
+    draw_tokens,
     process,
     requested_columns,
-    sample,
     sample_fused,
+    sample_tokens,
 )
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.token_mask import TokenMask
 from tests.support.cases import some_slow
@@ -39,7 +39,7 @@ from tests.support.engine.sampled_rows import (
 )
 
 Draw = Callable[..., Drawn]
-BOTH = pytest.mark.parametrize("run", [draw, draw_fused])
+BOTH = pytest.mark.parametrize("run", [draw_tokens, draw_fused])
 
 
 def mask_of(
@@ -59,7 +59,7 @@ def mask_of(
 def drawn_by(
     run: Draw,
     logits: torch.Tensor,
-    params: Sequence[SamplingParams],
+    params: Sequence[RequestParams],
     mask: TokenMask | None = None,
 ) -> Drawn:
     """On a GPU, if there is one, for the kernels; always on the CPU for the reference."""
@@ -84,11 +84,13 @@ def drawn_by(
 @pytest.mark.parametrize(
     ("dtype", "penalised", "run"),
     some_slow(
-        itertools.product([torch.float32, torch.bfloat16], [True, False], [draw, draw_fused]),
+        itertools.product(
+            [torch.float32, torch.bfloat16], [True, False], [draw_tokens, draw_fused]
+        ),
         quick=[
-            (torch.float32, True, draw),
+            (torch.float32, True, draw_tokens),
             (torch.float32, True, draw_fused),
-            (torch.bfloat16, False, draw),
+            (torch.bfloat16, False, draw_tokens),
         ],
     ),
 )
@@ -135,20 +137,20 @@ def test_the_processed_law_is_renormalised_and_never_the_models_own_tensor() -> 
     logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]] * 2)
     allowed = torch.tensor([[True, False, True, False]] * 2)
     mask = mask_of(allowed, torch.tensor([True, False]))
-    law = process(logits, build([SamplingParams()] * 2), torch.tensor([9, 9]), mask=mask)
+    law = process(logits, build([RequestParams()] * 2), torch.tensor([9, 9]), mask=mask)
     assert law.tolist() == [[1.0, -INF, 2.0, -INF], [1.0, 4.0, 2.0, 3.0]]
     assert logits[0, 1] == 4.0
-    narrow = build([SamplingParams(top_k=1), SamplingParams(top_p=0.01)])
+    narrow = build([RequestParams(top_k=1), RequestParams(top_p=0.01)])
     law = process(logits, narrow, torch.tensor([9, 9]), mask=mask_of(allowed))
     assert (law > -INF).tolist() == [[False, False, True, False]] * 2, "filters come after the mask"
-    asks = SamplingParams(logprobs=True, logprobs_mode="processed", seed=3)
-    step = sample(logits[:1], build([asks]), torch.tensor([9]), mask=mask_of(allowed[:1]))
+    asks = RequestParams(logprobs=True, logprobs_mode="processed", seed=3)
+    step = sample_tokens(logits[:1], build([asks]), torch.tensor([9]), mask=mask_of(allowed[:1]))
     values = logits[0].masked_fill(~allowed[0], -INF).log_softmax(0)
     torch.testing.assert_close(step.columns["logprobs"][0], values[step.token_ids[0]])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", [sample, sample_fused])
+@pytest.mark.parametrize("run", [sample_tokens, sample_fused])
 def test_rows_whose_mask_leaves_nothing_are_in_conflict_and_others_as_without_them(
     run: Callable[..., StepOutput],
 ) -> None:
@@ -193,7 +195,7 @@ def test_rows_whose_mask_leaves_nothing_are_in_conflict_and_others_as_without_th
 
 @BOTH
 def test_a_ban_and_a_mask_that_leave_nothing_together_are_a_conflict(run: Draw) -> None:
-    banned = SamplingParams(temperature=0, min_new_tokens=4)
+    banned = RequestParams(temperature=0, min_new_tokens=4)
     params = [banned, replace(banned, min_new_tokens=3), banned, banned]
     logits = numbers(4, 40, seed=13)
     only_stops = torch.tensor(STOP_IDS)
@@ -211,13 +213,13 @@ def test_a_ban_and_a_mask_that_leave_nothing_together_are_a_conflict(run: Draw) 
 
 def test_conflicts_reach_the_host_with_their_rows() -> None:
     allowed = torch.tensor([[True, False], [False, False], [False, True]])
-    sampling, positions = build([SamplingParams()] * 3, stop_ids=()), torch.full((3,), POSITION)
-    step = sample(torch.zeros(3, 2), sampling, positions, mask=mask_of(allowed))
+    sampling, positions = build([RequestParams()] * 3, stop_ids=()), torch.full((3,), POSITION)
+    step = sample_tokens(torch.zeros(3, 2), sampling, positions, mask=mask_of(allowed))
     host = HostCopy(step.index_select(np.array([2, 1]))).wait()
     assert host.conflicts is not None and host.conflicts.tolist() == [False, True]
     assert host.num_tokens.tolist() == [1, 0] and host.token_ids[0].tolist() == [1]
     assert set(host.columns) == set(step.columns)
-    step = sample(torch.zeros(3, 2), sampling, positions)
+    step = sample_tokens(torch.zeros(3, 2), sampling, positions)
     assert step.conflicts is None and step.index_select(np.array([0])).conflicts is None
     assert HostCopy(step).wait().conflicts is None
 
@@ -231,7 +233,7 @@ def test_conflicts_reach_the_host_with_their_rows() -> None:
 )
 @settings(max_examples=settings().max_examples // 10, deadline=None)
 def test_any_masked_row_takes_an_allowed_token_or_is_in_conflict(
-    run: Draw, params: list[SamplingParams], seed: int, density: float
+    run: Draw, params: list[RequestParams], seed: int, density: float
 ) -> None:
     rng, vocab = np.random.default_rng(seed), 45
     count = len(params)
@@ -264,7 +266,7 @@ def test_on_a_gpu_nothing_waits_for_the_device(masked: bool) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             sampling = build(params, device=device)
-            step = sample(logits, sampling, positions, mask=mask)
+            step = sample_tokens(logits, sampling, positions, mask=mask)
             sampling.append(step.token_ids, step.num_tokens, positions)
         finally:
             torch.cuda.set_sync_debug_mode("default")

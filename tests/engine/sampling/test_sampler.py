@@ -17,11 +17,11 @@ from batchgen.engine.sampling.sampler import (
     TOP_LOGPROBS,
     process,
     requested_columns,
-    sample,
     sample_fused,
+    sample_tokens,
 )
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from tests.support.engine.sampled_rows import (
     INF,
     OPTIONS,
@@ -39,7 +39,7 @@ from tests.support.engine.sampled_rows import (
 Array = npt.NDArray[np.float64]
 
 
-def reference_law(logits: Array, params: SamplingParams) -> Array:
+def reference_law(logits: Array, params: RequestParams) -> Array:
     """The probabilities, one rule after another, by sorting and loops."""
     logits = logits.copy()
     for token in set(PROMPT + OUTPUT):
@@ -75,7 +75,7 @@ def test_the_law_of_each_option(name: str) -> None:
     logits = numbers(12, seed=1) * 1.5
     sampling = build([replace(params, seed=seed) for seed in range(count)])
     positions = torch.full((count,), POSITION)
-    step = sample(logits.expand(count, -1), sampling, positions)
+    step = sample_tokens(logits.expand(count, -1), sampling, positions)
     probs = reference_law(logits.double().numpy(), params)
     counts = np.bincount(step.token_ids[:, 0].numpy(), minlength=len(probs))
     support = probs > 0
@@ -93,8 +93,8 @@ def test_seeds_reproduce_and_neighbours_are_independent() -> None:
     seeds, places = torch.arange(count) // 100, torch.arange(count) % 100
 
     def tokens(seed_step: int, place_step: int) -> npt.NDArray[np.int64]:
-        params = [SamplingParams(seed=int(s) + seed_step) for s in seeds]
-        return sample(logits, build(params), places + place_step).token_ids[:, 0].numpy()
+        params = [RequestParams(seed=int(s) + seed_step) for s in seeds]
+        return sample_tokens(logits, build(params), places + place_step).token_ids[:, 0].numpy()
 
     first = tokens(0, 0)
     assert (tokens(0, 0) == first).all()
@@ -109,8 +109,8 @@ def test_seeds_reproduce_and_neighbours_are_independent() -> None:
 def test_seeds_use_all_64_bits() -> None:
     seeds = [0, 1, 2**32, 2**63, 2**64 - 1, -1]
     logits = torch.zeros(len(seeds), 50_000)
-    step = sample(
-        logits, build([SamplingParams(seed=s) for s in seeds]), torch.zeros(6, dtype=torch.int64)
+    step = sample_tokens(
+        logits, build([RequestParams(seed=s) for s in seeds]), torch.zeros(6, dtype=torch.int64)
     )
     ids = step.token_ids[:, 0].tolist()
     assert len(set(ids[:5])) == 5
@@ -125,13 +125,13 @@ def test_a_mixed_batch_equals_each_row_alone_bit_for_bit(vocab: int, dtype: torc
     positions = torch.full((len(params),), POSITION)
     before = logits.clone()
     sampling = build(params)
-    step = sample(logits, sampling, positions)
+    step = sample_tokens(logits, sampling, positions)
     assert torch.equal(logits, before), "the model's logits are not written to"
     assert step.num_tokens.tolist() == [1] * len(params)
     processed = process(logits, sampling, positions)
     for i, p in enumerate(params):
         one = slice(i, i + 1)
-        alone = sample(logits[one], build([p]), positions[one])
+        alone = sample_tokens(logits[one], build([p]), positions[one])
         assert torch.equal(process(logits[one], build([p]), positions[one])[0], processed[i])
         wanted = row_of(step, i, p)
         assert set(alone.columns) == set(wanted) - {"token_ids"}, "only what is asked for"
@@ -144,19 +144,19 @@ def test_rows_keep_their_results_when_reordered_and_joined() -> None:
     params = mixed_params()
     logits = numbers(len(params), 60, seed=3) * 3
     positions = torch.full((len(params),), POSITION)
-    step = sample(logits, build(params), positions)
+    step = sample_tokens(logits, build(params), positions)
     order = np.random.default_rng(0).permutation(len(params))
     joined = SamplingInputs.concat([build(params[:5]), build(params[5:])])
     assert joined.params == tuple(params)
-    again = sample(logits[order], joined.index_select(order), positions)
+    again = sample_tokens(logits[order], joined.index_select(order), positions)
     assert torch.equal(again.token_ids, step.token_ids[order])
 
 
 def test_logprobs_are_raw_or_processed_as_each_row_asks() -> None:
-    base = SamplingParams(temperature=0.5, top_k=4, logprobs=True, top_logprobs=6)
+    base = RequestParams(temperature=0.5, top_k=4, logprobs=True, top_logprobs=6)
     params = [base, replace(base, logprobs_mode="processed")]
     logits = numbers(1, 9, seed=4).expand(2, -1)
-    step = sample(logits, build(params), torch.full((2,), POSITION))
+    step = sample_tokens(logits, build(params), torch.full((2,), POSITION))
     assert torch.equal(step.token_ids[0], step.token_ids[1])
     raw = logits[0].log_softmax(-1)
     kept = raw.topk(4)
@@ -171,33 +171,33 @@ def test_logprobs_are_raw_or_processed_as_each_row_asks() -> None:
 
 
 def test_requested_columns_have_the_rows_own_width() -> None:
-    assert requested_columns(SamplingParams()) == ()
-    assert requested_columns(SamplingParams(logprobs=True)) == (LOGPROBS,)
-    assert requested_columns(SamplingParams(top_logprobs=4)) == (
+    assert requested_columns(RequestParams()) == ()
+    assert requested_columns(RequestParams(logprobs=True)) == (LOGPROBS,)
+    assert requested_columns(RequestParams(top_logprobs=4)) == (
         replace(TOP_LOGPROBS, tail_shape=(4,)),
         replace(TOP_LOGPROB_IDS, tail_shape=(4,)),
     )
-    step = sample(torch.zeros(1, 8), build([SamplingParams()]), torch.tensor([0]))
+    step = sample_tokens(torch.zeros(1, 8), build([RequestParams()]), torch.tensor([0]))
     assert step.columns == {}
 
 
 @pytest.mark.parametrize(
     ("params", "processors"),
     [
-        (SamplingParams(temperature=0.7), [transformers.TemperatureLogitsWarper(0.7)]),
-        (SamplingParams(top_k=10), [transformers.TopKLogitsWarper(10)]),
-        (SamplingParams(top_p=0.8), [transformers.TopPLogitsWarper(0.8)]),
-        (SamplingParams(min_p=0.05), [transformers.MinPLogitsWarper(0.05)]),
+        (RequestParams(temperature=0.7), [transformers.TemperatureLogitsWarper(0.7)]),
+        (RequestParams(top_k=10), [transformers.TopKLogitsWarper(10)]),
+        (RequestParams(top_p=0.8), [transformers.TopPLogitsWarper(0.8)]),
+        (RequestParams(min_p=0.05), [transformers.MinPLogitsWarper(0.05)]),
         (
-            SamplingParams(repetition_penalty=1.3),
+            RequestParams(repetition_penalty=1.3),
             [transformers.RepetitionPenaltyLogitsProcessor(1.3)],
         ),
         (
-            SamplingParams(min_new_tokens=5),
+            RequestParams(min_new_tokens=5),
             [transformers.MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, list(STOP_IDS), "cpu")],
         ),
         (
-            SamplingParams(
+            RequestParams(
                 temperature=0.7, top_k=50, top_p=0.9, repetition_penalty=1.1, min_new_tokens=5
             ),
             [
@@ -213,7 +213,7 @@ def test_requested_columns_have_the_rows_own_width() -> None:
     ],
 )
 def test_parity_with_transformers(
-    params: SamplingParams, processors: list[transformers.LogitsProcessor]
+    params: RequestParams, processors: list[transformers.LogitsProcessor]
 ) -> None:
     count = 40
     logits = numbers(count, 500, seed=6) * 4
@@ -227,8 +227,8 @@ def test_parity_with_transformers(
 
 
 def test_append_advances_histories_as_if_built_anew() -> None:
-    penalised = SamplingParams(repetition_penalty=1.5, max_new_tokens=6)
-    params = [penalised, SamplingParams(max_new_tokens=50), replace(penalised, max_new_tokens=8)]
+    penalised = RequestParams(repetition_penalty=1.5, max_new_tokens=6)
+    params = [penalised, RequestParams(max_new_tokens=50), replace(penalised, max_new_tokens=8)]
     sampling = build(params)
     assert sampling.history.shape == (3, len(PROMPT) + 8)
     assert (sampling.history[1] == -1).all()
@@ -240,7 +240,7 @@ def test_append_advances_histories_as_if_built_anew() -> None:
 
 
 def test_append_ignores_tokens_past_the_end_of_a_row() -> None:
-    sampling = build([SamplingParams(frequency_penalty=1.0, max_new_tokens=4)])
+    sampling = build([RequestParams(frequency_penalty=1.0, max_new_tokens=4)])
     added = sampling.append(
         torch.tensor([[7, 8, 9]]), torch.tensor([3]), torch.tensor([POSITION])
     ).append(torch.tensor([[1]]), torch.tensor([1]), torch.tensor([POSITION + 3]))
@@ -248,7 +248,7 @@ def test_append_ignores_tokens_past_the_end_of_a_row() -> None:
 
 
 def test_appending_to_picked_or_joined_rows_leaves_the_others_alone() -> None:
-    params = [SamplingParams(repetition_penalty=1.5, max_new_tokens=6)] * 2
+    params = [RequestParams(repetition_penalty=1.5, max_new_tokens=6)] * 2
     first, second = build(params), build(params)
     for other in (first.index_select(np.array([1, 0])), SamplingInputs.concat([first, second])):
         count = other.num_rows
@@ -258,26 +258,26 @@ def test_appending_to_picked_or_joined_rows_leaves_the_others_alone() -> None:
 
 
 def test_a_batch_without_penalties_keeps_no_history() -> None:
-    sampling = build([SamplingParams(), SamplingParams(temperature=0)])
+    sampling = build([RequestParams(), RequestParams(temperature=0)])
     assert sampling.history.shape == (2, 0)
     assert sampling.append(torch.zeros(2, 1), torch.ones(2), torch.zeros(2)) is sampling
 
 
 def test_a_batch_with_nothing_to_do_is_not_copied() -> None:
     logits = numbers(2, 9)
-    greedy = SamplingParams(temperature=0, top_k=5, top_p=0.5)
-    assert process(logits, build([SamplingParams(), greedy]), torch.tensor([9, 9])) is logits
+    greedy = RequestParams(temperature=0, top_k=5, top_p=0.5)
+    assert process(logits, build([RequestParams(), greedy]), torch.tensor([9, 9])) is logits
 
 
 EDGES = [
-    SamplingParams(temperature=1e-5, logprobs=True, top_logprobs=5, logprobs_mode="processed"),
-    SamplingParams(temperature=1e-45, top_p=1e-45, min_p=1e-45, logprobs=True),
-    SamplingParams(temperature=1e300, top_k=1, logprobs=True, logprobs_mode="processed"),
-    SamplingParams(repetition_penalty=1e-300, logprobs=True, logprobs_mode="processed"),
-    SamplingParams(repetition_penalty=1e300, temperature=0.3, top_p=0.5, logprobs=True),
-    SamplingParams(min_new_tokens=200, top_logprobs=100, logprobs_mode="processed"),
-    SamplingParams(temperature=0, min_new_tokens=200, presence_penalty=2, logprobs=True),
-    SamplingParams(top_k=2**80, top_p=1.0, min_p=1.0, logprobs=True, logprobs_mode="processed"),
+    RequestParams(temperature=1e-5, logprobs=True, top_logprobs=5, logprobs_mode="processed"),
+    RequestParams(temperature=1e-45, top_p=1e-45, min_p=1e-45, logprobs=True),
+    RequestParams(temperature=1e300, top_k=1, logprobs=True, logprobs_mode="processed"),
+    RequestParams(repetition_penalty=1e-300, logprobs=True, logprobs_mode="processed"),
+    RequestParams(repetition_penalty=1e300, temperature=0.3, top_p=0.5, logprobs=True),
+    RequestParams(min_new_tokens=200, top_logprobs=100, logprobs_mode="processed"),
+    RequestParams(temperature=0, min_new_tokens=200, presence_penalty=2, logprobs=True),
+    RequestParams(top_k=2**80, top_p=1.0, min_p=1.0, logprobs=True, logprobs_mode="processed"),
 ]
 
 
@@ -291,7 +291,7 @@ def test_no_nan_and_no_masked_token_at_extremes(vocab: int, scale: float) -> Non
     processed = process(logits, sampling, positions)
     assert not processed.isnan().any()
     assert (processed > -INF).any(-1).all()
-    step = sample(logits, sampling, positions)
+    step = sample_tokens(logits, sampling, positions)
     assert (logits.gather(1, step.token_ids) > -INF).all()
     assert (processed.gather(1, step.token_ids) > -INF).all()
     for i, params in enumerate(EDGES):
@@ -299,15 +299,15 @@ def test_no_nan_and_no_masked_token_at_extremes(vocab: int, scale: float) -> Non
 
 
 def test_a_vocabulary_of_stop_ids_lifts_the_ban() -> None:
-    sampling = build([SamplingParams(temperature=0, min_new_tokens=99)], stop_ids=(0, 1, 2))
+    sampling = build([RequestParams(temperature=0, min_new_tokens=99)], stop_ids=(0, 1, 2))
     logits = torch.tensor([[0.0, 2.0, 1.0]])
-    assert sample(logits, sampling, torch.tensor([POSITION])).token_ids.item() == 1
+    assert sample_tokens(logits, sampling, torch.tensor([POSITION])).token_ids.item() == 1
 
 
 def test_the_ban_ends_at_the_position_of_min_new_tokens() -> None:
-    params = [SamplingParams(temperature=0, min_new_tokens=n) for n in (0, 1, 3, 4, 5)]
+    params = [RequestParams(temperature=0, min_new_tokens=n) for n in (0, 1, 3, 4, 5)]
     logits = torch.tensor([0.0, 1.0, 9.0, 2.0, 3.0, 8.0]).expand(5, -1)
-    step = sample(logits, build(params), torch.full((5,), POSITION))
+    step = sample_tokens(logits, build(params), torch.full((5,), POSITION))
     assert step.token_ids[:, 0].tolist() == [2, 2, 2, 4, 4]
 
 
@@ -318,17 +318,17 @@ def test_the_ban_ends_at_the_position_of_min_new_tokens() -> None:
     ),
 )
 @settings(deadline=None)
-def test_any_row_in_any_batch(params: list[SamplingParams], values: list[float]) -> None:
+def test_any_row_in_any_batch(params: list[RequestParams], values: list[float]) -> None:
     logits = torch.tensor(values, dtype=torch.float32).expand(len(params), -1)
     positions = torch.full((len(params),), POSITION)
     processed = process(logits, build(params), positions)
-    step = sample(logits, build(params), positions)
+    step = sample_tokens(logits, build(params), positions)
     assert not processed.isnan().any()
     assert (processed.gather(1, step.token_ids) > -INF).all(), "always in the support"
     for i, p in enumerate(params):
         one = slice(i, i + 1)
         assert torch.equal(process(logits[one], build([p]), positions[one])[0], processed[i])
-        alone = sample(logits[one], build([p]), positions[one])
+        alone = sample_tokens(logits[one], build([p]), positions[one])
         assert alone.token_ids.item() == step.token_ids[i].item()
         if p.greedy:
             assert step.token_ids[i, 0] == processed[i].argmax()
@@ -355,7 +355,7 @@ def test_the_fused_kernels_sample_what_the_reference_samples(dtype: torch.dtype,
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sampling = build(params, device=torch.device(device))
     step = sample_fused(logits.to(device), sampling, positions.to(device))
-    expected = sample(logits, build(params), positions)
+    expected = sample_tokens(logits, build(params), positions)
     assert step.failed.nonzero().squeeze(1).tolist() == [5, 6]
     assert torch.equal(step.num_tokens.cpu(), expected.num_tokens)
     assert step.columns.keys() == expected.columns.keys()
@@ -375,8 +375,8 @@ def test_cuda_samples_what_the_cpu_samples() -> None:
     logits = numbers(count, 5000, seed=9) * 3
     positions = torch.full((count,), POSITION)
     on_cuda = build(params, device=torch.device("cuda"))
-    step = sample(logits.cuda(), on_cuda, positions.cuda())
-    expected = sample(logits, build(params), positions)
+    step = sample_tokens(logits.cuda(), on_cuda, positions.cuda())
+    expected = sample_tokens(logits, build(params), positions)
     assert torch.equal(step.token_ids.cpu(), expected.token_ids)
     for i, p in enumerate(params):
         for name, values in row_of(expected, i, p).items():

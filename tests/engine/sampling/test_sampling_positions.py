@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.engine.interface.outputs import StepOutput
-from batchgen.engine.sampling.sampler import process, requested_columns, sample, sample_fused
+from batchgen.engine.sampling.sampler import process, requested_columns, sample_fused, sample_tokens
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,7 +26,7 @@ INF = float("inf")
 class Rows:
     """B random rows: options, prompt lengths, and what they have generated so far."""
 
-    params: list[SamplingParams]
+    params: list[RequestParams]
     prompt_lens: list[int]
     histories: list[list[int]]
 
@@ -52,13 +52,13 @@ class Rows:
         )
 
 
-def random_params(rng: np.random.Generator) -> SamplingParams:
+def random_params(rng: np.random.Generator) -> RequestParams:
     """Every option is off in half of the rows."""
 
     def pick(off: float, low: float, high: float) -> float:
         return float(rng.uniform(low, high)) if rng.integers(2) else off
 
-    return SamplingParams(
+    return RequestParams(
         temperature=[0.0, 1.0, 0.7, 1.6][rng.integers(4)],
         top_k=int(pick(0, 1, 9)),
         top_p=pick(1, 0.3, 1),
@@ -115,7 +115,7 @@ def fold(step: StepOutput, width: int) -> StepOutput:
     )
 
 
-def row_of(step: StepOutput, i: int, j: int, params: SamplingParams) -> dict[str, Tensor]:
+def row_of(step: StepOutput, i: int, j: int, params: RequestParams) -> dict[str, Tensor]:
     """What row i asked for at its j-th position, each column cut to its own shape."""
     out = {"token_ids": step.token_ids[i, j]}
     for column in requested_columns(params):
@@ -143,7 +143,7 @@ def test_many_positions_equal_each_one_alone(
     sampling = verify_inputs(rows, drafts, rng)
     positions = (rows.positions.unsqueeze(1) + torch.arange(width)).flatten()
     processed = process(logits, sampling, positions)
-    step = fold(sample(logits, sampling, positions), width)
+    step = fold(sample_tokens(logits, sampling, positions), width)
     assert torch.equal(logits, before)
     assert step.num_tokens.tolist() == [width] * count and not step.failed.any()
     for r, position in enumerate(positions):
@@ -152,7 +152,7 @@ def test_many_positions_equal_each_one_alone(
             continue  # launched past the row's end: nobody reads it
         alone, one = rows.alone(i, drafts[i, :j].tolist()), slice(r, r + 1)
         assert torch.equal(process(logits[one], alone, positions[one])[0], processed[r])
-        expected = row_of(sample(logits[one], alone, positions[one]), 0, 0, rows.params[i])
+        expected = row_of(sample_tokens(logits[one], alone, positions[one]), 0, 0, rows.params[i])
         for name, values in row_of(step, i, j, rows.params[i]).items():
             assert torch.equal(values, expected[name]), (name, i, j)
 
@@ -167,7 +167,7 @@ def test_the_fused_kernels_sample_many_positions(
     drafts = torch.from_numpy(rng.integers(0, vocab, (count, width - 1)))
     logits = normal(rng, count * width, vocab).to([torch.float32, torch.bfloat16][half])
     positions = (rows.positions.unsqueeze(1) + torch.arange(width)).flatten()
-    expected = fold(sample(logits, verify_inputs(rows, drafts, rng), positions), width)
+    expected = fold(sample_tokens(logits, verify_inputs(rows, drafts, rng), positions), width)
     sampling = verify_inputs(rows, drafts, rng, DEVICE)
     step = fold(sample_fused(logits.to(DEVICE), sampling, positions.to(DEVICE)), width)
     for i, params in enumerate(rows.params):
@@ -189,7 +189,7 @@ def test_verifying_drafts_yields_the_tokens_of_one_step_at_a_time(
     sampling, ones = rows.build(), torch.ones(count, dtype=torch.int64)
     expected = torch.empty(count, steps, dtype=torch.int64)
     for j in range(steps):
-        step = sample(logits[:, j], sampling, rows.positions + j)
+        step = sample_tokens(logits[:, j], sampling, rows.positions + j)
         sampling.append(step.token_ids, step.num_tokens, rows.positions + j)
         expected[:, j] = step.token_ids[:, 0]
 
@@ -205,7 +205,9 @@ def test_verifying_drafts_yields_the_tokens_of_one_step_at_a_time(
         positions = rows.positions + places[:, 0]
         sampling.append(drafts, ones * (width - 1), positions)
         lines = logits.gather(1, places.unsqueeze(2).expand(-1, -1, vocab)).flatten(0, 1)
-        step = fold(sample(lines, repeated, (positions.unsqueeze(1) + order).flatten()), width)
+        step = fold(
+            sample_tokens(lines, repeated, (positions.unsqueeze(1) + order).flatten()), width
+        )
         accepted = (step.token_ids[:, :-1] == drafts).long().cumprod(1).sum(1)
         sampling.append(step.token_ids, accepted + 1, positions)
         found.scatter_(1, places, step.token_ids)

@@ -12,13 +12,13 @@ import torch
 from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.sampling.sampler import (
     process,
-    sample,
     sample_fused,
-    score,
+    sample_tokens,
     score_fused,
+    score_tokens,
 )
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 
 INF = float("inf")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,7 +37,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def inputs() -> SamplingInputs:
-    params = [SamplingParams(logprobs=True, seed=i, **each) for i, each in enumerate(OPTIONS)]
+    params = [RequestParams(logprobs=True, seed=i, **each) for i, each in enumerate(OPTIONS)]
     count = len(params)
     return SamplingInputs.build(
         params, [2] * count, [HISTORY] * count, [()] * count, [9] * count, DEVICE
@@ -51,7 +51,9 @@ def logits(dtype: torch.dtype, vocab: int = 5003) -> torch.Tensor:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("draw", "describe"), [(sample, score), (sample_fused, score_fused)])
+@pytest.mark.parametrize(
+    ("draw", "describe"), [(sample_tokens, score_tokens), (sample_fused, score_fused)]
+)
 def test_a_drawn_token_is_scored_with_its_bits(
     draw: Step, describe: Step, dtype: torch.dtype
 ) -> None:
@@ -69,7 +71,7 @@ def test_a_drawn_token_is_scored_with_its_bits(
 @pytest.mark.parametrize(
     ("describe", "stride"),
     [
-        (score, 1),
+        (score_tokens, 1),
         (score_fused, 12),  # the interpreter takes a second for each token
         pytest.param(score_fused, 1, marks=pytest.mark.slow),
     ],
@@ -92,7 +94,7 @@ def test_any_token_is_scored_by_the_law_that_rows_are_drawn_from(
     assert excluded > 60 // stride, "filters exclude tokens"
 
 
-@pytest.mark.parametrize("describe", [score, score_fused])
+@pytest.mark.parametrize("describe", [score_tokens, score_fused])
 def test_broken_rows_are_found(describe: Step) -> None:
     positions = torch.full((len(OPTIONS),), len(HISTORY), device=DEVICE)
     values = logits(torch.float32, 60)

@@ -6,12 +6,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import StopRule
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.block_manager import BlockManager
 
 
 def make_sequence(token_ids: list[int]) -> Sequence:
-    return Sequence("r", list(token_ids), SamplingParams(), StopRule({}, (), 0, 1000), ())
+    return Sequence("r", list(token_ids), RequestParams(), StopRule({}, (), 0, 1000), ())
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

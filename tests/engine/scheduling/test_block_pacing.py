@@ -17,7 +17,7 @@ from batchgen.engine.models.model_config import Diffusion, FamilyConfig, ModelCo
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import StopRule
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
 from batchgen.engine.scheduling.scheduler import Scheduler
@@ -45,7 +45,7 @@ def pacing(length: int) -> DLLMStrategy:
 
 
 def row(name: int, prompt: int, new_tokens: int) -> Sequence:
-    params = SamplingParams(max_new_tokens=new_tokens)
+    params = RequestParams(max_new_tokens=new_tokens)
     return Sequence(str(name), [name % 9] * prompt, params, StopRule({}, (), 0, new_tokens), ())
 
 

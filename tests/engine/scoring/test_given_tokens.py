@@ -15,7 +15,7 @@ import pytest
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.models.model_registry import MODELS
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.constrained_rows import CONSTRAINTS
@@ -142,7 +142,7 @@ def test_context_columns_are_of_prompt_and_answer(tiny_model: TinyModel) -> None
     folder = tiny_model("qwen3_moe")
     engine = make_engine(folder, columns=(ROUTED_EXPERTS,), max_batched_tokens=5)
     prompt = list(range(10, 30))
-    ask: Request = (prompt, SamplingParams(max_new_tokens=9, columns=(ROUTED_EXPERTS,)))
+    ask: Request = (prompt, RequestParams(max_new_tokens=9, columns=(ROUTED_EXPERTS,)))
     (made,) = run(engine, [ask])
     asked = scored(prompt, made.token_ids, columns=(ROUTED_EXPERTS,))
     (found,) = run(engine, [asked])
@@ -154,12 +154,12 @@ def test_context_columns_are_of_prompt_and_answer(tiny_model: TinyModel) -> None
 def test_diffusion_models_refuse_answers(tiny_model: TinyModel) -> None:
     engine = make_engine(tiny_model("sdar"), DLLMStrategy(block_length=4))
     with pytest.raises(ValueError, match="strategy dllm cannot score a given answer"):
-        engine.add_request("0", [3, 4], SamplingParams(max_new_tokens=0), [5])
+        engine.add_request("0", [3, 4], RequestParams(max_new_tokens=0), [5])
 
 
 def test_what_cannot_be_scored_is_refused_by_name(tiny_model: TinyModel) -> None:
     engine = make_engine(tiny_model("llama"), ARSpecStrategy("ngram"), max_model_len=40)
-    params = SamplingParams(max_new_tokens=0)
+    params = RequestParams(max_new_tokens=0)
     for error, answer in (
         ("empty_answer", []),
         ("answer_too_long", [5] * 31),
@@ -175,13 +175,13 @@ def test_what_cannot_be_scored_is_refused_by_name(tiny_model: TinyModel) -> None
     with pytest.raises(ValueError, match="max_new_tokens is 0, and no answer was given"):
         engine.add_request("0", [3], params)
     with pytest.raises(ValueError, match="max_new_tokens is not 0"):
-        engine.add_request("0", [3], SamplingParams(max_new_tokens=5), [4])
+        engine.add_request("0", [3], RequestParams(max_new_tokens=5), [4])
     with pytest.raises(ValueError, match="column step_map is of generated tokens"):
         engine.add_request("0", [3], replace(params, columns=("step_map",)), [4])
     with pytest.raises(ValueError, match="constraint must be none with max_new_tokens=0"):
-        SamplingParams(max_new_tokens=0, constraint=CONSTRAINTS[0])
+        RequestParams(max_new_tokens=0, constraint=CONSTRAINTS[0])
     with pytest.raises(ValueError, match="top_logprobs must be between 0 and 256"):
-        SamplingParams(max_new_tokens=0, top_logprobs=257)
+        RequestParams(max_new_tokens=0, top_logprobs=257)
     assert not engine.has_unfinished()
     (output,) = run(engine, [scored([3] * 10, [5] * 30)])  # as long as the model allows
     assert output.finish_reason == "scored" and len(output.columns["answer_logprobs"]) == 30

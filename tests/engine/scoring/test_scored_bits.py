@@ -17,7 +17,7 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling import sampler
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from tests.support.engine.engine_rows import Request, Scored, expect_short_rows, run, weights
 from tests.support.engine.qwen_mtp import TheirHead
@@ -47,7 +47,7 @@ def generated(count: int) -> list[Request]:
     for i in range(count):
         prompt = common[: 40 * (i % 2)] + [rng.randrange(3, 120) for _ in range(1 + 11 * i % 37)]
         options = OPTIONS[i % len(OPTIONS)]
-        params = SamplingParams(
+        params = RequestParams(
             logprobs=True, seed=i, max_new_tokens=3 + 5 * i % 29, ignore_eos=True, **options
         )
         made.append((prompt, params))
@@ -117,7 +117,7 @@ def test_preempted_rows_are_scored_once(
     folder = tiny_model("llama")
     answer = scored([3], list(range(4, 81)), top_logprobs=4)
     (alone,) = run(make_engine(folder), [answer])
-    long = SamplingParams(max_new_tokens=40, ignore_eos=True, logprobs=True)
+    long = RequestParams(max_new_tokens=40, ignore_eos=True, logprobs=True)
     expect_short_rows(monkeypatch)
     engine = make_engine(
         folder, chunk_tokens=5, kv_cache_gib=0.00009, max_model_len=100, block_size=4,

@@ -19,7 +19,7 @@ from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.vision.image import Image
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -41,15 +41,15 @@ from tests.support.engine.vision_models import (
 
 CPU = torch.device("cpu")
 SMALL, WIDE, TALL = picture(1, 2, 3), picture(2, 1, 7), picture(3, 5, 4)
-GREEDY = SamplingParams(temperature=0, max_new_tokens=8, logprobs=True)
-DRAWN = SamplingParams(temperature=0.9, seed=7, max_new_tokens=8, logprobs=True)
+GREEDY = RequestParams(temperature=0, max_new_tokens=8, logprobs=True)
+DRAWN = RequestParams(temperature=0.9, seed=7, max_new_tokens=8, logprobs=True)
 PENALISED = replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, top_k=40)
 
 
 class Row(NamedTuple):
     ids: list[int]
     images: list[Image]
-    params: SamplingParams = GREEDY
+    params: RequestParams = GREEDY
 
 
 ROWS = [
@@ -233,7 +233,7 @@ def test_constraints_and_scored_answers() -> None:
             assert ours.token_ids == output.token_ids
             np.testing.assert_array_equal(ours.columns["logprobs"], output.columns["logprobs"])
     scorer = engine(ARStrategy(), way)
-    scored = SamplingParams(max_new_tokens=0, logprobs=True)
+    scored = RequestParams(max_new_tokens=0, logprobs=True)
     for i, row in enumerate(rows):
         answer = expected[i].token_ids
         scorer.add_request(str(i), row.ids, scored, answer, row.images)

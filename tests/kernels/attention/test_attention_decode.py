@@ -214,8 +214,8 @@ def test_a_block_that_lies_across_two_splits_is_full() -> None:
 
 
 def test_many_rows_of_many_queries_are_cut_less_often() -> None:
-    assert [BY_BATCH.splits(64, 8, width).most for width in (1, 4, 32)] == [32, 8, 2]
-    assert BY_BATCH.splits(2, 8, 32).most == 32
+    assert [BY_BATCH.splits(64, 8, width).max_splits for width in (1, 4, 32)] == [32, 8, 2]
+    assert BY_BATCH.splits(2, 8, 32).max_splits == 32
 
 
 @given(rows=st.integers(1, 4000), kv_heads=st.integers(1, 16), width=st.integers(1, 32))

@@ -26,13 +26,13 @@ from batchgen.kernels.four_bit.panels import dequantise_reference
 from batchgen.kernels.four_bit.tiles import (
     LINEAR,
     MOST_ROWS,
+    FourBitLinearTiles,
+    FourBitProductTiles,
     FourBitTiles,
-    LinearTiles,
-    ProductTiles,
-    linear_tiles,
+    four_bit_linear_tiles,
 )
+from batchgen.kernels.moe.moe_tiles import MoETiles
 from batchgen.kernels.moe.moe_tiles import ProductTiles as PanelTiles
-from batchgen.kernels.moe.moe_tiles import Tiles
 from batchgen.kernels.moe.tiled_layout import rows_of_panels
 from batchgen.kernels.rules import BY_BATCH, BY_ROW
 
@@ -137,13 +137,13 @@ def test_rounding_is_to_the_nearest_of_16_values(dtype: torch.dtype) -> None:
     rows=st.sampled_from([1, 7, 16, 19]),
     size=st.sampled_from(SIZES),
     dtype=st.sampled_from(DTYPES),
-    tiles=st.sampled_from([LinearTiles(16, 64, 4, 3), LinearTiles(32, 64, 4, 4)]),
+    tiles=st.sampled_from([FourBitLinearTiles(16, 64, 4, 3), FourBitLinearTiles(32, 64, 4, 4)]),
     gap=st.sampled_from([0, 8]),
     biased=st.booleans(),
     add=st.booleans(),
 )
 def test_the_product_is_that_of_the_dequantised_weight(
-    rows: int, size: tuple[int, int, int], dtype: torch.dtype, tiles: LinearTiles, gap: int,
+    rows: int, size: tuple[int, int, int], dtype: torch.dtype, tiles: FourBitLinearTiles, gap: int,
     biased: bool, add: bool,
 ) -> None:  # fmt: skip
     width, columns, group = size
@@ -165,7 +165,7 @@ def test_the_product_is_that_of_the_dequantised_weight(
 def test_cut_sums_are_added_up() -> None:
     panels = panels_of(draw(1, 70, 1280, 128, torch.float16), 128, torch.float16)
     x = torch.randn(5, 1280, device=DEVICE).half()
-    tiles = LinearTiles(16, 64, 4, 3, programs=8)
+    tiles = FourBitLinearTiles(16, 64, 4, 3, programs=8)
     assert tiles.num_splits(5, 70, 1280) == 2
     whole, cut = torch.empty(2, 5, 70, device=DEVICE, dtype=torch.float16)
     bias = torch.randn(70, device=DEVICE).half()
@@ -178,9 +178,9 @@ def test_cut_sums_are_added_up() -> None:
 def test_no_rule_of_rows_reads_the_batch() -> None:
     """Sums are whole, and weights stay in 4 bits, however many rows there are."""
     for rows in (1, 16, 33, 512, 513, 8192):
-        assert linear_tiles(rows, BY_ROW).num_splits(rows, 4096, 12288) == 1
+        assert four_bit_linear_tiles(rows, BY_ROW).num_splits(rows, 4096, 12288) == 1
         assert not is_dequantised(rows, BY_ROW)
-    assert linear_tiles(1, BY_BATCH).num_splits(1, 4096, 12288) == 8
+    assert four_bit_linear_tiles(1, BY_BATCH).num_splits(1, 4096, 12288) == 8
     assert is_dequantised(MOST_ROWS + 1, BY_BATCH) and not is_dequantised(MOST_ROWS, BY_BATCH)
 
 
@@ -188,14 +188,14 @@ def test_no_rule_of_rows_reads_the_batch() -> None:
 @pytest.mark.parametrize(
     "tiles",
     [
-        FourBitTiles(16, ProductTiles(64, 4, 3), ProductTiles(64, 4, 4)),
-        FourBitTiles(32, ProductTiles(64, 4, 3, True), ProductTiles(64, 4, 3, True)),
-        Tiles(16, PanelTiles(64, 64, 4, 3, swap=True), PanelTiles(64, 64, 4, 3)),
+        FourBitTiles(16, FourBitProductTiles(64, 4, 3), FourBitProductTiles(64, 4, 4)),
+        FourBitTiles(32, FourBitProductTiles(64, 4, 3, True), FourBitProductTiles(64, 4, 3, True)),
+        MoETiles(16, PanelTiles(64, 64, 4, 3, swap=True), PanelTiles(64, 64, 4, 3)),
     ],
 )
 @pytest.mark.parametrize("size", [(64, 128, 64), (192, 64, 32)])
 def test_experts_equal_the_reference(
-    size: tuple[int, int, int], tiles: FourBitTiles | Tiles, dtype: torch.dtype
+    size: tuple[int, int, int], tiles: FourBitTiles | MoETiles, dtype: torch.dtype
 ) -> None:
     hidden, inner, group = size
     gate_up = panels_of(draw(3, 2 * inner, hidden, group, dtype), group, dtype)

@@ -23,26 +23,28 @@ from batchgen.kernels.four_bit.mxfp4_layout import (
     pack_panels,
     takes_mxfp4,
 )
-from batchgen.kernels.four_bit.mxfp4_weight import quantise_weight
+from batchgen.kernels.four_bit.mxfp4_weight import quantise_mxfp4
 from batchgen.kernels.four_bit.tiles import (
     MOST_SLOTS,
     TABLE,
+    FourBitProductTiles,
     FourBitTiles,
-    ProductTiles,
     four_bit_tiles,
 )
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp_reference
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
+from batchgen.kernels.moe.moe_tiles import MoETiles, tiles_of_panels
 from batchgen.kernels.moe.moe_tiles import ProductTiles as PanelTiles
-from batchgen.kernels.moe.moe_tiles import Tiles, tiles_of_panels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TILES: list[FourBitTiles | Tiles] = [
-    FourBitTiles(16, ProductTiles(64, 4, 3), ProductTiles(64, 4, 4)),
-    FourBitTiles(32, ProductTiles(64, 4, 3, halve=True), ProductTiles(128, 4, 3, halve=True)),
-    Tiles(16, PanelTiles(64, 64, 4, 3, swap=True), PanelTiles(64, 64, 4, 3)),
+TILES: list[FourBitTiles | MoETiles] = [
+    FourBitTiles(16, FourBitProductTiles(64, 4, 3), FourBitProductTiles(64, 4, 4)),
+    FourBitTiles(
+        32, FourBitProductTiles(64, 4, 3, halve=True), FourBitProductTiles(128, 4, 3, halve=True)
+    ),
+    MoETiles(16, PanelTiles(64, 64, 4, 3, swap=True), PanelTiles(64, 64, 4, 3)),
 ]
 
 
@@ -86,7 +88,7 @@ class Case:
             ),
         )
 
-    def run(self, tiles: FourBitTiles | Tiles | None, residual: Tensor | None = None) -> Tensor:
+    def run(self, tiles: FourBitTiles | MoETiles | None, residual: Tensor | None = None) -> Tensor:
         return four_bit_mlp_triton(
             self.x, self.gate_up, self.down, self.ids, self.weights, residual,
             epilogues=self.epilogues, tiles=tiles,
@@ -106,7 +108,7 @@ def panels_of(weight: Tensor) -> MXFP4Panels:
     panels = empty_panels(*weight.shape, device=weight.device)
     for place, expert in enumerate(weight.split(1)):  # all at once need much memory
         own = slice(place, place + 1)
-        pack_panels(quantise_weight(expert), MXFP4Panels(panels.words[own], panels.scales[own]))
+        pack_panels(quantise_mxfp4(expert), MXFP4Panels(panels.words[own], panels.scales[own]))
     return panels
 
 
@@ -132,8 +134,8 @@ def assert_near(found: Tensor, case: Case) -> None:
     limit=st.sampled_from([None, 0.5]),
 )
 def test_experts_equal_the_reference(
-    tokens: int, k: int, sizes: tuple[int, int], tiles: FourBitTiles | Tiles, used: int, gap: int,
-    biased: bool, limit: float | None,
+    tokens: int, k: int, sizes: tuple[int, int], tiles: FourBitTiles | MoETiles, used: int,
+    gap: int, biased: bool, limit: float | None,
 ) -> None:  # fmt: skip
     case = Case.make(tokens, k, 3, *sizes, used=used, gap=gap, biased=biased, limit=limit)
     assert_near(case.run(tiles), case)

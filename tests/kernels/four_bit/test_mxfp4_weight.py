@@ -24,7 +24,7 @@ from batchgen.kernels.four_bit.mxfp4_weight import (
     VALUES,
     MXFP4Weight,
     pack_codes,
-    quantise_weight,
+    quantise_mxfp4,
     unpack_codes,
 )
 from batchgen.kernels.moe.tiled_layout import rows_of_panels
@@ -100,22 +100,22 @@ def test_a_weight_is_dequantised_in_place_and_in_pieces(monkeypatch: pytest.Monk
 )
 def test_rounding_takes_the_nearest_value_and_keeps_what_is_exact(values: list[float]) -> None:
     given_values = torch.tensor([values], dtype=torch.float64).float()
-    weight = quantise_weight(given_values)
+    weight = quantise_mxfp4(given_values)
     found, scale = weight.dequantise()[0].double(), 2.0 ** (int(weight.scales) - 127)
     table = torch.tensor(VALUES, dtype=torch.float64) * scale
     errors = (given_values[0].double()[:, None] - table).abs()
     assert torch.equal((given_values[0].double() - found).abs(), errors.amin(1))
     largest = given_values.abs().max()
     assert largest == 0 or int(weight.scales) == 0 or 4 * scale <= largest < 8 * scale
-    again = quantise_weight(found[None].float())
+    again = quantise_mxfp4(found[None].float())
     assert torch.equal(again.dequantise()[0].double(), found)
 
 
 def test_ties_go_to_even_mantissas() -> None:
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(GROUP // 8)[None]
     expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
-    assert quantise_weight(ties).dequantise()[0, :8].tolist() == expected
-    assert quantise_weight(-ties).dequantise()[0, :8].tolist() == [-value for value in expected]
+    assert quantise_mxfp4(ties).dequantise()[0, :8].tolist() == expected
+    assert quantise_mxfp4(-ties).dequantise()[0, :8].tolist() == [-value for value in expected]
 
 
 @pytest.mark.parametrize("columns", [64, 128, 192])

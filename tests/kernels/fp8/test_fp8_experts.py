@@ -16,7 +16,7 @@ from batchgen.kernels.fp8.fp8_experts import (
 from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton
 from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_up
 from batchgen.kernels.fp8.fp8_tiles import EXPERTS, ExpertTiles, expert_tiles
-from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_weight
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_fp8
 from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.moe.moe_align_triton import moe_align
@@ -49,8 +49,8 @@ class Case:
             return torch.randn(shape, generator=generator).to(DEVICE)
 
         self.x = normal(tokens, hidden)
-        self.gate_up = quantise_weight(normal(experts, 2 * inner, hidden) * hidden**-0.5)
-        self.down = quantise_weight(normal(experts, hidden, inner) * inner**-0.5)
+        self.gate_up = quantise_fp8(normal(experts, 2 * inner, hidden) * hidden**-0.5)
+        self.down = quantise_fp8(normal(experts, hidden, inner) * inner**-0.5)
         if by_row or inner % BLOCK:
             self.gate_up = self.gate_up.by_row()
         if by_row:

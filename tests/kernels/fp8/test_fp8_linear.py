@@ -14,16 +14,16 @@ from batchgen.kernels.fp8.fp8_linear import (
     library_multiplies,
 )
 from batchgen.kernels.fp8.fp8_linear_triton import fp8_linear_parts_triton, fp8_linear_triton
-from batchgen.kernels.fp8.fp8_tiles import LINEAR, LinearTiles, fitting_stages, linear_tiles
-from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
+from batchgen.kernels.fp8.fp8_tiles import LINEAR, FP8LinearTiles, fitting_stages, fp8_linear_tiles
+from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_fp8
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.rules import BY_BATCH, BY_ROW
 from tests.support.kernels.product_bounds import product_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SWAPPED = LinearTiles(16, 64, 4, 3, swap=True, programs=64)
-SWAPPED_WIDE = LinearTiles(32, 128, 4, 3, swap=True)
-PLAIN = LinearTiles(64, 128, 4, 3, programs=64)
+SWAPPED = FP8LinearTiles(16, 64, 4, 3, swap=True, programs=64)
+SWAPPED_WIDE = FP8LinearTiles(32, 128, 4, 3, swap=True)
+PLAIN = FP8LinearTiles(64, 128, 4, 3, programs=64)
 
 
 def operands(rows: int, width: int, depth: int, seed: int = 0) -> tuple[FP8Rows, FP8Weight]:
@@ -32,7 +32,7 @@ def operands(rows: int, width: int, depth: int, seed: int = 0) -> tuple[FP8Rows,
     weight = torch.randn((width, depth), generator=generator) * torch.rand(
         (width, 1), generator=generator
     )
-    return quantise_rows(x.to(DEVICE)), quantise_weight(weight.to(DEVICE))
+    return quantise_rows(x.to(DEVICE)), quantise_fp8(weight.to(DEVICE))
 
 
 def assert_near(found: Tensor, x: FP8Rows, weight: FP8Weight, dtype: torch.dtype) -> None:
@@ -56,7 +56,12 @@ def assert_near(found: Tensor, x: FP8Rows, weight: FP8Weight, dtype: torch.dtype
     ],
 )
 def test_the_kernel_is_near_float64(
-    rows: int, width: int, depth: int, by_row: bool, tiles: LinearTiles | None, dtype: torch.dtype
+    rows: int,
+    width: int,
+    depth: int,
+    by_row: bool,
+    tiles: FP8LinearTiles | None,
+    dtype: torch.dtype,
 ) -> None:
     x, weight = operands(rows, width, depth)
     weight = weight.by_row() if by_row else weight
@@ -69,7 +74,7 @@ def test_the_kernel_is_near_float64(
 
 
 @pytest.mark.parametrize("tiles", [SWAPPED, SWAPPED_WIDE])
-def test_bias_and_residual(tiles: LinearTiles) -> None:
+def test_bias_and_residual(tiles: FP8LinearTiles) -> None:
     x, weight = operands(6, 200, 1152)
     bias, residual = torch.randn(200, device=DEVICE), torch.randn((6, 200), device=DEVICE)
     plain, both = torch.empty_like(residual), residual.clone()
@@ -107,14 +112,17 @@ def test_no_rows() -> None:
 
 
 def test_sums_are_cut_where_there_are_few_tiles() -> None:
-    tiles = LinearTiles(16, 64, 4, 3, programs=264)
+    tiles = FP8LinearTiles(16, 64, 4, 3, programs=264)
     assert tiles.num_splits(16, 4096, 4096) == 4  # 64 tiles
     assert tiles.num_splits(16, 24576, 4096) == 1
     assert tiles.num_splits(16, 64, 256) == 1  # too few steps
-    assert LinearTiles(16, 64, 4, 3).num_splits(16, 64, 4096) == 1
+    assert FP8LinearTiles(16, 64, 4, 3).num_splits(16, 64, 4096) == 1
     assert fitting_stages(5, 10_000, torch.device("cpu")) == 5
-    assert [linear_tiles(rows, BY_BATCH) for rows in (1, 10**6)] == [LINEAR[0][1], LINEAR[-1][1]]
-    assert not any(linear_tiles(rows, BY_ROW).programs for rows in (1, 100, 10**6))
+    assert [fp8_linear_tiles(rows, BY_BATCH) for rows in (1, 10**6)] == [
+        LINEAR[0][1],
+        LINEAR[-1][1],
+    ]
+    assert not any(fp8_linear_tiles(rows, BY_ROW).programs for rows in (1, 100, 10**6))
     assert all(128 % tiles.block_n == 0 for _, tiles in LINEAR)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.kernels.fp8.fp8_weight import BLOCK, LARGEST, FP8Weight, quantise_weight
+from batchgen.kernels.fp8.fp8_weight import BLOCK, LARGEST, FP8Weight, quantise_fp8
 from batchgen.kernels.fp8.quantise import (
     BothRows,
     FP8Rows,
@@ -43,7 +43,7 @@ def test_a_weight_is_rounded_to_the_nearest_value(
 ) -> None:
     weight = torch.randn((rows, depth), generator=torch.Generator().manual_seed(seed))
     weight *= 2.0**exponent
-    rounded = quantise_weight(weight)
+    rounded = quantise_fp8(weight)
     assert rounded.scales.shape == (-(-rows // BLOCK), -(-depth // BLOCK))
     # The largest value of each block is 448 times its scale, up to the rounding of a division.
     assert rounded.values.float().abs().max() == LARGEST
@@ -56,7 +56,7 @@ def test_a_weight_is_rounded_to_the_nearest_value(
 def test_blocks_have_their_own_scales_and_zeros_stay() -> None:
     weight = torch.zeros(2, 200, 300)
     weight[1, 130:, :128] = 7.0
-    rounded = quantise_weight(weight)
+    rounded = quantise_fp8(weight)
     assert rounded.scales.shape == (2, 2, 3) and rounded.scale_rows == BLOCK
     assert torch.equal(rounded.dequantise(), weight)
     assert rounded.scales[1, 1, 0] == 7.0 / LARGEST and rounded.scales[0].max() < 1e-20

@@ -16,7 +16,7 @@ from batchgen.kernels.layers.cpu_product import (
     CPUProduct,
     choose_product,
     few_keep_bits,
-    keeps_bits,
+    product_keeps_bits,
 )
 from batchgen.kernels.layers.linear import MOST_ROWS, linear, pack_weight
 
@@ -51,26 +51,26 @@ def other_last_rows(x: Tensor) -> Tensor:
 
 
 def test_steady_products_keep_bits() -> None:
-    assert keeps_bits(steady, 80, torch.float32, 64)
-    assert keeps_bits(otherwise, 80, torch.float32, 64)
+    assert product_keeps_bits(steady, 80, torch.float32, 64)
+    assert product_keeps_bits(otherwise, 80, torch.float32, 64)
 
 
 @pytest.mark.parametrize("rows", [32, 64, 128])
 def test_a_product_that_changes_with_the_number_of_rows_is_found(rows: int) -> None:
-    assert not keeps_bits(other_from(rows), 80, torch.float32, 128)
-    assert keeps_bits(other_from(rows), 80, torch.float32, rows - 16)
+    assert not product_keeps_bits(other_from(rows), 80, torch.float32, 128)
+    assert product_keeps_bits(other_from(rows), 80, torch.float32, rows - 16)
 
 
 @pytest.mark.parametrize("most_rows", [16, 128])
 def test_a_product_that_changes_with_a_row_s_place_is_found(most_rows: int) -> None:
-    assert not keeps_bits(other_last_rows, 80, torch.float32, most_rows)
+    assert not product_keeps_bits(other_last_rows, 80, torch.float32, most_rows)
 
 
 def test_a_product_that_changes_before_it_is_rounded_to_16_bits_is_found() -> None:
     def rounded(x: Tensor) -> Tensor:
         return other_from(64)(x.float()).bfloat16()
 
-    assert not keeps_bits(rounded, 80, torch.bfloat16, 128)
+    assert not product_keeps_bits(rounded, 80, torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 128, 129, 300])
@@ -105,7 +105,7 @@ def test_products_in_small_pieces_where_large_ones_change(monkeypatch: pytest.Mo
         tried.append(most_rows)
         return most_rows == 16
 
-    monkeypatch.setattr(cpu_product, "keeps_bits", only_small)
+    monkeypatch.setattr(cpu_product, "product_keeps_bits", only_small)
     assert choose_product(WEIGHT, None) == CPUProduct(False, 16)
     assert set(tried) == {16, MOST_ROWS}
     monkeypatch.setattr(cpu_product, "_SMALL_WEIGHT", 0)
@@ -121,7 +121,7 @@ def test_layouts_are_tried_by_the_size_of_the_weight(monkeypatch: pytest.MonkeyP
 
 
 def test_whole_products_where_none_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_product, "keeps_bits", lambda *_: False)
+    monkeypatch.setattr(cpu_product, "product_keeps_bits", lambda *_: False)
     assert choose_product(WEIGHT, None).most_rows is None
 
 
@@ -146,8 +146,8 @@ def test_batched_products_that_change_are_found(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch, "bmm", bmm)
     arguments = (2, 64, 32, 8)
-    assert not cpu_rows.keeps_bits(*arguments, multiple=4)
-    assert cpu_rows.keeps_bits(*arguments, multiple=16)
+    assert not cpu_rows.attention_keeps_bits(*arguments, multiple=4)
+    assert cpu_rows.attention_keeps_bits(*arguments, multiple=16)
 
 
 def test_rows_of_batched_products() -> None:

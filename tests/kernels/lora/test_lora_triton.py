@@ -68,3 +68,30 @@ def test_a_token_has_the_same_bits_in_any_batch() -> None:
         one = slice(i, i + 1)
         alone = add_lora_triton_(out[one].clone(), x[one], sorted_tokens(slots[one], 3), *stacked)
         assert torch.equal(alone, whole[one])
+
+
+@pytest.mark.parametrize(("many", "whole"), [(1000, 50), (50, 1000), (50, 50)])
+def test_many_tokens_have_the_bits_of_few(
+    many: int, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There one program adds up all parts of a sum, or tiles are larger. Each part is exact, in the
+    interpreter's products too, so only the order of the parts decides how their sum is rounded."""
+    torch.manual_seed(0)
+    depth, count, share = 1100, 70, 256
+    down, up, blocks = factors([40, 24], depth, 16, 2, torch.float32)
+    down = torch.randint(-3, 4, down.shape, device=DEVICE).float()
+    up.zero_()[:, :, 5] = 1
+    scales = torch.tensor([1.0, 2.0**-9, 2.0**-20, 2.0**-3, 2.0**-14], device=DEVICE)
+    x = torch.randint(-9, 10, (count, depth), device=DEVICE).float()
+    x *= scales.repeat_interleave(share)[:depth]
+    slots = torch.randint(0, 3, (count,), device=DEVICE)
+
+    def added(own: slice) -> torch.Tensor:
+        out, aligned = torch.zeros(len(x[own]), 64, device=DEVICE), sorted_tokens(slots[own], 2)
+        return add_lora_triton_(out, x[own], aligned, down, up, blocks)
+
+    few = [added(slice(0, 30)), added(slice(30, count))]
+    monkeypatch.setattr("batchgen.kernels.lora.lora_tokens._MANY_TOKENS", many)
+    monkeypatch.setattr("batchgen.kernels.lora.lora_triton._ONE_PROGRAM", whole)
+    found = added(slice(None))
+    assert found.any() and torch.equal(found, torch.cat(few))

@@ -20,7 +20,7 @@ from batchgen.kernels.moe import moe_align_triton as alignment_triton
 from batchgen.kernels.moe.epilogues import PLAIN, ClampedGate, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference, grouped_parts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, moe_combine
-from batchgen.kernels.moe.moe_tiles import ProductTiles, Tiles
+from batchgen.kernels.moe.moe_tiles import MoETiles, ProductTiles
 from batchgen.kernels.moe.tiled_layout import (
     are_panels,
     keeps_panels,
@@ -35,17 +35,17 @@ NAN = float("nan")
 
 # Hopper's wgmma takes over at 64 rows of the left operand, so these are all paths of the compiler.
 ROWS = [
-    Tiles(16, ProductTiles(16, 16, 4, 2), ProductTiles(32, 32, 4, 2)),
-    Tiles(16, ProductTiles(64, 32, 4, 3, swap=True), ProductTiles(64, 16, 4, 2, swap=True)),
-    Tiles(32, ProductTiles(16, 32, 4, 2, halve=True), ProductTiles(16, 16, 4, 2, halve=True)),
+    MoETiles(16, ProductTiles(16, 16, 4, 2), ProductTiles(32, 32, 4, 2)),
+    MoETiles(16, ProductTiles(64, 32, 4, 3, swap=True), ProductTiles(64, 16, 4, 2, swap=True)),
+    MoETiles(32, ProductTiles(16, 32, 4, 2, halve=True), ProductTiles(16, 16, 4, 2, halve=True)),
 ]
 PANELS = [
-    Tiles(16, ProductTiles(64, 128, 4, 3, swap=True), ProductTiles(32, 128, 4, 3)),
-    Tiles(16, ProductTiles(32, 64, 4, 2), ProductTiles(128, 64, 4, 2, swap=True)),
-    Tiles(32, ProductTiles(16, 64, 4, 2, halve=True), ProductTiles(32, 128, 4, 2, halve=True)),
-    Tiles(16, ProductTiles(128, 128, 4, 2), ProductTiles(128, 64, 4, 2, persistent=True)),
+    MoETiles(16, ProductTiles(64, 128, 4, 3, swap=True), ProductTiles(32, 128, 4, 3)),
+    MoETiles(16, ProductTiles(32, 64, 4, 2), ProductTiles(128, 64, 4, 2, swap=True)),
+    MoETiles(32, ProductTiles(16, 64, 4, 2, halve=True), ProductTiles(32, 128, 4, 2, halve=True)),
+    MoETiles(16, ProductTiles(128, 128, 4, 2), ProductTiles(128, 64, 4, 2, persistent=True)),
 ]
-FLOAT32 = [ROWS[0], Tiles(32, *(p._replace(swap=True, halve=True) for p in ROWS[0][1:]))]
+FLOAT32 = [ROWS[0], MoETiles(32, *(p._replace(swap=True, halve=True) for p in ROWS[0][1:]))]
 
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,7 +103,7 @@ class Case:
         )
         return replace(self, epilogues=Epilogues(wide, narrow, ClampedGate(0.75, 1.702)))
 
-    def run(self, tiles: Tiles | None, residual: Tensor | None = None) -> Tensor:
+    def run(self, tiles: MoETiles | None, residual: Tensor | None = None) -> Tensor:
         arguments = self.x, self.gate_up, self.down, self.ids, self.weights, residual
         return grouped_mlp_triton(*arguments, epilogues=self.epilogues, tiles=tiles)
 
@@ -187,8 +187,8 @@ def test_experts_equal_the_reference(
     used=st.sampled_from([1, 100]),
 )
 def test_weights_in_panels_give_the_same(
-    tokens: int, most: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype, tiles: Tiles,
-    used: int,
+    tokens: int, most: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype,
+    tiles: MoETiles, used: int,
 ) -> None:  # fmt: skip
     """Steps of the sum and tiles of columns may end past the last panel and the last row."""
     k = min(most, experts)
@@ -198,7 +198,7 @@ def test_weights_in_panels_give_the_same(
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("tiles", PANELS)
-def test_panels_of_other_experts_do_not_matter(tiles: Tiles) -> None:
+def test_panels_of_other_experts_do_not_matter(tiles: MoETiles) -> None:
     """Past the last panel of an expert, which half of a step may be, those of the next one lie."""
     case = Case.make(5, 1, 3, 192, 192, torch.bfloat16, used=1, in_panels=True)
     clean = case.run(tiles)
@@ -209,7 +209,7 @@ def test_panels_of_other_experts_do_not_matter(tiles: Tiles) -> None:
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("tiles", ROWS + PANELS)
-def test_all_tokens_to_one_expert_fill_several_tiles(tiles: Tiles) -> None:
+def test_all_tokens_to_one_expert_fill_several_tiles(tiles: MoETiles) -> None:
     sizes, tokens = (64, 64, torch.bfloat16), 2 * tiles.block_m + 3
     case = Case.make(tokens, 1, 4, *sizes, used=1, in_panels=tiles in PANELS)
     assert (case.ids == 0).all()
@@ -221,7 +221,7 @@ def test_all_tokens_to_one_expert_fill_several_tiles(tiles: Tiles) -> None:
     ("tiles", "gate"),
     [*zip([*ROWS, *PANELS, *FLOAT32], itertools.cycle(["clamped", "gelu", "relu2"]), strict=False)],
 )
-def test_biases_and_another_gate(tiles: Tiles, gate: str) -> None:
+def test_biases_and_another_gate(tiles: MoETiles, gate: str) -> None:
     """In columns and rows that tiles do not fill; the CPU's product and the reference agree."""
     in_panels, dtype = tiles in PANELS, torch.float32 if tiles in FLOAT32 else torch.bfloat16
     sizes = (192, 64) if in_panels else (72, 40)
@@ -257,7 +257,7 @@ def test_sizes_that_no_vector_divides(sizes: tuple[int, int]) -> None:
         for plain in (True, False)
     ],
 )
-def test_nan_stays_in_its_token(tiles: Tiles, plain: bool) -> None:
+def test_nan_stays_in_its_token(tiles: MoETiles, plain: bool) -> None:
     # Tokens of one expert share tiles, in which 7 of them leave rows that are not computed for any.
     case = Case.make(7, 2, 2, 64, 64, torch.bfloat16, used=2, in_panels=tiles in PANELS)
     case = case if plain else case.with_epilogues()
@@ -375,7 +375,7 @@ def test_parts_lie_by_choice_of_the_token() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiles", ROWS + PANELS)
-def test_compiled_tiles(tiles: Tiles) -> None:
+def test_compiled_tiles(tiles: MoETiles) -> None:
     sizes, in_panels = (256, 192, torch.bfloat16), tiles in PANELS
     for tokens in (1, 100, 1000):
         case = Case.make(tokens, 4, 60, *sizes, gap=8, in_panels=in_panels)

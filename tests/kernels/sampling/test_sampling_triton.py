@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.sampling import sampling as reference
-from batchgen.kernels.sampling.candidates_triton import TILES, Tiles
+from batchgen.kernels.sampling.candidates_triton import TILES, CandidateTiles
 from batchgen.kernels.sampling.filter_triton import thresholds
 from batchgen.kernels.sampling.history import (
     append_tokens,
     append_tokens_reference,
     append_tokens_triton,
 )
-from batchgen.kernels.sampling.penalties_triton import apply_ban, apply_penalties
+from batchgen.kernels.sampling.penalties_triton import apply_ban_triton, apply_penalties_triton
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
-from batchgen.kernels.sampling.sampling_triton import CHUNK, Draw, Share, can_divide, draw
-from batchgen.kernels.sampling.top_logprobs_triton import top_logprobs
+from batchgen.kernels.sampling.sampling_triton import CHUNK, Draw, Share, can_divide, draw_triton
+from batchgen.kernels.sampling.top_logprobs_triton import top_logprobs_triton
 
 INF = float("inf")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +78,7 @@ def make_batch(
 def run_draw(
     batch: Batch, threshold: Tensor | None, *, raw: Tensor | None = None, logprobs: bool = True
 ) -> Draw:
-    return draw(
+    return draw_triton(
         batch.logits,
         batch.logits if raw is None else raw,
         batch.temperature,
@@ -118,7 +118,7 @@ shapes = st.tuples(
 few = settings(max_examples=settings().max_examples // 10, deadline=None)
 fewer = settings(few, max_examples=settings().max_examples // 16)
 fewest = settings(few, max_examples=settings().max_examples // 33)
-tiles = st.sampled_from([TILES, Tiles(4, 1024, 512), Tiles(16, 32, 64)])
+tiles = st.sampled_from([TILES, CandidateTiles(4, 1024, 512), CandidateTiles(16, 32, 64)])
 """The real ones, and some that take many groups, and loops over them, at these sizes."""
 
 
@@ -214,7 +214,7 @@ def run_ranks(batch: Batch, ranks: int, logprobs: bool) -> list[Draw]:
 
     def draw_on(rank: int, gather: Callable[[Tensor], Tensor]) -> Draw:
         own = shares[rank].contiguous()
-        return draw(
+        return draw_triton(
             own, own, batch.temperature, None, batch.seeds, batch.positions, batch.greedy,
             batch.processed if logprobs else None,
             share=Share(rank * width, vocab, ranks, gather),
@@ -285,7 +285,7 @@ def filter_options(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @given(shapes, st.integers(0, 3), st.sampled_from([0.01, 1.0, 3.0, 30.0]), tiles)
 @fewest
 def test_thresholds_keep_what_the_reference_keeps(
-    shape: tuple[int, int, int, torch.dtype], gap: int, spread: float, tiles: Tiles
+    shape: tuple[int, int, int, torch.dtype], gap: int, spread: float, tiles: CandidateTiles
 ) -> None:
     batch = make_batch(*shape, gap=gap, spread=spread)
     limit = thresholds(batch.logits, *filter_options(batch), tiles=tiles)
@@ -316,11 +316,11 @@ def test_thresholds_of_broken_rows_return_and_leave_others_alone() -> None:
     [
         pytest.param(spread, tiles, marks=[] if i % 2 == j else [pytest.mark.slow])
         for i, spread in enumerate([0.01, 1.0, 3.0])
-        for j, tiles in enumerate([TILES, Tiles(4, 256, 128)])
+        for j, tiles in enumerate([TILES, CandidateTiles(4, 256, 128)])
     ],
 )
 def test_a_threshold_is_the_value_of_a_kept_token_and_the_same_in_any_batch(
-    spread: float, tiles: Tiles
+    spread: float, tiles: CandidateTiles
 ) -> None:
     batch = make_batch(8, 8, 900, torch.float32, spread=spread)
     batch.logits[batch.logits == -INF] = -40.0
@@ -342,7 +342,7 @@ def test_a_threshold_is_the_value_of_a_kept_token_and_the_same_in_any_batch(
 def test_flat_rows_keep_every_token(dtype: torch.dtype) -> None:
     batch = make_batch(9, 8, 701, dtype)
     batch.logits = torch.full_like(batch.logits, -3.25)
-    limit = thresholds(batch.logits, *filter_options(batch), tiles=Tiles(4, 256, 128))
+    limit = thresholds(batch.logits, *filter_options(batch), tiles=CandidateTiles(4, 256, 128))
     assert (limit <= -3.25).all()
 
 
@@ -361,7 +361,7 @@ def test_clustered_tokens_do_not_mislead_the_guess_of_top_p() -> None:
     batch.min_p.fill_(0)
     for share in (0.5, 0.9, 0.97, 0.999):
         batch.top_p.fill_(share)
-        limit = thresholds(batch.logits, *filter_options(batch), tiles=Tiles(16, 256, 256))
+        limit = thresholds(batch.logits, *filter_options(batch), tiles=CandidateTiles(16, 256, 256))
         expected, clear = reference_keep(batch)
         assert clear.all()
         assert torch.equal(batch.logits >= limit.unsqueeze(1), expected)
@@ -373,13 +373,13 @@ def test_clustered_tokens_do_not_mislead_the_guess_of_top_p() -> None:
 @given(shapes, st.integers(1, 100), st.booleans(), tiles)
 @fewer
 def test_top_logprobs_equal_the_reference(
-    shape: tuple[int, int, int, torch.dtype], k: int, filtered: bool, tiles: Tiles
+    shape: tuple[int, int, int, torch.dtype], k: int, filtered: bool, tiles: CandidateTiles
 ) -> None:
     batch = make_batch(*shape)
     raw = batch.logits
     batch.logits = raw.float() * 1.25
     limit = batch.logits.quantile(0.9, -1).clamp(max=2.5) if filtered else None
-    ids, values = top_logprobs(
+    ids, values = top_logprobs_triton(
         batch.logits, raw, batch.temperature, limit, batch.processed, k, tiles=tiles
     )
     processed = scaled_logits(batch, limit)
@@ -408,8 +408,8 @@ def test_top_logprobs_of_ties_take_the_lowest_ids_and_fill_up() -> None:
     logits[1, 9] = 2.5
     logits[2, 5:7] = -1e-3
     ones, raw = torch.ones(3, device=DEVICE), torch.zeros(3, dtype=torch.bool, device=DEVICE)
-    for tiles in (TILES, Tiles(4, 256, 128)):
-        ids, values = top_logprobs(logits, logits, ones, None, raw, 5, tiles=tiles)
+    for tiles in (TILES, CandidateTiles(4, 256, 128)):
+        ids, values = top_logprobs_triton(logits, logits, ones, None, raw, 5, tiles=tiles)
         assert ids.tolist() == [[0, 1, 2, 3, 4], [9, 3, 650, 651, -1], [5, 6, -1, -1, -1]]
         assert ((ids == -1) == (values == -INF)).all()
 
@@ -454,7 +454,7 @@ def test_penalties_equal_the_reference(
     before = logits.cpu()
     arguments = [t.cpu() for t in (source, history, positions, *options)]
     expected = reference.apply_penalties(before.clone(), *arguments)
-    out = apply_penalties(logits, source, history, positions, *options)
+    out = apply_penalties_triton(logits, source, history, positions, *options)
     assert out is logits
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     if width:
@@ -469,7 +469,7 @@ def test_penalties_count_more_often_than_a_block_is_long() -> None:
     positions = torch.tensor([1, 2049, 5000], device=DEVICE)
     ones, prompt_lens = torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE).long()
     arguments = (history, positions, prompt_lens, 3 * ones, 0.5 * ones, 0.25 * ones)
-    out = apply_penalties(source.clone(), source, *arguments)
+    out = apply_penalties_triton(source.clone(), source, *arguments)
     expected = source.clone()
     expected[:, 3] = torch.tensor([-6.0, -6.5 - 2048 / 4, -6.5 - 4999 / 4])
     assert torch.equal(out, expected)
@@ -515,7 +515,7 @@ def test_ban_equals_the_reference(seed: int, rows: int, vocab: int, width: int) 
     ids = torch.tensor(rng.integers(-1, vocab + 3, (rows, width)), device=DEVICE)
     banned = torch.tensor(rng.integers(0, 2, rows), dtype=torch.bool, device=DEVICE)
     expected = reference.apply_ban(logits.cpu().clone(), ids.cpu(), banned.cpu())
-    assert torch.equal(apply_ban(logits, ids, banned).cpu(), expected)
+    assert torch.equal(apply_ban_triton(logits, ids, banned).cpu(), expected)
 
 
 # --- real sizes -----------------------------------------------------------------------------------
@@ -550,7 +550,7 @@ def test_real_sizes_of_filters_and_top_logprobs(dtype: torch.dtype, spread: floa
         expected, clear = reference_keep(batch)
         kept = (batch.logits >= limit.unsqueeze(1)) & (batch.logits > -INF)
         assert torch.equal(kept[clear], expected[clear])
-        ids, values = top_logprobs(
+        ids, values = top_logprobs_triton(
             batch.logits, batch.logits, batch.temperature, limit, batch.processed, 20
         )
         processed = scaled_logits(batch, limit)
@@ -570,7 +570,7 @@ def test_filters_and_top_logprobs_in_a_cuda_graph() -> None:
     def step() -> tuple[Tensor, Tensor, Tensor]:
         limit = thresholds(batch.logits, *filter_options(batch))
         logits, processed = batch.logits, batch.processed
-        return limit, *top_logprobs(logits, logits, batch.temperature, limit, processed, 20)
+        return limit, *top_logprobs_triton(logits, logits, batch.temperature, limit, processed, 20)
 
     step()
     torch.cuda.synchronize()
@@ -593,7 +593,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     ones, none = torch.ones(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
     index = torch.arange(rows, device=DEVICE)
     limit = thresholds(logits, ones, (index * 0 + 3), ones, none)
-    out = draw(logits, logits, ones, limit, index, index, index >= 0, index < 0)
+    out = draw_triton(logits, logits, ones, limit, index, index, index >= 0, index < 0)
     assert out.token_ids[-1].item() == vocab - 1 and (out.token_ids[:-1] == 0).all()
-    ids, _ = top_logprobs(logits, logits, ones, None, index < 0, 2)
+    ids, _ = top_logprobs_triton(logits, logits, ones, None, index < 0, 2)
     assert ids[-1].tolist() == [vocab - 1, 0]

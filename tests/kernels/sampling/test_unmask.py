@@ -5,6 +5,8 @@ Also the inputs of the rules: the confidences of a draw, and noise that differs 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.engine.sampling.sampler import Drawn, draw, draw_fused, process
+from batchgen.engine.sampling.sampler import Drawn, draw_fused, draw_tokens, process
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling import sampling
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, philox_at
-from batchgen.kernels.sampling.sampling_triton import draw as draw_triton
-from batchgen.kernels.sampling.unmask import Rule, schedule, unmask, unmask_reference, unmask_triton
+from batchgen.kernels.sampling.sampling_triton import draw_triton
+from batchgen.kernels.sampling.unmask import unmask, unmask_reference, unmask_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMS = [unmask_reference, unmask_triton, unmask]
@@ -28,179 +30,175 @@ NAN, INF = float("nan"), float("inf")
 few = settings(max_examples=settings().max_examples // 6, deadline=None)
 
 
-def expected(
-    rule: Rule, masked: list[bool], confidence: list[float], count: int, threshold: float
-) -> list[bool]:
+@dataclass(frozen=True)
+class Block:
+    """One row: lists as long as the block, and None for what no row has."""
+
+    masked: list[bool]
+    count: int
+    keys: list[float] | None = None
+    confidence: list[float] | None = None
+    threshold: float | None = None
+    entropy: list[float] | None = None
+    bound: float | None = None
+
+
+def expected(block: Block) -> list[bool]:
     """One row, position by position."""
-    left = [i for i, is_masked in enumerate(masked) if is_masked]
-    if rule is Rule.SEQUENTIAL:
-        chosen = set(left[:count])
-    else:
-        known = [i for i in left if confidence[i] == confidence[i]]
-        best = sorted(known, key=lambda i: (-confidence[i], i)) + [
-            i for i in left if i not in known
-        ]
-        if rule is Rule.LOW_CONFIDENCE_STATIC:
-            chosen = set(best[:count])
-        else:
-            limit = float(np.float32(threshold))
-            chosen = set(best[:1]) | {i for i in known if confidence[i] > limit}
-    return [i in chosen for i in range(len(masked))]
+    left = [i for i, is_masked in enumerate(block.masked) if is_masked]
+    if block.keys is not None:
+        keys = block.keys
+        known = [i for i in left if keys[i] == keys[i]]
+        left = sorted(known, key=lambda i: -keys[i]) + [i for i in left if i not in known]
+    chosen, before = set(left[: block.count]), 0.0
+    for i in left:
+        if block.confidence is not None and block.threshold is not None:
+            chosen |= {i} if block.confidence[i] > float(np.float32(block.threshold)) else set()
+        if block.entropy is not None and block.bound is not None:
+            chosen |= {i} if before <= float(np.float32(block.bound)) else set()
+            before += INF if isnan(block.entropy[i]) else block.entropy[i]
+    return [i in chosen for i in range(len(block.masked))]
 
 
-def run(
-    form: Any, rule: Rule, masked: Any, confidence: Any, count: Any, threshold: float
-) -> Tensor:
-    rows = torch.tensor(masked, device=DEVICE)
-    if rule is Rule.SEQUENTIAL:
-        out = form(rule, rows, None, counts=torch.tensor(count, device=DEVICE))
-    else:
-        values = torch.tensor(confidence, dtype=torch.float32, device=DEVICE)
-        if rule is Rule.LOW_CONFIDENCE_STATIC:
-            out = form(rule, rows, values, counts=torch.tensor(count, device=DEVICE))
-        else:
-            out = form(rule, rows, values, threshold=threshold)
-    assert isinstance(out, Tensor) and out.dtype == torch.bool and out.shape == rows.shape
+def run(form: Any, blocks: list[Block]) -> Tensor:
+    def tensor(name: str, dtype: torch.dtype | None = torch.float32) -> Tensor | None:
+        values = [getattr(block, name) for block in blocks]
+        return None if values[0] is None else torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    masked, counts = tensor("masked", torch.bool), tensor("count", torch.int64)
+    names = ("keys", "confidence", "threshold", "entropy", "bound")
+    out = form(masked, counts, *(tensor(name) for name in names))
+    assert isinstance(out, Tensor) and masked is not None
+    assert out.dtype == torch.bool and out.shape == masked.shape
     return out
 
 
-@pytest.mark.parametrize("rule", Rule)
+def places(out: Tensor) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in out]
+
+
 @pytest.mark.parametrize("form", FORMS)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    rows=st.integers(1, 6),
-    length=st.integers(1, 64),
-    threshold=st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0]),
-)
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 6), length=st.integers(1, 64),
+       parts=st.tuples(st.booleans(), st.booleans(), st.booleans()))  # fmt: skip
 @few
 def test_every_row_is_what_a_loop_says(
-    form: Any, rule: Rule, seed: int, rows: int, length: int, threshold: float
+    form: Any, seed: int, rows: int, length: int, parts: tuple[bool, bool, bool]
 ) -> None:
-    """Ties, NaN, thresholds met exactly; rows all masked or not at all; garbage where unmasked."""
+    """Ties, NaN, limits met exactly; rows all masked or not at all; garbage where unmasked."""
     rng = np.random.default_rng(seed)
-    masked = rng.random((rows, length)) < rng.choice([0.0, 0.1, 0.5, 1.0], (rows, 1))
-    values = rng.choice([0.1, 0.25, 0.5, 1.0, 0.0, NAN], (rows, length))
-    if rng.integers(2):
-        values = np.where(rng.random(values.shape) < 0.5, rng.random(values.shape), values)
-    confidence = values.astype(np.float32)
-    garbage = rng.choice([NAN, INF, -INF, 2.0], (rows, length)).astype(np.float32)
-    confidence = np.where(masked, confidence, garbage)
-    counts = rng.integers(0, length + 3, rows).astype(rng.choice(["int32", "int64"]))
-    out = run(form, rule, masked, confidence, counts, threshold)
-    for i in range(rows):
-        row = expected(rule, masked[i].tolist(), confidence[i].tolist(), counts[i], threshold)
-        assert out[i].tolist() == row
+
+    def values(masked: Any) -> list[float]:
+        out = rng.choice([0.125, 0.25, 0.5, 1.0, 0.0, NAN], length)
+        if rng.integers(2):
+            out = np.where(rng.random(length) < 0.5, rng.random(length), out)
+        garbage = rng.choice([NAN, INF, -INF, 2.0], length)
+        found: list[float] = np.where(masked, out, garbage).astype(np.float32).tolist()
+        return found
+
+    blocks = []
+    for _ in range(rows):
+        masked = rng.random(length) < rng.choice([0.0, 0.1, 0.5, 1.0])
+        threshold = float(rng.choice([0.0, 0.1, 0.25, 0.5, 0.9, 1.0, INF]))
+        bound = float(rng.choice([-1.0, 0.0, 0.125, 0.5, 1.1, 3.0, INF]))
+        blocks.append(
+            Block(
+                masked.tolist(), int(rng.integers(0, length + 3)),
+                values(masked) if parts[0] else None,
+                *((values(masked), threshold) if parts[1] else (None, None)),
+                *((values(masked), bound) if parts[2] else (None, None)),
+            )
+        )  # fmt: skip
+    assert run(form, blocks).tolist() == [expected(block) for block in blocks]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ties_take_the_lowest_position_and_nan_comes_last(form: Any) -> None:
-    masked = [[False, True, True, True, True, True]] * 3
-    confidence = [[9.0, 0.5, NAN, 0.5, 0.75, 0.5], [9.0, *[NAN] * 5], [9.0, NAN, *[0.0] * 4]]
-    static, dynamic = Rule.LOW_CONFIDENCE_STATIC, Rule.LOW_CONFIDENCE_DYNAMIC
-    out = run(form, static, masked, confidence, [3, 2, 5], 0.0)
-    assert [row.nonzero().flatten().tolist() for row in out] == [[1, 3, 4], [1, 2], [1, 2, 3, 4, 5]]
-    out = run(form, dynamic, masked, confidence, None, 0.5)
-    assert [row.nonzero().flatten().tolist() for row in out] == [[4], [1], [2]]
-    out = run(form, dynamic, masked, confidence, None, 0.0)
-    assert [row.nonzero().flatten().tolist() for row in out] == [[1, 3, 4, 5], [1], [2]]
+    masked = [False, True, True, True, True, True]
+    rows = [[9.0, 0.5, NAN, 0.5, 0.75, 0.5], [9.0, *[NAN] * 5], [9.0, NAN, *[0.0] * 4]]
+    out = run(form, [Block(masked, n, keys) for n, keys in zip((3, 2, 5), rows, strict=True)])
+    assert places(out) == [[1, 3, 4], [1, 2], [1, 2, 3, 4, 5]]
+    out = run(form, [Block(masked, 1, keys, keys, 0.5) for keys in rows])
+    assert places(out) == [[4], [1], [2]]
+    out = run(form, [Block(masked, 1, keys, keys, 0.0) for keys in rows])
+    assert places(out) == [[1, 3, 4, 5], [1], [2]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_entropies_before_a_position_are_bounded_and_not_its_own(form: Any) -> None:
+    entropy = [0.5, 0.0, 0.25, NAN, 0.25]
+    keys = [-value for value in entropy]
+    blocks = [Block([True] * 5, 1, keys, entropy=entropy, bound=b)
+              for b in (-1.0, 0.0, 0.25, 0.5, 0.75, 1.0, INF)]  # fmt: skip
+    found = places(run(form, blocks))
+    assert found == [[1], [1, 2], [1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 4], *[[0, 1, 2, 3, 4]] * 2]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_confidence_and_threshold_are_compared_in_float32(form: Any) -> None:
     rounded = float(np.float32(0.1))
     assert rounded > 0.1
-    out = run(form, Rule.LOW_CONFIDENCE_DYNAMIC, [[True] * 3], [[0.2, rounded, 0.11]], None, 0.1)
+    values = [0.2, rounded, 0.11]
+    out = run(form, [Block([True] * 3, 1, values, values, 0.1)])
     assert out.tolist() == [[True, False, True]]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_rows(form: Any) -> None:
     none = torch.zeros((0, 8), dtype=torch.bool, device=DEVICE)
-    counts = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    assert form(Rule.SEQUENTIAL, none, None, counts=counts).shape == (0, 8)
+    assert form(none, torch.zeros(0, dtype=torch.int64, device=DEVICE)).shape == (0, 8)
 
 
 def test_the_triton_form_writes_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned = torch.ones((3, 11), dtype=torch.bool, device=DEVICE)
     monkeypatch.setattr(torch, "empty_like", lambda _: poisoned)
-    masked, confidence = torch.zeros_like(poisoned), torch.ones((3, 11), device=DEVICE)
-    out = unmask_triton(Rule.LOW_CONFIDENCE_DYNAMIC, masked, confidence, threshold=0.5)
+    masked, values = torch.zeros_like(poisoned), torch.ones((3, 11), device=DEVICE)
+    counts, limits = torch.ones(3, device=DEVICE).long(), torch.zeros(3, device=DEVICE)
+    out = unmask_triton(masked, counts, values, values, limits)
     assert out is poisoned and not out.any()
 
 
-def test_an_option_of_another_rule_is_refused() -> None:
-    masked, values = torch.ones((1, 4), dtype=torch.bool), torch.ones(1, 4)
-    one = torch.ones(1, dtype=torch.int64)
-    for form in (unmask_reference, unmask_triton):
-        for rule, confidence, counts, threshold in (
-            (Rule.SEQUENTIAL, values, one, None),
-            (Rule.SEQUENTIAL, None, one, 0.5),
-            (Rule.LOW_CONFIDENCE_STATIC, values, one, 0.5),
-            (Rule.LOW_CONFIDENCE_STATIC, None, one, None),
-            (Rule.LOW_CONFIDENCE_DYNAMIC, values, one, 0.5),
-            (Rule.LOW_CONFIDENCE_DYNAMIC, values, None, None),
-        ):
-            with pytest.raises(AssertionError):
-                form(rule, masked, confidence, counts, threshold)
-
-
-def test_schedules() -> None:
-    assert schedule(10, 4) == (3, 3, 2, 2)
-    assert schedule(4, 4) == (1, 1, 1, 1)
-    assert schedule(3, 5) == (1, 1, 1, 0, 0)
-    for length in range(1, 65):
-        for steps in range(1, 70):
-            counts = schedule(length, steps)
-            assert len(counts) == steps and sum(counts) == length
-            assert sorted(counts, reverse=True) == list(counts) and counts[0] - counts[-1] <= 1
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", Rule)
-def test_real_sizes_in_a_cuda_graph(rule: Rule) -> None:
+def test_real_sizes_in_a_cuda_graph() -> None:
     """The reference on the CPU, whatever the batch is when the graph is replayed."""
     for rows, length in ((256, 4), (256, 32), (64, 64), (1000, 7)):
         masked = torch.zeros((rows, length), dtype=torch.bool, device=DEVICE)
-        values = torch.zeros((rows, length), device=DEVICE)
+        values, entropy = (torch.zeros((rows, length), device=DEVICE) for _ in range(2))
         counts = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-        dynamic = rule is Rule.LOW_CONFIDENCE_DYNAMIC
-        options: dict[str, Any] = {"threshold": 0.9} if dynamic else {"counts": counts}
-        confidence = None if rule is Rule.SEQUENTIAL else values
-        unmask(rule, masked, confidence, **options)
+        limits, bounds = (torch.zeros(rows, device=DEVICE) for _ in range(2))
+        given = (masked, counts, values, values, limits, entropy, bounds)
+        unmask(*given)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = unmask(rule, masked, confidence, **options)
+            captured = unmask(*given)
         rng = np.random.default_rng(rows)
         for _ in range(3):
             masked.copy_(torch.from_numpy(rng.random((rows, length)) < 0.6))
             values.copy_(torch.from_numpy(rng.choice([0.5, 0.9, 0.95, NAN], (rows, length))))
+            entropy.copy_(torch.from_numpy(rng.choice([0.5, 0.25, NAN], (rows, length))))
             counts.copy_(torch.from_numpy(rng.integers(0, length, rows)))
+            limits.copy_(torch.from_numpy(rng.choice([0.9, INF], rows)))
+            bounds.copy_(torch.from_numpy(rng.choice([-1, 1.0], rows)))
             graph.replay()
-            on_host: dict[str, Any] = {
-                k: v.cpu() if isinstance(v, Tensor) else v for k, v in options.items()
-            }
-            seen = None if confidence is None else values.cpu()
-            wanted = unmask_reference(rule, masked.cpu(), seen, **on_host)
-            assert torch.equal(captured.cpu(), wanted)
+            assert torch.equal(captured.cpu(), unmask_reference(*(each.cpu() for each in given)))
 
 
 # --- confidences, and the number of the draw ------------------------------------------------------
 
 
 OPTIONS = [
-    SamplingParams(),
-    SamplingParams(temperature=0, min_new_tokens=9, logprobs=True),
-    SamplingParams(temperature=0, top_k=3, logprobs=True, logprobs_mode="processed"),
-    SamplingParams(temperature=0.6, top_k=4, logprobs=True),
-    SamplingParams(temperature=1.4, top_p=0.7, logprobs=True, logprobs_mode="processed"),
-    SamplingParams(min_p=0.2, min_new_tokens=9, top_logprobs=3),
-    SamplingParams(temperature=0.01, top_k=1),
+    RequestParams(),
+    RequestParams(temperature=0, min_new_tokens=9, logprobs=True),
+    RequestParams(temperature=0, top_k=3, logprobs=True, logprobs_mode="processed"),
+    RequestParams(temperature=0.6, top_k=4, logprobs=True),
+    RequestParams(temperature=1.4, top_p=0.7, logprobs=True, logprobs_mode="processed"),
+    RequestParams(min_p=0.2, min_new_tokens=9, top_logprobs=3),
+    RequestParams(temperature=0.01, top_k=1),
 ]
-BARE = [SamplingParams(), SamplingParams(temperature=0), SamplingParams(temperature=0.7)]
+BARE = [RequestParams(), RequestParams(temperature=0), RequestParams(temperature=0.7)]
 
 
-def build(params: list[SamplingParams], device: torch.device) -> SamplingInputs:
+def build(params: list[RequestParams], device: torch.device) -> SamplingInputs:
     count = len(params)
     return SamplingInputs.build(params, [3] * count, [[1, 2, 3]] * count, [[0, 2]] * count,
                                 [300] * count, device)  # fmt: skip
@@ -234,19 +232,22 @@ def test_confidence_is_the_probability_of_the_token_under_the_law_it_is_drawn_fr
     on_cpu = build(params, torch.device("cpu")).repeat(width)
     law = process(logits, on_cpu, positions).double().softmax(-1)
     there = logits.to(DEVICE), build(params, DEVICE).repeat(width), positions.to(DEVICE)
-    for form in (draw, draw_fused):
-        out: Drawn = form(*there, draws.to(DEVICE), confidence=True)
+    for form in (draw_tokens, draw_fused):
+        out: Drawn = form(*there, draws.to(DEVICE), confidence=True, entropy=True)
         assert out.confidence is not None and out.confidence.dtype == torch.float32
         assert (out.confidence >= 0).all() and (out.confidence <= 1).all()
         wanted = law.gather(1, out.token_ids.cpu().unsqueeze(1)).squeeze(1).float()
         torch.testing.assert_close(out.confidence.cpu(), wanted, rtol=2e-4, atol=1e-6)
+        assert out.entropy is not None and out.entropy.dtype == torch.float32
+        entropies = torch.special.entr(law).sum(-1).float()
+        torch.testing.assert_close(out.entropy.cpu(), entropies, rtol=2e-4, atol=1e-5)
         without: Drawn = form(*there, draws.to(DEVICE))
-        assert without.confidence is None
+        assert without.confidence is None and without.entropy is None
         assert torch.equal(out.token_ids, without.token_ids)
         assert out.columns.keys() == without.columns.keys()
         for name, values in without.columns.items():
             assert torch.equal(values, out.columns[name]), name
-    plain = draw(logits, on_cpu, positions, draws)
+    plain = draw_tokens(logits, on_cpu, positions, draws)
     assert (plain.token_ids == out.token_ids.cpu()).float().mean() > 0.9
 
 

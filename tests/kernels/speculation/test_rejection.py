@@ -106,10 +106,10 @@ def test_real_sizes_and_replays_of_a_graph(point: bool) -> None:
     """One graph for batches whose rows stop elsewhere: nothing is read back, nothing baked in."""
     batch = make_batch(11, 16, 7, 151_936, point=point, tie=False)
     moved = arguments(batch, DEVICE)
-    rejection_triton.verify(*moved)  # type: ignore[arg-type]
+    rejection_triton.verify_triton(*moved)  # type: ignore[arg-type]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = Verified(*rejection_triton.verify(*moved))  # type: ignore[arg-type]
+        out = Verified(*rejection_triton.verify_triton(*moved))  # type: ignore[arg-type]
     for seed in (11, 12):
         batch = make_batch(seed, 16, 7, 151_936, point=point, tie=False)
         for old, new in zip(moved, arguments(batch, DEVICE), strict=True):

@@ -187,7 +187,7 @@ def test_drafts_and_their_law(shape: tuple[int, int, int, int]) -> None:
     keys = (batch.seeds, batch.positions, batch.greedy)
     drafts, probs = rejection.draw_drafts(logits, *keys)
     moved = [x.to(DEVICE) for x in (logits, *keys)]
-    out_drafts, out_probs = (x.cpu() for x in rejection_triton.draw_drafts(*moved))
+    out_drafts, out_probs = (x.cpu() for x in rejection_triton.draw_drafts_triton(*moved))
     assert out_drafts.dtype == drafts.dtype == torch.int64
     assert out_probs.dtype == probs.dtype == torch.float32
 

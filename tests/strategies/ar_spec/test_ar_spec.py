@@ -24,7 +24,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -158,7 +158,7 @@ def mixed_requests(seed: int) -> list[Request]:
         length = rng.choice([1, 2, 5, 20, 30, 40]) if i % 4 == 3 else rng.randint(15, 40)
         length = max(length, int(options.get("min_new_tokens", 0)))
         requests.append(
-            (prompt, SamplingParams(max_new_tokens=length, seed=100 * seed + i, **options))
+            (prompt, RequestParams(max_new_tokens=length, seed=100 * seed + i, **options))
         )
     return requests
 
@@ -403,7 +403,7 @@ def test_rows_that_end_with_their_first_token_leave_nothing_behind(
     """No decode step comes between their prefills."""
     options, draft = PROPOSERS[name]
     config = replace(SIMPLE, max_num_seqs=2, overlap=overlap)
-    one = SamplingParams(temperature=0, max_new_tokens=1)
+    one = RequestParams(temperature=0, max_new_tokens=1)
     requests = [([9 + i, 10], one) for i in range(20)]
     requests.append(([9, 10], replace(one, max_new_tokens=12, ignore_eos=True)))
     expected = run(make_engine(tiny_models, ARStrategy(), config), requests)
@@ -461,13 +461,13 @@ def test_a_perfect_draft_knows_the_blocks_that_others_generated(tiny_models: Mod
     engine = make_engine(tiny_models, strategy, config, "itself")
     # Every number of tokens that can be behind the last whole block, at every place of a step.
     first = [
-        (list(range(20, 30 + i)), SamplingParams(seed=i, max_new_tokens=20 + j, ignore_eos=True))
+        (list(range(20, 30 + i)), RequestParams(seed=i, max_new_tokens=20 + j, ignore_eos=True))
         for i, j in itertools.product(range(4), range(4))
     ]
     second = [
         (
             output.prompt_token_ids + output.token_ids,
-            SamplingParams(seed=100 + i, max_new_tokens=12, ignore_eos=True),
+            RequestParams(seed=100 + i, max_new_tokens=12, ignore_eos=True),
         )
         for i, output in enumerate(run(engine, first))
     ]

@@ -28,7 +28,7 @@ from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.rows.guide import Guide
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -293,7 +293,7 @@ LONG_NAMES = Constraint.make(
 def long_rows(count: int, constraint: Constraint | None = LONG_NAMES) -> list[Request]:
     """Their prompts hold nothing of what they must say."""
     return [
-        ([*range(200, 210), 150 + i], SamplingParams(seed=i, constraint=constraint))
+        ([*range(200, 210), 150 + i], RequestParams(seed=i, constraint=constraint))
         for i in range(count)
     ]
 
@@ -370,9 +370,12 @@ def test_rows_that_end_inside_an_accepted_run_end_as_without_drafts(
     a run: the forced drafts and those that repeat the prompt go on behind it."""
     word = "zyxwvuts"
     said = Constraint.make("choice", [word, word + "r"])
-    base = SamplingParams(constraint=said, temperature=0, max_new_tokens=20, logprobs=True)
+    base = RequestParams(constraint=said, temperature=0, max_new_tokens=20, logprobs=True)
     letters = encode(word)
-    rows: list[SamplingParams] = [base, replace(base, constraint=Constraint("regex", f"({word})+"))]
+    rows: list[RequestParams] = [
+        base,
+        replace(base, constraint=Constraint("regex", f"({word})+")),
+    ]
     for place in range(1, len(word)):
         cut = Constraint("regex", f"{word[:place]}({word[place:]})?")
         rows += [
@@ -407,7 +410,7 @@ def test_a_row_that_ended_does_not_fail_for_what_drafts_read_behind_it(
     """Nobody reads EOS but a forward that verifies it as a draft: its logits are not the row's."""
     models = make_models(tiny_model)
     word = Constraint.make("choice", ["zyxwvuts"])
-    requests = [([5 + i], SamplingParams(constraint=word, logprobs=True)) for i in range(4)]
+    requests = [([5 + i], RequestParams(constraint=word, logprobs=True)) for i in range(4)]
     models["model"].model.embed_tokens.weight.data[END] = float("nan")
     expected = run(make_engine(models, ARStrategy(), SIMPLE), requests)
     options, _ = PROPOSERS["pool"]
@@ -470,7 +473,7 @@ SAID = Constraint.make("regex", "[a-f]([b-h]0?){2,3}1?")
 
 def said_texts(models: Models, draft: str | None, first: int) -> list[str]:
     """What many samples of a constrained row say, with seeds from `first` on."""
-    params = SamplingParams(constraint=SAID, max_new_tokens=9, temperature=0.9, top_p=0.95)
+    params = RequestParams(constraint=SAID, max_new_tokens=9, temperature=0.9, top_p=0.95)
     requests = [([3, 4, 5], replace(params, seed=(first + i) * 7919)) for i in range(1500)]
     outputs = run(small_engine(models, draft), requests)
     if draft is not None:
@@ -514,7 +517,7 @@ def rejection_rows() -> list[Request]:
         {"max_new_tokens": 12},
     ]
     return [
-        ([i % 7, 3, i % 5], SamplingParams(**({"max_new_tokens": 20, "seed": i} | own | kind)))
+        ([i % 7, 3, i % 5], RequestParams(**({"max_new_tokens": 20, "seed": i} | own | kind)))
         for i, (own, kind) in enumerate(
             itertools.product(
                 [{"temperature": 0, "logprobs": True, "top_logprobs": 2}, {"temperature": 1.2}],

@@ -17,7 +17,7 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -45,7 +45,7 @@ def load_target(tiny_model: Callable[..., Path], kind: str) -> CausalLM:
     return load(tiny_model("qwen3"))
 
 
-def requests(count: int, vocab: int) -> list[tuple[list[int], SamplingParams]]:
+def requests(count: int, vocab: int) -> list[tuple[list[int], RequestParams]]:
     rng = random.Random(5)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
@@ -58,7 +58,7 @@ def requests(count: int, vocab: int) -> list[tuple[list[int], SamplingParams]]:
     for i in range(count):
         pattern = [rng.randrange(5, vocab) for _ in range(rng.randint(2, 6))]
         prompt = (pattern * 12)[: rng.randint(3, 40)]
-        params = SamplingParams(
+        params = RequestParams(
             max_new_tokens=rng.choice([1, 2, 10, 60]) if i % 5 < 4 else 40,
             seed=i,
             logprobs=True,

@@ -21,7 +21,7 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import LengthPredictor
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -34,7 +34,7 @@ VOCAB = 12
 COUNT = 1600
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 CONFIG = EngineConfig(max_num_seqs=512, max_model_len=100, kv_cache_gib=0.02, overlap=False)
-Request = tuple[list[int], SamplingParams]
+Request = tuple[list[int], RequestParams]
 Models = Mapping[str, CausalLM]
 
 
@@ -97,7 +97,7 @@ LAWS: dict[str, dict[str, Any]] = {
 
 def samples(first_seed: int, **options: Any) -> list[Request]:
     """Many samples of one prompt, which holds n-grams that come again."""
-    params = SamplingParams(max_new_tokens=6, **options)
+    params = RequestParams(max_new_tokens=6, **options)
     seeds = range(first_seed, first_seed + COUNT)
     return [([3, 4, 5, 3, 4], replace(params, seed=seed * 7919)) for seed in seeds]
 
@@ -169,7 +169,7 @@ def mixed_requests(count: int, new_tokens: int = 24) -> list[Request]:
     requests: list[Request] = []
     for i in range(count):
         own = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
-        params = SamplingParams(max_new_tokens=new_tokens, seed=i, **options[i % len(options)])
+        params = RequestParams(max_new_tokens=new_tokens, seed=i, **options[i % len(options)])
         requests.append(([5, 6, 7, 8, 9] * 2 * (i % 2) + own, params))
     return requests
 
@@ -258,7 +258,7 @@ def test_a_prefix_that_another_row_generated_changes_nothing(tiny_models: Models
     """Its KV of the draft model, too, is that of the tokens."""
     config = replace(CONFIG, block_size=4)
     engine = make_engine(tiny_models, rejecting(), config, "close")
-    params = SamplingParams(max_new_tokens=40)
+    params = RequestParams(max_new_tokens=40)
     first = run(
         engine, [([3 + i % 8, *range(i % 4 + 1)], replace(params, seed=i)) for i in range(48)]
     )

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.strategies.ar_spec.controller import Acceptance, DraftBudget, StepCosts
+from batchgen.strategies.ar_spec.controller import Acceptance, DraftBudget, ForwardSeconds
 
 LENGTHS = (0, 1, 2, 3, 5, 7)
-FLAT = StepCosts([1, 10_000], [1.0, 1.0])
-PROPORTIONAL = StepCosts([1, 10_000], [1.0, 10_000.0])
-GPU = StepCosts([1, 200, 2000], [1.0, 1.0, 10.0])
+FLAT = ForwardSeconds([1, 10_000], [1.0, 1.0])
+PROPORTIONAL = ForwardSeconds([1, 10_000], [1.0, 10_000.0])
+GPU = ForwardSeconds([1, 200, 2000], [1.0, 1.0, 10.0])
 """Bound by the weights' bytes up to 200 tokens, then by arithmetic."""
 
 
@@ -22,8 +22,8 @@ def best_drafts(
     rows: int,
     lengths: Sequence[int],
     acceptance: Acceptance,
-    costs: StepCosts,
-    draft_costs: StepCosts | None,
+    costs: ForwardSeconds,
+    draft_costs: ForwardSeconds | None,
 ) -> int:
     def of_drafts(num_rows: int, k: int) -> float:
         return 0.0 if draft_costs is None else k * draft_costs(num_rows)
@@ -101,7 +101,7 @@ def test_more_acceptance_has_more_drafts() -> None:
 def test_a_dear_draft_model_drafts_less() -> None:
     acceptance = seen(0.7)
     chosen = [
-        best_drafts(8, LENGTHS, acceptance, FLAT, StepCosts([1], [seconds]))
+        best_drafts(8, LENGTHS, acceptance, FLAT, ForwardSeconds([1], [seconds]))
         for seconds in (0.0, 0.05, 0.2, 0.5, 1.0)
     ]
     assert chosen == sorted(chosen, reverse=True) and chosen[0] == 7 and chosen[-1] == 0
@@ -133,7 +133,7 @@ def test_what_is_offered_and_what_survives(
     assert all(0 <= share <= 1 for share in survival)
     assert (np.diff(survival) <= 0).all()
     lengths = (*(k for k in (0, 1, 2, 3, 5) if k < most), most)
-    costs = StepCosts([2**i for i in range(len(seconds))], seconds)
+    costs = ForwardSeconds([2**i for i in range(len(seconds))], seconds)
     assert best_drafts(rows, lengths, acceptance, costs, None) in lengths
 
 
@@ -153,8 +153,8 @@ def test_old_steps_are_forgotten() -> None:
 
 
 def test_costs_between_and_beyond_what_was_measured() -> None:
-    costs = StepCosts([1, 10, 30], [1.0, 2.0, 6.0])
+    costs = ForwardSeconds([1, 10, 30], [1.0, 2.0, 6.0])
     assert [costs(n) for n in (1, 10, 20, 30, 40)] == pytest.approx([1.0, 2.0, 4.0, 6.0, 8.0])
-    assert StepCosts([4], [3.0])(100) == 3.0
+    assert ForwardSeconds([4], [3.0])(100) == 3.0
     # A measurement that was faster for more tokens was noise.
-    assert StepCosts([1, 2, 3], [2.0, 1.0, 3.0])(2) == 2.0
+    assert ForwardSeconds([1, 2, 3], [2.0, 1.0, 3.0])(2) == 2.0

@@ -29,9 +29,9 @@ from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
-from batchgen.strategies.ar_spec.controller import StepCosts
+from batchgen.strategies.ar_spec.controller import ForwardSeconds
 from batchgen.strategies.ar_spec.mtp import MTPProposer
 from batchgen.strategies.ar_spec.step_inputs import Drafts
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -168,7 +168,7 @@ def requests(model: CausalLM, seed: int, count: int = 10) -> list[Request]:
         prompt = [[*shared[: rng.choice([unit, unit + 2])], *own], own, [*shared, 5]][i % 3]
         options = OPTIONS[i % 4]
         length = rng.choice([1, 4, 12, 24]) if i % 4 < 3 else 16
-        params = SamplingParams(max_new_tokens=length, seed=i, columns=columns, **options)
+        params = RequestParams(max_new_tokens=length, seed=i, columns=columns, **options)
         rows.append((prompt, params))
     return rows
 
@@ -318,7 +318,7 @@ def test_the_head_finds_what_others_have_read(
 
 def test_later_drafts_come_from_the_head_s_own_states(models: Models) -> None:
     model = models["llama"]
-    greedy = SamplingParams(temperature=0, max_new_tokens=9)
+    greedy = RequestParams(temperature=0, max_new_tokens=9)
     rows = [(prompt, greedy) for prompt, _ in requests(model, 3, count=5)]
     strategy = Watched(2, num_spec_tokens=5)
     outputs = run(make_engine(model, strategy), rows)
@@ -380,12 +380,17 @@ def test_the_cost_of_a_step_has_the_head_in_it(
 ) -> None:
     """It reads the tokens of every step; each draft takes logits, and each but the first a
     forward."""
-    forward, logits = StepCosts([1, 1000], [1.001, 2.0]), StepCosts([1, 1000], [4.001, 5.0])
+    forward, logits = (
+        ForwardSeconds([1, 1000], [1.001, 2.0]),
+        ForwardSeconds([1, 1000], [4.001, 5.0]),
+    )
 
-    def measure(runner: Any, rows: int, widths: Any, run: Any = ModelRunner.decode) -> StepCosts:
+    def measure(
+        runner: Any, rows: int, widths: Any, run: Any = ModelRunner.decode
+    ) -> ForwardSeconds:
         return logits if run is ModelRunner.decode else forward
 
-    monkeypatch.setattr(StepCosts, "measure", measure)
+    monkeypatch.setattr(ForwardSeconds, "measure", measure)
     head = HeadAlone(models["llama"]).head
     seconds = MTPProposer(head, own_law=False).costs(8, (0, 1, 2, 3))
     assert seconds(100, 0) == pytest.approx(1.1)

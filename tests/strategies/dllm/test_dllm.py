@@ -21,7 +21,7 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.engine.test_llm_engine import spelling_tokenizer
@@ -40,6 +40,12 @@ RULES: list[dict[str, Any]] = [
     {"unmasking": "low_confidence_static"},
     {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.05},
     {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.9},
+    {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.2, "min_tokens_per_step": 2},
+    {"unmasking": "entropy_bound", "entropy_bound": 5.0},
+    {"unmasking": "entropy_bound", "entropy_bound": 0.0, "min_tokens_per_step": 3},
+    {"unmasking": "joint_threshold", "confidence_threshold": 0.05, "edit_threshold": 0.1},
+    {"unmasking": "joint_threshold", "edit_threshold": 0.0, "max_edit_steps": 2},
+    {"unmasking": "joint_threshold", "min_tokens_per_step": 3, "max_edit_steps": 0},
 ]
 RULES_AND_OVERLAP = pytest.mark.parametrize(
     ("rule", "overlap"),
@@ -58,7 +64,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.9, "stop_token_ids": tuple(range(3, 60)), "min_new_tokens": 7},
 ]
 
-Request = tuple[list[int], SamplingParams]
+Request = tuple[list[int], RequestParams]
 
 
 def requests(seed: int, count: int, longest: int = 30) -> list[Request]:
@@ -69,7 +75,7 @@ def requests(seed: int, count: int, longest: int = 30) -> list[Request]:
         prompt = [rng.randrange(3, MASK + 1) for _ in range(1 + i % 11 + 4 * (i % 3))]
         kind = KINDS[i % len(KINDS)]
         most = max(rng.randint(1, longest), kind.get("min_new_tokens", 0))
-        params = SamplingParams(
+        params = RequestParams(
             max_new_tokens=most, seed=i, logprobs=True, columns=("step_map",), **kind
         )
         made.append((prompt, params))
@@ -109,7 +115,7 @@ def run(engine: LLMEngine, rows: list[Request]) -> list[RequestOutput]:
     return [outputs[str(i)] for i in range(len(rows))]
 
 
-def check(found: RequestOutput, wanted: Generated, params: SamplingParams) -> None:
+def check(found: RequestOutput, wanted: Generated, params: RequestParams) -> None:
     assert found.token_ids == wanted.token_ids
     assert found.columns["step_map"].tolist() == wanted.step_map
     assert found.finish_reason == wanted.finish_reason
@@ -255,7 +261,7 @@ def test_stop_strings_end_rows_wherever_they_stand(
     """At every offset of a block, the first one with the end of the prompt too, and across two."""
     tokenizer = spelling_tokenizer()  # four characters a token
     free = [
-        (prompt, SamplingParams(seed=i, max_new_tokens=20, ignore_eos=True, columns=("step_map",)))
+        (prompt, RequestParams(seed=i, max_new_tokens=20, ignore_eos=True, columns=("step_map",)))
         for i, (prompt, _) in enumerate(requests(4, 20))
     ]
     longer = run(make_engine(tiny_model, length, RULES[4], tokenizer=tokenizer), free)
@@ -301,7 +307,7 @@ def test_rows_that_share_prefixes_are_those_of_rows_that_do_not(
     """Samples of a prompt, and prompts that go on from others' answers. A block of the cache that
     ends within one of the attention is not shared."""
     prompts = [requests(2, 4)[i][0] * 4 for i in range(4)]
-    params = SamplingParams(temperature=0.8, max_new_tokens=24, logprobs=True)
+    params = RequestParams(temperature=0.8, max_new_tokens=24, logprobs=True)
     rule = {"confidence_threshold": 0.1}
     shared, alone = (
         make_engine(tiny_model, length, rule, block_size=8, prefix_caching=caching)
@@ -340,7 +346,7 @@ def test_aborts_leave_the_others_alone(tiny_model: Callable[..., Path]) -> None:
             assert outputs[str(i)].token_ids == wanted.token_ids
     assert len(outputs) >= 6
     with pytest.raises(ValueError, match="penalties count the tokens before"):
-        engine.add_request("x", [5], SamplingParams(repetition_penalty=1.1))
+        engine.add_request("x", [5], RequestParams(repetition_penalty=1.1))
 
 
 @pytest.mark.parametrize(
@@ -348,9 +354,12 @@ def test_aborts_leave_the_others_alone(tiny_model: Callable[..., Path]) -> None:
     [
         ({"block_length": 1}, "block_length must be 2 to 64, got 1"),
         ({"block_length": 65}, "block_length must be 2 to 64, got 65"),
-        ({"unmasking": "random"}, "unmasking must be sequential or"),
+        ({"unmasking": "random"}, "unmasking must be low_confidence_dynamic or"),
         ({"confidence_threshold": 1.5}, "confidence_threshold must be from 0 to 1"),
-        ({"denoising_steps": 0}, "denoising_steps must be at least 1"),
+        (
+            {"unmasking": "sequential", "denoising_steps": 0},
+            "denoising_steps must be at least 1",
+        ),
         ({"denoising_steps": 4}, "leave it null"),
     ],
     ids=str,

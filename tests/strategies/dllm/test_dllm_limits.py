@@ -12,7 +12,7 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 CPU = torch.device("cpu")
@@ -49,9 +49,9 @@ def test_a_row_whose_last_block_does_not_fit_is_refused(tiny_model: Callable[...
     )
     assert engine.memory.kv_tokens == 48
     with pytest.raises(RequestError, match=r"may need 64 tokens of KV cache, .* has 48") as caught:
-        engine.add_request("0", [5] * 30, SamplingParams(max_new_tokens=10))
+        engine.add_request("0", [5] * 30, RequestParams(max_new_tokens=10))
     assert caught.value.type == "kv_cache_too_small"
-    engine.add_request("1", [5] * 20, SamplingParams(max_new_tokens=12))
+    engine.add_request("1", [5] * 20, RequestParams(max_new_tokens=12))
     assert len(finish(engine)["1"].token_ids) == 12
 
 

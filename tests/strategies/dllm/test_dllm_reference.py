@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling.philox import gumbel_noise, philox
 from tests.support.engine.dllm_reference import (
     Forward,
@@ -29,8 +29,8 @@ from tests.support.engine.dllm_reference import (
 
 VOCAB, MASK = 24, 23
 RULES = ["sequential", "low_confidence_static", "low_confidence_dynamic"]
-GREEDY = SamplingParams(temperature=0, max_new_tokens=13)
-SAMPLED = SamplingParams(temperature=0.8, top_k=9, top_p=0.95, min_p=0.01, seed=5)
+GREEDY = RequestParams(temperature=0, max_new_tokens=13)
+SAMPLED = RequestParams(temperature=0.8, top_k=9, top_p=0.95, min_p=0.01, seed=5)
 
 
 def options(length: int, unmasking: str = "sequential", **more: Any) -> Options:
@@ -126,7 +126,7 @@ def test_choices_and_their_ties() -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, replace(SAMPLED, max_new_tokens=13)])
-def test_the_extremes_of_the_threshold(params: SamplingParams) -> None:
+def test_the_extremes_of_the_threshold(params: RequestParams) -> None:
     for length in (2, 4, 8):
         prompt = prompt_of(length + 1)
         dynamic = options(length, "low_confidence_dynamic", confidence_threshold=1.0)
@@ -164,7 +164,7 @@ def test_confident_tokens_come_first_and_the_step_map_says_so() -> None:
 @pytest.mark.parametrize("params", [GREEDY, replace(SAMPLED, max_new_tokens=13)])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("length", [2, 4, 8])
-def test_every_prompt_length(length: int, rule: str, params: SamplingParams) -> None:
+def test_every_prompt_length(length: int, rule: str, params: RequestParams) -> None:
     """Answers of up to two blocks: the tail is never drawn, and facts of the step map hold."""
     for count in range(1, 2 * length + 1):
         seen: list[list[int]] = []
@@ -288,7 +288,7 @@ def test_before_min_new_tokens_stops_are_banned_position_by_position(rule: str) 
 
 def test_noise_is_keyed_by_seed_position_and_step() -> None:
     """A flat law: the token is the noise's argmax, whichever step unmasks it."""
-    params = SamplingParams(seed=2**64 - 3, max_new_tokens=9)
+    params = RequestParams(seed=2**64 - 3, max_new_tokens=9)
     out = generate(lambda ids: torch.zeros(len(ids), VOCAB), [1, 1, 1], params, options(4))
     steps = [0, 0, 1, 2, 3, 0, 1, 2, 3]  # within the block
     for i, (token, step) in enumerate(zip(out.token_ids, steps, strict=True)):
@@ -301,7 +301,7 @@ def test_noise_is_keyed_by_seed_position_and_step() -> None:
 def test_the_law_is_that_of_the_filters() -> None:
     """Over many seeds: frequencies of one position's token, and confidences under that law."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0] + [-1.0] * 19)
-    params = SamplingParams(temperature=0.7, top_k=4, top_p=0.9, min_p=0.2, max_new_tokens=1)
+    params = RequestParams(temperature=0.7, top_k=4, top_p=0.9, min_p=0.2, max_new_tokens=1)
     probs = (logits / 0.7).softmax(-1)[:4]
     probs = probs / probs.sum()
     kept = [i for i in range(4) if float(probs[:i].sum()) < 0.9]

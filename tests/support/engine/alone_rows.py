@@ -8,7 +8,7 @@ import numpy as np
 
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from tests.support.engine.engine_rows import Request
 
 Run = Callable[[LLMEngine, Sequence[Request]], list[RequestOutput]]
@@ -24,7 +24,7 @@ class Alone:
 
     def __init__(self, engine: LLMEngine, run: Run) -> None:
         self._engine, self._run = engine, run
-        self._seen: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
+        self._seen: dict[tuple[tuple[int, ...], RequestParams], RequestOutput] = {}
 
     def __call__(self, row: Request) -> RequestOutput:
         key = (tuple(row[0]), row[1])

@@ -29,9 +29,9 @@ from batchgen.engine.interface.outputs import FinishReason, RequestOutput
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.rows.stopping import decode
-from batchgen.engine.sampling.sampler import sample
+from batchgen.engine.sampling.sampler import sample_tokens
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from tests.support.engine.engine_rows import Request, weights
 from tests.support.engine.schemas import SCHEMAS
 
@@ -160,7 +160,7 @@ def mixed_requests(count: int, seed: int = 0, free: int = 3) -> list[Request]:
             prompt = requests[-1][0]  # another sample
         constraint = None if i % free == free - 1 else next(constraints)
         length = max(rng.randint(1, 40), int(options.get("min_new_tokens", 0)))
-        params = SamplingParams(
+        params = RequestParams(
             max_new_tokens=length, seed=1000 * seed + i, constraint=constraint, **options
         )
         requests.append((prompt, params))
@@ -187,7 +187,7 @@ def assert_same(
 # --- the plain loop -------------------------------------------------------------------------------
 
 
-def reference(logits_of: Logits, prompt: list[int], params: SamplingParams) -> RequestOutput:
+def reference(logits_of: Logits, prompt: list[int], params: RequestParams) -> RequestOutput:
     """What a row is, token by token."""
     stops = {*params.stop_token_ids, END}
     token_ids: list[int] = []
@@ -255,7 +255,7 @@ def allowed(constraint: Constraint | None, stops: set[int], token_ids: Sequence[
     return torch.from_numpy(bits[:WIDTH].astype(np.bool_))
 
 
-def _column_names(params: SamplingParams) -> list[str]:
+def _column_names(params: RequestParams) -> list[str]:
     names = ["logprobs"] if params.logprobs else []
     return names + (["top_logprobs", "top_logprob_ids"] if params.top_logprobs else [])
 
@@ -265,7 +265,7 @@ def _draw(
     masked: Tensor,
     prompt: list[int],
     token_ids: list[int],
-    params: SamplingParams,
+    params: RequestParams,
     stops: tuple[int, ...],
     columns: Mapping[str, list[Any]],
 ) -> int:
@@ -279,7 +279,7 @@ def _draw(
         capacities=[MAX_LEN],
         device=logits.device,
     )
-    step = sample(masked.unsqueeze(0), sampling, torch.tensor([len(history)]))
+    step = sample_tokens(masked.unsqueeze(0), sampling, torch.tensor([len(history)]))
     token_id = int(step.token_ids)
     raw = logits.log_softmax(-1)
     values, ids = raw.topk(max(1, params.top_logprobs))
@@ -290,6 +290,6 @@ def _draw(
     return token_id
 
 
-def _stack(name: str, rows: list[Any], params: SamplingParams) -> npt.NDArray[Any]:
+def _stack(name: str, rows: list[Any], params: RequestParams) -> npt.NDArray[Any]:
     tail = () if name == "logprobs" else (params.top_logprobs,)
     return np.array(rows).reshape(len(rows), *tail)

@@ -21,7 +21,7 @@ import regex  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox
 
 INF = float("inf")
@@ -34,8 +34,8 @@ class Options:
     """The numbers of strategy and model.
 
     Attributes:
-        unmasking: `sequential`, `low_confidence_static` or `low_confidence_dynamic`.
-        denoising_steps: of a block, for the first two; block_length if None.
+        unmasking: a name of `strategies/dllm/rules`; the options of the rules are named as there.
+        denoising_steps: of a block, for the rules that have it; block_length if None.
         eos: ids that end a row unless its parameters ignore them.
     """
 
@@ -44,6 +44,12 @@ class Options:
     unmasking: str
     denoising_steps: int | None = None
     confidence_threshold: float = 0.9
+    min_tokens_per_step: int = 1
+    entropy_bound: float = 0.1
+    edit_threshold: float = 0.5
+    max_edit_steps: int = 16
+    shifted: bool = False
+    sub_block_length: int | None = None
     eos: tuple[int, ...] = ()
     max_model_len: int = 2**40
 
@@ -104,7 +110,8 @@ class Generated:
         step_map: 1 + how many steps of this row had unmasked something before the token's step.
         top_logprobs: of each token up to `params.top_logprobs` pairs of id and log-probability.
         confidences: what the unmasking saw of each token.
-        steps: of each block, also of what was cut off, how many positions each step unmasked.
+        steps: of each block, also of what was cut off, how many positions each step wrote.
+        edits: position, step, old and new token of every replaced token, as they happened.
         ids: the prompt and all blocks, also what was cut off.
     """
 
@@ -114,6 +121,7 @@ class Generated:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
+    edits: list[tuple[int, int, int, int]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length", "constraint_conflict"] = "length"
 
@@ -131,12 +139,13 @@ class Token:
     confidence: float
     logprob: float
     top_logprobs: list[tuple[int, float]]
+    entropy: float = 0.0
 
 
 def generate(
     forward: Forward,
     prompt: Sequence[int],
-    params: SamplingParams,
+    params: RequestParams,
     options: Options,
     language: Language | None = None,
 ) -> Generated:
@@ -154,12 +163,19 @@ def generate(
     while True:
         earlier = sum(count > 0 for block in out.steps for count in block)
         of_row = (len(prompt), stop_ids, params, options)
-        if language is None:
+        if options.shifted and not known and ids:
+            steps = begin_block(forward, ids, *of_row)
+        elif language is None:
             steps = denoise(forward, ids, known, *of_row)
         else:
             steps = denoise_guided(forward, ids, known, *of_row, language)
         placed: dict[int, tuple[Token, int]] = {}
         for tokens in steps:
+            out.edits += [
+                (at, earlier + 1, placed[at][0].token_id, token.token_id)
+                for at, token in tokens.items()
+                if at in placed
+            ]
             placed |= {at: (token, earlier + 1) for at, token in tokens.items()}
             earlier += len(tokens) > 0
         out.steps.append([len(tokens) for tokens in steps])
@@ -191,10 +207,10 @@ def denoise(
     known: Sequence[int],
     prompt_len: int,
     stop_ids: set[int],
-    params: SamplingParams,
+    params: RequestParams,
     options: Options,
 ) -> list[dict[int, Token]]:
-    """One block: of each step, the tokens that it unmasked, by absolute position.
+    """One block: of each step, the tokens that it wrote, by absolute position.
 
     Args:
         ids: all whole blocks before.
@@ -203,20 +219,54 @@ def denoise(
     start, end = len(ids), len(ids) + options.block_length
     block: dict[int, int] = dict(enumerate(known, start))
     steps: list[dict[int, Token]] = []
-    while len(block) < options.block_length:
+    edits, without_mask = options.unmasking == "joint_threshold", 0
+    given = set(block)
+    while (is_masked := len(block) < options.block_length) or (
+        edits and without_mask < options.max_edit_steps
+    ):
+        without_mask += not is_masked
         inputs = [block.get(at, options.mask_token_id) for at in range(start, end)]
-        logits = unmasked(forward([*ids, *inputs])[start:end], options)
+        logits = unmasked(forward([*ids, *inputs]), options)
+        logits = logits[start - 1 : end - 1] if options.shifted and start else logits[start:end]
+        if options.shifted and not start:
+            logits = torch.cat((logits[:1], logits[:-1]))  # the first token is always known
         drawn: dict[int, Token] = {}
         for at in range(start, end):
-            if at not in block:
+            if at not in block or (edits and at not in given):
                 banned = stop_ids if at < prompt_len + params.min_new_tokens else set()
                 token = draw(logits[at - start], at, len(steps), banned, params)
                 assert token is not None
                 drawn[at] = token
-        chosen = choose(drawn, len(steps), options)
+        left = {at: drawn[at] for at in drawn if at not in block}
+        if left and options.sub_block_length:
+            part = min(left) // options.sub_block_length
+            left = {at: each for at, each in left.items() if at // options.sub_block_length == part}
+        chosen = choose(left, len(steps), options)
+        limit = float(torch.tensor(options.edit_threshold))
+        chosen += [at for at in drawn if at in block and drawn[at].token_id != block[at]
+                   and drawn[at].confidence > limit]  # fmt: skip
         steps.append({at: drawn[at] for at in chosen})
         block |= {at: drawn[at].token_id for at in chosen}
+        if not is_masked and not chosen:
+            break
     return steps
+
+
+def begin_block(
+    forward: Forward,
+    ids: Sequence[int],
+    prompt_len: int,
+    stop_ids: set[int],
+    params: RequestParams,
+    options: Options,
+) -> list[dict[int, Token]]:
+    """One block whose first token is of the logits that end the blocks before."""
+    start = len(ids)
+    banned = stop_ids if start < prompt_len + params.min_new_tokens else set()
+    first = draw(unmasked(forward([*ids]), options)[-1], start, 0, banned, params)
+    assert first is not None
+    of_row = (prompt_len, stop_ids, params, options)
+    return [{start: first}, *denoise(forward, ids, [first.token_id], *of_row)]
 
 
 def unmasked(logits: Tensor, options: Options) -> Tensor:
@@ -232,7 +282,7 @@ def denoise_guided(
     known: Sequence[int],
     prompt_len: int,
     stop_ids: set[int],
-    params: SamplingParams,
+    params: RequestParams,
     options: Options,
     language: Language,
 ) -> list[dict[int, Token]]:
@@ -261,7 +311,7 @@ def run_in(
     history: list[int],
     room: int,
     draw_at: Callable[[int, set[int] | None], Token | None],
-    permits: Callable[[int, Token], bool],
+    permits: Callable[[int, Token, float], bool],
     stop_ids: set[int],
 ) -> tuple[list[Token], bool]:
     """What a step takes of a row, and whether it ends in a conflict.
@@ -276,7 +326,7 @@ def run_in(
         draw_at: place and allowed tokens → what is drawn.
     """
     run: list[Token] = []
-    masked = True
+    masked, first = True, 0
     while len(run) < room:
         place = len(run)
         ids = history + [token.token_id for token in run]
@@ -286,12 +336,19 @@ def run_in(
             new = [draw_at(place + i, {token_id}) for i, token_id in enumerate(forced)]
         elif masked:
             new, masked = [draw_at(place, language.allowed(ids, stop_ids))], False
+            first = place
             if new == [None]:
                 return run, True
         else:
             new = [draw_at(place, None)]
+            free = [draw_at(i, None) for i in range(place)]
+            before = sum(
+                each.entropy for each in (*free[:first], run[first], *free[first + 1 :]) if each
+            )
             if not (
-                new[0] and permits(place, new[0]) and language.legal(ids, new[0].token_id, stop_ids)
+                new[0]
+                and permits(place, new[0], before)
+                and language.legal(ids, new[0].token_id, stop_ids)
             ):
                 break
         run += [token for token in new if token is not None]
@@ -303,17 +360,21 @@ def _draw_at(
     first: int,
     step: int,
     banned: list[set[int]],
-    params: SamplingParams,
+    params: RequestParams,
     place: int,
     allowed: set[int] | None,
 ) -> Token | None:
     return draw(logits[place], first + place, step, banned[place], params, allowed)
 
 
-def permits(options: Options, step: int, place: int, token: Token) -> bool:
-    """Whether a step of a guided row may take a token, so many places behind the first masked."""
+def permits(options: Options, step: int, place: int, token: Token, before: float) -> bool:
+    """Whether a step of a guided row may take a token, so many places behind the first masked, with
+    so much entropy at the places between."""
     if options.unmasking == "low_confidence_dynamic":
-        return token.confidence > float(torch.tensor(options.confidence_threshold))
+        is_sure = token.confidence > float(torch.tensor(options.confidence_threshold))
+        return is_sure or place < options.min_tokens_per_step
+    if options.unmasking == "entropy_bound":
+        return before <= options.entropy_bound or place < options.min_tokens_per_step
     counts = schedule(options)
     return place < counts[min(step, len(counts) - 1)]
 
@@ -322,9 +383,18 @@ def choose(drawn: dict[int, Token], step: int, options: Options) -> list[int]:
     """The positions that a step unmasks of those that are masked."""
     places = sorted(drawn)
     by_confidence = sorted(places, key=lambda at: (-drawn[at].confidence, at))
-    if options.unmasking == "low_confidence_dynamic":
+    least = options.min_tokens_per_step
+    if options.unmasking in ("low_confidence_dynamic", "joint_threshold"):
         limit = float(torch.tensor(options.confidence_threshold, dtype=torch.float32))
-        return [at for at in places if drawn[at].confidence > limit] or by_confidence[:1]
+        sure = [at for at in places if drawn[at].confidence > limit]
+        return sure if len(sure) >= least else by_confidence[:least]
+    if options.unmasking == "entropy_bound":
+        by_entropy = sorted(places, key=lambda at: (drawn[at].entropy, at))
+        total, count = 0.0, 0
+        while count < len(places) and (count < least or total <= options.entropy_bound):
+            total += drawn[by_entropy[count]].entropy
+            count += 1
+        return by_entropy[:count]
     count = schedule(options)[step]
     if options.unmasking == "low_confidence_static":
         return by_confidence[:count]
@@ -346,7 +416,7 @@ def draw(
     position: int,
     step: int,
     banned: set[int],
-    params: SamplingParams,
+    params: RequestParams,
     allowed: set[int] | None = None,
 ) -> Token | None:
     """From logits [V] of one position; None if none of the allowed tokens is left."""
@@ -363,11 +433,13 @@ def draw(
     logprobs: list[float] = source.log_softmax(-1).tolist()
     order = sorted(range(len(logits)), key=lambda i: (-logprobs[i], i))
     top = [(i, logprobs[i]) for i in order[: params.top_logprobs] if logprobs[i] > -INF]
-    return Token(token, float(law.softmax(-1)[token]), logprobs[token], top)
+    probs = law.softmax(-1)
+    entropy = float(torch.special.entr(probs).sum())
+    return Token(token, float(probs[token]), logprobs[token], top, entropy)
 
 
 def process(
-    logits: Tensor, banned: set[int], params: SamplingParams, allowed: set[int] | None = None
+    logits: Tensor, banned: set[int], params: RequestParams, allowed: set[int] | None = None
 ) -> Tensor | None:
     """Ban, constraint, temperature, top-k, top-p, min-p: [V], -inf where a token is excluded; None
     if the constraint left none.

@@ -14,14 +14,14 @@ from batchgen.engine.interface.outputs import Begun, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import LengthPredictor
 from batchgen.engine.vision.image import Image
 
-Request = tuple[list[int], SamplingParams]
-Scored = tuple[list[int], SamplingParams, list[int]]
+Request = tuple[list[int], RequestParams]
+Scored = tuple[list[int], RequestParams, list[int]]
 """A row with an answer, the last of the three, that is scored."""
-Pictured = tuple[list[int], SamplingParams, list[Image]]
+Pictured = tuple[list[int], RequestParams, list[Image]]
 """A row with images."""
 
 
@@ -44,7 +44,8 @@ def run(
         if answer:
             engine.add_request(str(i), prompt, params, answer)
         else:
-            asked = replace(params, columns=(*params.columns, *columns))
+            more = columns if params.max_new_tokens else ()
+            asked = replace(params, columns=(*params.columns, *more))
             goes_on = engine.add_request(str(i), prompt, asked, images=images, begun=begun)
             assert goes_on == (begun is not None)
 

@@ -17,7 +17,7 @@ from batchgen.engine.rows.scheduled_batch import (
 )
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import StopRule
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.block_manager import BlockManager
 
 STOP = 99
@@ -43,7 +43,7 @@ class Row:
         if length < limit:
             output[-1] = STOP
         stop = StopRule({STOP: "stop"} if length < limit else {}, (), 0, limit)
-        return cls(Sequence(name, list(prompt), SamplingParams(), stop, ()), output)
+        return cls(Sequence(name, list(prompt), RequestParams(), stop, ()), output)
 
     def token(self, place: int) -> int:
         """Generated at a place; a device that runs ahead goes on after the row's end."""

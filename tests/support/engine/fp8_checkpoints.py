@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_weight
+from batchgen.kernels.fp8.fp8_weight import FP8Weight, quantise_fp8
 
 QUANTIZATION: Mapping[str, Any] = {
     "quant_method": "fp8",
@@ -57,7 +57,7 @@ def write_fp8(
     for name, tensor in tensors.items():
         plain[name] = rounded[name] = tensor
         if _PROJECTION.search(name) and not any(f".{k}." in f".{name}." for k in kept):
-            weight = quantise_weight(tensor)
+            weight = quantise_fp8(tensor)
             scales = weight.scales.to(scale_dtype)
             plain[name] = FP8Weight(weight.values, scales.float()).dequantise()
             rounded[name], rounded[f"{name}_scale_inv"] = weight.values, scales

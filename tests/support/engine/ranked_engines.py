@@ -24,7 +24,7 @@ from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.peft_files import open_adapter
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
-from batchgen.engine.replicas import Leader, follow
+from batchgen.engine.replicas import Leader, follow_engine
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.support.engine.constrained_rows import END, make_tokenizer
@@ -117,7 +117,7 @@ class Cases:
         torch.set_num_threads(1)
         for case in self.cases:
             with case.engine(parallel) as engine:
-                follow(engine, cast("Connection[Any, Any]", _UntilNone(connection)))
+                follow_engine(engine, cast("Connection[Any, Any]", _UntilNone(connection)))
 
 
 def run_divided(

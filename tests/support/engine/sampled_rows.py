@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.sampling.sampler import requested_columns
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -22,23 +22,23 @@ STOP_IDS = (2, 5)
 POSITION = len(PROMPT) + len(OUTPUT)
 
 OPTIONS = {
-    "plain": SamplingParams(),
-    "greedy": SamplingParams(temperature=0, top_k=2, top_p=0.1, min_p=0.9),
-    "cold": SamplingParams(temperature=0.5),
-    "hot": SamplingParams(temperature=1.7),
-    "top_k": SamplingParams(top_k=3),
-    "top_k of all": SamplingParams(top_k=1000),
-    "top_p": SamplingParams(top_p=0.7),
-    "min_p": SamplingParams(min_p=0.15),
-    "repetition": SamplingParams(repetition_penalty=1.8),
-    "presence": SamplingParams(presence_penalty=1.1),
-    "frequency": SamplingParams(frequency_penalty=-0.9),
-    "banned stop": SamplingParams(min_new_tokens=4),
-    "stop allowed again": SamplingParams(min_new_tokens=3),
-    "greedy with penalties": SamplingParams(
+    "plain": RequestParams(),
+    "greedy": RequestParams(temperature=0, top_k=2, top_p=0.1, min_p=0.9),
+    "cold": RequestParams(temperature=0.5),
+    "hot": RequestParams(temperature=1.7),
+    "top_k": RequestParams(top_k=3),
+    "top_k of all": RequestParams(top_k=1000),
+    "top_p": RequestParams(top_p=0.7),
+    "min_p": RequestParams(min_p=0.15),
+    "repetition": RequestParams(repetition_penalty=1.8),
+    "presence": RequestParams(presence_penalty=1.1),
+    "frequency": RequestParams(frequency_penalty=-0.9),
+    "banned stop": RequestParams(min_new_tokens=4),
+    "stop allowed again": RequestParams(min_new_tokens=3),
+    "greedy with penalties": RequestParams(
         temperature=0, repetition_penalty=3.0, frequency_penalty=1.5, min_new_tokens=9
     ),
-    "everything": SamplingParams(
+    "everything": RequestParams(
         temperature=0.8,
         top_k=6,
         top_p=0.9,
@@ -52,7 +52,7 @@ OPTIONS = {
 
 
 def build(
-    params: Sequence[SamplingParams],
+    params: Sequence[RequestParams],
     prompt: Sequence[int] = PROMPT,
     output: Sequence[int] = OUTPUT,
     stop_ids: Sequence[int] = STOP_IDS,
@@ -73,7 +73,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).float()
 
 
-def mixed_params() -> list[SamplingParams]:
+def mixed_params() -> list[RequestParams]:
     params = [replace(p, seed=1000 + i) for i, p in enumerate(OPTIONS.values())]
     asks: tuple[dict[str, Any], ...] = (
         {"logprobs": True},
@@ -90,7 +90,7 @@ def mixed_params() -> list[SamplingParams]:
     ]
 
 
-def row_of(step: StepOutput, i: int, params: SamplingParams) -> dict[str, torch.Tensor]:
+def row_of(step: StepOutput, i: int, params: RequestParams) -> dict[str, torch.Tensor]:
     """What row i asked for, each column cut to its own shape."""
     out = {"token_ids": step.token_ids[i]}
     for column in requested_columns(params):
@@ -101,7 +101,7 @@ def row_of(step: StepOutput, i: int, params: SamplingParams) -> dict[str, torch.
 
 probability = st.floats(2**-10, 1, width=32)
 any_params = st.builds(
-    SamplingParams,
+    RequestParams,
     temperature=st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-5, 100)),
     top_k=st.integers(0, 9),
     top_p=st.one_of(st.just(1.0), probability),

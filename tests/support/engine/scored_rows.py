@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.support.engine.engine_rows import Scored
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def scored(prompt: list[int], answer: list[int], **options: Any) -> Scored:
-    return prompt, SamplingParams(max_new_tokens=0, **options), answer
+    return prompt, RequestParams(max_new_tokens=0, **options), answer
 
 
 def make_engine(
@@ -32,10 +32,13 @@ def make_engine(
     *,
     heads: tuple[str, ...] = (),
     columns: tuple[str, ...] = (),
+    hidden_layers: tuple[int, ...] = (),
     **config: Any,
 ) -> LLMEngine:
     options: dict[str, Any] = {"kv_cache_gib": 0.02, "max_num_seqs": 6} | config
-    model = load_model(folder, device=CPU, dtype=torch.float32, heads=heads)
+    model = load_model(
+        folder, device=CPU, dtype=torch.float32, heads=heads, hidden_layers=hidden_layers
+    )
     return LLMEngine(
         model,
         None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 MASK_ID = 127
@@ -203,12 +204,15 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     model: PreTrainedModel
     if kind == "llama":
         model = _causal("Llama", values)
-    elif kind == "qwen2":
+    elif kind in ("qwen2", "fast_dllm_qwen"):
         model = _causal("Qwen2", values)
     elif kind == "qwen2_moe":
         model = _causal("Qwen2Moe", _MOE | {"shared_expert_intermediate_size": 48} | values)
     elif kind == "qwen3_next" or kind.startswith("qwen3_5"):
         model = _random_hybrid(kind, config)
+    elif kind == "llada2_moe":
+        own = {"attention_bias": False, "use_qk_norm": True, "n_shared_experts": 1}
+        model = _causal("Glm4Moe", SIZES | _MOE_V3 | own | config)
     elif kind in VARIANTS or kind in CLASSES:
         model = _random_variant(kind, config)
     elif kind.startswith(("deepseek", "glm4")):
@@ -361,6 +365,56 @@ def _with_tower(family: str, values: dict[str, Any]) -> PreTrainedModel:
     made = getattr(transformers, f"{family}Config")(**values)
     model: PreTrainedModel = getattr(transformers, f"{family}ForConditionalGeneration")(made)
     return model
+
+
+LLADA2_NAMES = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.qkv_proj.": ".attention.query_key_value.",
+    ".self_attn.q_norm.": ".attention.query_layernorm.",
+    ".self_attn.k_norm.": ".attention.key_layernorm.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
+}
+"""What GLM-4.5's tensors are called in checkpoints of LLaDA2."""
+
+
+def publish_llada2(folder: Path) -> None:
+    """Give a saved GLM-4.5 the names and the configuration that checkpoints of LLaDA2 have."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".q_proj.weight")]:
+        start = name.removesuffix("q_proj.weight")
+        parts = [tensors.pop(f"{start}{part}_proj.weight") for part in "qkv"]
+        tensors[f"{start}qkv_proj.weight"] = torch.cat(parts)
+    for name in list(tensors):
+        new = name
+        for theirs, published in LLADA2_NAMES.items():
+            new = new.replace(theirs, published)
+        tensors[new] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    kept = (
+        *SIZES, "moe_intermediate_size", "num_experts_per_tok", "n_group", "topk_group",
+        "first_k_dense_replace", "routed_scaling_factor", "rms_norm_eps", "dtype",
+    )  # fmt: skip
+    rope = config["rope_parameters"]
+    own = {
+        "architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "hidden_act": "silu",
+        "num_experts": config["n_routed_experts"], "num_shared_experts": config["n_shared_experts"],
+        "rope_theta": rope["rope_theta"], "partial_rotary_factor": rope["partial_rotary_factor"],
+        "rope_scaling": None, "mask_token_id": MASK_ID, "score_function": "sigmoid",
+        "norm_topk_prob": True, "use_bias": False, "use_qkv_bias": False, "use_qk_norm": True,
+        "norm_head": False, "router_dtype": "fp32", "moe_router_enable_expert_bias": True,
+        "tie_word_embeddings": False, "auto_map": {"AutoModel": "modeling_llada2_moe.X"},
+    }  # fmt: skip
+    file.write_text(json.dumps({key: config[key] for key in kept if key in config} | own))
+
+
+def name_fast_dllm(file: Path) -> None:
+    """A saved Qwen2's config.json as checkpoints of Fast-dLLM v2 have it."""
+    config = {"mask_token_id": MASK_ID, "bd_size": 8} | json.loads(file.read_text())
+    config |= {"model_type": "Fast_dLLM_Qwen", "architectures": ["Fast_dLLM_QwenForCausalLM"]}
+    file.write_text(json.dumps(config))
 
 
 def name_sdar(file: Path) -> None:

@@ -33,14 +33,15 @@ from batchgen.config.groups.job_config import (
 from batchgen.config.groups.prompt_config import ChatPromptConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.memory.memory_plan import MemoryPlan
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.dataset.source import Row, Source
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.util.request_id import RequestId
 
 LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
@@ -138,7 +139,7 @@ class FakeJob:
         )
 
     def run(self) -> JobResult:
-        return run_job(self.config(), self.parts())
+        return execute_job(self.config(), self.parts())
 
 
 class FakeSource(Source):
@@ -195,7 +196,7 @@ class FakeStats:
 class _Running:
     request_id: RequestId
     prompt: list[int]
-    params: SamplingParams
+    params: RequestParams
     steps_left: int
 
 
@@ -216,8 +217,8 @@ class FakeEngine:
         self,
         request_id: RequestId,
         prompt_token_ids: list[int],
-        params: SamplingParams,
-        answer_token_ids: list[int] | None = None,
+        params: RequestParams,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
@@ -304,7 +305,7 @@ class FakeEngine:
         return output
 
 
-def outcome(request_id: RequestId, prompt: list[int], params: SamplingParams) -> RequestOutput:
+def outcome(request_id: RequestId, prompt: list[int], params: RequestParams) -> RequestOutput:
     """A function of prompt and seed alone."""
     digest = blake2b(repr((prompt, params.seed)).encode(), digest_size=16).digest()
     tokens = list(digest[: 1 + digest[0] % 16])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.compose.load_config import identity, step_configs
+from batchgen.config.compose.load_config import config_identity, step_configs
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.config.groups.job_config import JobConfig, StepConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig
@@ -56,7 +56,7 @@ class FollowingJob:
     def parts(self, promised: dict[str, Promise] | None = None) -> ResolvedJob:
         config = self.config()
         data = open_source(config, promised)
-        source, found = behind_steps(data, config.rows, identity(config)["dataset"], None)
+        source, found = behind_steps(data, config.rows, config_identity(config)["dataset"], None)
         fake = FakeJob(self.out, samples=self.samples, log=self.log, bad=False)
         return replace(
             fake.parts(),

@@ -22,13 +22,14 @@ from safetensors.torch import save_file
 import batchgen
 from batchgen.config.compose.compose_config import compose
 from batchgen.engine.interface.outputs import Begun, RequestError, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.memory.memory_plan import MemoryPlan
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.util.request_id import RequestId
 
 MEMORY = MemoryPlan(0, 0, 0, num_blocks=0, kv_tokens=0, total=None)
@@ -97,8 +98,8 @@ class DecodingEngine:
         self,
         request_id: RequestId,
         prompt_token_ids: list[int],
-        params: SamplingParams,
-        answer_token_ids: list[int] | None = None,
+        params: RequestParams,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
@@ -165,7 +166,7 @@ def opened(given: Sequence[str], engine: DecodingEngine) -> ResolvedJob:
 
 def run(given: Sequence[str], engine: DecodingEngine | None = None) -> JobResult:
     config = compose({}, list(given))
-    return run_job(config, opened(given, engine or DecodingEngine()))
+    return execute_job(config, opened(given, engine or DecodingEngine()))
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.storage.shards.output_writer import OutputWriter
 from batchgen.util.request_id import RequestId
@@ -22,7 +22,7 @@ def finished_row(index: int, sample: int) -> FinishedRow:
     if index % 7 == 3:
         return FinishedRow(row_id, index, sample, fields, error=RequestError("bad", "is bad"))
     output = outcome(
-        RequestId("", index, sample), [index] * (index % 4), SamplingParams(seed=sample)
+        RequestId("", index, sample), [index] * (index % 4), RequestParams(seed=sample)
     )
     return FinishedRow(row_id, index, sample, fields, output=output)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from batchgen.config.compose.compose_config import compose
 from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 ROWS = [{"id": f"r{i}", "q": f"What is {i} + {i}?" + " Please." * (i % 4)} for i in range(11)]
@@ -44,7 +44,7 @@ def overrides(model: Path, rows: Path, out: Path | str, *more: str) -> list[str]
 
 def run(arguments: list[str]) -> JobResult:
     config = compose({}, arguments)
-    return run_job(config, resolve_job(config))
+    return execute_job(config, resolve_job(config))
 
 
 def contents(folder: Path) -> dict[str, str]:

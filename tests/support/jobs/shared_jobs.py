@@ -11,7 +11,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.inputs.model.job_engine import Engine
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from tests.support.jobs.fake_job import FakeJob
 
 
@@ -50,7 +50,7 @@ def in_threads(jobs: Sequence[FakeJob]) -> list[JobResult | Exception]:
             return parts.build_engine()
 
         try:
-            found.append(run_job(job.config(), replace(parts, port=build_engine)))
+            found.append(execute_job(job.config(), replace(parts, port=build_engine)))
         except Exception as error:
             found.append(error)
             traceback.print_exc()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchgen.config.compose.load_config import identity, step_configs
+from batchgen.config.compose.load_config import config_identity, step_configs
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.config.groups.job_config import (
     EngineGroup,
@@ -26,7 +26,7 @@ from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.inputs.row_index.open_rows import behind_steps
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 
 STEPS: list[dict[str, Any]] = [
@@ -80,7 +80,7 @@ class SteppedJob:
     def run(self) -> JobResult:
         config, engine = self.config(), FakeEngine(FakeJob(self.out, bad=False, step_s=self.step_s))
         source, found = behind_steps(
-            open_dataset(config.dataset), config.rows, identity(config)["dataset"], None
+            open_dataset(config.dataset), config.rows, config_identity(config)["dataset"], None
         )
         parts = ResolvedJob(
             source=source,
@@ -91,7 +91,7 @@ class SteppedJob:
             fingerprints={"model": "fake", **found},
             port=lambda: engine,
         )
-        return run_job(config, parts)
+        return execute_job(config, parts)
 
     def bytes(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(self.out, "data").iterdir())}

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.config.groups.job_config import JobConfig, StepConfig
 from batchgen.config.groups.sampling_config import UntilConfig
 from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure
+from batchgen.storage.shards.enough import Enough
 from tests.support.jobs.shared_jobs import SharedJob
 
 MARKED = "mark == 1"
@@ -81,6 +83,7 @@ class UntilJob(SharedJob):
     samples: int = 1
     where: str = MARKED
     valid: int = 2
+    width: float | None = None
     most: int = 6
     one_of: int = 3
     isolated: bool = False
@@ -94,7 +97,8 @@ class UntilJob(SharedJob):
         )
         if not self.where:
             return replace(config, sampling=replace(config.sampling, n=self.most))
-        until = UntilConfig(where=self.where, valid=self.valid, most=self.most)
+        rule = {"valid": self.valid} if self.width is None else {"width": self.width}
+        until = UntilConfig(where=self.where, most=self.most, **rule)
         return replace(
             config,
             post=(step,),
@@ -123,9 +127,14 @@ def is_marked(row: Row, one_of: int = 3) -> bool:
 
 
 def expected(
-    every: Rows, valid: int, most: int, is_valid: Callable[[Row], bool] = is_marked
+    every: Rows,
+    valid: int | None,
+    most: int,
+    is_valid: Callable[[Row], bool] = is_marked,
+    width: float | None = None,
 ) -> Rows:
     """The rows that a job must have, of all samples of its rows."""
+    rule = Enough(valid if width is None else None, most, width)
     by_row = defaultdict[int, list[Row]](list)
     for row in every:
         by_row[row["row_index"]].append(row)
@@ -138,7 +147,8 @@ def expected(
             if is_error and row["num_prompt_tokens"] is None:
                 outcome = "failed"
                 break
-            if sum(row["valid"] is True for row in kept) == valid:
+            count = sum(row["valid"] is True for row in kept)
+            if rule.is_reached(np.array(count), np.array(len(kept))):
                 outcome = "enough"
                 break
         counts = {"num_valid": sum(r["valid"] is True for r in kept), "num_samples": len(kept)}

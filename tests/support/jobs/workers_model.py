@@ -19,7 +19,7 @@ from batchgen.storage.leases.lease_files import (
     published_name,
     worker_name,
 )
-from batchgen.storage.leases.lease_protocol import Member, join, publish
+from batchgen.storage.leases.lease_protocol import Member, join_workers, publish_leased
 from batchgen.storage.leases.store_operations import (
     Create,
     Names,
@@ -179,7 +179,7 @@ class Worker:
         return json.dumps(beat).encode()
 
     def _life(self) -> Generator[Any, Any, str]:
-        self.number = yield from join(1, self._content, self._random.randrange)
+        self.number = yield from join_workers(1, self._content, self._random.randrange)
         watch = FailureDetector(STALE, lambda: self.clock, lambda beat: False)
         member = Member(self.number, watch, self._random.randrange)
         member.num_shards = self.shards
@@ -201,7 +201,7 @@ class Worker:
                     yield from ask(Append(name, row))  # type: ignore[arg-type]
                     self.store.acknowledged.add((shard, row))
             if len((yield from self._found(shard))) == ROWS:
-                same = yield from publish(shard, whole(shard), self.number, replaces=False)
+                same = yield from publish_leased(shard, whole(shard), self.number, replaces=False)
                 assert same
                 for name in (yield from self._journals(shard)):
                     yield from ask(Delete(name))  # type: ignore[arg-type]

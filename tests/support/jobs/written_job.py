@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import yaml
 from synthetic_job import LOGPROBS, integer_steps
 
-from batchgen.config.compose.load_config import growing, identity, resolved
+from batchgen.config.compose.load_config import config_identity, growing, resolved
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.config.groups.job_config import (
     EngineGroup,
@@ -73,7 +73,7 @@ def write_job(
         seal(shard_path(folder / "data", shard))
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved(config)), encoding="utf-8")
     manifest = Manifest.build(
-        identity(config),
+        config_identity(config),
         {"model": "none", "dataset": "none"},
         growing={**growing(config), ROWS: rows},
     )

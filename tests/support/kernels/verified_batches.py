@@ -42,7 +42,7 @@ def verify_reference(batch: Batch) -> Verified:
 
 
 def verify_triton(batch: Batch) -> Verified:
-    return _verify(batch, lambda *args: Verified(*rejection_triton.verify(*args)), DEVICE)
+    return _verify(batch, lambda *args: Verified(*rejection_triton.verify_triton(*args)), DEVICE)
 
 
 def _verify(batch: Batch, verify: Callable[..., Verified], device: str) -> Verified:

@@ -23,7 +23,7 @@ from batchgen.pipelines.run.pipeline import compose_pipeline
 from batchgen.pipelines.run.pipeline_file import read_pipeline
 from batchgen.pipelines.run.run_pipeline import PipelineResult, run_pipeline
 from batchgen.storage.folder.export_record import ExportRecord, content_digest
-from batchgen.storage.stores.whole_file import publish
+from batchgen.storage.stores.whole_file import publish_file
 from tests.support.kills.killing import (
     BEAT,
     PER_SHARD,
@@ -91,12 +91,12 @@ class PipelineJob:
 
         def published(new: Path, path: Path) -> None:
             time.sleep(_EXPORT_SECONDS)
-            publish(new, path)
+            publish_file(new, path)
             time.sleep(_EXPORT_SECONDS)
 
         with (
             patch.object(EnginePort, "receive", received),
-            patch.object(make_sets, "publish", published),
+            patch.object(make_sets, "publish_file", published),
         ):
             given = read_pipeline(self.values(), {}, self.arguments)
             return run_pipeline(compose_pipeline(given, TYPED))
@@ -116,7 +116,7 @@ def _exports(of: PipelineJob) -> dict[str, object]:
     """What the exports hold, and of what the record says that they are made. The card of a folder
     of rows names the folder, so that only its shards are compared."""
     folder = of.out / "export"
-    made = ExportRecord.read(folder).made
+    made = ExportRecord.read(folder).exports
     for name, one in made.items():
         assert content_digest(folder / name) == one.digests[0], f"{name} is not as recorded"
     there = {path.name for path in folder.iterdir()}

@@ -7,10 +7,10 @@ from functools import partial
 from batchgen.evals.math.reading.cursor import Cursor
 from batchgen.evals.math.reading.expressions import Expressions
 from batchgen.evals.math.reading.nodes import (
+    AnswerList,
+    Bracketed,
     Builder,
     Call,
-    Group,
-    Listing,
     Node,
     NotRead,
     Quantity,
@@ -188,9 +188,9 @@ class Answers:
 
     def _set_or_sum(self) -> Node:
         if self.cursor.accept("emptyset"):
-            return Group("{set", (), "}set")
+            return Bracketed("{set", (), "}set")
         if self.cursor.accept("reals"):
-            return Group("(", (Call("negate", (Symbol("oo"),)), Symbol("oo")), ")")
+            return Bracketed("(", (Call("negate", (Symbol("oo"),)), Symbol("oo")), ")")
         if self.cursor.next.kind == "sign" and self.cursor.next.text.startswith("set "):
             return Symbol(self.cursor.take().text)
         if self.cursor.is_sign("angle", "triangle"):
@@ -222,7 +222,7 @@ class Answers:
         closing = _CLOSING[opening]
         if self.cursor.accept(*closing):
             if opening == "{set":
-                return Group(opening, (), "}set")
+                return Bracketed(opening, (), "}set")
             raise NotRead
         if opening == "{":
             inner = self.listing("}")
@@ -239,15 +239,15 @@ class Answers:
         close = self.cursor.expect(*_CLOSING[opening])
         if isinstance(inner, Builder):
             return inner
-        listed = isinstance(inner, Listing) and inner.joined in (",", ";")
-        items = inner.items if listed and isinstance(inner, Listing) else (inner,)
+        listed = isinstance(inner, AnswerList) and inner.joined in (",", ";")
+        items = inner.items if listed and isinstance(inner, AnswerList) else (inner,)
         if opening == "langle":
-            return Group("(", items, ")")
+            return Bracketed("(", items, ")")
         if opening == "{set" or len(items) > 1:
-            return Group(opening, items, close)
+            return Bracketed(opening, items, close)
         if opening == "(" and close == ")":
             return inner
-        if opening == "[" and close == "]" and not isinstance(inner, Relation | Listing):
+        if opening == "[" and close == "]" and not isinstance(inner, Relation | AnswerList):
             return inner
         raise NotRead
 
@@ -263,4 +263,4 @@ def _only(groups: list[list[Node]]) -> Node:
 
 
 def _joined(items: list[Node], joined: str) -> Node:
-    return items[0] if len(items) == 1 else Listing(tuple(items), joined)
+    return items[0] if len(items) == 1 else AnswerList(tuple(items), joined)

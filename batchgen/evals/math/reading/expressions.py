@@ -15,7 +15,7 @@ from batchgen.evals.math.reading.nodes import (
     Symbol,
 )
 from batchgen.evals.math.reading.tokens import SCALES
-from batchgen.evals.math.reading.written_numbers import digit, number
+from batchgen.evals.math.reading.written_numbers import digit, read_number
 
 _INVERSES = {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "ln": "log", "lg": "log10",
@@ -144,7 +144,7 @@ class Expressions:
     def _factor(self) -> Node:
         token = self.cursor.take()
         if token.kind == "number":
-            return number(self.cursor, token, self._argument)
+            return read_number(self.cursor, token, self._argument)
         if token.kind == "letter":
             return self._symbol(token.text)
         if token.kind == "function":

@@ -69,10 +69,10 @@ def tidy(text: str) -> str:
 
 
 def _without_layout(text: str) -> str:
-    text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
-    text = _LOWERED.sub(lambda found: f"_{{{found[0].translate(_SUBSCRIPTS)}}}", text)
+    text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = _LOWERED.sub(lambda match: f"_{{{match[0].translate(_SUBSCRIPTS)}}}", text)
     text = _VULGAR.sub(_vulgar, text)
-    text = _CHARACTER.sub(lambda found: _CHARACTERS[found[0]], text)
+    text = _CHARACTER.sub(lambda match: _CHARACTERS[match[0]], text)
     text = unicodedata.normalize("NFKC", text)
     if "\\begin" not in text:
         text = _DOUBLED.sub(lambda _: "\\", text)
@@ -82,8 +82,8 @@ def _without_layout(text: str) -> str:
     return usual(_without_dollars(_SPACE.sub(" ", text)))
 
 
-def _vulgar(found: re.Match[str]) -> str:
-    above, _, below = unicodedata.normalize("NFKC", found[0]).partition("⁄")
+def _vulgar(match: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", match[0]).partition("⁄")
     return rf"\frac{{{above}}}{{{below}}}"
 
 

@@ -69,7 +69,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Bracketed:
     """Items in brackets: a point, a vector, an interval (by its two brackets) or a set (`{`)."""
 
     opening: str
@@ -113,7 +113,7 @@ class Relation:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class AnswerList:
     """Answers one after another, joined by `,`, `;`, `and` or `or`."""
 
     items: tuple[Node, ...]
@@ -121,7 +121,7 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LetterChoice:
     """The letter of a choice and its text, such as `(B) 5`."""
 
     letter: str
@@ -129,8 +129,8 @@ class Choice:
 
 
 Node = (
-    Number | Symbol | Call | Based | Quantity | Words | Ratio | Group | Matrix
-    | SetOperation | Builder | Relation | Listing | Choice
+    Number | Symbol | Call | Based | Quantity | Words | Ratio | Bracketed | Matrix
+    | SetOperation | Builder | Relation | AnswerList | LetterChoice
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchgen.evals.math.reading.answers import Answers
 from batchgen.evals.math.reading.cursor import Cursor
-from batchgen.evals.math.reading.nodes import Choice, Node, NotRead, Symbol, Words
+from batchgen.evals.math.reading.nodes import LetterChoice, Node, NotRead, Symbol, Words
 from batchgen.evals.math.reading.tokens import Token, tokens_of
 
 
@@ -48,6 +48,6 @@ def _choice_of(letter: str, rest: list[Token]) -> Node:
     if not rest:
         return Symbol(letter)
     try:
-        return Choice(letter, _read(rest))
+        return LetterChoice(letter, _read(rest))
     except NotRead:
-        return Choice(letter, Words(" ".join(token.text for token in rest)))
+        return LetterChoice(letter, Words(" ".join(token.text for token in rest)))

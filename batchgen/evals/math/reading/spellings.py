@@ -47,15 +47,15 @@ def usual(text: str) -> str:
     return text
 
 
-def _unit_fraction(found: re.Match[str]) -> str:
-    above, below = found.groups()
-    known = above in UNITS and below in UNITS and found[0].count("{") == found[0].count("}")
-    return rf" {above}/{below}" if known else found[0]
+def _unit_fraction(match: re.Match[str]) -> str:
+    above, below = match.groups()
+    known = above in UNITS and below in UNITS and match[0].count("{") == match[0].count("}")
+    return rf" {above}/{below}" if known else match[0]
 
 
-def _system(found: re.Match[str]) -> str:
+def _system(match: re.Match[str]) -> str:
     """The equations of a system, with commas between them; a matrix stays."""
-    if found[1] in ("array", "matrix") and not found[0].startswith("\\{"):
-        return found[0]
-    rows = re.split(r"\\\\", found[2].replace("&", " "))
+    if match[1] in ("array", "matrix") and not match[0].startswith("\\{"):
+        return match[0]
+    rows = re.split(r"\\\\", match[2].replace("&", " "))
     return ", ".join(row.strip(" ,.") for row in rows if row.strip())

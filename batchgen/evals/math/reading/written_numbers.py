@@ -11,7 +11,7 @@ from batchgen.evals.math.reading.number_words import NUMBERS
 from batchgen.evals.math.reading.tokens import Token
 
 
-def number(cursor: Cursor, token: Token, argument: Callable[[], Node]) -> Node:
+def read_number(cursor: Cursor, token: Token, argument: Callable[[], Node]) -> Node:
     """The number that begins with a token; `argument` reads what a command takes."""
     if cursor.is_sign("_"):
         return _based(cursor, token)

@@ -45,7 +45,7 @@ class Program:
         if what == "load":
             self.load()
             return self.names()
-        given = [copied_values.decode(form, self._objects.__getitem__) for form in forms]
+        given = [copied_values.decode_value(form, self._objects.__getitem__) for form in forms]
         return self._encoded(_DOES[what](*given))
 
     def _encoded(self, value: Any) -> Any:
@@ -91,11 +91,11 @@ def main() -> None:
     program = Program()
     while True:
         try:
-            request = copied_values.receive(requests)
+            request = copied_values.receive_message(requests)
         except EOFError:
             return
         try:
             answer = ["ok", program.do(*request)]
         except BaseException as error:  # SystemExit of a program too
             answer = raised(error)
-        copied_values.send(answers, answer)
+        copied_values.send_message(answers, answer)

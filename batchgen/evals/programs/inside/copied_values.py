@@ -57,7 +57,7 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
     return ["o", refer(value)]
 
 
-def decode(form: Any, referred: Callable[[int], Any]) -> Any:
+def decode_value(form: Any, referred: Callable[[int], Any]) -> Any:
     """The value of a JSON form; `referred` makes one of a number.
 
     Raises:
@@ -69,9 +69,9 @@ def decode(form: Any, referred: Callable[[int], Any]) -> Any:
         return form
     letter, *parts = form
     if letter in _LISTS:
-        return _LISTS[letter](decode(each, referred) for each in parts[0])
+        return _LISTS[letter](decode_value(each, referred) for each in parts[0])
     if letter == "d":
-        return {decode(k, referred): decode(v, referred) for k, v in parts[0]}
+        return {decode_value(k, referred): decode_value(v, referred) for k, v in parts[0]}
     if letter in _TEXTS:
         return _TEXTS[letter](parts[0])
     if letter == "c":
@@ -83,7 +83,7 @@ def decode(form: Any, referred: Callable[[int], Any]) -> Any:
     raise ValueError("no such form")
 
 
-def send(file: IO[bytes], message: Any) -> None:
+def send_message(file: IO[bytes], message: Any) -> None:
     """Write a message, which is JSON."""
     data = json.dumps(message).encode()
     if len(data) > MOST_BYTES:
@@ -92,7 +92,7 @@ def send(file: IO[bytes], message: Any) -> None:
     file.flush()
 
 
-def receive(file: IO[bytes]) -> Any:
+def receive_message(file: IO[bytes]) -> Any:
     """Read a message. Raises EOFError at the end, and ValueError if it is none."""
     head = file.read(8)
     size = int.from_bytes(head, "big")

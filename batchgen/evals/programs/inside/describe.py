@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 
-def described(names: list[str]) -> dict[str, Any]:
+def describe_interpreter(names: list[str]) -> dict[str, Any]:
     """The interpreter's files, and the folders and files of distributions by what they are called
     there."""
     places: dict[str, str] = {}
@@ -48,4 +48,4 @@ def described(names: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(described(sys.argv[1:])))
+    print(json.dumps(describe_interpreter(sys.argv[1:])))

@@ -25,7 +25,7 @@ class Lost(BaseException):
     """The program has ended, or says what is no answer."""
 
 
-class Unsupported(BaseException):
+class UnsupportedValue(BaseException):
     """The tests give the program an object that has no copy."""
 
 
@@ -82,10 +82,10 @@ class Link:
         self._requests, self._answers = requests, answers
         self._remotes: dict[int, Remote] = {}
 
-    def ask(self, what: str, *given: Any) -> Any:
+    def ask(self, what: str, *values: Any) -> Any:
         """What the program answers; raises what it raised."""
-        forms = [copied_values.encode(value, self._number) for value in given]
-        return copied_values.decode(self._asked([what, *forms]), self._remote)
+        forms = [copied_values.encode(value, self._number) for value in values]
+        return copied_values.decode_value(self._asked([what, *forms]), self._remote)
 
     def load(self) -> dict[str, Any]:
         """Let the program run, and return what it defines, without names of builtins."""
@@ -94,7 +94,7 @@ class Link:
             if not isinstance(name, str) or hasattr(builtins, name):
                 continue
             if module is None:
-                found[name] = copied_values.decode(form, self._remote)
+                found[name] = copied_values.decode_value(form, self._remote)
                 continue
             try:
                 found[name] = importlib.import_module(module)
@@ -104,8 +104,8 @@ class Link:
 
     def _asked(self, request: Any) -> Any:
         try:
-            copied_values.send(self._requests, request)
-            kind, *parts = copied_values.receive(self._answers)
+            copied_values.send_message(self._requests, request)
+            kind, *parts = copied_values.receive_message(self._answers)
         except (OSError, EOFError, ValueError, TypeError, RecursionError):
             raise Lost from None
         if kind == "raised":
@@ -115,7 +115,7 @@ class Link:
     def _number(self, value: Any) -> int:
         if isinstance(value, Remote):
             return value._number
-        raise Unsupported(f"the tests give the program a {type(value).__name__}")
+        raise UnsupportedValue(f"the tests give the program a {type(value).__name__}")
 
     def _remote(self, number: int) -> Remote:
         if number not in self._remotes:
@@ -143,7 +143,7 @@ def _verdict(link: Link, source: str) -> list[str]:
         exec(code, {**found, "__name__": "tests", "__builtins__": builtins})
     except Lost:
         return ["lost"]
-    except Unsupported as error:
+    except UnsupportedValue as error:
         return ["unsupported", str(error)]
     except Raised as error:
         return ["crash", str(error)]

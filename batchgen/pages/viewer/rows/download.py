@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from batchgen.pages.rows.grade_columns import PREFIX
 from batchgen.pages.rows.job_rows import JobRows
-from batchgen.pages.viewer.rows.filters import Filter
+from batchgen.pages.viewer.rows.filters import SampleFilter
 from batchgen.storage.shards.row_order import row_keys
 from batchgen.util.errors import ConfigError
 from batchgen.util.text.row_json import row_reader
@@ -28,7 +28,7 @@ _ROW_GROUP = 16 * 2**20
 """Bytes of rows that are held for a row group of a Parquet file."""
 
 
-class Download:
+class JobDownload:
     """Rows of a job in the order of the data set.
 
     Args:
@@ -40,7 +40,7 @@ class Download:
         ConfigError: no row is finished, or the filter needs what the job lacks.
     """
 
-    def __init__(self, rows: JobRows, wanted: Filter, columns: Sequence[str]) -> None:
+    def __init__(self, rows: JobRows, wanted: SampleFilter, columns: Sequence[str]) -> None:
         schema = rows.schema
         if schema is None:
             raise ConfigError("no row is finished yet: there is nothing to download")

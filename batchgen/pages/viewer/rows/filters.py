@@ -35,7 +35,7 @@ LONGEST = 1000
 
 
 @dataclass(frozen=True)
-class Filter:
+class SampleFilter:
     """What samples must have in common to be listed; empty values allow anything."""
 
     text: str = ""  # that `column` contains, in upper or lower case
@@ -63,7 +63,7 @@ class Filter:
             raise ConfigError(f"text must have at most {LONGEST:,} characters")
 
     @classmethod
-    def of(cls, query: Mapping[str, str], subset_column: str = "") -> Filter:
+    def of(cls, query: Mapping[str, str], subset_column: str = "") -> SampleFilter:
         """The filter that the query of a URL describes.
 
         Raises:

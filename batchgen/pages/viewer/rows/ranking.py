@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from batchgen.pages.rows.grade_columns import ANSWER_KEY, MARK
 from batchgen.pages.rows.job_rows import JobRows, starts
-from batchgen.pages.viewer.rows.filters import Filter
+from batchgen.pages.viewer.rows.filters import SampleFilter
 from batchgen.pages.viewer.rows.search import SECONDS
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.util.errors import ConfigError
@@ -58,7 +58,7 @@ def orders(schema: pa.Schema | None) -> dict[str, Order]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankedRow:
     """A row of a ranking."""
 
     row: int  # its index
@@ -82,7 +82,7 @@ class Ranking:
         next_row: the index of the row to go on with; None once all rows were looked at.
     """
 
-    def __init__(self, rows: JobRows, wanted: Filter, order: str) -> None:
+    def __init__(self, rows: JobRows, wanted: SampleFilter, order: str) -> None:
         schema = rows.schema
         if order not in ORDERS:
             raise ConfigError(f"sort must be one of {', '.join(ORDERS)}, got {order[:80]!r}")
@@ -92,7 +92,7 @@ class Ranking:
         wants = [] if schema is None else wanted.columns(schema, rows.text_column)
         self._columns = [*wants, self._order.column]
         self._lock = Lock()
-        self.places: list[Place] = []
+        self.places: list[RankedRow] = []
         self.searched = self.matching = 0
         self.next_row: int | None = 0
 
@@ -136,7 +136,7 @@ class Ranking:
             found = np.flatnonzero(matches[part])
             ordered = found[np.argsort(sign * values[part][found], kind="stable")]
             samples = numbers[part][ordered].tolist()
-            self.places.append(Place(int(rows[begin[i]]), float(sign * first[i]), samples))
+            self.places.append(RankedRow(int(rows[begin[i]]), float(sign * first[i]), samples))
         self.places = sorted(self.places, key=lambda p: (sign * p.value, p.row))[:MOST]
 
     def _values(self, table: pa.Table, begin: npt.NDArray[np.int64]) -> Floats:
@@ -188,7 +188,7 @@ class Rankings:
         self._rows, self._lock = rows, Lock()
         self._known: dict[tuple[object, ...], Ranking] = {}
 
-    def of(self, wanted: Filter, order: str) -> Ranking:
+    def of(self, wanted: SampleFilter, order: str) -> Ranking:
         """A ranking that has looked at some rows. It is made anew when the job has changed."""
         key = (wanted, order, self._rows.stamps)
         with self._lock:
@@ -200,7 +200,7 @@ class Rankings:
         return found
 
 
-def value_text(order: str, value: float) -> str:
+def order_text(order: str, value: float) -> str:
     """What a row is ordered by, in words."""
     kind = ORDERS[order]
     if kind.value == "tokens":

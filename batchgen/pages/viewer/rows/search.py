@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.pages.rows.job_rows import JobRows, runs
-from batchgen.pages.viewer.rows.filters import TEXT_TYPES, Filter
+from batchgen.pages.viewer.rows.filters import TEXT_TYPES, SampleFilter
 from batchgen.storage.shards.row_order import KEYS
 
 SECONDS = 2.0
@@ -41,7 +41,7 @@ class Search:
     def __init__(
         self,
         rows: JobRows,
-        wanted: Filter,
+        wanted: SampleFilter,
         *,
         clock: Callable[[], float] = time.monotonic,
         seconds: float = SECONDS,

@@ -13,7 +13,12 @@ from batchgen.config.compose.job_file import read_job_file
 from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.pipelines.proof.audit.audited_job import AuditedRow, audit_rows, open_parts, remarks
+from batchgen.pipelines.proof.audit.audited_job import (
+    AuditedRow,
+    audit_remarks,
+    audit_rows,
+    open_parts,
+)
 from batchgen.pipelines.proof.audit.audited_set import (
     SetRow,
     audit_set_rows,
@@ -47,7 +52,7 @@ class Audited:
 
 
 def audit_steps(
-    given: str,
+    job_path: str,
     rows: int,
     seed: int,
     overrides: Sequence[str],
@@ -61,14 +66,16 @@ def audit_steps(
     a set. Each step has its share of `rows`, and at least one. The arguments are those of
     `audit_folder`; among the overrides of a pipeline STEP.KEY=VALUE is for one step.
     """
-    if is_set(given) or not is_pipeline(out := str(user_path(folder_here(given, _VERB), "OUT"))):
-        yield None, audit_folder(given, rows, seed, overrides, trusted, operations=operations)
+    if is_set(job_path) or not is_pipeline(
+        out := str(user_path(folder_here(job_path, _VERB), "OUT"))
+    ):
+        yield None, audit_folder(job_path, rows, seed, overrides, trusted, operations=operations)
         return
     record = find_record(out)
     assert record is not None
     begun = [name for name, folder in record.current.items() if _has_shards(Path(out, folder))]
     if not begun:
-        raise ConfigError(f"{given}: no step of the pipeline has shards yet")
+        raise ConfigError(f"{job_path}: no step of the pipeline has shards yet")
     for place, name in enumerate(begun):
         share = max(1, rows // len(begun) + (place < rows % len(begun)))
         own = list(_of_step(overrides, name, record))
@@ -94,7 +101,7 @@ def _of_step(overrides: Sequence[str], name: str, record: PipelineRecord) -> Ite
 
 
 def audit_folder(
-    given: str,
+    user_path: str,
     rows: int,
     seed: int,
     overrides: Sequence[str] = (),
@@ -106,7 +113,7 @@ def audit_folder(
 
     Args:
         overrides: arguments `key=value` besides the folder's configuration.
-        trusted: what the user trusts, as of `--trust`.
+        trusted: what the user trusts, see `--trust`.
         operations: compare operations of the engine with rows at once and one by one, instead of
             rows with those that are stored.
 
@@ -114,41 +121,41 @@ def audit_folder(
         ConfigError: the folder does not hold enough, or model or data set are others.
         JobError: a file is damaged, or the rows cannot be computed.
     """
-    if is_set(given):
+    if is_set(user_path):
         if operations:
-            raise ConfigError(f"audit --operations: {given} is a set of rows: name their job")
-        return _audit_set(open_rows(given), rows, seed, overrides, trusted)
-    reader = open_folder(given, "audit")
-    config = _with_jobs_beside(config_of(reader, given, overrides, trusted), reader.path)
+            raise ConfigError(f"audit --operations: {user_path} is a set of rows: name their job")
+        return _audit_set(open_rows(user_path), rows, seed, overrides, trusted)
+    reader = open_folder(user_path, "audit")
+    config = _with_jobs_beside(config_of(reader, user_path, overrides, trusted), reader.path)
     stored = StoredRows(reader)
     numbers = stored.choose(rows, seed)
     manifest = Manifest.read(reader.path / "manifest.json")
-    with closing(open_parts(config, manifest, given)) as parts:
+    with closing(open_parts(config, manifest, user_path)) as parts:
         if operations:
             found = compare_operations(config, parts, numbers, reader.storage)
         else:
             tables = dict(zip(numbers, stored.rows(numbers), strict=True))
             found = audit_rows(config, parts, tables, reader.storage)
-    return Audited(found, stored.count, remarks(config, manifest))
+    return Audited(found, stored.count, audit_remarks(config, manifest))
 
 
 def _audit_set(
-    found: FinishedRows, rows: int, seed: int, overrides: Sequence[str], trusted: Sequence[str]
+    finished: FinishedRows, rows: int, seed: int, overrides: Sequence[str], trusted: Sequence[str]
 ) -> Audited:
     """Compute rows of a set again, of each job those that were drawn."""
-    assert found.facts is not None
-    path, by_job = found.storage.path / SET_FILE, dict[str, list[SetRow]]()
-    for row in chosen_rows_of_set(found, rows, seed):
+    assert finished.facts is not None
+    path, by_job = finished.storage.path / SET_FILE, dict[str, list[SetRow]]()
+    for row in chosen_rows_of_set(finished, rows, seed):
         by_job.setdefault(row.job, []).append(row)
     audited, said = list[AuditedRow](), list[str]()
     for job, of_job in by_job.items():
-        values, manifest = job_of_set(found, job)
+        values, manifest = job_of_set(finished, job)
         config = configured(values, {}, path, overrides, trusted)
-        config = _with_jobs_beside(config, found.storage.path)
-        text_as = str(found.facts["text_column"])
-        audited += audit_set_rows(config, manifest, of_job, found.given, text_as)
-        said += remarks(config, manifest)
-    return Audited(audited, found.total, list(dict.fromkeys(said)))
+        config = _with_jobs_beside(config, finished.storage.path)
+        text_as = str(finished.facts["text_column"])
+        audited += audit_set_rows(config, manifest, of_job, finished.user_path, text_as)
+        said += audit_remarks(config, manifest)
+    return Audited(audited, finished.total, list(dict.fromkeys(said)))
 
 
 def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
@@ -161,15 +168,15 @@ def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
 
 
 def config_of(
-    reader: JobFolderReader, given: str, overrides: Sequence[str], trusted: Sequence[str]
+    reader: JobFolderReader, user_path: str, overrides: Sequence[str], trusted: Sequence[str]
 ) -> JobConfig:
     """The configuration of a job's folder, with what was typed; ConfigError if it is not there, or
     names code that the user does not trust."""
     path = reader.path / CONFIG
     if not path.is_file():
         raise ConfigError(
-            f"{given} has no {CONFIG}, which says how the rows were made: they cannot be computed "
-            "again"
+            f"{user_path} has no {CONFIG}, which says how the rows were made: they cannot be "
+            "computed again"
         )
     values, places = read_job_file(path)
     return configured(values, places, path, overrides, trusted)

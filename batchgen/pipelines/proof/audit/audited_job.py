@@ -37,25 +37,28 @@ class AuditedRow:
     difference: str | None
 
 
-def open_parts(config: JobConfig, found: Manifest, shown: str) -> ResolvedJob:
+def open_parts(config: JobConfig, stored: Manifest, display_name: str) -> ResolvedJob:
     """What a job runs on, if it is the job of a manifest; ConfigError with what differs if it is
     not."""
     parts = resolve_job(config)
     try:
         asked = job_manifest(config, parts, output_schema(config, parts))
         source = content_of(parts.source, parts.prompt)
-        lines = found.differences(asked, lambda stop: rows_digest(source, stop))
-        if lines and lines == found.other_contract(asked):
+        lines = stored.differences(asked, lambda stop: rows_digest(source, stop))
+        if lines and lines == stored.other_contract(asked):
             raise ConfigError(
-                f"{shown}: its rows keep their bits under one contract, and here is another:\n  "
+                f"{display_name}: its rows keep their bits under one contract, and here is "
+                "another:\n  "
                 + "\n  ".join(lines)
                 + "\ntheir bits prove nothing here: audit them where the contract is the same, or "
                 "compare them all the same with engine.deterministic=false"
             )
         if lines:
             raise ConfigError(
-                f"{shown}: its rows were made otherwise than the configuration says that was read:"
-                "\n  " + "\n  ".join(lines) + "\nname the model and data set of the job with "
+                f"{display_name}: the configuration that was read does not describe how its "
+                "rows were made:\n  "
+                + "\n  ".join(lines)
+                + "\nname the model and data set of the job with "
                 "model.path=… and dataset.path=…"
             )
     except BaseException:
@@ -102,7 +105,7 @@ def _audited(again: pa.Table, stored: pa.Table, by_schedule: frozenset[str]) -> 
     return AuditedRow(row_id, len(samples), None)
 
 
-def remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
+def audit_remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
     """Why rows may differ although they were made as is said."""
     found = []
     if manifest.contract and not config.engine.deterministic:

@@ -67,7 +67,7 @@ def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifes
     known = jobs.get(Path(folder).name)
     if known is None or not isinstance(known.get("config"), dict):
         raise ConfigError(
-            f"{rows.given} does not say how the rows of {folder} were made: audit that job"
+            f"{rows.user_path} does not say how the rows of {folder} were made: audit that job"
         )
     manifest = known["manifest"]
     groups = {**known["config"], **{name: manifest["identity"][name] for name in _GROUPS}}
@@ -75,10 +75,10 @@ def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifes
 
 
 def audit_set_rows(
-    config: JobConfig, manifest: Manifest, rows: Sequence[SetRow], given: str, text_as: str
+    config: JobConfig, manifest: Manifest, rows: Sequence[SetRow], user_path: str, text_as: str
 ) -> list[AuditedRow]:
     """Compute rows of one job again, and compare what the set has of them."""
-    with closing(open_parts(config, manifest, given)) as parts:
+    with closing(open_parts(config, manifest, user_path)) as parts:
         numbers = _numbers(parts, {row.row_id for row in rows})
         with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
             again = compute_again(config, parts, list(numbers.values()), Path(folder), None)
@@ -118,8 +118,8 @@ def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRo
     return AuditedRow(row.id, 1, difference)
 
 
-def _is_copied(own: pa.Table, stored: pa.Table) -> bool:
+def _is_copied(expected: pa.Table, stored: pa.Table) -> bool:
     """Whether the column `source` of a set is that of the job itself."""
-    return all(SOURCE in t.schema.names for t in (own, stored)) and (
-        own.schema.field(SOURCE).type == stored.schema.field(SOURCE).type
+    return all(SOURCE in t.schema.names for t in (expected, stored)) and (
+        expected.schema.field(SOURCE).type == stored.schema.field(SOURCE).type
     )

@@ -75,7 +75,7 @@ class _Watch:
         self._samples: dict[tuple[int, int], _Sample] = {}
 
     def run(self, config: JobConfig, numbers: Sequence[int], storage: Storage | None) -> Samples:
-        """Compute rows beside each other."""
+        """Compute rows in one batch."""
         self._samples = {}
         parts = replace(self._parts, port=self._engine)
         with (
@@ -105,10 +105,10 @@ class _Watch:
         blocks.free = keep  # type: ignore[method-assign]
         return engine
 
-    def difference(self, beside: Mapping[int, _Sample], alone: Samples) -> str | None:
+    def difference(self, extra: Mapping[int, _Sample], alone: Samples) -> str | None:
         """Say in which operation a sample of a row differs first, in words."""
         for (_, sample), (tokens, prompt, digests) in sorted(alone.items()):
-            others, _, found = beside[sample]
+            others, _, found = extra[sample]
             pairs = enumerate(zip(tokens, others, strict=False))
             least = min(len(tokens), len(others))
             equal = next((place for place, (one, other) in pairs if one != other), least)

@@ -12,12 +12,13 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import BudgetConfig
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.images.row_images import RowImage
 from batchgen.inputs.prompts.answer_text import Answer
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError
@@ -25,9 +26,9 @@ from batchgen.util.errors import ConfigError, JobError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken(Row):
-    """A row with its number among those that were taken; `given` has its own number."""
+    """A row with its number among those that were taken; `base` has its own number."""
 
-    given: Row = dataclasses.field(kw_only=True)
+    base: Row = dataclasses.field(kw_only=True)
 
 
 class TakenRows(Source):
@@ -50,7 +51,7 @@ class TakenRows(Source):
         self.fingerprint = f"{len(indices)} of {source.fingerprint}"
         source.find_index(storage)
         self._rows = [
-            _Taken(number, row.id, row.fields, row.failure, given=row)
+            _Taken(number, row.id, row.fields, row.failure, base=row)
             for number, row in enumerate(rows_at(source, indices))
         ]
         self.num_rows = len(self._rows)
@@ -118,13 +119,13 @@ class _AnswerOfTaken:
 
     answer: Answer
 
-    def token_ids(self, row: Row) -> list[int]:
-        return self.answer.token_ids(_given(row))
+    def of(self, row: Row) -> GivenAnswer:
+        return self.answer.of(_given(row))
 
 
 def _given(row: Row) -> Row:
     assert isinstance(row, _Taken)
-    return row.given
+    return row.base
 
 
 def compute_again(
@@ -157,7 +158,7 @@ def compute_again(
     )
     output = dataclasses.replace(output, reuse=None)  # what is copied proves nothing
     again = dataclasses.replace(config, output=output, launcher=None, budget=BudgetConfig())
-    result = run_job(again, own)
+    result = execute_job(again, own)
     if result.stopped_by is not None:
         raise JobError("stopped before the rows were computed")
     reader = JobFolderReader(folder)

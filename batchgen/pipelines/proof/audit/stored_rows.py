@@ -28,7 +28,7 @@ class StoredRows:
         data = reader.path / "data"
         self._files = shard_files(data) if data.is_dir() else {}
         if not self._files:
-            raise ConfigError(f"{reader.storage.shown}: there are no shards in data/")
+            raise ConfigError(f"{reader.storage.display_name}: there are no shards in data/")
         self._shards = sorted(self._files)
         # All shards but the last one of the job have as many rows as they can.
         last = read_columns(self._files[self._shards[-1]], KEYS[:1])
@@ -36,13 +36,13 @@ class StoredRows:
         self.count: int = (len(self._shards) - 1) * self._rows_per_shard + in_last
 
     def choose(self, rows: int, seed: int) -> list[int]:
-        """The numbers of so many input rows, drawn at random without repetition, ascending; of all
+        """The numbers of some input rows, drawn at random without repetition, ascending; of all
         rows if there are no more."""
         drawn = drawn_places(self.count, rows, seed)
         return sorted(self._number(place) for place in drawn)
 
-    def _number(self, place: int) -> int:
-        shard, row = divmod(place, self._rows_per_shard)
+    def _number(self, index: int) -> int:
+        shard, row = divmod(index, self._rows_per_shard)
         return self._shards[shard] * self._rows_per_shard + row
 
     def rows(self, indices: Sequence[int]) -> list[pa.Table]:

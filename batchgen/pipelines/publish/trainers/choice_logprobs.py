@@ -31,11 +31,11 @@ class ChoiceLogprobs:
         self,
         names: Collection[str],
         vocabulary: Vocabulary,
-        asked: Callable[[Mapping[str, Any]], int | None],
+        request_of: Callable[[Mapping[str, Any]], int | None],
         read: Sequence[str],
     ) -> None:
         self.columns = (*(name for name in _COLUMNS if name in names), *read)
-        self._vocabulary, self._asked = vocabulary, asked
+        self._vocabulary, self._asked = vocabulary, request_of
 
     def of(self, row: Mapping[str, Any], text: str | None) -> dict[str, Any] | None:
         """The entry of a completion with this text, or that of a chat (None); None if the row did

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.evals.grades.visible_columns import Wanted
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 from batchgen.util.templates.row_templates import RowTemplate
@@ -76,14 +76,16 @@ class Conversations:
         key = "--messages" if given is not None else "prompt"
         self.are_messages = given is not None or prompt.get("kind") in ("chat", "openai")
         self._turns = [(role, self._template(f"{key}.{role}", text)) for role, text in turns]
-        if given is not None and turns[-1][0] == _ASSISTANT:
+        # A job that only reads, such as that of a reward model, has the answer in its prompt.
+        is_read = answers and rows.group("sampling").get("max_new_tokens") == 0
+        if (given is not None or is_read) and turns[-1][0] == _ASSISTANT:
             self._given_answer = self._turns.pop()[1]
         elif given is None and answers and prompt.get("answer") is not None:  # it was scored
             turns = [*turns, (_ASSISTANT, str(prompt["answer"]))]
             self._given_answer = self._template("prompt.answer", turns[-1][1])
         if reasoning is not None and reasoning not in self._columns.names:
             raise ConfigError(
-                f"--reasoning: {rows.given} has no column {reasoning!r}: choose among "
+                f"--reasoning: {rows.user_path} has no column {reasoning!r}: choose among "
                 f"{some_names(self._columns.names, reasoning)}"
             )
         self._reasoning = reasoning
@@ -116,7 +118,7 @@ class Conversations:
                 "its prompts are token ids" if kind == "tokens" else "its rows are of several jobs"
             )
             raise ConfigError(
-                f"the prompts of {self._rows.given} cannot be made again ({what}): "
+                f"the prompts of {self._rows.user_path} cannot be made again ({what}): "
                 f"{_GIVE % self._text}"
             )
         turns = [("system", str(prompt["system"]))] if prompt.get("system") else []
@@ -124,8 +126,8 @@ class Conversations:
             self._column = str(prompt["messages_column"]).split(".")
             if self._column[0] not in self._columns.names:
                 raise ConfigError(
-                    f"the prompts of {self._rows.given} were in its column {self._column[0]!r}, "
-                    f"which its rows do not have: {_GIVE % self._text}"
+                    f"the prompts of {self._rows.user_path} were in its column "
+                    f"{self._column[0]!r}, which its rows do not have: {_GIVE % self._text}"
                 )
         elif prompt.get("messages"):
             turns += [(role, str(text)) for m in prompt["messages"] for role, text in m.items()]
@@ -141,7 +143,7 @@ class Conversations:
             if key.startswith("--"):
                 raise
             raise ConfigError(
-                f"the prompts of {self._rows.given} cannot be made again ({error}): "
+                f"the prompts of {self._rows.user_path} cannot be made again ({error}): "
                 f"{_GIVE % self._text}"
             ) from None
 
@@ -181,15 +183,15 @@ class Conversations:
         return str(row.variables[self._text])
 
     def _rendered(self, template: RowTemplate, row: FoundRow) -> str:
-        index = row.variables.get("row_index", row.place)
+        index = row.variables.get("row_index", row.position)
         try:
             return template.render(row.variables, index)
         except ValueError as error:  # a RequestError
-            raise ConfigError(f"{row_name(row)}: {error}") from None
+            raise ConfigError(f"{set_row_name(row)}: {error}") from None
 
     def _stored(self, row: FoundRow) -> list[Message]:
         """The messages that a column holds, with the usual names of keys and roles."""
-        value = value_at(row.variables, self._column)
+        value = field_value(row.variables, self._column)
         found = []
         for item in value if isinstance(value, list) else [None]:
             message = {k: v for k, v in item.items() if v is not None} if item else {}
@@ -198,13 +200,14 @@ class Conversations:
             content = message.pop("value", "") if content is None else content
             if not isinstance(role, str) or not isinstance(content, str):
                 raise ConfigError(
-                    f"{row_name(row)}: column {'.'.join(self._column)!r} has no list of messages"
+                    f"{set_row_name(row)}: column {'.'.join(self._column)!r} has no list of "
+                    "messages"
                 )
             found.append({"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message})
         return found
 
 
-def value_at(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
+def field_value(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
     """What a column, maybe of JSON text, or a field in it holds; None if it is not there."""
     value: Any = fields
     for name in path:

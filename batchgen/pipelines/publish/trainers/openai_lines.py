@@ -60,7 +60,7 @@ class OpenAILines:
         beside = filter(None, [reasoning, self._url, *self._calls])
         names = [*_READ, *own, rows.text_column, *beside]
         if reasoning is not None and reasoning not in columns.names:
-            raise ConfigError(f"--reasoning: {rows.given} has no column {reasoning!r}")
+            raise ConfigError(f"--reasoning: {rows.user_path} has no column {reasoning!r}")
         self._wanted: Wanted = columns.named(names)
         if self._where is not None:
             self._wanted |= columns.read_by(self._where)

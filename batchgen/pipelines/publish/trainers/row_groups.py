@@ -15,7 +15,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
     """A row of a group.
 
     Attributes:
@@ -29,13 +29,13 @@ class Member:
     content: dict[str, Any]
 
 
-def adjacent_groups(members: Iterable[Member]) -> Iterator[list[Member]]:
+def adjacent_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
     """The groups of rows of which those with one key stand together."""
     for _, found in groupby(members, key=lambda one: one.key):
         yield list(found)
 
 
-def scattered_groups(members: Iterable[Member]) -> Iterator[list[Member]]:
+def scattered_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
     """The groups of rows in any order, by the place of each group's first row.
 
     What is made of the rows waits in a file without a name; 32 bytes a row are in memory.
@@ -59,15 +59,15 @@ def scattered_groups(members: Iterable[Member]) -> Iterator[list[Member]]:
             yield [_read(file, starts[row], starts[row + 1]) for row in rows.tolist()]
 
 
-def _read(file: IO[bytes], start: int, stop: int) -> Member:
+def _read(file: IO[bytes], start: int, stop: int) -> GroupMember:
     file.seek(start)
-    return Member(*json.loads(file.read(stop - start)))
+    return GroupMember(*json.loads(file.read(stop - start)))
 
 
 def pairs(
-    scores: Sequence[float | None], same: Sequence[object], gap: float, most: int
+    scores: Sequence[float | None], same: Sequence[object], gap: float, limit: int
 ) -> list[tuple[int, int]]:
-    """Up to `most` pairs (better, worse) of the members of a group whose scores differ by at least
+    """Up to `limit` pairs (better, worse) of the members of a group whose scores differ by at least
     `gap`, and differ at all, and that are not the `same`.
 
     Pairs of members that are in few pairs yet come first, then those that are farther apart, then
@@ -82,7 +82,7 @@ def pairs(
     found.sort(key=lambda one: (-one[0], one[1], one[2]))
     used = [0] * len(scores)
     taken: list[tuple[int, int]] = []
-    while found and len(taken) < most:
+    while found and len(taken) < limit:
         best = min(range(len(found)), key=lambda at: used[found[at][1]] + used[found[at][2]])
         _, i, j = found.pop(best)
         used[i] += 1

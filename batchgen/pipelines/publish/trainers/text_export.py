@@ -11,7 +11,7 @@ import pyarrow as pa
 from batchgen.pipelines.publish.finished_rows import FinishedRows, is_set, open_rows
 from batchgen.pipelines.publish.row_values import rows_where
 from batchgen.pipelines.publish.trainers.export_files import text_file
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 from batchgen.util.text.row_json import row_reader
@@ -19,7 +19,7 @@ from batchgen.util.text.row_writers import WRITERS, spreadsheet
 
 
 def export_text(
-    given: str,
+    user_path: str,
     path: Path | None,
     *,
     form: str | None = None,
@@ -37,10 +37,10 @@ def export_text(
         at: where the file is written instead, to get its name later.
         quote: whether to put an apostrophe before what spreadsheets take for formulas.
     """
-    form = form or format_of(path)
+    form = form or export_format(path)
     if quote and form != "csv":
         raise ConfigError(f"export --quote-formulas is for CSV, and the format is {form}")
-    source = _columns_of(given, form, columns, where)
+    source = _columns_of(user_path, form, columns, where)
     if form == "txt" and len(source.schema) != 1:
         raise ConfigError("export --format txt writes one column: name one in --columns")
     with text_file(path, at) as file:
@@ -59,23 +59,25 @@ class _Source(NamedTuple):
     rows: Iterator[Mapping[str, Any]]
 
 
-def _columns_of(given: str, form: str, columns: Sequence[str] | None, where: str | None) -> _Source:
+def _columns_of(
+    user_path: str, form: str, columns: Sequence[str] | None, where: str | None
+) -> _Source:
     """The rows of a job that may still run, or those of which an expression is true."""
-    if where is not None or is_set(given):
-        rows = open_rows(given)
-        names = check_columns(rows, form, columns, where)
+    if where is not None or is_set(user_path):
+        rows = open_rows(user_path)
+        names = export_columns(rows, form, columns, where)
         schema = pa.schema([rows.schema.field(name) for name in names])
         return _Source(schema, rows_where(rows, where, names))
-    reader = open_job(given)
+    reader = open_job_reader(user_path)
     columns = columns or ([reader.text_column] if form == "txt" else None)
     schema = reader.fields(columns)
     if schema is None:
-        shown = reader.storage.shown
+        shown = reader.storage.display_name
         raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
     return _Source(schema, map(row_reader(schema), reader.rows(schema.names)))
 
 
-def check_columns(
+def export_columns(
     rows: FinishedRows, form: str, columns: Sequence[str] | None, where: str | None
 ) -> Sequence[str]:
     """The columns that are written of some rows; ConfigError if there is none of a name, or `where`
@@ -83,7 +85,7 @@ def check_columns(
     names = columns or ([rows.text_column] if form == "txt" else rows.schema.names)
     if unknown := [name for name in names if name not in rows.schema.names]:
         raise ConfigError(
-            f"the rows of {rows.given} have no column {unknown[0]!r}: choose among "
+            f"the rows of {rows.user_path} have no column {unknown[0]!r}: choose among "
             f"{some_names(rows.schema.names, unknown[0])}"
         )
     if form == "txt" and len(names) != 1:
@@ -93,7 +95,7 @@ def check_columns(
     return names
 
 
-def format_of(path: Path | None) -> str:
+def export_format(path: Path | None) -> str:
     """The format that a file's name says; JSON lines for standard output."""
     if path is None:
         return "jsonl"

@@ -1,4 +1,4 @@
-"""The token ids, log-probabilities and experts of answers as trainers read them: kd and rl."""
+"""What answers are for trainers token by token: distributions (kd) and rollouts (rl, trace_rl)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
-from batchgen.pipelines.publish.row_values import answered_rows, number
+from batchgen.pages.tokens.decode_tokens import job_decode
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pipelines.publish.row_values import answered_rows, number_value
 from batchgen.pipelines.publish.trainers.conversations import Conversations
-from batchgen.pipelines.publish.trainers.trainer_rows import Asked, Place
+from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, Place
 from batchgen.util.errors import ConfigError
 
-TOKEN_FORMATS = ("kd", "kd-v1", "kd-packed", "rl")
+TOKEN_FORMATS = ("kd", "kd-v1", "kd-packed", "rl", "trace_rl")
 _IDS, _LOGPROBS, _PROMPT = "token_ids", "logprobs", "prompt_token_ids"
 _TOP, _TOP_IDS, _REST = "top_logprobs", "top_logprob_ids", "answer_rest_probs"
 _EXPERTS = "routed_experts"
+_TRACE = ("step_map", "tail_token_ids", "tail_step_map")
 _ROW = (("row_id", pa.string()), ("sample_index", pa.int32()))
 _FLOATS = pa.list_(pa.float32())
 _ENTRY = pa.struct([("token", pa.string()), ("logprob", pa.float32())])
@@ -47,6 +49,22 @@ _SCHEMAS: dict[str, list[tuple[str, pa.DataType]]] = {
         ("temperatures", _FLOATS),
         ("reward", pa.float64()),
     ],
+    # What two trainers read. dLLM-RL (train/rl_sdar.py at fda673ff of pixeli99/dLLM-RL): prompt,
+    # response, reward and step_map, of which the order within a block counts. DARE
+    # (verl/workers/rollout/cj_trajectory.py at 5f8e5f01 of yjyddq/DARE): ids and steps, from 1, to
+    # the end of the last block, and how many of these are the response.
+    "trace_rl": [
+        *_ROW,
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        (_PROMPT, pa.list_(pa.int32())),
+        (_IDS, pa.list_(pa.int32())),
+        ("step_map", pa.list_(pa.int32())),
+        ("stop_length", pa.int32()),
+        ("mask", pa.list_(pa.bool_())),
+        (_LOGPROBS, _FLOATS),
+        ("reward", pa.float64()),
+    ],
 }  # fmt: skip
 _ROUTING = pa.struct(
     [("data", pa.binary()), ("shape", pa.list_(pa.int32())), ("dtype", pa.string())]
@@ -63,11 +81,11 @@ class TokenRows:
         made_of: shard and place of the row that the last row was made of.
     """
 
-    def __init__(self, rows: FinishedRows, asked: Asked) -> None:
+    def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
         """Raise ConfigError if the rows lack a column that the format needs."""
-        self._rows, self._to, self.left_out = rows, asked.to, Counter[str]()
+        self._rows, self._to, self.left_out = rows, request.to, Counter[str]()
         self.made_of: list[Place] = []
-        rows.refuse_set(f"--to {asked.to}")
+        rows.refuse_set(f"--to {request.to}")
         names = rows.schema.names
         scored = "answer_token_ids" in names
         self._name = {n: f"answer_{n}" if scored else n for n in (_IDS, _LOGPROBS, _TOP, _TOP_IDS)}
@@ -78,7 +96,7 @@ class TokenRows:
             listed = sorted({name.replace("top_logprob_ids", "top_logprobs") for name in missing})
             columns = ",".join(name.removeprefix("answer_") for name in listed)
             raise ConfigError(
-                f"--to {self._to} needs the column {missing[0]!r}, which {rows.given} does not "
+                f"--to {self._to} needs the column {missing[0]!r}, which {rows.user_path} does not "
                 f"have: run the job with output.columns=[{columns}]"
             )
         more = [_REST] if _REST in names and self._to == "kd-packed" else []
@@ -86,18 +104,22 @@ class TokenRows:
         if self._to == "rl" and self._sampling.get("column") in names:
             more.append(self._sampling["column"])
         self._wanted = rows.columns.named(["row_id", "sample_index", "error", *needed, *more])
-        self._where = self._expression("where", asked.where)
-        reward = asked.by or ("mark" if "mark" in rows.columns.names else None)
-        self._reward = self._expression("by", reward if self._to == "rl" else None)
+        self._where = self._expression("where", request.where)
+        reward = request.by or ("mark" if "mark" in rows.columns.names else None)
+        is_rollout = self._to in ("rl", "trace_rl")
+        self._reward = self._expression("by", reward if is_rollout else None)
+        self._decode = job_decode(rows.config) if self._to == "trace_rl" else None
         self._talks: Conversations | None = None
         if self._to in ("kd", "kd-v1"):
-            self._talks = Conversations(rows, asked.messages, None, answers=True)
+            self._talks = Conversations(rows, request.messages, None, answers=True)
             self._wanted |= self._talks.wanted
         self.schema = self._schema()
 
     def _needed(self) -> list[str]:
         if self._to == "rl":
             return [self._name[_LOGPROBS], _PROMPT]
+        if self._to == "trace_rl":
+            return [self._name[_LOGPROBS], _PROMPT, *_TRACE]
         top = [self._name[_TOP], self._name[_TOP_IDS]]
         return [*top, _PROMPT] if self._to == "kd-packed" else top
 
@@ -118,10 +140,13 @@ class TokenRows:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows with the columns of the schema; ConfigError if a row cannot be made."""
-        make = {"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed, "rl": self._rl}
+        make = {
+            **{"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed},
+            **{"rl": self._rl, "trace_rl": self._trace},
+        }
         for row in answered_rows(self._rows, self._wanted, self._where, self.left_out):
             if row.variables[self._name[_IDS]]:
-                self.made_of = [(row.shard, row.place)]
+                self.made_of = [(row.shard, row.position)]
                 yield make[self._to](row)
             else:
                 self.left_out["without tokens"] += 1
@@ -160,13 +185,12 @@ class TokenRows:
         values = row.variables
         prompt, answer = values[_PROMPT], values[self._name[_IDS]]
         temperature = self._temperature(row)
-        reward = None if self._reward is None else number(self._reward, row)
         found = self._named(row) | {
             _IDS: [*prompt, *answer],
             "mask": [False] * len(prompt) + [True] * len(answer),
             _LOGPROBS: [0.0] * len(prompt) + values[self._name[_LOGPROBS]],
             "temperatures": [temperature] * (len(prompt) + len(answer)),
-            "reward": reward,
+            "reward": self._earned(row),
         }
         if self._experts:
             kind = self._rows.schema.field(_EXPERTS).type
@@ -174,13 +198,36 @@ class TokenRows:
                 kind = kind.value_type
             routing = np.array(values[_EXPERTS], kind.to_pandas_dtype())
             if len(routing) != len(found[_IDS]) - 1:
-                raise ConfigError(f"{row_name(row)}: {_EXPERTS} is not of all tokens but the last")
+                raise ConfigError(
+                    f"{set_row_name(row)}: {_EXPERTS} is not of all tokens but the last"
+                )
             found[_EXPERTS] = {
                 "data": routing.tobytes(),
                 "shape": list(routing.shape),
                 "dtype": routing.dtype.name,
             }
         return found
+
+    def _trace(self, row: FoundRow) -> dict[str, Any]:
+        """A row of the answer and of what the end of the row cut off its last block, whose
+        log-probabilities are not known."""
+        values = row.variables
+        prompt, answer = values[_PROMPT], values[self._name[_IDS]]
+        steps, tail, tail_steps = (values[name] for name in _TRACE)
+        return self._named(row) | {
+            "prompt": None if self._decode is None else self._decode(prompt),
+            "response": None if self._decode is None else self._decode(answer),
+            _PROMPT: prompt,
+            _IDS: [*answer, *tail],
+            "step_map": [*steps, *tail_steps],
+            "stop_length": len(answer),
+            "mask": [True] * len(answer) + [False] * len(tail),
+            _LOGPROBS: values[self._name[_LOGPROBS]] + [0.0] * len(tail),
+            "reward": self._earned(row),
+        }
+
+    def _earned(self, row: FoundRow) -> float | None:
+        return None if self._reward is None else number_value(self._reward, row)
 
     def _temperature(self, row: FoundRow) -> float:
         """What the row was sampled with: its own, if a column of the rows has options."""

@@ -20,7 +20,7 @@ from batchgen.pipelines.publish.trainers.export_files import (
 )
 from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
 from batchgen.pipelines.publish.trainers.token_rows import TOKEN_FORMATS, TokenRows
-from batchgen.pipelines.publish.trainers.trainer_rows import Asked, TrainerRows
+from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, TrainerRows
 from batchgen.util.errors import ConfigError
 
 TOLD = b"batchgen.export"
@@ -34,11 +34,11 @@ class Exported:
 
     rows: int
     left_out: Mapping[str, int]
-    made: bool = True
+    is_new: bool = True
 
 
 def export_for(
-    rows: FinishedRows, asked: Asked, out: Path | None, *, at: Path | None = None
+    rows: FinishedRows, request: ExportRequest, out: Path | None, *, at: Path | None = None
 ) -> Exported:
     """Write rows in the format that is asked for.
 
@@ -50,79 +50,85 @@ def export_for(
     Raises:
         ConfigError: an option does not fit, a row cannot be made, or `out` is there.
     """
-    form, place = _form(asked, out), at or out
-    made = lines_of(rows, asked, out)
+    form, place = _form(request, out), at or out
+    made = lines_of(rows, request, out)
     if isinstance(made, OpenAILines) or form == "jsonl":
         with text_file(out, at) as file:
             return Exported(write_lines(made, file), made.left_out)
     assert out is not None and place is not None
     if form == "parquet":
-        told = json.dumps({"asked": asdict(asked), "of": rows.given, "digest": rows.digest})
+        told = json.dumps({"asked": asdict(request), "of": rows.user_path, "digest": rows.digest})
         count = write_parquet(made, made.schema, place, {TOLD.decode(): told})
         return Exported(count, made.left_out)
-    return _folder(rows, asked, made, out, place)
+    return _folder(rows, request, made, out, place)
 
 
 def lines_of(
-    rows: FinishedRows, asked: Asked, out: Path | None
+    rows: FinishedRows, request: ExportRequest, out: Path | None
 ) -> OpenAILines | TrainerRows | TokenRows:
     """What makes the lines of a format; ConfigError for all that can be refused before there is a
     row."""
-    form = _form(asked, out)
-    if asked.to == "openai":
-        return OpenAILines(rows, asked.where, asked.reasoning)
-    of_tokens = asked.to in TOKEN_FORMATS
-    made = TokenRows(rows, asked) if of_tokens else TrainerRows(rows, asked)
+    form = _form(request, out)
+    if request.to == "openai":
+        return OpenAILines(rows, request.where, request.reasoning)
+    of_tokens = request.to in TOKEN_FORMATS
+    made = TokenRows(rows, request) if of_tokens else TrainerRows(rows, request)
     if form == "jsonl" and (names := binary_columns(made.schema)):
         raise ConfigError(
-            f"--to {asked.to} has bytes in {', '.join(names)}: name a .parquet file in --out, or a "
-            "folder, whose name has no suffix"
+            f"--to {request.to} has bytes in {', '.join(names)}: name a .parquet file in --out, or "
+            "a folder, whose name has no suffix"
         )
     return made
 
 
-def _form(asked: Asked, out: Path | None) -> str:
+def _form(request: ExportRequest, out: Path | None) -> str:
     """The kind of file that a name says."""
     if out is None or out.name.endswith(JSON_NAMES):
         return "jsonl"
-    if asked.to == "openai":
+    if request.to == "openai":
         raise ConfigError(f"--out {out.name}: --to openai writes JSON lines: name it .jsonl")
     if out.suffix == ".parquet":
         return "parquet"
     if not out.suffix:
         return "folder"
     raise ConfigError(
-        f"--out {out.name}: --to {asked.to} writes .jsonl, .jsonl.gz or .parquet, or a folder, "
+        f"--out {out.name}: --to {request.to} writes .jsonl, .jsonl.gz or .parquet, or a folder, "
         "whose name has no suffix"
     )
 
 
 def _folder(
-    rows: FinishedRows, asked: Asked, made: TrainerRows | TokenRows, out: Path, place: Path
+    rows: FinishedRows,
+    requested: ExportRequest,
+    lines: TrainerRows | TokenRows,
+    out: Path,
+    path: Path,
 ) -> Exported:
     lineage = [job_lineage(rows)]
-    request = request_digest({"asked": asdict(asked), "jobs": [one["digest"] for one in lineage]})
-    if is_there(place, request):
-        return Exported(0, {}, made=False)
+    request = request_digest(
+        {"asked": asdict(requested), "jobs": [one["digest"] for one in lineage]}
+    )
+    if is_there(path, request):
+        return Exported(0, {}, is_new=False)
     facts = {
         "format": SET_FORMAT,
-        "kind": asked.to,
+        "kind": requested.to,
         "request": request,
-        "asked": {key: value for key, value in asdict(asked).items() if value},
+        "asked": {key: value for key, value in asdict(requested).items() if value},
         "jobs": lineage,
     }
 
     def card(count: int) -> str:
         options = [f"--{key} {value}" for key, value in facts["asked"].items()]  # type: ignore[attr-defined]
-        steps = [(f"left out: {why}", number) for why, number in made.left_out.items()]
+        steps = [(f"left out: {why}", number) for why, number in lines.left_out.items()]
         return set_card(
             out,
             request,
             f"{count:,} rows, written by `batchgen export {' '.join(options)}`.",
             lineage,
             [*steps, ("rows", count)],
-            made.schema,
+            lines.schema,
         )
 
-    count = write_folder(place, made.schema, tables(made, made.schema), facts, card)
-    return Exported(count, made.left_out)
+    count = write_folder(path, lines.schema, tables(lines, lines.schema), facts, card)
+    return Exported(count, lines.left_out)

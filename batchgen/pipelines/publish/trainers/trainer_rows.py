@@ -11,11 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, row_name
-from batchgen.pipelines.publish.row_values import answered_rows, number, value_of
-from batchgen.pipelines.publish.trainers.conversations import Conversations, Exchange, value_at
+from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pipelines.publish.row_values import answered_rows, expression_value, number_value
+from batchgen.pipelines.publish.trainers.conversations import Conversations, Exchange, field_value
 from batchgen.pipelines.publish.trainers.row_groups import (
-    Member,
+    GroupMember,
     adjacent_groups,
     pairs,
     scattered_groups,
@@ -26,7 +26,7 @@ from batchgen.util.text.row_json import json_text, plain_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ExportRequest:
     """What a user asks for; texts are expressions over the columns of a row, but for `messages`."""
 
     to: str
@@ -67,6 +67,7 @@ _TAKEN = {
     "kd-v1": ("messages",),
     "kd-packed": (),
     "rl": ("by",),
+    "trace_rl": ("by",),
 }
 """The options of each format besides `where`."""
 _NEEDED = {"dpo": ("by",), "kto": ("label",)}
@@ -86,9 +87,9 @@ class TrainerRows:
         made_of: shard and place of each row that the last row was made of.
     """
 
-    def __init__(self, rows: FinishedRows, asked: Asked) -> None:
+    def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
         """Raise ConfigError if an option does not fit the rows."""
-        self._rows, self._asked, self.left_out = rows, asked, Counter[str]()
+        self._rows, self._asked, self.left_out = rows, request, Counter[str]()
         self.made_of: list[Place] = []
         columns = rows.columns
         self._of: dict[str, RowExpression] = {}
@@ -97,13 +98,15 @@ class TrainerRows:
         self._wanted = columns.named([n for n in _OWN if n in columns.names])
         for expression in self._of.values():
             self._wanted |= columns.read_by(expression)
-        self._answers = asked.to in ("sft", "dpo", "kto")
-        self._talks = Conversations(rows, asked.messages, asked.reasoning, answers=self._answers)
+        self._answers = request.to in ("sft", "dpo", "kto")
+        self._talks = Conversations(
+            rows, request.messages, request.reasoning, answers=self._answers
+        )
         self._wanted |= self._talks.wanted
         self._tools = self._tools_column()
         made = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
         made["prm"] = self._prm
-        self._make: Callable[[], Iterator[dict[str, Any]]] = made[asked.to]
+        self._make: Callable[[], Iterator[dict[str, Any]]] = made[request.to]
         self.schema = self._schema()
 
     def _expressions(self) -> dict[str, str]:
@@ -115,12 +118,13 @@ class TrainerRows:
             if asked.by is None and "mark" not in known:
                 raise ConfigError(
                     f"--to grpo takes the share of right answers from the column mark, which "
-                    f"{self._rows.given} does not have: grade it first, or name another with --by"
+                    f"{self._rows.user_path} does not have: grade it first, or name another "
+                    "column with --by"
                 )
             if asked.answer is None and "target" not in known:
                 raise ConfigError(
                     f"--to grpo takes the right answer from the column target, which "
-                    f"{self._rows.given} does not have: name its column with --answer"
+                    f"{self._rows.user_path} does not have: name its column with --answer"
                 )
         if asked.to == "prm":
             given |= {"steps": asked.steps or "steps", "labels": asked.labels or "labels"}
@@ -172,34 +176,36 @@ class TrainerRows:
             if self._answers and not self._talks.has_answer(row):
                 self.left_out["without a text"] += 1
                 continue
-            self.made_of = [(row.shard, row.place)]
+            self.made_of = [(row.shard, row.position)]
             yield row
 
     def _sft(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
             found = self._talks.of(row).columns
             if self._tools:
-                value = value_at(row.variables, self._tools)
+                value = field_value(row.variables, self._tools)
                 is_text = value is None or isinstance(value, str)
                 found["tools"] = value if is_text else json_text(value)
             yield found
 
     def _kto(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
-            label = value_of(self._of["label"], row)
+            label = expression_value(self._of["label"], row)
             if label is None:
                 self.left_out["without a label"] += 1
                 continue
             talk = self._talks.of(row)
             yield {"prompt": talk.prompt, "completion": talk.answer, "label": bool(label)}
 
-    def _members(self, content: Callable[[FoundRow], dict[str, Any]]) -> Iterator[list[Member]]:
+    def _members(
+        self, content: Callable[[FoundRow], dict[str, Any]]
+    ) -> Iterator[list[GroupMember]]:
         """The rows of each input row, or with `across` those that go back to one row."""
         members = (
-            Member(
+            GroupMember(
                 self._key(row),
-                number(self._of["by"], row),
-                {**content(row), _PLACE: (row.shard, row.place)},
+                number_value(self._of["by"], row),
+                {**content(row), _PLACE: (row.shard, row.position)},
             )
             for row in self._passed()
         )
@@ -219,7 +225,7 @@ class TrainerRows:
         if source is None:
             raise ConfigError(
                 f"--across is for rows that say in the column source what they were made of, as "
-                f"those of dataset=job do, and those of {self._rows.given} do not"
+                f"those of dataset=job do, and those of {self._rows.user_path} do not"
             )
         name = str(source["row_id"])
         return name.partition("/")[2] if _reads_several_jobs(self._rows.group("dataset")) else name
@@ -251,7 +257,7 @@ class TrainerRows:
 
     def _grpo(self) -> Iterator[dict[str, Any]]:
         def content(row: FoundRow) -> dict[str, Any]:
-            answer = value_of(self._of["answer"], row)
+            answer = expression_value(self._of["answer"], row)
             return {
                 "prompt": self._talks.of(row).prompt,
                 "answer": None if answer is None else plain_text(answer),
@@ -269,14 +275,19 @@ class TrainerRows:
 
     def _prm(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
-            steps, labels = value_of(self._of["steps"], row), value_of(self._of["labels"], row)
+            steps, labels = (
+                expression_value(self._of["steps"], row),
+                expression_value(self._of["labels"], row),
+            )
             for name, value in (("steps", steps), ("labels", labels)):
                 if not isinstance(value, list):
-                    raise ConfigError(f"{row_name(row)}: --{name} must be a list: {value!r:.80}")
+                    raise ConfigError(
+                        f"{set_row_name(row)}: --{name} must be a list: {value!r:.80}"
+                    )
             if len(steps) != len(labels):
                 raise ConfigError(
-                    f"{row_name(row)} has {len(steps)} steps and {len(labels)} labels: each step "
-                    "needs one"
+                    f"{set_row_name(row)} has {len(steps)} steps and {len(labels)} labels: each "
+                    "step needs one"
                 )
             if not steps or None in labels:
                 self.left_out["without steps, or without a label for one"] += 1
@@ -301,7 +312,7 @@ _PLACE = "place"
 Place = tuple[int, int]
 
 
-def _places(members: Sequence[Member]) -> list[Place]:
+def _places(members: Sequence[GroupMember]) -> list[Place]:
     places = [one.content[_PLACE] for one in members]
     return [(shard, place) for shard, place in places]
 
@@ -316,7 +327,7 @@ def _as_text(talk: Exchange, row: FoundRow) -> str:
         return talk.prompt
     if len(talk.prompt) != 1:
         raise ConfigError(
-            f"{row_name(row)}: --to prm needs a prompt of one message, and this one has "
+            f"{set_row_name(row)}: --to prm needs a prompt of one message, and this one has "
             f"{len(talk.prompt)}: give one with --messages"
         )
     return str(talk.prompt[0]["content"])

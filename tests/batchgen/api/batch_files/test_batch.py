@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.__main__ import run_command
-from batchgen.api.batch_files.batch_lines import BadLine, Request, batch_lines
+from batchgen.api.batch_files.batch_lines import BadLine, BatchRequest, batch_lines
 from tests.support.jobs.forked import Forked
 from tests.support.jobs.job_comparison import finished_rows
 
@@ -240,9 +240,9 @@ def test_any_bytes_are_requests_or_bad_lines(
     path = tmp_path_factory.mktemp("batch") / "in.jsonl"
     path.write_bytes(b"\n".join(given_lines))
     found = list(batch_lines(path))
-    ids = [line.custom_id for line in found if isinstance(line, Request)]
+    ids = [line.custom_id for line in found if isinstance(line, BatchRequest)]
     assert len(set(ids)) == len(ids)
-    assert all(isinstance(line, Request | BadLine) for line in found)
+    assert all(isinstance(line, BatchRequest | BadLine) for line in found)
 
 
 def test_halves_of_characters_and_deep_nesting_are_bad_lines(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_halves_of_characters_and_deep_nesting_are_bad_lines(tmp_path: Path) -> 
     path.write_text(f"{half}\n{deep}\n{good(1)}\n")
     first, second, third = batch_lines(path)
     assert isinstance(first, BadLine) and isinstance(second, BadLine)
-    assert first.code == second.code == "invalid_json_line" and isinstance(third, Request)
+    assert first.code == second.code == "invalid_json_line" and isinstance(third, BatchRequest)
 
 
 def test_log_probabilities_of_the_lines_that_ask(model: Path, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from batchgen import LLM
 from batchgen.api.plugins.harness_requests import (
-    Asked,
     EngineAnswers,
     Scored,
+    TextRequest,
     cut_left,
     each_once,
     rolling_windows,
@@ -25,7 +25,7 @@ SCORED = [
     Scored(f"choice/{i}/{k}", tuple(range(i + 1)), (5, 6, k)) for i in range(4) for k in range(3)
 ]
 ASKED = [
-    Asked(f"sum/{i}/0", (1, 2, i), {"max_new_tokens": 3 + i, "temperature": i % 2, "seed": 0})
+    TextRequest(f"sum/{i}/0", (1, 2, i), {"max_new_tokens": 3 + i, "temperature": i % 2, "seed": 0})
     for i in range(4)
 ]
 
@@ -71,4 +71,4 @@ def test_an_error_names_its_request(model: Path) -> None:
         with pytest.raises(ConfigError, match="long: prompt and answer have 7 and 2 tokens"):
             EngineAnswers(llm).score([*SCORED[:2], Scored("long", (1,) * 7, (1, 2))])
         with pytest.raises(ConfigError, match="long: the prompt has 8 tokens"):
-            EngineAnswers(llm).generate([*ASKED[:2], Asked("long", (1,) * 8, {})])
+            EngineAnswers(llm).generate([*ASKED[:2], TextRequest("long", (1,) * 8, {})])

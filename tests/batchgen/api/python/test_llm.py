@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from batchgen import LLM, Output, SamplingParams
-from batchgen.engine.sampling.sampling_params import SamplingParams as RequestParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 
 PARAMS = SamplingParams(max_tokens=8, seed=5)
 CHAT = [{"role": "user", "content": "hi"}]

@@ -15,7 +15,7 @@ from batchgen.api.python.llm_arguments import engine_config
 from batchgen.api.python.params import NO_LIMIT, SamplingOptions
 from batchgen.api.python.unknown_names import SAME
 from batchgen.engine.interface.engine_config import EngineConfig
-from batchgen.engine.sampling.sampling_params import SamplingParams as RequestParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 
 
 class Person:

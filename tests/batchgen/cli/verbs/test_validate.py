@@ -18,7 +18,7 @@ from batchgen.config.groups.constraint_config import NoConstraintConfig
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.constraint.text_checks import CHECKED_BY, Unchecked, make_check
 from batchgen.inputs.dataset.row_source import open_dataset
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.util.errors import ConfigError, JobError
 from tests.support.jobs.fake_job import FakeJob, FakeSource
 from tests.support.jobs.forked import run_forked
@@ -192,7 +192,7 @@ def test_schemas_in_a_struct(tmp_path: Path) -> None:
         *(('"c"', "stop", True), ('"c"', "stop", True), ("y", "stop", None)),
     )
     fake = job(tmp_path, {"kind": "json_schema", "column": "schema"}, answers)
-    run_job(fake.config(), replace(fake.parts(), source=SchemaSource(6)))
+    execute_job(fake.config(), replace(fake.parts(), source=SchemaSource(6)))
     report = validate(tmp_path)
     assert report.counts == {"valid": 3, "invalid": 1, "unconstrained": 2}
     assert report.problems["invalid"] == ["row id4, sample 0: $: 'b' was expected"]
@@ -226,7 +226,7 @@ def test_schemas_that_datasets_keeps_as_json(
     )
     fake = job(tmp_path / "out", {"kind": "json_schema", "column": column}, answers)
     source = open_dataset(DatasetConfig(kind="files", path=str(rows)))
-    run_job(fake.config(), replace(fake.parts(), source=source))
+    execute_job(fake.config(), replace(fake.parts(), source=source))
     report = validate(tmp_path / "out")
     assert report.counts["unconstrained"] == 1
     wrong = [problem.split(":")[0].split(",")[0] for problem in report.problems["invalid"]]
@@ -273,7 +273,7 @@ def test_what_is_no_finished_job_with_constraints(
         == f"the job in {tmp_path}/free has no constraint: there is nothing to check"
     )
     fake = job(tmp_path / "own", {"kind": "regex", "column": "question"}, ANSWERS)
-    run_job(fake.config(), replace(fake.parts(), source=NotCopied(2)))
+    execute_job(fake.config(), replace(fake.parts(), source=NotCopied(2)))
     assert refused(tmp_path / "own") == (
         "the rows' constraints stand in the dataset column 'question', which the job did not copy "
         f"to {tmp_path}/own: list it in dataset.columns and run the job again"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from batchgen.__main__ import run_command
-from batchgen.cli.verbs.init import job_file_text
+from batchgen.cli.verbs.init import new_job_file
 from batchgen.config.compose.compose_config import compose, compose_groups
 from batchgen.config.compose.group_choices import inferred_choice
 from batchgen.config.compose.job_file import read_job_file
@@ -124,7 +124,7 @@ def test_a_new_job_file_is_the_job(chosen: list[str], tmp_path: Path) -> None:
         del arguments[-2]
     composed = compose_groups({}, arguments)
     file = tmp_path / "job.yaml"
-    file.write_text(job_file_text(composed, "job.yaml"))
+    file.write_text(new_job_file(composed, "job.yaml"))
     values, _ = read_job_file(file)
     assert compose_groups(values) == composed
 

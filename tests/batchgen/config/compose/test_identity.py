@@ -14,16 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import _FIRST, _NOT_DECIDING, identity
+from batchgen.config.compose.load_config import _FIRST, _NOT_DECIDING, config_identity
 from batchgen.config.groups.config_keys import choice_values, choices
 from batchgen.config.groups.job_config import EngineGroup, JobConfig, ModelGroup
 from batchgen.engine.sampling import sampling_params
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.reuse.row_key import RowKeys
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.pipelines.run.addresses import addresses
-from batchgen.pipelines.run.pipeline import Step
+from batchgen.pipelines.run.pipeline import PipelineStep
 from batchgen.util.errors import ConfigError
 
 PRINTS = {"model": "m", "dtype": "float32"}
@@ -67,9 +67,9 @@ def written(value: Any) -> str:
 def marks(config: JobConfig) -> tuple[Any, bytes, str]:
     """What tells a job from others: its identity, the key of a row, and its address as a step."""
     request = RowRequest([1, 2], replace(config.params, seed=1))
-    step = {"a": Step("a", config, ())}
+    step = {"a": PipelineStep("a", config, ())}
     return (
-        identity(config),
+        config_identity(config),
         RowKeys(config, PRINTS, 512).key(request),
         addresses(step, {"a": PRINTS})["a"][0],
     )
@@ -132,7 +132,7 @@ def computed(out: Path, *overrides: str) -> pa.Table:
             "engine.kv_cache_gib=0.01", "engine.max_num_seqs=4", *overrides,
         ],
     )  # fmt: skip
-    run_job(config, resolve_job(config))
+    execute_job(config, resolve_job(config))
     return pq.read_table(out / "data/part-00000.parquet").replace_schema_metadata()
 
 
@@ -195,7 +195,7 @@ def test_a_new_parameter_at_its_default_is_in_no_key_of_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class NewParams(sampling_params.SamplingParams):
+    class NewParams(sampling_params.RequestParams):
         top_h: float = 1.0
 
     config, keys = job(), RowKeys(job(), PRINTS, 512)
@@ -209,4 +209,4 @@ def test_a_new_parameter_at_its_default_is_in_no_key_of_a_row(
 
 
 def test_every_group_of_an_identity_is_in_the_table_of_first_keys() -> None:
-    assert set(_FIRST) == set(identity(job("constraint=choice", "constraint.choices=[a]")))
+    assert set(_FIRST) == set(config_identity(job("constraint=choice", "constraint.choices=[a]")))

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from batchgen.config.compose.compose_config import compose_groups
-from batchgen.config.compose.load_config import identity, resolved
+from batchgen.config.compose.load_config import config_identity, resolved
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.class_names import (
     _FIRST_PATHS,
     CLASSES,
     class_path,
+    class_short_name,
     is_own,
     lasting_name,
-    short_name,
     with_short_names,
 )
 from batchgen.config.groups.config_keys import choice_values, choices
@@ -31,7 +31,7 @@ def test_every_spelling_names_the_class_where_it_is(key: str, name: str) -> None
     assert resolve_name(path).__module__ == path.rpartition(".")[0]
     first = f"batchgen.{_FIRST_PATHS[name]}" if name in _FIRST_PATHS else name
     for spelling in (name, path, first):
-        assert (short_name(spelling), class_path(spelling)) == (name, path)
+        assert (class_short_name(spelling), class_path(spelling)) == (name, path)
         assert lasting_name(spelling) == first
         assert is_own(spelling)
 
@@ -77,7 +77,7 @@ def test_both_spellings_make_one_configuration() -> None:
 
 
 def test_an_identity_is_the_one_of_version_0_1_0() -> None:
-    found = identity(configured(SHORT))
+    found = config_identity(configured(SHORT))
     assert found["rows"] == LONG["rows"]
     assert found["strategy"]["_target_"] == LONG["strategy"]["_target_"]
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 import batchgen.conf
 from batchgen.__main__ import run_command
 from batchgen.config.compose.compose_config import compose_groups
-from batchgen.config.compose.load_config import identity, load_config, resolved
+from batchgen.config.compose.load_config import config_identity, load_config, resolved
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.class_names import class_path
 from batchgen.config.groups.job_config import (
@@ -407,12 +407,12 @@ def test_resolved_loads_to_the_same_job() -> None:
     ],
 )
 def test_identity_is_what_decides_the_output(override: str, same: bool) -> None:
-    assert (identity(loaded()) == identity(loaded(override))) == same
+    assert (config_identity(loaded()) == config_identity(loaded(override))) == same
 
 
 def test_a_job_without_quantisation_says_nothing_of_it() -> None:
-    assert "quantization" not in identity(loaded())["model"]
-    assert identity(loaded("model.quantization=fp8"))["model"]["quantization"] == "fp8"
+    assert "quantization" not in config_identity(loaded())["model"]
+    assert config_identity(loaded("model.quantization=fp8"))["model"]["quantization"] == "fp8"
 
 
 def test_showing_a_job_writes_nothing(

@@ -17,19 +17,25 @@ import yaml
 from datasets import Features, Value
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import constraint_config, identity, load_config, resolved
+from batchgen.config.compose.load_config import (
+    config_identity,
+    constraint_config,
+    load_config,
+    resolved,
+)
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.engine.interface.outputs import Begun, RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.interface.trajectory import GivenAnswer
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.constraint.row_constraints import RowConstraints
 from batchgen.inputs.dataset.source import Row
 from batchgen.jobs.resolve.opened_job import resolve_job
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
 from batchgen.util.request_id import RequestId
@@ -52,7 +58,7 @@ def loaded(*overrides: str) -> JobConfig:
 def test_no_constraint_unless_asked_for() -> None:
     config = loaded()
     assert config.constraint.kind == "none" and config.params.constraint is None
-    assert "constraint" not in identity(config), "manifests of earlier jobs must stay valid"
+    assert "constraint" not in config_identity(config), "manifests of earlier jobs must stay valid"
     plain = {name: group for name, group in resolved(config).items() if name != "constraint"}
     assert load_config(plain, TYPED) == config, "a config.yaml from before must load"
 
@@ -109,9 +115,9 @@ def test_a_changed_file_is_another_job(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     file.write_text(json.dumps(SCHEMA))
     arguments = ("constraint=json_schema", f"constraint.schema={file}")
-    before = Manifest.build(identity(loaded(*arguments)), {})
+    before = Manifest.build(config_identity(loaded(*arguments)), {})
     file.write_text(json.dumps(SCHEMA | {"required": []}))
-    after = Manifest.build(identity(loaded(*arguments)), {})
+    after = Manifest.build(config_identity(loaded(*arguments)), {})
     assert before.differences(after, lambda stop: None) == [
         'constraint.schema.required: ["name"] → []'
     ]
@@ -227,7 +233,7 @@ def test_a_file_that_is_not_a_schema(tmp_path: Path) -> None:
 
 def test_eos_ends_a_constrained_row_from_python_too() -> None:
     with pytest.raises(ValueError, match="ignore_eos must be false with a constraint"):
-        SamplingParams(ignore_eos=True, constraint=Constraint("json"))
+        RequestParams(ignore_eos=True, constraint=Constraint("json"))
 
 
 # Each row's own
@@ -322,8 +328,8 @@ class RecordingEngine(FakeEngine):
         self,
         request_id: RequestId,
         prompt_token_ids: list[int],
-        params: SamplingParams,
-        answer_token_ids: list[int] | None = None,
+        params: RequestParams,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
@@ -333,7 +339,7 @@ class RecordingEngine(FakeEngine):
 
 def _run(job: FakeJob) -> tuple[dict[RequestId, Constraint | None], list[dict[str, Any]], str]:
     engine = RecordingEngine(job)
-    result = run_job(job.config(), replace(job.parts(), port=lambda: engine))
+    result = execute_job(job.config(), replace(job.parts(), port=lambda: engine))
     return engine.asked, pq.read_table(Path(job.out) / "data").to_pylist(), result.message
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import identity, resolved
+from batchgen.config.compose.load_config import config_identity, resolved
 from batchgen.config.groups.model_sampling import (
     OFF,
     recommendation,
@@ -35,7 +35,9 @@ def test_values_of_the_model(tmp_path: Path) -> None:
     }
     config = compose({}, [f"model.path={tmp_path}", "sampling=model"])
     same = ["sampling.temperature=0.6", "sampling.top_p=0.9", "sampling.top_k=20"]
-    assert identity(config) == identity(compose({}, [f"model.path={tmp_path}", *same]))
+    assert config_identity(config) == config_identity(
+        compose({}, [f"model.path={tmp_path}", *same])
+    )
     assert config.sampling.max_new_tokens == 256 and config.sampling.n == 1
 
 

@@ -24,7 +24,7 @@ from batchgen.util.templates.row_templates import RowTemplate
 from tests.support.sandboxes import need_sandbox, sandbox_missing
 
 ROOT = Path(__file__).parents[4]
-NO_EXAMS = {"nano_hybrid", "nano_sdar", "nano_vl", "synth"}
+NO_EXAMS = {"llada2", "nano_hybrid", "nano_sdar", "nano_vl", "synth", "trado"}
 GENERATED = {"ruler"}  # tests/batchgen/inputs/steps/test_ruler.py
 EXAMS = sorted(
     {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} - NO_EXAMS - GENERATED
@@ -104,9 +104,9 @@ def test_the_table_names_every_exam() -> None:
     table = (ROOT / "docs/reference/exams.md").read_text()
     for name in (*EXAMS, *sorted(GENERATED)):
         about = (ROOT / f"conf/experiment/{name}.yaml").read_text()
-        assert f"`{name}`" in table
         assert "Text" in about or "Checks" in about or "Questions" in about
-        assert "local copy" in about or "hf download" in about
+        assert f"| `{name}` |" in table and "\n# Licence: " in about
+        assert name in GENERATED or f"\n    # {name}\n    " in table  # the command for a local copy
 
 
 @pytest.mark.quick(4)

@@ -19,7 +19,7 @@ from batchgen.evals.graders.extract import Extract
 from batchgen.evals.graders.grade import Grade, choice_letter
 from batchgen.evals.graders.grade_rows import Grader, StepChain
 from batchgen.evals.graders.integers import normal_integer
-from batchgen.evals.graders.latex import boxes, number, plain
+from batchgen.evals.graders.latex import boxes, latex_number, plain
 from batchgen.evals.graders.parse_score import ParseScore
 from batchgen.evals.graders.step import AnswerRow, GradeFailure, PostStep, arrow_schema
 from batchgen.util.errors import ConfigError
@@ -181,12 +181,12 @@ def test_votes_for_the_right_answer_are_one() -> None:
     [("1/2", "1/2"), ("-0.5", "-1/2"), ("1,000.5", "2001/2"), ("\\frac12", "1/2"), ("--3", "3")],
 )
 def test_numbers(text: str, value: str) -> None:
-    assert str(number(text)) == value
+    assert str(latex_number(text)) == value
 
 
 @pytest.mark.parametrize("text", ["", ".", "1/0", "\\frac{1}{0}", "x", "1e5", "9" * 5000, "1 2"])
 def test_what_is_no_number(text: str) -> None:
-    assert number(text) is None
+    assert latex_number(text) is None
 
 
 def test_a_letter_wins_over_the_text_of_another_choice() -> None:

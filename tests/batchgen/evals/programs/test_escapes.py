@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.evals.programs.interpreter import interpreter
-from batchgen.evals.programs.run_program import Result, run_tests, run_with_input
+from batchgen.evals.programs.run_program import ProgramResult, run_tests, run_with_input
 from batchgen.evals.programs.sandbox import Sandbox
 from tests.support.sandboxes import need_sandbox
 
@@ -122,7 +122,7 @@ def test_no_program_gets_out(sandbox: Sandbox, tmp_path: Path, what: str) -> Non
     program, outcome, says = ESCAPES[what]
     program = program.format(secret=str(secret)) if "{" in program else program
     output, failure = run_with_input(sandbox, program, "", MIB)
-    found = failure or Result("crash", f"ended by itself {output}")
+    found = failure or ProgramResult("crash", f"ended by itself {output}")
     assert what != "write a file anywhere" or output == ""
     assert found.outcome == outcome
     assert any(part in (found.detail or "") for part in says.split("|"))

@@ -49,8 +49,9 @@ def test_the_interval_holds_the_true_kappa(shares: tuple[float, ...]) -> None:
 
 
 def test_marks_are_paired_and_what_is_unclear_is_left_out() -> None:
-    judged = [1.0, 0.0, 1.0, 0.0, 0.5, None, 1.0, 1.0]
-    known = ["1.0", "0", "false", "True", "1", "1", None, "x"]
-    assert agreement(judged, known) == Agreement(1, 1, 1, 1, 4)
+    judged = [1.0, 0.0, 1.0, 0.0, 0.5, None, 1.0, 1.0, 2.0]
+    known = ["1.0", 0, "false", True, "1", "1", None, "x", 1]
+    assert agreement(judged, known) == Agreement(1, 1, 1, 1, 5)
+    assert agreement([0.75, 0.25], [0.6, 0.4]) == Agreement(1, 0, 0, 1, 0)
     assert agreement([0.5], ["1"]) is None
     assert agreement([], []) is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchgen.evals.scores.marks import Marks, Sample
 from batchgen.evals.scores.score_metrics import avg_at, maj_at, pass_all, pass_at
-from batchgen.evals.scores.scores import default_ks, score
+from batchgen.evals.scores.scores import compute_scores, default_ks
 from batchgen.util.errors import ConfigError
 
 
@@ -76,10 +76,10 @@ def test_cut_texts_count_as_what_is_asked_for(given: list[tuple[int, str, bool]]
             s._replace(mark=None if s.mark is None else mark, key=None) if s.truncated else s
             for s in drawn
         ]
-        found, wanted = score(marks, None, count_as), score(Marks.of(instead))
+        found, wanted = compute_scores(marks, None, count_as), compute_scores(Marks.of(instead))
         assert found["cut_texts"] == count_as and found["samples"] == len(given)
         # What is said of the texts themselves stays.
-        assert found["rates"] == score(marks)["rates"]
+        assert found["rates"] == compute_scores(marks)["rates"]
         for scores in (found, wanted):
             del scores["rates"], scores["cut_texts"]
         assert found == wanted
@@ -117,7 +117,7 @@ def test_mean_marks_leave_out_what_is_not_known() -> None:
 
 
 def test_score_has_rates_and_bounds_beside_the_mean() -> None:
-    values = score(table("oo?x", "o--x"), ks=[1, 4, 9])
+    values = compute_scores(table("oo?x", "o--x"), ks=[1, 4, 9])
     assert values["questions"] == 2 and values["samples"] == 8 and values["marked"] == 7
     assert values["avg"]["value"] == pytest.approx((2 / 3 + 1 / 4) / 2)
     assert values["rates"] == {
@@ -146,7 +146,7 @@ def test_marks_of_cut_texts_are_counted() -> None:
         )
         for row_id, key, mark in cut
     ]
-    rates = score(Marks.of(samples))["rates"]
+    rates = compute_scores(Marks.of(samples))["rates"]
     assert rates["truncated"] == 0.8 and rates["truncated_with_answer"] == 0.4
 
 
@@ -154,13 +154,13 @@ def test_an_error_of_the_row_is_no_missing_answer() -> None:
     marks = Marks.of(
         [Sample("a", 0, None, None, error="prompt_too_long"), Sample("a", 1, 1.0, "1")]
     )
-    rates = score(marks)["rates"]
+    rates = compute_scores(marks)["rates"]
     assert rates["error"] == 0.5 and rates["no_answer"] == 0 and rates["grade_error"] == 0
 
 
 def test_subsets_are_scored_alone() -> None:
     samples = [Sample(str(i), 0, float(i < 3), "k", subset="ab"[i % 2]) for i in range(4)]
-    values = score(Marks.of(samples))
+    values = compute_scores(Marks.of(samples))
     assert values["avg"]["value"] == 0.75
     assert {name: part["avg"]["value"] for name, part in values["subsets"].items()} == {
         "a": 1.0,
@@ -175,7 +175,10 @@ def test_order_of_samples_does_not_matter() -> None:
         for i in range(4)
     ]
     reversed_marks = Marks.of(reversed(samples))
-    assert score(reversed_marks)["maj@2"]["value"] == score(Marks.of(samples))["maj@2"]["value"]
+    assert (
+        compute_scores(reversed_marks)["maj@2"]["value"]
+        == compute_scores(Marks.of(samples))["maj@2"]["value"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_tables_that_make_no_sense_are_refused(samples: list[Sample], says: str)
 
 def test_k_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        score(table("o"), ks=[0])
+        compute_scores(table("o"), ks=[0])
 
 
 def test_default_sizes_are_powers_of_two_and_the_number_of_samples() -> None:

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from batchgen.config.compose.compose_config import compose
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.row_params import RowParams
 from batchgen.inputs.dataset.source import Row
+from batchgen.strategies.dllm.rules.low_confidence_dynamic import LowConfidenceDynamic
 from batchgen.util.errors import ConfigError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
-def of_row(cell: Any, *arguments: str, feature: Any = None) -> SamplingParams:
+def of_row(cell: Any, *arguments: str, feature: Any = None) -> RequestParams:
     config = compose(
         {},
         ["model.path=m", "dataset.path=d", "sampling.column=body", "sampling.seed=5", *arguments],
@@ -31,6 +32,22 @@ def of_row(cell: Any, *arguments: str, feature: Any = None) -> SamplingParams:
     rows = RowParams(config, features, lambda params: None)
     row = Row(0, "0", {"body": cell, "c": None})
     return rows.constrained(row, rows.sampling(row))
+
+
+def test_a_row_may_have_a_rule_of_block_diffusion() -> None:
+    own = {"unmasking": "low_confidence_dynamic", "min_tokens_per_step": 2.0}
+    params = of_row({"strategy": own, "temperature": 0}, "strategy=dllm")
+    assert params.decoding == LowConfidenceDynamic(min_tokens_per_step=2)
+    for options, message in (
+        ({"unmasking": "sequential", "entropy_bound": 1}, "has no such option"),
+        ({"unmasking": "sequential", "block_length": 8}, "no rule has"),
+        ({"unmasking": "entropy_bound", "entropy_bound": "low"}, "must be a number, got 'low'"),
+        ({"entropy_bound": 0.1}, "unmasking must be low_confidence_dynamic or"),
+        ("sequential", "strategy must have options by name"),
+    ):
+        found = error({"strategy": options}, "strategy=dllm")
+        assert found.startswith("bad_option: ") and message in found
+    assert "rows of strategy ar have no options" in error({"strategy": own})
 
 
 def error(cell: Any, *arguments: str) -> str:
@@ -130,7 +147,7 @@ def test_what_the_prompt_reads_is_no_option() -> None:
 def test_what_a_strategy_cannot_do_is_an_error_of_the_row() -> None:
     config = compose({}, ["model.path=m", "dataset.path=d", "sampling.column=o"])
 
-    def check(params: SamplingParams) -> None:
+    def check(params: RequestParams) -> None:
         if params.has_penalties:
             raise ValueError("penalties are not for this strategy")
 
@@ -163,4 +180,4 @@ def test_any_options_are_parameters_or_a_row_error(options: dict[str, Any]) -> N
     except RequestError as refused:
         assert refused.type in ("bad_option", "bad_constraint")
     else:
-        assert isinstance(made, SamplingParams)
+        assert isinstance(made, RequestParams)

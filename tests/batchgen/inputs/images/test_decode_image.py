@@ -151,7 +151,7 @@ def test_a_processor_of_another_kind_is_refused(
 def test_what_a_job_allows_is_at_most_what_the_model_does(tmp_path: Path) -> None:
     save_model(tmp_path, size={"shortest_edge": 65536, "longest_edge": 16777216})
     assert image_sizes(tmp_path, 32, None) == ImageSizes(32, 65536, 1280 * 1024, 16777216)
-    assert image_sizes(tmp_path, 32, 10**9).most == 16777216
+    assert image_sizes(tmp_path, 32, 10**9).max_pixels == 16777216
     assert image_sizes(tmp_path, 32, 4096) == ImageSizes(32, 4096, 4096, 16777216)
     with pytest.raises(ConfigError, match="less than one token"):
         image_sizes(tmp_path, 32, 1023)
@@ -178,7 +178,7 @@ def test_no_image_is_taken_for_another(seed: int, most: int) -> None:
 
     found = digest(data, sizes)
     assert found == digest(data, sizes, "name.bmp")
-    others = [digest(changed, sizes), digest(data, replace(sizes, most=most - 1024 + 1))]
+    others = [digest(changed, sizes), digest(data, replace(sizes, max_pixels=most - 1024 + 1))]
     with patch("batchgen.inputs.images.row_images.pillow_version", lambda: "0"):
         others.append(digest(data, sizes))
     assert found not in others and len(set(others)) == 3

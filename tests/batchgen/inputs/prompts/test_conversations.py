@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import identity, resolved
+from batchgen.config.compose.load_config import config_identity, resolved
 from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.loading.tokenizer import load_tokenizer
@@ -202,8 +202,8 @@ def test_the_command_line_has_messages() -> None:
     assert config.prompt.messages == ({"user": "{{ q1 }}\n"}, {"assistant": "{{ a1 }}"})
     assert config.prompt.continue_ and config.prompt.messages_column is None
     assert resolved(config)["prompt"]["continue"] is True
-    assert identity(config)["prompt"]["continue"] is True
-    plain = identity(compose({}, ["model.path=m", "dataset.path=d"]))["prompt"]
+    assert config_identity(config)["prompt"]["continue"] is True
+    plain = config_identity(compose({}, ["model.path=m", "dataset.path=d"]))["prompt"]
     assert not {"messages", "continue", "tools_column"} & plain.keys()
 
 

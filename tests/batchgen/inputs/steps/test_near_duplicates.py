@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.inputs.ngrams.kept_rows import HashTable, KeptRows
+from batchgen.inputs.ngrams.kept_rows import HashTable, SpillFile
 from batchgen.inputs.ngrams.near_duplicates import NearDuplicates
 from batchgen.inputs.ngrams.word_ngrams import jaccard, ngram_hashes, words
 
@@ -98,7 +98,7 @@ def test_a_table_finds_all_rows_in_order(values: list[int], salt: int) -> None:
 
 
 def test_kept_rows_are_read_while_others_are_added() -> None:
-    kept = KeptRows()
+    kept = SpillFile()
     contents = [bytes([number]) * number for number in range(50)]
     for number, content in enumerate(contents):
         assert kept.append(content) == number

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.upstream.open_source import open_source
-from batchgen.jobs.run.run_job import job_turns, run_job
+from batchgen.jobs.run.run_job import execute_job, job_turns
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.signals import JobStopped, StopSignals
 from tests.support.jobs.fake_job import FakeJob
@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete graded job of 45 rows with two samples each, in shards of six rows."""
     out = tmp_path_factory.mktemp("whole") / "draft"
     job = FakeJob(str(out), rows=45, rows_per_shard=6)
-    run_job(replace(job.config(), post=(EXTRACT,)), job.parts())
+    execute_job(replace(job.config(), post=(EXTRACT,)), job.parts())
     return out
 
 
@@ -114,7 +114,7 @@ def _compare(
     )
     followed(job, unfolding, [name for name in names if name not in first], kills, delay)
     alone = replace(job, out=str(folder / "alone"), keys=keys, log="")
-    run_job(alone.config(), alone.parts())
+    execute_job(alone.config(), alone.parts())
     assert written(job.out) == written(alone.out)
     assert [len(written(out, "rows")) > 0 for out in (job.out, alone.out)] == [len(steps) > 0] * 2
     manifests = [json.loads(Path(out, "manifest.json").read_text()) for out in (job.out, alone.out)]
@@ -185,7 +185,7 @@ def test_a_shard_that_changes_stops_the_job(whole: Path, tmp_path: Path) -> None
     job = FollowingJob(str(unfolding.folder), str(tmp_path / "out"), {"follow": True})
     source: Any = open_source(job.config())
     other = FakeJob(str(tmp_path / "other"), rows=6, rows_per_shard=6, changed=3)
-    run_job(other.config(), other.parts())
+    execute_job(other.config(), other.parts())
     (unfolding.folder / "data/part-00000.parquet").write_bytes(
         Path(other.out, "data/part-00000.parquet").read_bytes()
     )

@@ -11,7 +11,7 @@ import torch
 from batchgen.jobs.forecast.calibration import Calibration, RunCounts
 from batchgen.jobs.forecast.devices import DEVICES, Device
 from batchgen.jobs.forecast.forecast import Forecast, Range, Work, forecast, likely_share
-from batchgen.jobs.forecast.run_time import Places, run_time
+from batchgen.jobs.forecast.run_time import Capacity, run_time
 from batchgen.jobs.forecast.step_cost import ModelSizes, StepCost
 
 CPU = Device("cpu", 20e9, 80e9, 80e9, few_rows=0.5)
@@ -38,7 +38,7 @@ WORK = Work(
     exact=False,
     width=1,
     least=1,
-    places=Places(64, 10**6, 8192),
+    places=Capacity(64, 10**6, 8192),
     weight_bytes=10**9,
 )
 

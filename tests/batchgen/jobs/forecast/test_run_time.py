@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from batchgen.jobs.forecast.run_time import Places, run_time
+from batchgen.jobs.forecast.run_time import Capacity, run_time
 from batchgen.jobs.forecast.step_cost import StepCost
 
 
@@ -26,7 +26,7 @@ class Counted:
 COST: StepCost = Counted()  # type: ignore[assignment]
 
 
-def by_steps(places: Places, prompts: list[int], answers: list[int]) -> tuple[float, int]:
+def by_steps(places: Capacity, prompts: list[int], answers: list[int]) -> tuple[float, int]:
     """Seconds and steps of a plain simulation, each row with its own counters."""
     waiting = list(zip(prompts, answers, strict=True))
     running: list[list[int]] = []  # prompt, answer, tokens so far
@@ -59,7 +59,7 @@ def by_steps(places: Places, prompts: list[int], answers: list[int]) -> tuple[fl
 def test_a_job_takes_about_what_its_steps_take(rows: int, tokens: int, number: int) -> None:
     draws = np.random.default_rng(rows)
     prompts, answers = draws.integers(1, 200, number), draws.integers(1, 90, number)
-    places = Places(rows, tokens, batched_tokens=512)
+    places = Capacity(rows, tokens, batched_tokens=512)
     run = run_time(COST, places, prompts, answers, number)
     seconds, steps = by_steps(places, prompts.tolist(), answers.tolist())
     assert run.seconds == pytest.approx(seconds, rel=0.15)
@@ -70,7 +70,7 @@ def test_a_job_takes_about_what_its_steps_take(rows: int, tokens: int, number: i
 def test_a_sample_stands_for_many_answers() -> None:
     draws = np.random.default_rng(0)
     prompts, answers = draws.integers(1, 200, 6000), draws.integers(1, 90, 6000)
-    places = Places(32, 10**6, 2048)
+    places = Capacity(32, 10**6, 2048)
     whole = run_time(COST, places, prompts, answers, 6000)
     some = run_time(COST, places, prompts[:2000], answers[:2000], 6000)
     assert some.seconds == pytest.approx(whole.seconds, rel=0.03)
@@ -78,12 +78,12 @@ def test_a_sample_stands_for_many_answers() -> None:
 
 
 def test_a_row_larger_than_the_cache_runs_alone() -> None:
-    run = run_time(COST, Places(8, 10, 512), np.array([50, 50]), np.array([5, 5]), 2)
+    run = run_time(COST, Capacity(8, 10, 512), np.array([50, 50]), np.array([5, 5]), 2)
     assert run.steps == pytest.approx(10, abs=3) and run.mean_rows == 1
 
 
 def test_forwards_that_yield_several_tokens_are_fewer() -> None:
-    places = Places(8, 10**6, 512)
+    places = Capacity(8, 10**6, 512)
     ones = np.full(8, 10), np.full(8, 40), 8
     assert run_time(COST, places, *ones, per_forward=4, width=4).steps == 10
     assert run_time(COST, places, *ones, per_forward=0.8, width=4).steps == 50
@@ -93,10 +93,10 @@ def test_what_prompts_share_is_read_once() -> None:
     prompts, answers = np.full(4, 100), np.full(4, 1)
     steps = COST.decode(4, 4 * 100.5)
     for places, tokens in (
-        (Places(4, 10**6, 10**6), 400),
-        (Places(4, 10**6, 10**6, prefix=64), 64 + 4 * 36),
-        (Places(4, 10**6, 10**6, samples=4), 100 + 3 * 4),  # 96 tokens are whole blocks
-        (Places(4, 10**6, 10**6, samples=2, prefix=32), 32 + 68 + 4 + 68 + 4),
+        (Capacity(4, 10**6, 10**6), 400),
+        (Capacity(4, 10**6, 10**6, prefix=64), 64 + 4 * 36),
+        (Capacity(4, 10**6, 10**6, samples=4), 100 + 3 * 4),  # 96 tokens are whole blocks
+        (Capacity(4, 10**6, 10**6, samples=2, prefix=32), 32 + 68 + 4 + 68 + 4),
     ):
         run = run_time(COST, places, prompts, answers, 4)
         assert run.seconds == pytest.approx(0.5 + 0.001 * tokens + steps)

@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import fit_prompt
 from batchgen.jobs.forecast.scan import SAMPLE, STREAM, Reading, Scan, sample_indices, scan_rows
@@ -57,7 +57,7 @@ class Rows:
             source=self,  # type: ignore[arg-type]
             check=lambda row: None,
             token_ids=self.token_ids,
-            sampling=lambda row: SamplingParams(max_new_tokens=1 + row.index),
+            sampling=lambda row: RequestParams(max_new_tokens=1 + row.index),
             fit=lambda ids, _: fit_prompt(ids, ROOM, too_long),  # type: ignore[arg-type]
             constrained=lambda row, params: (
                 replace(params, constraint=choice) if row.index < 5 else params

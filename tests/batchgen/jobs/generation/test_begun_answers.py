@@ -22,7 +22,7 @@ from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_jobs import SharingJob, run_jobs
 from batchgen.storage.folder.job_summary import status_line
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import BEGUN
 from batchgen.storage.metrics import job_metrics
@@ -123,7 +123,7 @@ def test_a_stopped_job_goes_on_with_what_it_has_begun(
         assert recorded == min(6, 22 - finished_rows(out)) or stop_at == 1
         begun = f" and {recorded} begun" if recorded else ""
         assert f"Stopped with {finished_rows(out)} answers done{begun}. " in result.message
-        line = status_line(open_job(str(out)), "out")
+        line = status_line(open_job_reader(str(out)), "out")
         assert (f", {recorded} begun" in line) == (recorded > 0)
     assert records(out)
     with watched() as found:

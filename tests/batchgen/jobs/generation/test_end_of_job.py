@@ -14,7 +14,7 @@ import pytest
 import batchgen.jobs.run.job_end
 import batchgen.jobs.run.run_job
 from batchgen.jobs.generation.worker import Worker
-from batchgen.jobs.run.graded_job import scores_of
+from batchgen.jobs.run.graded_job import grade_and_score
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.leases.folder_lock import FolderLock
@@ -181,7 +181,7 @@ def test_who_deleted_the_leases_and_died_is_not_waited_for(
 def test_who_was_paused_while_it_completed_the_job_leaves_it_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
 ) -> None:
-    scores, beat = scores_of, Heartbeat.beat
+    scores, beat = grade_and_score, Heartbeat.beat
     paused: list[Heartbeat] = []
     made: dict[int, Heartbeat] = {}
 
@@ -197,7 +197,7 @@ def test_who_was_paused_while_it_completed_the_job_leaves_it_to_another(
         return scores(*args)
 
     monkeypatch.setattr(Heartbeat, "beat", beat_unless_paused)
-    monkeypatch.setattr(batchgen.jobs.run.run_job, "scores_of", slow_scores)
+    monkeypatch.setattr(batchgen.jobs.run.run_job, "grade_and_score", slow_scores)
     job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02, stale_after=1.0)
     messages = _messages(in_threads([job] * 2))
     metrics = json.loads((tmp_path / "metrics.json").read_text())

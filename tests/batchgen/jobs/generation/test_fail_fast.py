@@ -13,7 +13,7 @@ from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.generation.fail_fast import FIRST_ROWS, AllRowsFailed, FailFast
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.shards.output_schema import FinishedRow
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
@@ -66,7 +66,7 @@ class _BadPrompt(Prompt):
 
 
 def _run(job: FakeJob, prompt: _BadPrompt) -> JobResult:
-    return run_job(job.config(), replace(job.parts(), prompt=prompt))
+    return execute_job(job.config(), replace(job.parts(), prompt=prompt))
 
 
 def test_a_job_whose_rows_all_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +100,7 @@ def test_a_small_job_whose_rows_all_fail_begins_again(
         if stream:
             parts.source.num_rows = None  # type: ignore[misc]
             parts.source.rows = _Stream(rows)  # type: ignore[method-assign]
-        return run_job(job.config(), parts)
+        return execute_job(job.config(), parts)
 
     who = f"all {rows} rows of the job have" if rows > 1 else "the only row of the job has"
     message = f"^{who} failed in the same way: missing_field: row 0 has"
@@ -154,4 +154,4 @@ def test_an_engine_that_fails_every_row(tmp_path: Path) -> None:
     job = FakeJob(str(tmp_path), rows=300, bad=False)
     parts = replace(job.parts(), port=lambda: Broken(job))
     with pytest.raises(AllRowsFailed, match="no_answer: all values are NaN"):
-        run_job(job.config(), parts)
+        execute_job(job.config(), parts)

@@ -10,6 +10,7 @@ from batchgen.config.groups.sampling_config import SamplingConfig, UntilConfig
 from batchgen.jobs.forecast.forecast import Range
 from batchgen.jobs.forecast.samples_per_row import MeasuredSamples, samples_per_row
 
+WIDTH = SamplingConfig(temperature=1.0, until=UntilConfig(where="mark == 1", width=0.3, most=64))
 UNTIL = SamplingConfig(temperature=1.0, until=UntilConfig(where="mark == 1", valid=2, most=8))
 
 
@@ -35,5 +36,8 @@ def test_what_was_measured_or_anything_possible(
     found = samples_per_row(UNTIL, measured)
     assert found.number == number
     assert found.known_by is not None and found.known_by.startswith(said)
+    assert samples_per_row(WIDTH).number == Range(9, 36.5, 64)
+    narrow = samples_per_row(WIDTH, MeasuredSamples(10, 100, None, 0.6))
+    assert narrow.number == Range(40, 40, 40)
     spread = found.spread
     assert spread.low * found.whole == number.low and spread.bound * found.whole == number.bound

@@ -18,7 +18,7 @@ from batchgen.config.groups.sampling_config import SamplingConfig, UntilConfig
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.pages.report.write_report import report_html
 from batchgen.pages.viewer import overview
 from batchgen.pages.viewer.job_view import JobView
@@ -92,7 +92,7 @@ class _FailingEngine(FakeEngine):
 
 def _run(job: UntilJob, engine: type[FakeEngine] = FakeEngine) -> JobResult:
     parts = replace(job.parts(), port=lambda: engine(job))
-    return run_job(job.config(), parts)
+    return execute_job(job.config(), parts)
 
 
 def test_errors_are_samples_that_are_not_valid_and_can_be_retried(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_summary_report_and_scores(tmp_path: Path) -> None:
     reader = JobFolderReader(Path(job.out))
     assert f"{counts['enough']} of 40 rows have enough" in status_line(reader, "out")
     about = overview._facts(JobView(reader, "out"), JobSummary.of(metrics, reader.config))
-    assert ("sampling", "until 2 of at most 6 fulfil mark == 1") in [
+    assert ("sampling", "until 2 are valid (at most 6): mark == 1") in [
         (name, text.partition(",")[0]) for name, text in about
     ]
     page = report_html(JobFolderReader(Path(job.out)))
@@ -147,12 +147,15 @@ def test_summary_report_and_scores(tmp_path: Path) -> None:
     [
         ({"n": 2}, "leave n out"),
         ({"temperature": 0.0}, "copies of one answer"),
+        ({"until": {"valid": 2, "width": 0.3}}, "leave one of the two out"),
+        ({"until": {"width": 0.7}}, "above 0 and at most 0.65"),
+        ({"until": {"width": 0.3, "most": 1001}}, "from 1 to 1,000"),
     ],
 )
 def test_what_does_not_go_together_is_refused(sampling: dict[str, Any], said: str) -> None:
-    until = UntilConfig(where="mark == 1", most=4)
     with pytest.raises(ConfigError, match=said):
-        SamplingConfig(**{"temperature": 1.0, "until": until, **sampling})
+        until = UntilConfig(**{"where": "mark == 1", "most": 4, **sampling.get("until", {})})
+        SamplingConfig(**{"temperature": 1.0, **sampling, "until": until})
 
 
 def test_other_expressions_and_steps_are_other_jobs(tmp_path: Path) -> None:
@@ -223,7 +226,7 @@ def test_kills_of_two_workers(tmp_path: Path) -> None:
 def test_parts_without_until_have_no_more_columns(tmp_path: Path) -> None:
     job = UntilJob(str(tmp_path / "out"), rows=3, where="", most=2)
     parts: ResolvedJob = job.parts()
-    run_job(job.config(), parts)
+    execute_job(job.config(), parts)
     assert not {"valid", "outcome", "num_valid", "num_samples"} & set(rows_of(job.out)[0])
 
 
@@ -232,7 +235,7 @@ def test_the_end_of_a_stream_is_found(tmp_path: Path) -> None:
     parts, whole = job.parts(), job.parts().source.rows
     parts.source.num_rows = None  # type: ignore[misc]
     parts.source.rows = whole  # type: ignore[method-assign]
-    run_job(job.config(), parts)
+    execute_job(job.config(), parts)
     assert rows_of(job.out) == expected(every_sample(job, tmp_path / "every"), 2, 6)
 
 

@@ -20,7 +20,7 @@ from batchgen.inputs.model.job_engine import Engine
 from batchgen.jobs.generation.worker import Worker
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult, completed_elsewhere
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import lease_name
 from batchgen.storage.leases.lease_protocol import Lease
@@ -136,7 +136,7 @@ def test_first_rows_that_all_fail_end_every_worker(tmp_path: Path) -> None:
 
     def run() -> None:
         try:
-            run_job(job.config(), replace(job.parts(), port=lambda: Broken(job)))
+            execute_job(job.config(), replace(job.parts(), port=lambda: Broken(job)))
         except RuntimeError as error:
             results.append(error)
 
@@ -165,7 +165,7 @@ def test_a_shard_that_ends_workers_is_put_in_quarantine(tmp_path: Path) -> None:
 
     def run(build: type[FakeEngine]) -> None:
         try:
-            run_job(job.config(), replace(job.parts(), port=lambda: build(job)))
+            execute_job(job.config(), replace(job.parts(), port=lambda: build(job)))
         except (RuntimeError, JobError) as error:
             ends.append(str(error))
 

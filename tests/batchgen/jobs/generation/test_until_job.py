@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from batchgen.util.errors import ConfigError
 from tests.support.jobs.shared_jobs import in_threads
 from tests.support.jobs.until_job import Rows, UntilJob, every_sample, expected, is_marked, rows_of
 
@@ -29,7 +30,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 def _of(every: Rows, job: UntilJob) -> Rows:
     """The rows that a job must have."""
     rows = Rows(row for row in every if row["row_index"] < job.rows)
-    return expected(rows, job.valid, job.most, lambda row: is_marked(row, job.one_of))
+    return expected(rows, job.valid, job.most, lambda row: is_marked(row, job.one_of), job.width)
 
 
 def _computed(job: UntilJob) -> Counter[str]:
@@ -60,6 +61,32 @@ def test_rows_have_the_samples_up_to_the_last_valid_one(tmp_path: Path, every: R
         assert row["valid"] in (None, grades[row["row_index"], row["sample_index"]] == 1)
 
 
+def test_rows_end_when_the_interval_is_narrow(tmp_path: Path, every: Rows) -> None:
+    job = UntilJob(str(tmp_path / "out"), rows=40, width=0.6, most=MOST, one_of=2)
+    with pytest.raises(RuntimeError):
+        replace(job, fail_at_step=9).run()
+    for result in in_threads([job, job]):
+        assert not isinstance(result, Exception)
+    rows = rows_of(job.out)
+    assert rows == _of(every, job)
+    assert len({row["num_samples"] for row in rows if row["outcome"] == "enough"}) > 1
+    assert {row["outcome"] for row in rows} == {"enough", "failed"}
+    grown = replace(job, width=0.5, log=str(tmp_path / "log"), max_num_seqs=3)
+    grown.run()
+    assert rows_of(job.out) == _of(every, grown) != rows
+    assert not {f"{r['row_index']}.{r['sample_index']}" for r in rows} & set(_computed(grown))
+    whole = replace(grown, out=str(tmp_path / "whole"), max_num_seqs=30)
+    whole.run()
+    assert _data(job.out) == _data(whole.out)
+    with pytest.raises(ConfigError, match=r"until\.width: 0\.5 → 0\.6 \(a wider interval needs"):
+        job.run()
+    for other in (replace(job, width=None), UntilJob(str(tmp_path / "of"), width=0.6, most=2)):
+        with pytest.raises(
+            ConfigError, match=r"until\.rule: .width|needs 3 samples of a row at least"
+        ):
+            other.run()
+
+
 def _jobs(out: str) -> st.SearchStrategy[UntilJob]:
     return st.builds(
         UntilJob,
@@ -69,6 +96,7 @@ def _jobs(out: str) -> st.SearchStrategy[UntilJob]:
         rows_per_shard=st.integers(3, 70),
         max_num_seqs=st.integers(1, 40),
         valid=st.integers(1, 3),
+        width=st.sampled_from([None, 0.65, 0.6]),
         most=st.integers(3, MOST),
         one_of=st.sampled_from([1, 2, 3, 7]),
     )
@@ -100,6 +128,7 @@ def _check_any(tmp: Callable[[], Path], every: Rows, draw: st.DataObject) -> Non
         job,
         log=str(out / "log"),
         valid=job.valid + draw.draw(st.integers(0, 1)),
+        width=job.width and job.width - draw.draw(st.sampled_from([0, 0.05, 0.1])),
         most=min(job.most + draw.draw(st.integers(1, 2)), MOST),
         rows=min(job.rows + draw.draw(st.integers(0, 5)), 60),
     )

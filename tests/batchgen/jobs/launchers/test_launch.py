@@ -13,10 +13,10 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.launcher_config import Launched, Launcher, job_launcher
 from batchgen.jobs.launchers import launch as module
 from batchgen.jobs.launchers import shown as shown_module
-from batchgen.jobs.launchers.launch import check_launcher, described, launch
+from batchgen.jobs.launchers.launch import check_launcher, launch, launcher_text
 from batchgen.jobs.launchers.launched import LaunchedFolder, make_logs, remove_logs
 from batchgen.jobs.launchers.shown import Shown
-from batchgen.storage.folder.open_folder import open_job
+from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.folder.refused_folder import refuse_foreign_files
 from batchgen.storage.stores.job_storage import FolderStorage
 from batchgen.util.errors import ConfigError
@@ -36,10 +36,10 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_launcher_in_words() -> None:
-    assert described(compose({})) is None
-    assert described(compose({"launcher.workers": 1})) == "local: 1 worker"
+    assert launcher_text(compose({})) is None
+    assert launcher_text(compose({"launcher.workers": 1})) == "local: 1 worker"
     ray = {"launcher": "ray", "launcher.address": "auto"}
-    assert described(compose(ray)) == "ray: a worker on each GPU, address auto"
+    assert launcher_text(compose(ray)) == "ray: a worker on each GPU, address auto"
 
 
 def test_keys_that_say_which_launcher_is_meant() -> None:
@@ -68,7 +68,7 @@ class OwnLauncher(Launcher):
 
 def test_a_launcher_of_the_users_own() -> None:
     own = {"launcher": {"_target_": f"{__name__}.OwnLauncher", "number": 3}}
-    assert described(compose(own)) == "own: 3"
+    assert launcher_text(compose(own)) == "own: 3"
     assert launch(compose(own)).message == "3 here"
     with pytest.raises(ConfigError, match=r"launcher\.number must be an integer, got 'x'"):
         compose({"launcher": {**own["launcher"], "number": "x"}})
@@ -88,7 +88,7 @@ def test_the_launcher_that_is_gone(tmp_path: Path) -> None:
         values = yaml.safe_load(file.read_text())
         values["launcher"] = {"_target_": target, "workers": 2}
         file.write_text(yaml.safe_dump(values))
-        assert open_job(str(tmp_path / "out")).config["launcher"] == {"_target_": None}
+        assert open_job_reader(str(tmp_path / "out")).config["launcher"] == {"_target_": None}
         steps = "post=[{Extract: {methods: [last_number]}}]"
         assert run_command(["grade", str(tmp_path / "out"), steps]) == 0
 

@@ -164,9 +164,9 @@ def test_what_is_on_the_disk_is_about_what_was_planned(
 ) -> None:
     plan = planned(config)
     assert plan.disk is not None
-    from batchgen.jobs.run.run_job import run_job
+    from batchgen.jobs.run.run_job import execute_job
 
-    run_job(config, resolve_job(config))
+    execute_job(config, resolve_job(config))
     shards = sum(path.stat().st_size for path in Path(config.output.dir, "data").glob("*.parquet"))
     # Three shards of four rows: mostly footers, of which the plan has one for all.
     assert shards / 4 < plan.disk.output.likely < shards * 1.5
@@ -175,9 +175,9 @@ def test_what_is_on_the_disk_is_about_what_was_planned(
 def test_a_job_says_how_long_those_like_it_take(
     config: JobConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from batchgen.jobs.run.run_job import run_job
+    from batchgen.jobs.run.run_job import execute_job
 
-    run_job(config, resolve_job(config))
+    execute_job(config, resolve_job(config))
     folder = Path(config.output.dir)
     attempt = json.loads((folder / "metrics.json").read_text())["attempts"][-1]
     assert 0 < attempt["start_s"] < attempt["wall_s"]

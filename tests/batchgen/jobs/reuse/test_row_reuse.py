@@ -14,7 +14,7 @@ import pytest
 from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from tests.support.jobs.fake_job import FakeJob, FakeSource
 from tests.support.jobs.forked import fork_server
 from tests.support.jobs.job_comparison import attempts, finished_rows
@@ -26,7 +26,7 @@ ROWS = 40
 def run(fake: FakeJob, older: tuple[str, ...] | None = (), **output: Any) -> JobResult:
     """Run a job that keeps keys and copies rows of the `older` folders."""
     config = fake.config()
-    return run_job(
+    return execute_job(
         replace(config, output=replace(config.output, reuse=older, **output)), fake.parts()
     )
 
@@ -109,9 +109,9 @@ def test_a_changed_row_alone_is_computed(tmp_path: Path) -> None:
             number = int(row.id[2:])
             return [number, number + 1, 2]
 
-    run_job(config, replace(parts, prompt=ByName()))
+    execute_job(config, replace(parts, prompt=ByName()))
     wholly = replace(fake.config(), output=replace(fake.config().output, dir=str(tmp_path / "w")))
-    run_job(wholly, replace(parts, prompt=ByName()))
+    execute_job(wholly, replace(parts, prompt=ByName()))
     assert same_bytes(tmp_path / "w", new)
     # Nine rows were not there, and rows that had an error are computed.
     failed = sum(i % 13 == 0 or i % 17 == 0 for i in range(5, ROWS))
@@ -146,7 +146,7 @@ def test_a_column_that_is_missing_is_computed(
     old, new, log = tmp_path / "old", tmp_path / "new", tmp_path / "log"
     fake = job(old)
     config = replace(fake.config(), output=replace(fake.config().output, reuse=()))
-    run_job(config, replace(fake.parts(), columns=fake.parts().columns[:1]))
+    execute_job(config, replace(fake.parts(), columns=fake.parts().columns[:1]))
     run(job(new, log), (str(old), str(tmp_path / "nothing")))
     assert len(computed(log)) == 2 * ROWS - errors()
     said = capsys.readouterr().err

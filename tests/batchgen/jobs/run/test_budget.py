@@ -12,7 +12,7 @@ import pytest
 from batchgen.config.groups.workers_config import BudgetConfig
 from batchgen.jobs.generation.spending import Used
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.fake_job import FakeJob
 from tests.support.jobs.forked import fork_server
@@ -26,7 +26,7 @@ def job(out: Path, **more: Any) -> FakeJob:
 
 
 def run(fake: FakeJob, **budget: float) -> JobResult:
-    return run_job(replace(fake.config(), budget=BudgetConfig(**budget)), fake.parts())
+    return execute_job(replace(fake.config(), budget=BudgetConfig(**budget)), fake.parts())
 
 
 def used(out: Path) -> int:
@@ -63,14 +63,14 @@ def test_a_spent_budget_loads_no_weights(tmp_path: Path) -> None:
         raise AssertionError("the engine was built")
 
     config = replace(fake.config(), budget=BudgetConfig(tokens=100))
-    assert run_job(config, replace(fake.parts(), port=no_engine)).exit_code == 4
+    assert execute_job(config, replace(fake.parts(), port=no_engine)).exit_code == 4
     assert finished_rows(tmp_path) == rows > 0
 
 
 def test_other_jobs_share_a_budget(tmp_path: Path) -> None:
     fake = job(tmp_path)
     config = replace(fake.config(), budget=BudgetConfig(tokens=1000))
-    result = run_job(config, replace(fake.parts(), elsewhere=lambda: [attempt(990)]))
+    result = execute_job(config, replace(fake.parts(), elsewhere=lambda: [attempt(990)]))
     assert result.exit_code == 4
     assert 10 <= used(tmp_path) < 500
 

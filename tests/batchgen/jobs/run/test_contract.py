@@ -16,7 +16,7 @@ from batchgen.engine.device.contract import contract, sources_digest
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.reuse.row_key import RowKeys
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.stores.manifest import CONTRACT, Manifest
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.fake_job import FakeJob
@@ -32,7 +32,7 @@ def run(job: FakeJob, found: Mapping[str, str] | None) -> JobResult:
     fingerprints = {"model": "fake", **prints}
     with patch.object(ResolvedJob, "contract", lambda self: found or H100):
         parts = replace(job.parts(), fingerprints=fingerprints)
-        return run_job(replace(config, engine=engine), parts)
+        return execute_job(replace(config, engine=engine), parts)
 
 
 def manifest(out: Path) -> Manifest:

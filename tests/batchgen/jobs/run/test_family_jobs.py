@@ -39,6 +39,8 @@ KINDS = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GptOssForCausalLM": "gpt_oss",
+    "Fast_dLLM_QwenForCausalLM": "fast_dllm_qwen",
+    "LLaDA2MoeModelLM": "llada2_moe",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "ministral3",
@@ -95,7 +97,7 @@ def test_a_job_of_each_architecture(
     )
     columns = ["logprobs", "prompt_token_ids", *["routed_experts"] * has_experts]
     chosen = ["sampling=greedy", f"output.columns=[{','.join(columns)}]"]
-    if architecture.startswith("SDAR"):
+    if diffuses := architecture.startswith(("SDAR", "LLaDA2", "Fast_dLLM")):
         chosen += ["strategy=dllm", "strategy.block_length=4"]
     if architecture.startswith(("Qwen3_5", "Qwen3Next")):
         chosen += ["engine.state_checkpoints=2", "engine.max_batched_tokens=64"]
@@ -107,7 +109,7 @@ def test_a_job_of_each_architecture(
         if has_experts:
             assert len(row["routed_experts"]) == len(prompt) + len(answer) - 1
             assert {len(ids) for token in row["routed_experts"] for ids in token} == {3}
-        if not architecture.startswith("SDAR"):
+        if not diffuses:
             theirs = reference_logits(folder, [*prompt, *answer])[len(prompt) - 1 : -1]
             assert theirs.argmax(-1).tolist() == answer
             logprobs = theirs.log_softmax(-1).amax(-1)

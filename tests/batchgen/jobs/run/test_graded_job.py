@@ -27,7 +27,7 @@ from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.grades.grading_queue import GradingQueue
 from batchgen.evals.scores.samples import Samples
 from batchgen.jobs.generation.turns import alone
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.util.errors import ConfigError
 from tests.support.cases import some_slow
 from tests.support.jobs.fake_job import FakeJob
@@ -48,7 +48,7 @@ def job(path: Path, **fields: Any) -> FakeJob:
 
 def run(fake: FakeJob, *post: StepConfig, **score: Any) -> int:
     config = replace(fake.config(), post=post, score=ScoreConfig(**score))
-    return run_job(config, fake.parts()).exit_code
+    return execute_job(config, fake.parts()).exit_code
 
 
 def tables(path: Path) -> tuple[pa.Table, pa.Table]:

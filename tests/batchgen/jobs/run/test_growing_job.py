@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
@@ -122,7 +122,7 @@ def _not_built() -> FakeEngine:
 
 
 def _unbuilt(job: FakeJob) -> JobResult:
-    return run_job(job.config(), replace(job.parts(), port=_not_built))
+    return execute_job(job.config(), replace(job.parts(), port=_not_built))
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_metrics_count_while_the_job_runs_and_after_a_kill(
     for _ in range(2):
         parts = replace(job.parts(), port=lambda: Watched(job))
         with pytest.raises(KeyboardInterrupt):
-            run_job(job.config(), parts)
+            execute_job(job.config(), parts)
     assert {found["status"] for found in seen} == {"running"}
     assert seen[8]["in_flight"] > 0 and 0 < seen[8]["rows"] <= seen[10]["rows"] < seen[18]["rows"]
     assert [attempt["status"] for attempt in seen[-1]["attempts"]] == ["killed", "running"]

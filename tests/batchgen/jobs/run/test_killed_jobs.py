@@ -18,7 +18,7 @@ import pytest
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.inputs.upstream.followed_job import Promise
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.jobs.run.run_jobs import SharingJob, run_jobs
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 from tests.support.jobs.following_job import STEPS, FollowingJob, written
@@ -65,8 +65,8 @@ def test_killed_jobs_write_what_undisturbed_ones_write(
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     first, second = draft_of(whole, rows), judge_of(whole, follow=False)
-    run_job(first.config(), first.parts())
-    run_job(second.config(), second.parts())
+    execute_job(first.config(), first.parts())
+    execute_job(second.config(), second.parts())
     rng, context, done = random.Random(kills), fork_server(), 0
     out.mkdir()
 

@@ -15,7 +15,7 @@ from typing import Any
 import batchgen
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.dataset.row_source import open_dataset
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from tests.support.jobs.fake_job import FakeJob
 
@@ -79,7 +79,7 @@ def test_calls_are_linear_in_columns(tmp_path: Path) -> None:
         job = FakeJob(str(out), rows_per_shard=4, samples=1, bad=False)
         source = open_dataset(DatasetConfig(kind="files", path=str(path)))
         for _ in range(2):
-            run_job(job.config(), replace(job.parts(), source=source))
+            execute_job(job.config(), replace(job.parts(), source=source))
         read(out)
 
     check_linear(work, 50)

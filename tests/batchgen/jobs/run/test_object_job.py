@@ -16,14 +16,14 @@ import pytest
 from batchgen.config.groups.job_config import JobConfig, StepConfig
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import SESSION, worker_name
-from batchgen.storage.leases.process_identity import identity, machine
+from batchgen.storage.leases.process_identity import machine, process_identity
 from batchgen.storage.stores.object_lock import ObjectLock
 from batchgen.storage.stores.object_storage import ObjectStorage
 from batchgen.storage.stores.open_storage import open_storage
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.errors import ConfigError, JobError, OpenedAnew
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 from tests.support.jobs.object_files import FaultyFiles, at_random, use
 from tests.support.jobs.shared_jobs import in_threads
@@ -130,7 +130,7 @@ def test_a_machine_that_is_lost(
 
     job = ObjectJob(URL, rows=60)
     with pytest.raises(Lost):
-        run_job(job.config(), replace(job.parts(), port=lambda: Engine(job)))
+        execute_job(job.config(), replace(job.parts(), port=lambda: Engine(job)))
     monkeypatch.undo()
     use(monkeypatch, files)
     storage = open_storage(URL, FAST)
@@ -271,6 +271,30 @@ def test_a_worker_that_died_is_followed_at_once_on_its_machine_and_later_on_othe
     assert _data(files) == _whole(tmp_path, replace(job, rows=80))
 
 
+def test_a_worker_whose_job_is_opened_anew_joins_again(
+    files: FaultyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a few times: that it happens again and again has another cause, which is said."""
+    calls, confirm = list[int](), ObjectLock.confirm
+    times = 3
+
+    def opened_anew(lock: ObjectLock) -> None:
+        calls.append(1)
+        if len(calls) <= times:
+            raise OpenedAnew("another process has opened the job anew in this moment")
+        confirm(lock)
+
+    monkeypatch.setattr(ObjectLock, "confirm", opened_anew)
+    job = ObjectJob(URL, rows=40)
+    assert job.run().exit_code == 3 and len(calls) > times
+    assert _data(files) == _whole(tmp_path, job)
+    times += len(calls) + 10
+    with pytest.raises(OpenedAnew, match="in this moment"):
+        replace(job, rows=60).run()
+    workers = [json.loads(b) for n, b in files.store.items() if n.startswith("jobs/a/workers/")]
+    assert all(beat["ended"] for beat in workers)
+
+
 def test_two_who_open_the_folder_at_once(files: FaultyFiles) -> None:
     """One holds the lock alone; who was killed in that moment is waited for and followed."""
     config = WorkersConfig(heartbeat=0.02, stale_after=0.2)
@@ -288,7 +312,7 @@ def test_two_who_open_the_folder_at_once(files: FaultyFiles) -> None:
         first.confirm()
     second.confirm()
     second.share()
-    beat = {**identity(), "worker": 1, "beats": 1, "ended": None}
+    beat = {**process_identity(), "worker": 1, "beats": 1, "ended": None}
     files.put("jobs/a/workers/0001.json", json.dumps(beat).encode())
     assert not one.lock(0.0).exclusive  # it joins the worker that lives
     files.put("jobs/a/workers/0001.json", json.dumps({**beat, "ended": "stopped"}).encode())

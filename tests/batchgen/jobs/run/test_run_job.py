@@ -17,11 +17,11 @@ import yaml
 
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.requests import derive_seed
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
-from batchgen.jobs.run.run_job import run_job
+from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.shards.journal import Journal
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.request_id import RequestId
@@ -42,7 +42,7 @@ def _job(out: Path, **fields: Any) -> FakeJob:
 
 
 def _run(job: FakeJob, build: Callable[[], FakeEngine]) -> JobResult:
-    return run_job(job.config(), replace(job.parts(), port=build))
+    return execute_job(job.config(), replace(job.parts(), port=build))
 
 
 def _not_built() -> FakeEngine:
@@ -82,7 +82,7 @@ def test_every_sample_of_every_row_once_and_in_order(
         else:
             seed = derive_seed(0, row["row_id"], sample)
             request_id = RequestId("", index, sample)
-            expected = outcome(request_id, [index, index + 1, 2], SamplingParams(seed=seed))
+            expected = outcome(request_id, [index, index + 1, 2], RequestParams(seed=seed))
             assert row["error"] is None
             assert row["token_ids"] == expected.token_ids
             assert row["logprobs"] == expected.columns["logprobs"].tolist()
@@ -165,7 +165,7 @@ def test_only_error_rows(tmp_path: Path) -> None:
 
     batch_error = RequestError("missing_field", "no question")
     job = _job(tmp_path, rows=49, on_all_errors="continue")
-    result = run_job(job.config(), replace(job.parts(), prompt=AllBad()))
+    result = execute_job(job.config(), replace(job.parts(), prompt=AllBad()))
     assert result.exit_code == 3 and result.error_rows == 98
     assert {row["error"]["type"] for row in _rows(tmp_path)} == {"missing_field"}
 
@@ -181,7 +181,7 @@ def test_an_input_row_that_does_not_fit_is_an_error_row(tmp_path: Path) -> None:
 
     job = _job(tmp_path, rows=5, bad=False)
     source: Any = OddSource(5)
-    assert run_job(job.config(), replace(job.parts(), source=source)).error_rows == 2
+    assert execute_job(job.config(), replace(job.parts(), source=source)).error_rows == 2
     row = _rows(tmp_path)[6]
     assert row["error"]["type"] == "bad_row" and row["row_id"] == "id3" and row["number"] is None
 
@@ -196,11 +196,11 @@ def test_no_rows_at_all(tmp_path: Path) -> None:
 
 def test_prompts_leave_room_for_the_answer(tmp_path: Path) -> None:
     job = _job(tmp_path / "a", rows=3, bad=False, on_all_errors="continue")
-    run_job(job.config(), replace(job.parts(), max_model_len=16 + 2))  # prompts have 3 tokens
+    execute_job(job.config(), replace(job.parts(), max_model_len=16 + 2))  # prompts have 3 tokens
     assert {row["error"]["type"] for row in _rows(tmp_path / "a")} == {"prompt_too_long"}
     parts = replace(job.parts(), max_model_len=16, port=_not_built)
     with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens=16 leaves no room"):
-        run_job(job.config(), parts)
+        execute_job(job.config(), parts)
 
 
 def test_the_window_bounds_what_is_in_flight(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_refused_before_the_weights_load(tmp_path: Path, refused: str) -> None:
         odd.schema = FakeSource.schema.append(FakeSource.schema.field(0).with_name("stop"))
         parts, message = replace(parts, source=odd), r"'stop' .*\[question,number,tags\]"
     with pytest.raises(ConfigError, match=message):
-        run_job(job.config(), parts)
+        execute_job(job.config(), parts)
     assert before is None or before == _rows(out)
 
 
@@ -379,7 +379,7 @@ def _peak_rss(parts: ResolvedJob, job: FakeJob) -> tuple[float, float]:
                 peaks.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
             return super().step()
 
-    run_job(job.config(), replace(parts, port=lambda: Sampled(job)))
+    execute_job(job.config(), replace(parts, port=lambda: Sampled(job)))
     return max(peaks[: len(peaks) // 10]), max(peaks)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from batchgen.pages.report.funnel import StepCounts
 from batchgen.pages.report.pipeline_facts import ExportedSet, PipelineFacts
-from batchgen.pages.report.pipeline_report import report_html, write_report
+from batchgen.pages.report.pipeline_report import pipeline_html, write_report
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.written_job import grade_job, write_job
 
@@ -22,7 +22,7 @@ _FACTS = PipelineFacts([_ASK, _JUDGE], {"ask": [], "judge": ["ask"]}, [_SET], []
 
 
 def test_steps_are_a_graph_with_counts_and_costs_are_bars() -> None:
-    page = report_html("runs/my_pipe/", _FACTS, ["ask"])
+    page = pipeline_html("runs/my_pipe/", _FACTS, ["ask"])
     assert '<h1 dir="auto" title="runs/my_pipe/">my_pipe</h1>' in page
     graph, bars = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     for text in ("14 rows → 13 answers", "13 rows → 13 answers", "sft.jsonl", "9 rows"):
@@ -39,7 +39,7 @@ def test_a_strangers_names_are_texts_and_nothing_is_loaded() -> None:
     evil = '"><script>x</script>'
     step = StepCounts(evil, "a.0123456789", "<em>", [("rows", 3), ("<i>", 1)], 1, device_s=1.0)
     facts = PipelineFacts([step], {evil: []}, [ExportedSet(evil, evil, "<u>", "<u>")], [])
-    page = report_html(evil, facts, [evil])
+    page = pipeline_html(evil, facts, [evil])
     assert not re.search(r"<(em|i|u|script)>", page)
     assert "default-src 'none'; style-src 'sha256-" in page.replace("&#39;", "'")
 

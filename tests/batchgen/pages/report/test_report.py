@@ -16,7 +16,13 @@ from batchgen.cli.verb_table import run_verb
 from batchgen.config.groups.job_config import CutTexts
 from batchgen.pages.report import write_report
 from batchgen.pages.report.eval_charts import Estimate, intervals
-from batchgen.pages.report.report_data import MOST_QUESTIONS, MOST_ROWS, Collected, Lengths, collect
+from batchgen.pages.report.report_data import (
+    MOST_QUESTIONS,
+    MOST_ROWS,
+    Collected,
+    Lengths,
+    collect_report,
+)
 from batchgen.pages.report.report_rows import JobData
 from batchgen.pages.report.token_facts import token_facts
 from batchgen.pages.report.write_report import MOST_BYTES, is_up_to_date, make_report, try_report
@@ -85,7 +91,7 @@ def exam(questions: int = 6, samples: int = 4) -> list[dict[str, Any]]:
 
 
 def collected(job: Path) -> Collected:
-    return collect(JobData(JobFolderReader(job)))
+    return collect_report(JobData(JobFolderReader(job)))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,7 @@ def test_charts_count_cut_texts_as_the_scores_do(
     for place in (0, 1, 3):
         rows[place]["finish_reason"] = "length"
     job = finished_job(tmp_path / "job", rows, graded=True)
-    found = collect(JobData(JobFolderReader(job)), count_as)
+    found = collect_report(JobData(JobFolderReader(job)), count_as)
     assert (found.output.marked.sum(), found.output.marks.sum()) == (marked, right)
     questions = np.concatenate([question.marks for question in found.questions])
     assert (np.isfinite(questions).sum(), np.nansum(questions)) == (marked, right)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from batchgen.pages.rows.row_facts import RowFacts
-from batchgen.pages.rows.row_page import WHOLE, Limits, RowPage
+from batchgen.pages.rows.row_page import WHOLE, PageLimits, RowPage
 from batchgen.util.hidden import visible
 from batchgen.util.text.safe_text import Span, marked, shortened
 
@@ -181,9 +181,9 @@ def test_long_texts_are_shortened_around_the_answer() -> None:
 
 def test_few_tokens_are_shown_of_many() -> None:
     many = ROW | {"token_ids": list(range(97, 107)), "text": "abcdefghij", "routed_experts": None}
-    html = page().html(RowFacts(many), key="k", limits=Limits(tokens=4))
+    html = page().html(RowFacts(many), key="k", limits=PageLimits(tokens=4))
     assert html.count('class="t"') == 4 and "6 tokens left out" in html
-    assert "toks" not in page().html(RowFacts(many), key="k", limits=Limits(tokens=0))
+    assert "toks" not in page().html(RowFacts(many), key="k", limits=PageLimits(tokens=0))
     assert page().html(RowFacts(many), key="k", limits=WHOLE).count('class="t"') == 10
 
 

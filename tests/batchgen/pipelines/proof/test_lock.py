@@ -17,9 +17,9 @@ import yaml
 
 from batchgen.__main__ import run_command
 from batchgen.pipelines.proof.folder_proof import folder_digests
-from batchgen.pipelines.proof.lock_file import Lock
+from batchgen.pipelines.proof.lock_file import LockFile
 from batchgen.pipelines.proof.merkle import leaves
-from batchgen.pipelines.proof.rebuilt import compared
+from batchgen.pipelines.proof.rebuilt import rebuilt_step
 from tests.support.jobs.real_job import contents, overrides, run
 
 KEEP = ["post=[{_target_: batchgen.grading.extract.Extract, methods: [whole]},"
@@ -122,7 +122,7 @@ def test_a_lock_is_small_and_the_same_each_time(chain: Path, tmp_path: Path) -> 
     assert (chain / "judge.lock").stat().st_size < 5000
     assert run_command(["lock", str(chain / "judge"), "-o", str(tmp_path / "lock")]) == 0
     assert (tmp_path / "lock").read_bytes() == (chain / "judge.lock").read_bytes()
-    lock = Lock.read(chain / "judge.lock")
+    lock = LockFile.read(chain / "judge.lock")
     assert [*lock.steps] == ["draft", "judge"] and lock.steps["judge"]["from"] == "draft"
     assert lock.text() == (chain / "judge.lock").read_text()
     assert lock.proof["draft"].grades is not None
@@ -130,11 +130,11 @@ def test_a_lock_is_small_and_the_same_each_time(chain: Path, tmp_path: Path) -> 
 
 
 def test_other_rows_are_told_by_shard(chain: Path) -> None:
-    proof = Lock.read(chain / "draft.lock").proof["draft"]
+    proof = LockFile.read(chain / "draft.lock").proof["draft"]
     found = folder_digests(chain / "draft")
 
     def difference(**changes: Any) -> str | None:
-        return compared("draft", replace(proof, **changes), found).difference
+        return rebuilt_step("draft", replace(proof, **changes), found).difference
 
     assert difference() is None
     roots = [proof.shard_roots[0], "0" * 64, proof.shard_roots[2]]
@@ -144,8 +144,8 @@ def test_other_rows_are_told_by_shard(chain: Path) -> None:
     assert "22 rows in 3 shards, and 23 rows" in str(difference(rows=23))
     assert difference(grades="0") == "the rows are equal, and their grades differ"
     assert difference(columns="0") == "it has other columns"
-    assert compared("draft", proof, found).same_bytes
-    assert not compared("draft", replace(proof, files=["0"] * 3), found).same_bytes
+    assert rebuilt_step("draft", proof, found).same_bytes
+    assert not rebuilt_step("draft", replace(proof, files=["0"] * 3), found).same_bytes
 
 
 def test_models_data_and_places_are_the_users_word(

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from batchgen.__main__ import run_command
 from batchgen.pipelines.publish.trainers.row_groups import (
-    Member,
+    GroupMember,
     adjacent_groups,
     pairs,
     scattered_groups,
@@ -489,8 +489,10 @@ def test_pairs_differ_by_the_gap_and_are_all_there_are(
 def test_scattered_groups_are_the_groups_by_key_in_the_order_of_their_first_rows(
     given: list[tuple[str, float | None]],
 ) -> None:
-    members = [Member(key, score, {"at": i, "text": "ü\n"}) for i, (key, score) in enumerate(given)]
-    expected: dict[str, list[Member]] = {}
+    members = [
+        GroupMember(key, score, {"at": i, "text": "ü\n"}) for i, (key, score) in enumerate(given)
+    ]
+    expected: dict[str, list[GroupMember]] = {}
     for one in members:
         expected.setdefault(one.key, []).append(one)
     assert list(scattered_groups(members)) == list(expected.values())

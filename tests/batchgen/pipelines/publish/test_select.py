@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchgen.__main__ import run_command
 from batchgen.pipelines.publish import data_folder, set_rows
-from batchgen.pipelines.publish.chosen_rows import Choice, choose
+from batchgen.pipelines.publish.chosen_rows import SelectionRequest, choose
 from batchgen.pipelines.publish.finished_rows import open_rows
 from batchgen.pipelines.publish.selection import select
 from tests.support.jobs.finished_job import finished_job, row
@@ -128,12 +128,12 @@ def test_any_choice_is_what_python_sorts(
         patch.setattr(set_rows, "_BUCKETS", sizes[1])
         if not wanted:
             with pytest.raises(ValueError, match="no row is left"):
-                select([job], Choice(by="score", top=top), folder / "out")
+                select([job], SelectionRequest(by="score", top=top), folder / "out")
             return
-        select([job], Choice(by="score", top=top), folder / "out")
+        select([job], SelectionRequest(by="score", top=top), folder / "out")
     found = [(one["id"], one["score"]) for one in read(folder / "out")]
     assert found == [(f"id{i}#{k}", s) for i, k, s in wanted]
-    assert len(choose([job], Choice(best="score"))[0]) == sum(
+    assert len(choose([job], SelectionRequest(best="score"))[0]) == sum(
         any(s is not None for s in r) for r in scores
     )
 

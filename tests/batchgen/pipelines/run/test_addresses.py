@@ -17,7 +17,7 @@ from batchgen.storage.folder.pipeline_record import (
     PipelineRecord,
     StepVersions,
     Version,
-    folder_name,
+    step_folder_name,
     step_of,
 )
 from batchgen.util.errors import JobError
@@ -128,7 +128,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
     record = PipelineRecord(steps)
     assert PipelineRecord.parse(record.text().encode(), "x") == record
     assert record.current == {"a": "a.0123456789"} and record.steps["b"].older == ["abcdef0123"]
-    assert step_of(folder_name("a-b", "0123456789")) == "a-b"
+    assert step_of(step_folder_name("a-b", "0123456789")) == "a-b"
     assert step_of("a.b") is step_of("data") is None
 
 

@@ -13,7 +13,7 @@ import pytest
 from batchgen.pipelines.run import make_sets
 from batchgen.storage.folder.export_record import ExportRecord, MadeExport, content_digest
 from batchgen.storage.folder.step_folders import find_record
-from batchgen.storage.stores.whole_file import publish
+from batchgen.storage.stores.whole_file import publish_file
 from batchgen.util.errors import JobError
 from tests.support.jobs.forked import Forked
 from tests.support.jobs.pipeline_job import folders, run, values, written
@@ -67,7 +67,7 @@ def contents(out: Path) -> list[str]:
 
 def as_recorded(out: Path) -> bool:
     """Whether each export is what the record says, and nothing else is in the folder."""
-    known = ExportRecord.read(out / "export").made
+    known = ExportRecord.read(out / "export").exports
     names = {path.name for path in (out / "export").iterdir()}
     found = {name: one.digests[0] for name, one in known.items()}
     return found == digests(out) and names == {*NAMES, "exports.json"}
@@ -140,11 +140,11 @@ def test_a_kill_between_record_and_file_ends_well(
     def killed(new: Path, path: Path) -> None:
         calls.append(path)
         if len(calls) <= after or is_renamed:
-            publish(new, path)
+            publish_file(new, path)
         if len(calls) > after:
             raise SystemExit(137)
 
-    monkeypatch.setattr(make_sets, "publish", killed)
+    monkeypatch.setattr(make_sets, "publish_file", killed)
     with pytest.raises(SystemExit):
         again(made, copy, "judge.sampling.seed=4", "draft.sampling.seed=4")
     monkeypatch.undo()
@@ -159,7 +159,7 @@ def test_records_of_other_versions(made: Path, copy: Path) -> None:
     values = json.loads(path.read_text())
     old = {name: one["request"] for name, one in values["exports"].items()}
     path.write_text(json.dumps(old))
-    assert ExportRecord.read(path.parent).made == {n: MadeExport(r) for n, r in old.items()}
+    assert ExportRecord.read(path.parent).exports == {n: MadeExport(r) for n, r in old.items()}
     before = contents(copy)
     assert again(made, copy) == 0
     assert contents(copy) == before and as_recorded(copy)
@@ -187,7 +187,7 @@ def test_two_configurations_at_once(made: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     assert as_recorded(out)
     current = {name: at.name for name, at in folders(out).items()}
-    of = {one.of for one in ExportRecord.read(out / "export").made.values()}
+    of = {one.of for one in ExportRecord.read(out / "export").exports.values()}
     assert of == set(current.values())
     assert again(made, out) == 0
     assert contents(out) == contents(made / "out") and as_recorded(out)

@@ -16,7 +16,7 @@ from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import mark_name
 from batchgen.storage.leases.lease_protocol import Lease
-from batchgen.storage.leases.process_identity import identity
+from batchgen.storage.leases.process_identity import process_identity
 from batchgen.storage.leases.store_operations import Create
 from batchgen.storage.stores.manifest import Manifest
 from tests.support.jobs.fake_job import FakeJob
@@ -106,7 +106,7 @@ def test_workers_of_another_machine_are_waited_for(tmp_path: Path) -> None:
     config = WorkersConfig(heartbeat=0.05, stale_after=0.3)
     assert not others_run(tmp_path, config)
     (tmp_path / "workers").mkdir()
-    beat = {**identity(), "machine": "another", "ended": None, "beats": 1}
+    beat = {**process_identity(), "machine": "another", "ended": None, "beats": 1}
     path = tmp_path / "workers/0001.json"
     path.write_text(json.dumps(beat))
     started = time.monotonic()

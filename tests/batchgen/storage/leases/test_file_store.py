@@ -21,8 +21,8 @@ from batchgen.storage.leases.failure_detector import FailureDetector
 from batchgen.storage.leases.file_store import FileStore, FolderGone
 from batchgen.storage.leases.fsync import fsync_path
 from batchgen.storage.leases.lease_files import published_name
-from batchgen.storage.leases.lease_protocol import Task, publish
-from batchgen.storage.leases.process_identity import identity, is_gone, machine
+from batchgen.storage.leases.lease_protocol import Task, publish_leased
+from batchgen.storage.leases.process_identity import is_gone, machine, process_identity
 from batchgen.storage.leases.store_operations import Create, Names, Overwrite, Read, Same, carry_out
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import JobError
@@ -74,7 +74,7 @@ def test_who_publishes_second_compares(folder: Path, replaces: bool) -> None:
         files[name].write_bytes(content)
     store = FileStore(folder, "x")
     found = [
-        carry_out(publish(3, file, i, replaces=replaces), store.do)
+        carry_out(publish_leased(3, file, i, replaces=replaces), store.do)
         for i, file in enumerate(files.values())
     ]
     assert found == [True, True, False]
@@ -128,7 +128,7 @@ def test_who_completes_the_job_may_delete_what_is_made_durable(
 
 
 def test_a_process_of_this_machine_is_known_to_be_gone() -> None:
-    beat = identity()
+    beat = process_identity()
     assert not is_gone(beat)
     pid = os.fork()
     if not pid:
@@ -307,7 +307,7 @@ def test_nobody_fails_because_of_it(
 
 def test_a_clone_of_this_machine_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the same start of the kernel and the same numbers of processes."""
-    beat = {**identity(), "pid": 999_999_999}
+    beat = {**process_identity(), "pid": 999_999_999}
     assert is_gone(beat)
     for patched, value in (
         ("socket.gethostname", lambda: "clone"),
@@ -316,7 +316,7 @@ def test_a_clone_of_this_machine_is_another_one(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patch:
             patch.setattr(patched, value)
             machine.cache_clear()
-            assert not is_gone(beat) and is_gone({**identity(), "pid": 999_999_999})
+            assert not is_gone(beat) and is_gone({**process_identity(), "pid": 999_999_999})
     machine.cache_clear()
 
 
@@ -324,7 +324,7 @@ def test_a_process_that_the_system_hides_is_not_gone(monkeypatch: pytest.MonkeyP
     def hidden(path: Path) -> str:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    beat = identity()
+    beat = process_identity()
     monkeypatch.setattr(Path, "read_text", hidden)
     assert not is_gone(beat)
     assert is_gone({**beat, "pid": 999_999_999})

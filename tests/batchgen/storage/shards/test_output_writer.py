@@ -64,6 +64,22 @@ def test_every_row_is_where_it_belongs(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(np.array(wrote[name]), output.columns[name])
 
 
+def test_a_long_field_lies_in_a_shard_once_for_all_samples(tmp_path: Path) -> None:
+    """Such as the tests of a program, which are as long for 8 samples as for one."""
+    rng, most = random.Random(0), 400_000
+    texts = [rng.randbytes(most // 2).hex() for _ in range(2)]
+    rows = [
+        row._replace(fields={**row.fields, "question": texts[row.row_index]})
+        for row in all_rows(2, SAMPLES)
+    ]
+    write(tmp_path, [rows], PER_SHARD, 2)
+    table = pq.read_table(tmp_path / "data/part-00000.parquet")
+    assert table["question"].to_pylist() == [texts[row.row_index] for row in rows]
+    (content,) = shards(tmp_path).values()
+    # zstd makes half of hex digits; a copy for each sample would be 3 times as much
+    assert 0.9 * most < len(content) < 1.2 * most
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_shards_do_not_depend_on_the_order_of_completion(

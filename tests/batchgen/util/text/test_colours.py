@@ -8,7 +8,7 @@ import pytest
 
 from batchgen.util.text.colours import allows_colour, coloured_table, print_table
 from batchgen.util.text.terminal import SafeTerminal
-from batchgen.util.text.text_table import answers_text, table
+from batchgen.util.text.text_table import answers_text, table_text
 
 
 class Terminal(io.StringIO):
@@ -28,7 +28,9 @@ def test_colour_needs_a_terminal_that_has_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_score_is_bold_errors_are_red_and_no_text_is_lost() -> None:
-    text = table([("score", "9.0%"), ("  a b", "1  x")], [("errors", "a 1")], [("errors", "none")])
+    text = table_text(
+        [("score", "9.0%"), ("  a b", "1  x")], [("errors", "a 1")], [("errors", "none")]
+    )
     text += "\nA sentence below  it"
     shown = coloured_table(text)
     assert re.sub(r"\x1b\[\d+m", "", shown) == text
@@ -52,7 +54,7 @@ def test_a_strangers_escapes_stay_visible_beside_our_own(monkeypatch: pytest.Mon
 
 
 def test_parts_of_a_table_share_one_column() -> None:
-    assert table([("a", "1")], [], [("long", "2")]) == "a     1\n\nlong  2"
+    assert table_text([("a", "1")], [], [("long", "2")]) == "a     1\n\nlong  2"
 
 
 def test_questions_and_answers_are_both_said() -> None:

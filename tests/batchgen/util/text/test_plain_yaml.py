@@ -10,7 +10,7 @@ from batchgen.config.compose.compose_config import compose, compose_groups
 from batchgen.config.compose.job_file import read_job_text
 from batchgen.config.compose.load_config import resolved
 from batchgen.pages.viewer.jobs_below import config_fault
-from batchgen.pipelines.proof.lock_file import Lock
+from batchgen.pipelines.proof.lock_file import LockFile
 from batchgen.pipelines.publish.trainers.conversations import _parsed
 from batchgen.util.errors import ConfigError
 from batchgen.util.text.plain_yaml import DEEPEST, MOST_BYTES, MOST_VALUES, load_yaml
@@ -81,7 +81,7 @@ def test_every_reader_has_the_bounds(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         compose_groups({"sampling": "theirs"}, folders=[tmp_path / "conf"])
     with pytest.raises(ConfigError, match=message):
-        Lock.read(tmp_path / "a.lock")
+        LockFile.read(tmp_path / "a.lock")
     with pytest.raises(ConfigError, match=message):
         _parsed(text)
     assert str(tmp_path / "job/config.yaml") in config_fault(tmp_path / "job")

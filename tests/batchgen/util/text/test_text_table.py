@@ -8,16 +8,16 @@ import pytest
 from batchgen.evals.scores.compared_jobs import comparison_lines
 from batchgen.evals.scores.marks import Marks, Sample
 from batchgen.evals.scores.paired_comparison import compare
-from batchgen.evals.scores.scores import score
-from batchgen.util.text.text_table import score_lines, table
+from batchgen.evals.scores.scores import compute_scores
+from batchgen.util.text.text_table import score_lines, table_text
 
 
 def _names(values: list[str]) -> list[str]:
     """How the table names subsets with these values; none of its lines is long."""
     samples = [Sample(str(i), 0, i % 3 / 2, "k", subset=values[i // 5]) for i in range(200)]
-    lines = score_lines(score(Marks.of(samples)))
+    lines = score_lines(compute_scores(Marks.of(samples)))
     found = [name for name, _ in lines if name.startswith("  ")]
-    assert max(map(len, table(lines).splitlines()[-len(found) :])) <= 80
+    assert max(map(len, table_text(lines).splitlines()[-len(found) :])) <= 80
     return found
 
 
@@ -46,24 +46,24 @@ def test_names_of_subsets_are_marked_only_where_they_would_be_equal() -> None:
 
 def test_copies_cannot_tell_how_sure_a_score_is() -> None:
     copies = [Sample(str(q), k, float(q > 3), "k") for q in range(10) for k in range(4)]
-    lines = dict(score_lines(score(Marks.of(copies))))
+    lines = dict(score_lines(compute_scores(Marks.of(copies))))
     assert lines["score"].endswith("same questions unknown (all samples of a question agree)")
     found = compare(Marks.of(copies), Marks.of(copies[4:]))
-    text = table(comparison_lines(found))
+    text = table_text(comparison_lines(found))
     assert "how sure cannot be told (same questions)" in text and "nan" not in text
 
 
 def test_cut_texts_are_no_texts_without_a_mark() -> None:
     cut = [Sample(str(i), 0, 1.0, "5", truncated=i < 7) for i in range(10)]
-    lines = dict(score_lines(score(Marks.of(cut))))
+    lines = dict(score_lines(compute_scores(Marks.of(cut))))
     of = "of 10 answers"
     assert lines[of] == "0.0% no answer found, 70.0% truncated (70.0% of all have an answer)"
     assert lines["not marked"] == "0.0% error, 0.0% grade error"
     assert lines["score"].startswith("100.0%")
-    lines = dict(score_lines(score(Marks.of(cut), None, "wrong")))
+    lines = dict(score_lines(compute_scores(Marks.of(cut), None, "wrong")))
     assert lines["score"].startswith("30.0%")
     assert "70.0% truncated (counted as wrong)" in lines[of]
-    lines = dict(score_lines(score(Marks.of(cut), None, "left_out")))
+    lines = dict(score_lines(compute_scores(Marks.of(cut), None, "left_out")))
     assert "70.0% truncated (left out)" in lines[of]
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from batchgen.pages.viewer.job_view import JobView, votes
 from batchgen.pages.viewer.rows import ranking
-from batchgen.pages.viewer.rows.download import Download
-from batchgen.pages.viewer.rows.filters import Filter
+from batchgen.pages.viewer.rows.download import JobDownload
+from batchgen.pages.viewer.rows.filters import SampleFilter
 from batchgen.pages.viewer.rows.ranking import ORDERS, Ranking, Rankings, orders
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
@@ -57,8 +57,8 @@ def value(order: str, sample: dict[str, Any], row: list[dict[str, Any]]) -> floa
 
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("wanted", [Filter(), Filter(mark="wrong")])
-def test_orders(job: JobView, order: str, wanted: Filter) -> None:
+@pytest.mark.parametrize("wanted", [SampleFilter(), SampleFilter(mark="wrong")])
+def test_orders(job: JobView, order: str, wanted: SampleFilter) -> None:
     sign = ORDERS[order].sign
     expected, samples = [], samples_by_row(job)
     for index, row in samples.items():
@@ -80,7 +80,7 @@ def test_orders(job: JobView, order: str, wanted: Filter) -> None:
 
 def test_a_ranking_goes_on_where_it_was(job: JobView) -> None:
     """With a clock that is always late, each call is one shard; the end is the same."""
-    late, whole = (Ranking(job.rows, Filter(), "longest") for _ in range(2))
+    late, whole = (Ranking(job.rows, SampleFilter(), "longest") for _ in range(2))
     whole.go_on()
     for shard in range(1, 5):
         late.go_on(clock=itertools.count().__next__, seconds=0.5)
@@ -91,24 +91,24 @@ def test_a_ranking_goes_on_where_it_was(job: JobView) -> None:
 
 
 def test_a_ranking_keeps_the_first_rows_only(job: JobView, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Ranking(job.rows, Filter(), "unlikely")
+    whole = Ranking(job.rows, SampleFilter(), "unlikely")
     whole.go_on()
     monkeypatch.setattr(ranking, "MOST", 5)
-    some = Ranking(job.rows, Filter(), "unlikely")
+    some = Ranking(job.rows, SampleFilter(), "unlikely")
     some.go_on()
     assert some.places == whole.places[:5] and some.matching == whole.matching == ROWS
 
 
 def test_rankings_are_kept_and_made_anew(job: JobView, tmp_path: Path) -> None:
     kept = Rankings(job.rows)
-    assert kept.of(Filter(), "longest") is kept.of(Filter(), "longest")
-    assert kept.of(Filter(least="1"), "longest") is not kept.of(Filter(), "longest")
+    assert kept.of(SampleFilter(), "longest") is kept.of(SampleFilter(), "longest")
+    assert kept.of(SampleFilter(least="1"), "longest") is not kept.of(SampleFilter(), "longest")
     write_job(tmp_path / "bare", 3, 1)
     bare = JobView(JobFolderReader(tmp_path / "bare"), "bare")
     assert set(orders(bare.rows.schema)) == {"longest", "shortest", "unlikely", "likely"}
     for order, message in (("worst", "needs the column grades/mark"), ("x", "sort must be one of")):
         with pytest.raises(ConfigError, match=message):
-            bare.rankings.of(Filter(), order)
+            bare.rankings.of(SampleFilter(), order)
 
 
 def test_votes(job: JobView) -> None:
@@ -124,22 +124,24 @@ def test_votes(job: JobView) -> None:
         assert right == [str(index)] * (str(index) in given)
 
 
-@pytest.mark.parametrize("wanted", [Filter(), Filter(mark="wrong"), Filter(text="no such text")])
-def test_downloads(job: JobView, wanted: Filter) -> None:
+@pytest.mark.parametrize(
+    "wanted", [SampleFilter(), SampleFilter(mark="wrong"), SampleFilter(text="no such text")]
+)
+def test_downloads(job: JobView, wanted: SampleFilter) -> None:
     expected = [
         (s["row_id"], s["sample_index"], s["text"], s["grades/mark"])
         for row in samples_by_row(job).values()
         for s in row
         if not wanted.text and (not wanted.mark or s["grades/mark"] == 0)
     ]
-    file = Download(job.rows, wanted, job.columns(per_token=True))
+    file = JobDownload(job.rows, wanted, job.columns(per_token=True))
     lines = b"".join(file.chunks("jsonl")).decode().splitlines()
     names = ("row_id", "sample_index", "text", "mark")
     assert [tuple(json.loads(line)[n] for n in names) for line in lines] == expected
     table = pq.read_table(io.BytesIO(b"".join(file.chunks("parquet"))))
     assert list(zip(*(table[n].to_pylist() for n in names), strict=True)) == expected
     assert {"logprobs", "token_ids", "answer_key"} <= set(table.column_names)
-    few = Download(job.rows, wanted, job.columns(per_token=False))
+    few = JobDownload(job.rows, wanted, job.columns(per_token=False))
     cells = list(csv.DictReader(io.StringIO(b"".join(few.chunks("csv")).decode())))
     assert [(c["row_id"], int(c["sample_index"])) for c in cells] == [e[:2] for e in expected]
     assert "logprobs" not in few.columns and "grades/mark" in few.columns

@@ -14,7 +14,7 @@ import pytest
 
 from batchgen.pages.rows.grade_columns import PREFIX
 from batchgen.pages.rows.job_rows import JobRows
-from batchgen.pages.viewer.rows.filters import MARKS, Filter
+from batchgen.pages.viewer.rows.filters import MARKS, SampleFilter
 from batchgen.pages.viewer.rows.row_id_index import RowIds, StillSearching
 from batchgen.pages.viewer.rows.search import Found, Search, excerpts
 from batchgen.storage.folder.read_job import JobFolderReader
@@ -82,20 +82,20 @@ def test_any_row_is_read_by_its_index(graded: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "holds"),
     [
-        (Filter(), lambda s: True),
-        (Filter(text="IS 1", column="question"), lambda s: "is 1" in s["question"]),
-        (Filter(text="qu"), lambda s: "qu" in (s["text"] or "")),
-        (Filter(mark="right"), lambda s: s["grades/mark"] == 1),
-        (Filter(mark="wrong", least="60"),
+        (SampleFilter(), lambda s: True),
+        (SampleFilter(text="IS 1", column="question"), lambda s: "is 1" in s["question"]),
+        (SampleFilter(text="qu"), lambda s: "qu" in (s["text"] or "")),
+        (SampleFilter(mark="right"), lambda s: s["grades/mark"] == 1),
+        (SampleFilter(mark="wrong", least="60"),
          lambda s: s["grades/mark"] == 0 and s["num_generated_tokens"] >= 60),
-        (Filter(least="30", most="50"), lambda s: 30 <= s["num_generated_tokens"] <= 50),
-        (Filter(reason="error"), lambda s: s["error"] is not None),
-        (Filter(error="bad_messages"), lambda s: s["error"] is not None),
-        (Filter(mark="ungraded"), lambda s: False),
+        (SampleFilter(least="30", most="50"), lambda s: 30 <= s["num_generated_tokens"] <= 50),
+        (SampleFilter(reason="error"), lambda s: s["error"] is not None),
+        (SampleFilter(error="bad_messages"), lambda s: s["error"] is not None),
+        (SampleFilter(mark="ungraded"), lambda s: False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("count", [1, 4, 100])
-def test_filters(graded: Path, wanted: Filter, holds: Any, count: int) -> None:
+def test_filters(graded: Path, wanted: SampleFilter, holds: Any, count: int) -> None:
     samples = all_samples(graded)
     expected = hits([sample for sample in samples if holds(sample)])
     rows = rows_of(graded)
@@ -116,13 +116,15 @@ def test_samples_that_disagree(graded: Path) -> None:
         keys.setdefault(sample["row_index"], set()).add(sample["grades/answer_key"])
     expected = {row for row, found in keys.items() if len(found) > 1}
     assert 0 < len(expected) < ROWS
-    assert set(every(Search(rows_of(graded), Filter(disagree="yes")), 5)) == expected
+    assert set(every(Search(rows_of(graded), SampleFilter(disagree="yes")), 5)) == expected
 
 
 def test_a_search_ends_in_time_and_goes_on(graded: Path) -> None:
     """With a clock that is always late, each page is one shard."""
     rows = rows_of(graded)
-    late = Search(rows, Filter(text="no such text"), clock=itertools.count().__next__, seconds=0.5)
+    late = Search(
+        rows, SampleFilter(text="no such text"), clock=itertools.count().__next__, seconds=0.5
+    )
     first = 0
     for shard in range(1, 5):
         found = late.forward(first, 50)
@@ -138,7 +140,7 @@ def test_a_search_ends_in_time_and_goes_on(graded: Path) -> None:
 def test_lists_show_the_ends_of_long_texts(graded: Path, tmp_path: Path) -> None:
     long = "begin " + "x" * 1000
     write_job(tmp_path / "long", 3, 1, texts=[long])
-    search = Search(rows_of(tmp_path / "long"), Filter())
+    search = Search(rows_of(tmp_path / "long"), SampleFilter())
     text = search.rows([1], ["text"])[1]["text"][0].as_py()
     assert text.startswith("begin xxx") and " … xxx" in text and text.endswith(("x 1", "x 2"))
     assert len(text) < 500
@@ -203,7 +205,7 @@ def test_grades_of_other_rows_are_none(graded: Path, tmp_path: Path) -> None:
     os.utime(shard, (2e9 + 1, 2e9 + 1))
     assert rows.samples(3, names)[names[0]].to_pylist() == [None, None]
     assert rows.samples(13, names)[names[0]].to_pylist() == marks[1]
-    found = every(Search(rows, Filter(mark="ungraded")), 100)
+    found = every(Search(rows, SampleFilter(mark="ungraded")), 100)
     assert set(found) == set(range(10))
 
 
@@ -219,19 +221,19 @@ def test_grades_of_other_rows_are_none(graded: Path, tmp_path: Path) -> None:
 )
 def test_filters_that_cannot_be(query: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Filter.of(query)
+        SampleFilter.of(query)
 
 
 def test_filters_need_their_columns(tmp_path: Path) -> None:
     write_job(tmp_path / "out", 3, 1)
     rows = rows_of(tmp_path / "out")
     with pytest.raises(ConfigError, match="no column of texts 'row_index'"):
-        Search(rows, Filter(text="x", column="row_index"))
+        Search(rows, SampleFilter(text="x", column="row_index"))
     with pytest.raises(ConfigError, match="has no grades"):
-        Search(rows, Filter(mark="right"))
-    assert every(Search(rows, Filter(disagree="yes")), 9) == {}
+        Search(rows, SampleFilter(mark="right"))
+    assert every(Search(rows, SampleFilter(disagree="yes")), 9) == {}
 
 
 def test_marks_of_every_kind_have_a_name() -> None:
-    assert all(Filter(mark=mark) for mark in MARKS) and not Filter(column="text")
+    assert all(SampleFilter(mark=mark) for mark in MARKS) and not SampleFilter(column="text")
     assert np.dtype("<U11").itemsize // 4 >= max(map(len, MARKS))

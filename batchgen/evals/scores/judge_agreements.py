@@ -1,0 +1,106 @@
+"""How far the judges of a job agree with marks that the judged answers have already."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchgen.config.groups.class_names import class_short_name
+from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.evals.graders.step import MARK
+from batchgen.evals.scores.agreement import Agreement, agreement
+from batchgen.evals.scores.graded_folder import GradedJob
+from batchgen.evals.scores.samples import Samples
+from batchgen.util.errors import ConfigError
+from batchgen.util.templates.row_expression import ExpressionFailed, RowExpression
+
+_KEY = "--agreement"
+_IDS = ("row_id", "sample_index")
+_SOURCE = "source"
+"""The column that says of which answer a row of a judge is made."""
+
+
+@dataclass(frozen=True)
+class JudgeAgreements:
+    """The agreement of the job's marks, and of each judge whose marks these are made of."""
+
+    marks: Agreement
+    judges: Mapping[str, Agreement]
+
+    def lines(self, truth: str) -> list[tuple[str, str]]:
+        """All of it in words, as lines of a table."""
+        found = [("agreement", f"with {truth}: {self.marks.text}")]
+        return found + [(f"  {name}", one.text) for name, one in self.judges.items()]
+
+    def summary(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        judges = {name: one.summary() for name, one in self.judges.items()}
+        return self.marks.summary() | ({"judges": judges} if judges else {})
+
+
+def judge_agreements(job: GradedJob, config: ScoreConfig, truth: str) -> JudgeAgreements:
+    """The agreement with `truth`, a column of the job's rows or an expression over them.
+
+    A judge who has seen two answers in both orders has one mark for them, the mean of both.
+
+    Raises:
+        ConfigError: the expression reads no column, fails, or no answer has a mark in both.
+    """
+    marks = _known_marks(job, truth)
+    steps = [
+        {"name": class_short_name(step["_target_"]), **step}
+        for step in json.loads(Samples(job.path, config).grades.steps or "[]")
+    ]
+    pairs = any(step.get("flip") for step in steps)
+    panel = next((step for step in steps if step["name"] == "Majority"), None)
+    columns = [] if panel is None else [*panel["marks"], panel["own"]]
+    found = [
+        _agreement(job, replace(config, column=column), marks, pairs)
+        for column in (config.column, *columns)
+    ]
+    if found[0] is None:
+        raise ConfigError(
+            f"{_KEY} {truth}: no answer has a mark in both (above a half is right, below wrong)"
+        )
+    judges = zip([name.removesuffix(f"_{MARK}") for name in columns], found[1:], strict=True)
+    return JudgeAgreements(found[0], {name: one for name, one in judges if one is not None})
+
+
+def _known_marks(job: GradedJob, truth: str) -> dict[tuple[str, int], tuple[Any, str]]:
+    """The marks that answers have already, by row and sample, and which answers were judged."""
+    expression = RowExpression(_KEY, truth, job.columns)
+    read = [*_IDS, *expression.names, *([_SOURCE] if _SOURCE in job.columns else [])]
+    found = {}
+    for batch in job.batches(list(dict.fromkeys(read))):
+        for row in batch.to_pylist():
+            try:
+                value = expression.value(row, row["row_id"])
+            except ExpressionFailed as error:
+                raise ConfigError(f"{error} (in the row {row['row_id']})") from None
+            found[row["row_id"], row["sample_index"]] = value, str(row.get(_SOURCE))
+    return found
+
+
+def _agreement(
+    job: GradedJob,
+    config: ScoreConfig,
+    true_marks: Mapping[tuple[str, int], tuple[Any, str]],
+    pairs: bool,
+) -> Agreement | None:
+    """The agreement of the marks in `config.column`."""
+    table = Samples(job.path, config).table()
+    ids = zip(*(table[name].to_pylist() for name in _IDS), strict=True)
+    given = [
+        (mark, *true_marks[key]) for mark, key in zip(table["mark"].to_pylist(), ids, strict=True)
+    ]
+    if pairs:
+        orders: dict[str, list[Any]] = {}
+        for mark, value, source in given:
+            orders.setdefault(source, [value]).append(mark)
+        given = [
+            (None if None in both else sum(both) / len(both), value, source)
+            for source, (value, *both) in orders.items()
+        ]
+    return agreement([mark for mark, *_ in given], [value for _, value, _ in given])

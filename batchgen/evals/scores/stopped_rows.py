@@ -1,0 +1,169 @@
+"""Unbiased scores of rows whose samples ended when the interval of their valid ones was narrow.
+
+Such a row has more samples where these disagree, and the last of them came when it did because of
+which were valid. So the plain share of valid samples is biased (by up to three points at a width of
+0.3, docs/design/stopped_rows.md). What is unbiased follows from one fact: of a row that ended with
+n samples of which K are valid, all orders of these that do not end before are equally likely (each
+has the chance p^K (1−p)^(n−K)). The share of these orders whose first sample is valid is therefore
+an unbiased estimate of p (Girshick, Mosteller and Savage 1946, Ann. Math. Stat. 17, 13), and the
+chance of what the first k samples are, for any k up to the fewest samples that a row can have,
+likewise. Marks may be others than validity: given the order, those of valid samples can be
+exchanged with each other, and those of the rest, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from math import comb
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.storage.shards.enough import Bools, Enough, Floats
+
+
+@lru_cache(maxsize=4096)
+def first_valid(rule: Enough, n: int, valid: int) -> tuple[Floats, ...]:
+    """How many of the first k samples are valid, in a row that ended with `n` samples of which
+    `valid` are: for each k up to the fewest that a row can have, and up to n, the chances of
+    0, 1, …, k [k+1]. NaN if no order of the samples ends there."""
+    ways: Floats = np.zeros(n + 1)
+    ways[valid] = 1.0
+    found = list[Floats]()
+    for k in range(n, -1, -1):
+        if k < n:
+            # Halved at each step, so that the numbers of orders stay within floats.
+            ways = (ways[: k + 1] + ways[1 : k + 2]) / 2
+            if k >= rule.fewest:
+                counts = np.arange(k + 1)
+                ways[rule.is_reached(counts, np.full(k + 1, k))] = 0.0
+        if k <= rule.fewest:
+            orders = ways * [float(comb(k, j)) for j in range(k + 1)]
+            total = orders.sum()
+            found.append(orders / total if total else np.full(k + 1, np.nan))
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The samples of one row of one job: marks, with NaN for those that are not known, and which
+    samples are valid. [n], [n]"""
+
+    rule: Enough
+    marks: Floats
+    valid: Bools
+
+    def drawn(self, k: int) -> Floats:
+        """The chances that 0, 1, …, k of the first k samples are valid. [k+1]"""
+        return first_valid(self.rule, len(self.marks), int(self.valid.sum()))[k]
+
+    def mean(self) -> float:
+        """An unbiased estimate of the mean mark; marks that are not known are left out."""
+        of_valid = float(self.drawn(1)[1])
+        num_valid = int(self.valid.sum())
+        others = len(self.valid) - num_valid
+        weights = np.where(
+            self.valid, of_valid / max(num_valid, 1), (1 - of_valid) / max(others, 1)
+        )
+        known = np.isfinite(self.marks)
+        total = float(weights[known].sum())
+        return float((weights * self.marks)[known].sum()) / total if total else np.nan
+
+    def variance(self) -> float:
+        """An unbiased estimate of the variance of `mean`: its square, less an unbiased estimate of
+        the squared mean mark, which is the mean product of two samples' marks. It can be negative;
+        NaN if it is unknown."""
+        if len(self.marks) < 2:
+            return np.nan
+        sums = [_sums(self.marks[group]) for group in (~self.valid, self.valid)]
+        (count, total, square), (own_count, own_total, own_square) = sums
+        products = (total**2 - square, total * own_total, own_total**2 - own_square)
+        pairs = (count * (count - 1), count * own_count, own_count * (own_count - 1))
+        of = [int((~self.valid).sum()), int(self.valid.sum())]
+        every = (of[0] * (of[0] - 1), of[0] * of[1], of[1] * (of[1] - 1))
+        chances = [c / max(n, 1) for c, n in zip(self.drawn(2).tolist(), every, strict=True)]
+        known = sum(chance * n for chance, n in zip(chances, pairs, strict=True))
+        found = sum(chance * product for chance, product in zip(chances, products, strict=True))
+        return float(self.mean() ** 2 - found / known) if known else np.nan
+
+    def all_of(self, hits: Bools, k: int) -> float:
+        """The chance that all of the first k samples are `hits` if the marks of all k are known;
+        NaN if k is above the fewest samples that a row can have, or too few marks are known."""
+        if k > min(self.rule.fewest, len(self.marks)):
+            return np.nan
+        known = np.isfinite(self.marks)
+        found = total = 0.0
+        for j, chance in enumerate(self.drawn(k).tolist()):
+            if chance:
+                found += chance * self._chance(hits & known, j, k)
+                total += chance * self._chance(known, j, k)
+        return found / total if total else np.nan
+
+    def _chance(self, chosen: Bools, j: int, k: int) -> float:
+        """The chance that k samples are all `chosen`, if j of them are valid."""
+        groups = (self.valid, j), (~self.valid, k - j)
+        return float(
+            np.prod([comb(int((chosen & g).sum()), m) / comb(int(g.sum()), m) for g, m in groups])
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StoppedRows:
+    """Which samples of Q rows are there and are valid, where a rule by width ended the rows.
+
+    Attributes:
+        present, valid: [Q, K].
+        starts: where the samples of each job begin along K, where those of several count together.
+    """
+
+    rule: Enough
+    present: Bools
+    valid: Bools
+    starts: tuple[int, ...] = (0,)
+
+    def select(self, questions: npt.NDArray[np.int64]) -> StoppedRows:
+        """Those of these questions only."""
+        return replace(self, present=self.present[questions], valid=self.valid[questions])
+
+    def means(self, marks: Floats) -> Floats:
+        """Unbiased estimates of mean marks, from marks [Q, K]; NaN where none is known. [Q]"""
+        return np.array([_mean([run.mean() for run in runs]) for runs in self._rows(marks)])
+
+    def variances(self, marks: Floats) -> Floats:
+        """Unbiased estimates of the variances of `means`. [Q]"""
+        found = []
+        for runs in self._rows(marks):
+            values = [run.variance() for run in runs]
+            found.append(_mean(values) / max(len(values), 1))
+        return np.array(found)
+
+    def all_of(self, hits: Bools, marks: Floats, k: int) -> Floats:
+        """The chance that all of k samples of a row are `hits` [Q, K], of those with marks. [Q]"""
+        found = []
+        for place, runs in enumerate(self._rows(marks)):
+            own = hits[place, self.present[place]]
+            found.append(runs[0].all_of(own, k) if len(runs) == 1 else np.nan)
+        return np.array(found)
+
+    def _rows(self, marks: Floats) -> Iterator[list[_Run]]:
+        """The jobs' samples of each row that have a mark."""
+        parts = [slice(a, b) for a, b in pairwise((*self.starts, marks.shape[1]))]
+        for row, present, valid in zip(marks, self.present, self.valid, strict=True):
+            yield [
+                _Run(self.rule, row[part][there], valid[part][there])
+                for part in parts
+                if (there := present[part]).any() and np.isfinite(row[part][there]).any()
+            ]
+
+
+def _mean(values: Sequence[float] | Floats) -> float:
+    return float(np.mean(values)) if len(values) else np.nan
+
+
+def _sums(marks: Floats) -> tuple[int, float, float]:
+    """How many marks are known, their sum, and that of their squares."""
+    known = marks[np.isfinite(marks)]
+    return len(known), float(known.sum()), float(np.square(known).sum())

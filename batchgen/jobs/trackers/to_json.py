@@ -1,0 +1,39 @@
+"""Progress as a line of JSON a minute on standard output, for trackers that batchgen does not
+know."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+
+from batchgen.jobs.trackers.trackers import Run, Tracker
+
+SECONDS = 60.0
+
+
+class _Lines:
+    def __init__(self, run: Run) -> None:
+        self._run, self._next = run, 0.0
+        self._held: Mapping[str, float] | None = None
+
+    def log(self, values: Mapping[str, float]) -> None:
+        self._held = values
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + SECONDS
+            self._print()
+
+    def close(self) -> None:
+        self._print()
+
+    def _print(self) -> None:
+        """Print what was not printed yet."""
+        if self._held is not None:
+            line = json.dumps({"run": self._run.name, **self._held})
+            print(line, flush=True)
+        self._held = None
+
+
+def begin(run: Run) -> Tracker:
+    """Lines of the run of a job; the last values come at the end, whenever that is."""
+    return _Lines(run)

@@ -1,0 +1,35 @@
+"""Progress to trackio, which keeps it in files on this machine (TRACKIO_DIR) unless its own
+variables name a Space or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.jobs.trackers.trackers import Run, Tracker
+
+
+class _Trackio:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def begin(run: Run) -> Tracker:
+    """The run of a job, which goes on if it is there. Nothing of the machine is told."""
+    import trackio
+
+    found = trackio.init(
+        run.project,
+        name=run.name,
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+    return _Trackio(found)

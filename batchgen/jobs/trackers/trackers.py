@@ -1,0 +1,140 @@
+"""Tells trackers of experiments how far a job is and what it scores, without waiting for them."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+_WAITING, _END_SECONDS = 16, 10.0
+"""The most reports that wait for a tracker, and how long the end of a job waits for it at most."""
+SENT = (
+    *("rows", "error_rows", "prompt_tokens", "generated_tokens"),
+    *("in_flight", "tokens_per_s", "wall_s"),
+)
+"""The values of metrics.json that are told; those of scores come beside them."""
+
+
+class Run(NamedTuple):
+    """What trackers call a job: a name for people, and an id that it keeps when it goes on."""
+
+    project: str
+    name: str
+    id: str
+
+
+class Tracker(Protocol):
+    """A place that takes values. All calls come from one thread."""
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Take some values, by their names."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
+def told_values(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What trackers are told of the content of metrics.json: `SENT`, and the values of scores."""
+    values = {name: float(metrics[name]) for name in SENT if name in metrics}
+    scores = {"": metrics.get("score") or {}, **metrics.get("adapter_scores", {})}
+    for adapter, score in scores.items():
+        for name, metric in score.items():
+            if isinstance(metric, Mapping) and metric.get("value") is not None:
+                key = "score" if name == "avg" else name
+                values[f"{adapter}/{key}" if adapter else key] = float(metric["value"])
+    return values
+
+
+def run_of(project: str, folder: str, metrics: Mapping[str, Any]) -> Run:
+    """The run of the job in a folder, which began with the first attempt in `metrics`."""
+    first = metrics["attempts"][0]
+    began = f"{folder} {first['started']} {first.get('host')}"
+    digest = blake2b(began.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    name = folder.rstrip("/").rpartition("/")[2] or "job"
+    return Run(project, f"{name}-{digest}", digest)
+
+
+class _Beside:
+    """A tracker in a thread of its own. What it cannot take in time is left out, and what it raises
+    ends it with a warning."""
+
+    def __init__(self, name: str, begin: Callable[[Run], Tracker]) -> None:
+        self._name, self._begin = name, begin
+        self._reports: queue.Queue[tuple[Run, dict[str, float]] | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def tell(self, run: Run, values: dict[str, float]) -> None:
+        self._put((run, values))
+
+    def end(self) -> None:
+        self._put(None)
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._warn("it does not answer; what it has not taken is left out")
+
+    def _put(self, report: tuple[Run, dict[str, float]] | None) -> None:
+        while self._thread.is_alive():
+            try:
+                return self._reports.put_nowait(report)
+            except queue.Full:  # the latest values say most
+                try:
+                    self._reports.get_nowait()
+                except queue.Empty:
+                    continue
+
+    def _work(self) -> None:
+        tracker: Tracker | None = None
+        try:
+            while (report := self._reports.get()) is not None:
+                run, values = report
+                tracker = tracker or self._begin(run)
+                tracker.log(values)
+            if tracker is not None:
+                tracker.close()
+        except Exception as error:  # a library of others must not end a job
+            self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, why: str) -> None:
+        text = f"progress.report_to={self._name} has failed, and the job goes on: {why}"
+        print(f"batchgen: warning: {text}", file=sys.stderr)
+
+
+class Trackers:
+    """The trackers of a job, each in a thread of its own."""
+
+    def __init__(self, names: Sequence[str], project: str, folder: str) -> None:
+        """Begin the trackers with these names."""
+        self._project, self._folder = project, folder
+        self._run: Run | None = None
+        # Nothing is loaded here: the libraries may take seconds, or hang.
+        self._beside = [_Beside(name, _beginner(name)) for name in names]
+
+    def tell(self, metrics: Mapping[str, Any]) -> None:
+        """Tell what there is by now, which is the content of metrics.json."""
+        if self._beside:
+            self._run = self._run or run_of(self._project, self._folder, metrics)
+            values = told_values(metrics)
+            for one in self._beside:
+                one.tell(self._run, values)
+
+    def close(self) -> None:
+        """End all of them, and wait for that no longer than a bound says."""
+        for one in self._beside:
+            one.end()
+        for one in self._beside:
+            one.join(_END_SECONDS / len(self._beside))
+
+
+def _beginner(name: str) -> Callable[[Run], Tracker]:
+    def begin(run: Run) -> Tracker:
+        tracker: Tracker = import_module(f"batchgen.jobs.trackers.to_{name}").begin(run)
+        return tracker
+
+    return begin

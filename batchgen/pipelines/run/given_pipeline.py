@@ -1,0 +1,116 @@
+"""What is said of a pipeline and of each of its steps, in its file and by arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchgen.config.compose.overrides import WORKER, parse_override
+from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, STEP_LISTS, nearest, nearest_key
+from batchgen.pipelines.run.judge import JUDGE
+from batchgen.pipelines.run.judge_panel import MODELS
+from batchgen.util.errors import ConfigError
+
+STEPS, FROM = "steps", "from"
+AFTER, COMPLETE = "after", "complete"
+"""The key of a step that begins when what it reads is complete, and its value."""
+EXPORT, PUSH, MOST_ERRORS = "export", "push", "most_errors"
+PIPELINE = "pipeline"
+"""The argument that names a ready pipeline, and the folder of conf/ that has them."""
+KEYS = (EXPORT, PUSH, MOST_ERRORS)
+"""Keys of the whole pipeline, beside `output.dir`."""
+DIR = "output.dir"
+_STEP_KEY = re.compile(r"(\+\+|\+|~|)([\w-]+)\.(.+)", re.DOTALL)
+
+
+@dataclass
+class GivenStep:
+    """What is said of one step: the steps that it reads, its values as `compose_groups` takes them,
+    the places of its keys in the file, and the arguments `key=value` for it, in their order.
+    `waits` says whether it begins when what it reads is complete."""
+
+    name: str
+    parents: tuple[str, ...]
+    values: dict[str, Any]
+    places: dict[str, str]
+    waits: bool = False
+    overrides: list[str] = field(default_factory=list)
+
+
+@dataclass
+class GivenPipeline:
+    """What is said of a pipeline: its steps by name, the folder, and KEYS that are given. `places`
+    are those of all keys in the file; `typed` are the keys among KEYS that were typed, and `panels`
+    the steps of all judges of a step with several."""
+
+    steps: dict[str, GivenStep]
+    out: str
+    keys: dict[str, Any]
+    places: Mapping[str, str]
+    typed: set[str] = field(default_factory=set)
+    panels: dict[str, list[str]] = field(default_factory=dict)
+
+    def at(self, key: str) -> str:
+        """Where a key of the file stands, as the beginning of a message."""
+        return f"{self.places.get(key, key)}: "
+
+
+def add_override(pipeline: GivenPipeline, argument: str) -> None:
+    """Give an argument to the steps that it is for."""
+    key = argument.partition("=")[0].lstrip("+~")
+    group = key.partition(".")[0]
+    if key in KEYS:
+        pipeline.keys[key] = parse_override(argument).value()
+        pipeline.typed.add(key)
+    elif group in pipeline.steps:
+        _add_to_steps(pipeline, group, argument)
+    elif group in (*GROUPS, *STEP_LISTS, EXPERIMENT, WORKER):
+        for step in pipeline.steps.values():
+            if not (step.parents and group == "dataset"):
+                step.overrides.append(argument)
+    elif group in (STEPS, FROM):
+        raise ConfigError(
+            f"{argument}: which steps there are, and what they read, stands in the pipeline file"
+        )
+    else:
+        guess = nearest(group, [*pipeline.steps, *GROUPS, *KEYS]) or nearest_key(key)
+        raise ConfigError(
+            f"{argument}: there is no step, group or key {group}: "
+            + (f"did you mean {guess}?" if guess else f"steps are {', '.join(pipeline.steps)}")
+        )
+
+
+def _add_to_steps(pipeline: GivenPipeline, name: str, argument: str) -> None:
+    """Give an argument to a step, or to all judges if it has several."""
+    names = pipeline.panels.get(name, [name])
+    key = argument.partition("=")[0].partition(".")[2]
+    if len(names) > 1 and key in ("model", "model.path", "post"):
+        raise ConfigError(
+            f"{argument}: {name} has several judges, whose models and post steps follow from "
+            f"{JUDGE}.{MODELS} in the pipeline file"
+        )
+    for one in names:
+        _add_to_step(pipeline.steps[one], argument)
+
+
+def _add_to_step(step: GivenStep, argument: str) -> None:
+    match = _STEP_KEY.fullmatch(argument)
+    if match is None:
+        raise ConfigError(
+            f"{argument}: {step.name} is a step: give one of its keys, {step.name}.KEY=VALUE"
+        )
+    sign, _, rest = match.groups()
+    key = rest.partition("=")[0]
+    if key.partition(".")[0] in (FROM, AFTER, STEPS):
+        raise ConfigError(f"{argument}: what a step reads stands in the pipeline file")
+    if key == DIR:
+        raise ConfigError(
+            f"{argument}: a step writes into a folder below the pipeline's, which {DIR} says"
+        )
+    if step.parents and key in ("dataset", "dataset.path", "dataset.kind"):
+        raise ConfigError(
+            f"{argument}: the step has rows {FROM} {step.parents[0]}, as the pipeline file says"
+        )
+    step.overrides.append(sign + rest)

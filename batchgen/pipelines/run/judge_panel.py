@@ -1,0 +1,122 @@
+"""The key `judge.models`: several judges of the same answers, and what most of them say.
+
+Each model has a step of its own. That of the last one has the name that the file gives; it reads
+the marks of the others and makes the majority of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.config.compose.given_values import CHOICE
+from batchgen.evals.graders.step import MARK
+from batchgen.pipelines.run.judge import JUDGE
+from batchgen.util.errors import ConfigError
+
+MODELS = "models"
+_MODEL = "model"
+_NAME = re.compile(r"[A-Za-z]\w{0,19}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The judges whose marks the last one's step reads.
+
+    Attributes:
+        steps: by the name of each judge but the last, the step in which it judges.
+        last_judge: the name of the last judge.
+    """
+
+    steps: Mapping[str, str]
+    last_judge: str
+
+    def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of the last judge's step, made of those that it would have alone, its own `rows`
+        among them."""
+        joins = [
+            {
+                "Join": {
+                    "from": step,
+                    "on": {"row_id": "row_id"},
+                    "columns": {f"grades.{MARK}": f"{name}_{MARK}"},
+                    "missing": "null",
+                }
+            }
+            for name, step in self.steps.items()
+        ]
+        post = [_renamed(step, f"{self.last_judge}_") for step in values["post"]]
+        is_scale = "ParseScore" in values["post"][0]
+        majority = {
+            "marks": [f"{name}_{MARK}" for name in self.steps],
+            "own": f"{self.last_judge}_{MARK}",
+            "by": "median" if is_scale else "votes",
+        }
+        rows = [*values.get("rows", ()), *joins]
+        return {**values, "rows": rows, "post": [*post, {"Majority": majority}]}
+
+
+def _renamed(step: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:
+    """A step of `post` that writes columns of other names."""
+    ((name, options),) = step.items()
+    return {name: {**options, "prefix": prefix + options.get("prefix", "")}}
+
+
+def panel_steps(
+    name: str, options: Mapping[str, Any], start: str
+) -> dict[str, tuple[dict[str, Any], Panel | None]]:
+    """The steps that a step with `judge.models` stands for, by name: what each says, with one
+    model, and for the last one the panel.
+
+    Args:
+        start: where the step's judge stands, for messages.
+
+    Raises:
+        ConfigError: the models are no list or mapping of two or more, or the step says itself what
+            these keys say.
+    """
+    judge = options[JUDGE]
+    models = judge[MODELS]
+    if isinstance(models, list):
+        models = {f"judge_{number}": model for number, model in enumerate(models, start=1)}
+    if not isinstance(models, Mapping) or len(models) < 2:
+        raise ConfigError(
+            f"{start}.{MODELS} must name two models or more, as a list or as {{name: model}} (one: "
+            "model.path)"
+        )
+    own = options.get(_MODEL, {})
+    if "model.path" in options or not isinstance(own, Mapping) or "path" in own:
+        raise ConfigError(f"{start}.{MODELS} names the models: leave out model.path")
+    if "post" in options:
+        raise ConfigError(
+            f"{start}.{MODELS}: the marks of all judges are read in one way, by their template: "
+            "leave out post, and grade the steps of the judges afterwards"
+        )
+    found: dict[str, tuple[dict[str, Any], Panel | None]] = {}
+    steps: dict[str, str] = {}
+    alone = {key: value for key, value in judge.items() if key != MODELS}
+    for judge_name, model in models.items():
+        if not isinstance(judge_name, str) or not _NAME.fullmatch(judge_name):
+            raise ConfigError(
+                f"{start}.{MODELS}: {judge_name!r:.40} is no name of a judge: up to 20 letters, "
+                "digits and _, the first one a letter"
+            )
+        values = {**options, JUDGE: alone, _MODEL: {**own, **_model(model, f"{start}.{MODELS}")}}
+        is_last = len(steps) == len(models) - 1
+        panel = Panel(steps, judge_name) if is_last else None
+        step = name if is_last else f"{name}_{judge_name}"
+        found[step] = values, panel
+        if not is_last:
+            steps[judge_name] = step
+    return found
+
+
+def _model(value: Any, start: str) -> dict[str, Any]:
+    """The keys of the group `model` for one judge: a path, or these keys."""
+    if isinstance(value, str):
+        return {"path": value}
+    if not isinstance(value, Mapping) or not {CHOICE, "path"} & value.keys():
+        raise ConfigError(f"{start}: each must be the path of a model, or {{path: …, dtype: …}}")
+    return dict(value)

@@ -1,0 +1,210 @@
+"""Adds an adapter to the loaded weights of a model: also what it changes where nothing can stand
+beside a layer, such as experts, embeddings, and weights that were trained as a whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.layers.feed_forward.experts import Experts
+from batchgen.engine.layers.weight_slot import WeightSlot, named_parts
+from batchgen.engine.loading.peft_files import PREFIX, AdapterFile
+from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
+
+_FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
+_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
+_NESTED = ".base_layer"
+_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+"""The weights of experts in one module, in the order in which PEFT wraps them, the first inmost."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What an adapter does to one tensor of a checkpoint."""
+
+    target: str  # what the model's slots call the tensor
+    tensor: str  # a tensor of the adapter that does it, for messages
+    # Computes what is added to the tensor, or replaces it, from the adapter's tensors by name.
+    value: Callable[[Mapping[str, Tensor]], Tensor]
+    replaces: bool = False
+    magnitude: str | None = None  # the norms of the changed rows (DoRA); None leaves them
+
+
+def check_fold(adapter: AdapterFile, model: CausalLM) -> set[str]:
+    """Raise ValueError if an adapter cannot be added to a model, whose parameters need no values;
+    the message names the tensor. Returns the names of the changed modules."""
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in adapter.shapes.items()}
+    _apply(adapter, model, tensors, write=False)
+    return {change.target.removesuffix(".weight") for change in _changes(adapter, model)}
+
+
+def fold_adapter(adapter: AdapterFile, model: CausalLM) -> None:
+    """Add an adapter to the loaded weights of a model, with sums in float32."""
+    _apply(adapter, model, adapter.tensors(), write=True)
+
+
+def _apply(
+    adapter: AdapterFile, model: CausalLM, tensors: Mapping[str, Tensor], *, write: bool
+) -> None:
+    slots = {slot.sources[0]: slot for slot in model.checkpoint_slots() if len(slot.sources) == 1}
+    # Weights that were saved whole come first: factors may be beside one of them.
+    for change in sorted(_changes(adapter, model), key=lambda one: not one.replaces):
+        if (slot := slots.get(change.target)) is None:
+            kind = model.config.architecture
+            raise ValueError(
+                f"{adapter.folder}: tensor {change.tensor} changes {change.target}, which {kind} "
+                "does not have: the adapter is of another model"
+            )
+        device = slot.parameter.device if write else torch.device("meta")
+        own = {name: tensors[name].to(device) for name in _names(change, adapter)}
+        try:
+            value = _in_slot(slot, change.target, change.value(own), device)
+        except (ValueError, RuntimeError) as error:
+            shape = list(adapter.shapes[change.tensor])
+            raise ValueError(
+                f"{adapter.folder}: tensor {change.tensor} of shape {shape} does not fit "
+                f"{change.target}: {error}"
+            ) from None
+        if value is None or not write:
+            continue
+        if not change.replaces:
+            value += slot.parameter.float()
+        if change.magnitude is not None:
+            norms = own[change.magnitude].float().reshape(-1, 1)
+            rows = norms.expand(-1, adapter.shapes[change.tensor][1])
+            wanted = _in_slot(slot, change.target, rows, device)
+            assert wanted is not None
+            own_norms = value.flatten(1).norm(dim=1)
+            value *= (wanted.flatten(1)[:, 0] / own_norms).view(-1, *[1] * (value.ndim - 1))
+        slot.parameter.copy_(value)
+
+
+def _names(change: _Change, adapter: AdapterFile) -> list[str]:
+    """The adapter's tensors of the module that a change reads."""
+    stem = _stem(change.tensor)
+    return [name for name in adapter.shapes if _stem(name) == stem]
+
+
+def _stem(name: str) -> str:
+    found = _FACTOR.fullmatch(name) or _MAGNITUDE.fullmatch(name)
+    return name if found is None else found[1]
+
+
+def _in_slot(slot: WeightSlot, name: str, value: Tensor, device: torch.device) -> Tensor | None:
+    """Return a checkpoint's tensor as it stands in a slot, on this rank; None if it has none."""
+    if slot.elsewhere:
+        return None
+    target = torch.empty_like(slot.parameter, dtype=torch.float32, device=device)
+    replace(slot, parameter=target, form=None, scales=None).fill({name: value})
+    return target
+
+
+def _changes(adapter: AdapterFile, model: CausalLM) -> Iterator[_Change]:
+    """Yield what an adapter does to the tensors of a checkpoint. Raises ValueError for a tensor
+    that means nothing, or whose meaning cannot be kept."""
+    config, shapes = adapter.config, adapter.shapes
+    factors: dict[tuple[str, bool], dict[str, str]] = {}
+    magnitudes = {m[1]: name for name in shapes if (m := _MAGNITUDE.fullmatch(name))}
+    for name in shapes:
+        if (found := _FACTOR.fullmatch(name)) is not None:
+            factors.setdefault((found[1], found[2] is not None), {})[found[3]] = name
+        elif _MAGNITUDE.fullmatch(name) is None:
+            yield _saved(adapter, model, name)
+    experts = {
+        path: part for path, part in named_parts(model.model, "model") if isinstance(part, Experts)
+    }
+    for (stem, of_embedding), own in factors.items():
+        down, up = adapter.both(stem, own)
+        module = stem.removeprefix(PREFIX).replace(_NESTED, "")
+        path = _target(module + ".weight", model).removesuffix(".weight")
+        _refuse_shared(adapter, model, down, f"{path}.weight")
+        if (part := experts.get(path)) is not None:
+            yield _of_experts(adapter, part, (stem, path), down, up)
+            continue
+        adapter.check_rank(config.rank_of(module), down, up)
+        scale = config.scale_of(module)
+        if of_embedding and stem in magnitudes:
+            raise ValueError(
+                f"{adapter.folder}: tensor {magnitudes[stem]} is of DoRA of an embedding, which is "
+                "not supported: merge the adapter into the model with PEFT's merge_and_unload"
+            )
+
+        def value(
+            tensors: Mapping[str, Tensor],
+            names: tuple[str, str] = (down, up),
+            scale: float = scale,
+            turned: bool = of_embedding,
+        ) -> Tensor:
+            added = tensors[names[1]].float() @ tensors[names[0]].float() * scale
+            return added.t() if turned else added
+
+        yield _Change(f"{path}.weight", down, value, magnitude=magnitudes.get(stem))
+
+
+def _of_experts(
+    adapter: AdapterFile, experts: Experts, of: tuple[str, str], down: str, up: str
+) -> _Change:
+    """What factors of a weight of all experts add: A [E · R, in], B [out, R · E], in whose columns
+    the experts take turns (PEFT, tuners/lora/layer.py, ParamWrapper)."""
+    stem, path = of
+    config = adapter.config
+    wanted = [
+        name
+        for name in _EXPERT_PARAMETERS
+        if any(f".{path}.{name}".endswith(f".{each}") for each in config.parameters)
+    ]
+    depth = stem.count(_NESTED)
+    if depth >= len(wanted):
+        raise ValueError(
+            f"{adapter.folder} is damaged: tensor {down} adapts a weight of all experts, and "
+            f"target_parameters has {', '.join(config.parameters) or 'none'}"
+        )
+    name = wanted[len(wanted) - 1 - depth]
+    count, out, width = experts.sizes(name)
+    rank, scale = config.rank_of(f"{path}.{name}"), config.scale_of(f"{path}.{name}")
+    adapter.check_rank(rank * count, down, up)
+    # Older versions of PEFT took the axes of all weights for those of gpt-oss.
+    sides = adapter.shapes[up][0], adapter.shapes[down][1]
+    turned = experts.variant.interleaved or (sides == (width, out) and sides != (out, width))
+
+    def value(tensors: Mapping[str, Tensor]) -> Tensor:
+        a = tensors[down].float().unflatten(0, (count, rank))  # [E, R, in]
+        b = tensors[up].float().unflatten(1, (rank, count)).permute(2, 0, 1)  # [E, out, R]
+        added: Tensor = b @ a * scale
+        return added.transpose(1, 2) if turned else added
+
+    return _Change(f"{path}.{name}", down, value)
+
+
+def _saved(adapter: AdapterFile, model: CausalLM, name: str) -> _Change:
+    """A weight or bias that was trained, or kept, as a whole."""
+    plain = name.removeprefix(PREFIX).replace(_NESTED, "")
+    module, _, kind = plain.rpartition(".")
+    config, target = adapter.config, _target(plain, model)
+    listed = any(f".{module}".endswith(f".{one}") for one in config.saved)
+    is_bias = kind == "bias" and config.bias != "none"
+    if not (listed or is_bias or target in (EMBEDDING, LM_HEAD)):
+        raise ValueError(
+            f"{adapter.folder}: tensor {name} is neither a factor nor of modules_to_save "
+            f"({', '.join(config.saved) or 'none'})"
+        )
+    _refuse_shared(adapter, model, name, target)
+    return _Change(target, name, lambda tensors: tensors[name].float(), replaces=True)
+
+
+def _refuse_shared(adapter: AdapterFile, model: CausalLM, tensor: str, target: str) -> None:
+    """Refuse a change of one of two layers that have one weight."""
+    if target in (EMBEDDING, LM_HEAD) and model.config.tie_word_embeddings:
+        raise ValueError(
+            f"{adapter.folder}: tensor {tensor} changes {target}, and embedding and lm_head of "
+            "this model share one weight: merge the adapter into the model with PEFT's "
+            "merge_and_unload"
+        )
+
+
+def _target(name: str, model: CausalLM) -> str:
+    return model.piece_name(full_name(name), model.config)

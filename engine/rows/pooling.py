@@ -1,0 +1,68 @@
+"""What a row that is only read yields: values that are pooled from the hidden states of its tokens.
+
+A row's values are the same whatever its chunks were: states come in the order of the tokens, and
+are added one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES, EMBEDDING, Pooling
+from batchgen.engine.interface.outputs import OutputColumn
+from batchgen.engine.models.model_config import ModelConfig
+
+_LEAST_NORM = 1e-12
+"""What the length of an embedding is at least when it is divided by it, as torch's `normalize`."""
+
+
+def pooled_columns(config: ModelConfig) -> tuple[OutputColumn, ...]:
+    """Return the columns of row scope that a model of this configuration has."""
+    dtype = np.dtype(np.float32)
+    embedding = OutputColumn(EMBEDDING, dtype, (config.hidden_size,), scope="row")
+    if config.labels is None:
+        return (embedding,)
+    names = tuple((f"label_{i}", name) for i, name in enumerate(config.labels))
+    shape = (len(config.labels),)
+    return embedding, OutputColumn(CLASS_SCORES, dtype, shape, scope="row", metadata=names)
+
+
+class PooledValue:
+    """The value [*tail] of a column of row scope, of as many tokens as were read so far.
+
+    Args:
+        normalise: whether the value is divided by its Euclidean length.
+    """
+
+    def __init__(self, column: OutputColumn, pooling: Pooling, *, normalise: bool) -> None:
+        is_embedding = column.name == EMBEDDING
+        self._pooling: Pooling = pooling if is_embedding else "last"
+        self._normalise = normalise and is_embedding
+        self._value = np.full(column.tail_shape, np.nan, np.float64)
+        self._length = 0
+
+    def extend(self, rows: npt.NDArray[Any]) -> None:
+        """Take the values [n, *tail] of the next n tokens."""
+        for row in rows:
+            if self._pooling == "last" or not self._length:
+                self._value = row.astype(np.float64)
+            elif self._pooling == "mean":
+                self._value += row
+            self._length += 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def array(self, start: int = 0) -> npt.NDArray[Any]:
+        """Return the value, [*tail] in float32; NaN if no token was read."""
+        assert start == 0
+        value = self._value
+        if self._pooling == "mean" and self._length:
+            value = value / self._length
+        if self._normalise:
+            value = value / max(float(np.sqrt(np.square(value).sum())), _LEAST_NORM)
+        result: npt.NDArray[Any] = value.astype(np.float32)
+        return result

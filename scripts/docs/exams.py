@@ -1,0 +1,61 @@
+"""The ready exams, as a page of the documentation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+_ABOUT = Path(__file__).with_name("exams.yaml")
+_EXPERIMENTS = Path(__file__).parents[2] / "conf/experiment"
+_LICENCE = re.compile(r"^# Licence: (?P<licence>.+?), (?P<gate>no gate|terms to accept)\b", re.M)
+_COMMAND = re.compile(r"^#   ((?:hf download|curl|dataset=).+)$", re.M)
+_HEAD = """# Ready exams
+
+`batchgen +experiment=NAME model=hf model.path=…` runs one. Each file in `conf/experiment/` says
+where its text comes from, with the commit. Ten made rows of each stand in
+`tests/batchgen/evals/graders/exams/` with the prompts that the definition's own format string
+gives. No real row is in this repository, and none of the data sets could be run here: what was
+compared is text, rules and graders.
+
+| exam | data, rows | licence | gate | prompt | grader | checked against |
+|---|---|---|---|---|---|---|"""
+_NOTES = """\
+`ruler` makes its rows by the step `Ruler`. Left out are the tasks over essays, SQuAD and HotpotQA,
+which need other texts, and `cwe`; `vt` is asked without the example that stands before it in the
+definition.
+
+Where a definition asks a second model about answers that its rule cannot read, such answers are
+wrong here.
+
+## A local copy
+
+The command that makes one, and the keys that read it:
+"""
+
+
+def exams_page() -> str:
+    """docs/reference/exams.md."""
+    about: Mapping[str, Mapping[str, str]] = yaml.safe_load(_ABOUT.read_text(encoding="utf-8"))
+    heads = {name: (_EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8") for name in about}
+    table = [_row(name, about[name], heads[name]) for name in sorted(about)]
+    copies = [f"    {line}" for name in sorted(about) for line in _copy(name, heads[name])]
+    return "\n".join([_HEAD, *table, "", _NOTES, *copies]) + "\n"
+
+
+def _row(name: str, said: Mapping[str, str], head: str) -> str:
+    """The line of an exam in the table; ValueError if its file names no licence."""
+    found = _LICENCE.search(head)
+    if found is None:
+        raise ValueError(f"conf/experiment/{name}.yaml: say '# Licence: NAME, no gate'")
+    gate = "none" if found["gate"] == "no gate" else found["gate"]
+    cells = [f"`{name}`", said["rows"], found["licence"], gate]
+    return f"| {' | '.join([*cells, said['prompt'], said['grader'], said['checked']])} |"
+
+
+def _copy(name: str, head: str) -> list[str]:
+    """The commands of an exam's file that make and read a local copy."""
+    commands = _COMMAND.findall(head)
+    return [f"# {name}", *commands] if commands else []

@@ -1,0 +1,39 @@
+"""All that are likely enough, and a few at least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check_range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowConfidenceDynamic(Rule):
+    """All positions above a confidence, and the most confident ones in any case
+    (`low_confidence_dynamic` of generate.py in JetAstra/SDAR at 59549b13, whose floor is that of
+    its schedule; `num_to_transfer` of generate in modeling_llada2_moe.py of LLaDA2.0).
+
+    Args:
+        confidence_threshold: a probability under the distribution that a token was drawn from.
+        min_tokens_per_step: the fewest positions that a step unmasks, if they are masked.
+    """
+
+    name: str = field(default="low_confidence_dynamic", init=False)
+    confidence_threshold: float = 0.9
+    min_tokens_per_step: int = 1
+
+    def __post_init__(self) -> None:
+        check_range("confidence_threshold", self.confidence_threshold, 0, 1, "from 0 to 1")
+        check_floor(self.min_tokens_per_step)
+
+    def cut(self) -> Cut:
+        return Cut(
+            order=UnmaskingOrder.CONFIDENCE,
+            at_least=self.min_tokens_per_step,
+            threshold=self.confidence_threshold,
+        )
+
+
+def check_floor(count: int) -> None:
+    """Raise ValueError if steps with this floor might unmask nothing."""
+    check_range("min_tokens_per_step", count, 1, float("inf"), "at least 1")

@@ -1,0 +1,61 @@
+"""The unmasking rules by name, and a rule made of the options of `strategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from batchgen.strategies.dllm.rules.entropy_bound import EntropyBound
+from batchgen.strategies.dllm.rules.joint_threshold import JointThreshold
+from batchgen.strategies.dllm.rules.low_confidence_dynamic import LowConfidenceDynamic
+from batchgen.strategies.dllm.rules.low_confidence_static import LowConfidenceStatic
+from batchgen.strategies.dllm.rules.rule import Rule
+from batchgen.strategies.dllm.rules.sequential import Sequential
+
+RULES: Mapping[str, type[Rule]] = {
+    "low_confidence_dynamic": LowConfidenceDynamic,
+    "low_confidence_static": LowConfidenceStatic,
+    "sequential": Sequential,
+    "entropy_bound": EntropyBound,
+    "joint_threshold": JointThreshold,
+}
+
+
+def named_rule(name: str, **options: Any) -> Rule:
+    """Make the rule of this name. Options that are None are the rule's own default. Raises
+    ValueError for a name that is none, for an option that the rule does not have, and for a value
+    that it does not allow."""
+    if name not in RULES:
+        raise ValueError(f"unmasking must be {' or '.join(RULES)}, got {name!r}")
+    given = {key: value for key, value in options.items() if value is not None}
+    known = {
+        rule: {each.name for each in fields(kind) if each.init} for rule, kind in RULES.items()
+    }
+    for key in given:
+        if key not in known[name]:
+            others = [rule for rule, options in known.items() if key in options]
+            whose = f"it is of {', '.join(others)}" if others else "no rule has"
+            raise ValueError(
+                f"{key} is set, but unmasking {name} has no such option ({whose}): leave it null"
+            )
+    return RULES[name](**given)
+
+
+def _options_of(name: str) -> set[str]:
+    return {field.name for field in fields(RULES[name]) if field.init}
+
+
+def rule_of_row(values: Mapping[str, Any]) -> Rule:
+    """Make the rule of a row that brings it along: `unmasking` and the rule's options. Raises
+    ValueError as `named_rule` does, and for a value that is no number."""
+    options = dict(values)
+    name = options.pop("unmasking", None)
+    if not isinstance(name, str):
+        raise ValueError(f"unmasking must be {' or '.join(RULES)}, got {name!r:.100}")
+    for key, value in options.items():
+        if value is not None and type(value) not in (int, float):
+            raise ValueError(f"{key} must be a number, got {value!r:.100}")
+        if isinstance(value, float) and value.is_integer():
+            options[key] = int(value)  # JSON may have an integer as 16.0
+    return named_rule(name, **options)
