@@ -19,6 +19,7 @@ from batchgen.config.groups.sampling_config import copies_warning
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
@@ -269,7 +270,8 @@ def open_job(
 
         source = GridSource(source, config.model.adapters)
     counts = [count.name for count in strategy.counts]
-    check_scored(post, config.score, [*source.schema.names, *counts])
+    of_rows = [name for name in config.output.columns if name == CLASS_SCORES]
+    check_scored(post, config.score, [*source.schema.names, *counts, *of_rows])
     images = row_images(config, model, source)
     if images is not None:
         model = dataclasses.replace(model, with_vision=True)
