@@ -21,8 +21,8 @@ from batchgen.pages.report.sweep_report import frontier_chart
 
 ROOT = Path(__file__).parents[2]
 SWEEP = [
-    *("--multirun", "+experiment=nano_sdar", "dataset.limit=200", "output.report=false"),
-    "strategy.confidence_threshold=0.3,0.5,0.7,0.8,0.9,0.97",
+    *("--multirun", "+experiment=nano_sdar", "dataset.limit=80", "sampling.max_new_tokens=60"),
+    *("strategy.confidence_threshold=0.3,0.5,0.7,0.9,0.97", "output.report=false"),
 ]
 _STYLE = """
 svg{background:#fbfaf8}text{font:12px system-ui,sans-serif;fill:#595c63}

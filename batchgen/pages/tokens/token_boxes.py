@@ -115,7 +115,7 @@ class RowTokens:
             shown = f"{id} " if text is None else _shown(text)
             step = "" if self.facts.steps is None else f" data-s={self.facts.steps[index]}"
             title = self._title(index)
-            made = f'<span class="{classes}"{step} tabindex=0 title="{title}">{shown}</span>'
+            made = f'<span class="{classes}" tabindex=0{step} title="{title}">{shown}</span>'
             self._html[index] = made
         return made
 
