@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from batchgen.engine.caches.model_caches import paged_token_bytes
 from batchgen.engine.interface import engine_config
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
-from batchgen.engine.sampling.sampling_params import SamplingParams
+from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from tests.engine.models.test_family_rows import check_greedy, load, make_engine, requests
 from tests.support.engine.alone_rows import Alone
@@ -84,7 +84,7 @@ def test_rows_that_lose_their_caches(
 ) -> None:
     """What they had generated is read again as it was read first, token by token."""
     expect_short_rows(monkeypatch)
-    params = SamplingParams(max_new_tokens=30, seed=3, logprobs=True, columns=columns)
+    params = RequestParams(max_new_tokens=30, seed=3, logprobs=True, columns=columns)
     rows = [([3 + (i + 2) * j % 125 for j in range(43 + 20 * i)], params) for i in range(4)]
     small: dict[str, Any] = {"max_model_len": 144, "kv_cache_gib": cache_gib(folder, 144)}
     engine = make_engine(load(folder), max_batched_tokens=64, **small)
