@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pipelines.publish.finished_rows import FinishedRows, LocatedRow, set_row_name
 from batchgen.pipelines.publish.row_values import answered_rows, number_value
 from batchgen.pipelines.publish.trainers.conversations import Conversations
 from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, Place
@@ -126,7 +126,7 @@ class TokenRows:
             else:
                 self.left_out["without tokens"] += 1
 
-    def _kd(self, row: FoundRow) -> dict[str, Any]:
+    def _kd(self, row: LocatedRow) -> dict[str, Any]:
         assert self._talks is not None
         found = self._talks.of(row).columns
         top, ids = row.variables[self._name[_TOP]], row.variables[self._name[_TOP_IDS]]
@@ -138,7 +138,7 @@ class TokenRows:
         ]
         return found | {_LOGPROBS: entries}
 
-    def _packed(self, row: FoundRow) -> dict[str, Any]:
+    def _packed(self, row: LocatedRow) -> dict[str, Any]:
         values = row.variables
         top = np.array(values[self._name[_TOP]], np.float32)
         ids = np.array(values[self._name[_TOP_IDS]], np.int64)
@@ -156,7 +156,7 @@ class TokenRows:
             "rest_probs": _halves(np.clip(rest, 0, 1)),
         }
 
-    def _rl(self, row: FoundRow) -> dict[str, Any]:
+    def _rl(self, row: LocatedRow) -> dict[str, Any]:
         values = row.variables
         prompt, answer = values[_PROMPT], values[self._name[_IDS]]
         temperature = self._temperature(row)
@@ -184,13 +184,13 @@ class TokenRows:
             }
         return found
 
-    def _temperature(self, row: FoundRow) -> float:
+    def _temperature(self, row: LocatedRow) -> float:
         """What the row was sampled with: its own, if a column of the rows has options."""
         own = row.variables.get(str(self._sampling.get("column"))) or {}
         given = own.get("temperature") if isinstance(own, Mapping) else None
         return float(self._sampling.get("temperature", 1.0) if given is None else given)
 
-    def _named(self, row: FoundRow) -> dict[str, Any]:
+    def _named(self, row: LocatedRow) -> dict[str, Any]:
         return {name: row.variables[name] for name, _ in _ROW}
 
 
