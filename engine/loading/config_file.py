@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
+_OF_EMBEDDERS = "modules.json"
+"""A file of embedding models, by sentence-transformers."""
 _BARE_EMBEDDING = "embed_tokens.weight"
 """What the embedding is called in files of a decoder without its head."""
 _MOST_LABELS, _LABEL_LENGTH = 10_000, 200
@@ -70,7 +72,8 @@ def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConf
     looked_at = load_format != "dummy" and any(path.glob("*.safetensors"))
     if isinstance(config.form, PackedFormat) and looked_at:
         config = replace(config, form=with_modules(config.form, path))
-    if config.has_logits and looked_at:
+    embeds = (path / _OF_EMBEDDERS).is_file()
+    if config.has_logits and looked_at and (config.tie_word_embeddings or embeds):
         given = list(tensor_names(path))
         names = {model.piece_name(full_name(name), config): name for name in given}
         if config.tie_word_embeddings and names.keys() >= {EMBEDDING, LM_HEAD}:

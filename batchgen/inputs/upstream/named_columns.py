@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 
 from batchgen.config.groups.class_names import is_own
+from batchgen.config.groups.prompt_config import TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN
 from batchgen.util.templates.row_expression import fields_read
 from batchgen.util.templates.template_sandbox import BoundedEnvironment
 
@@ -24,6 +25,8 @@ def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
         return None
     env = BoundedEnvironment()
     found = set[str]()
+    if (groups.get("prompt") or {}).get("answer_step_map_column") is not None:
+        found |= {TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN}
     read = {name: groups.get(name) for name in _GROUPS}
     sampling = dict(read["sampling"] or {})
     sampling.pop("until", None)  # its expression reads the answer's row, and what that has copied

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.interface.trajectory import answer_ids
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.row_params import RowParams
 from batchgen.inputs.dataset.source import Row, Source
@@ -65,7 +66,7 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
 
     def token_ids(row: Row) -> list[int]:
         # The tokens of an answer that is scored are read with those of the prompt.
-        scored = [] if opened.answer is None else opened.answer.token_ids(row)
+        scored = [] if opened.answer is None else answer_ids(opened.answer.of(row))
         return prompt.token_ids(row) + scored
 
     return Reading(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import Begun, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.model.job_engine import Engine
@@ -99,13 +100,13 @@ class EnginePort:
         request_id: RequestId,
         prompt_token_ids: list[int],
         params: RequestParams,
-        answer_token_ids: list[int] | None = None,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
         """Queue a request; see the engine."""
         assert request_id.job == self.name
-        asked = prompt_token_ids, params, answer_token_ids, images, begun
+        asked = prompt_token_ids, params, answer, images, begun
         goes_on = self._engine.add_request(request_id, *asked)
         self.waiting.add(request_id)
         if begun is not None and goes_on:

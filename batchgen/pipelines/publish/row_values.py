@@ -19,14 +19,22 @@ def is_true(expression: RowExpression, row: LocatedRow) -> bool:
 
 
 def number_value(expression: RowExpression, row: LocatedRow) -> float | None:
-    """What an expression is in a row, as a number; None for null and for what is not a number.
+    """What an expression is in a row, as a number; None for null and for what is not a number. A
+    list of one number is that number, as `class_scores` of a reward model.
 
     Raises:
         ConfigError: it has no value in the row, or one of another type.
     """
     value = expression_value(expression, row)
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
     if value is None:
         return None
+    if isinstance(value, list):
+        raise ConfigError(
+            f"{set_row_name(row)}: {expression.source} is a list of {len(value)}, and must be a "
+            f"number: name one of them, such as '{expression.source}[0]'"
+        )
     if not isinstance(value, (bool, int, float)):
         raise ConfigError(
             f"{set_row_name(row)}: {expression.source} must be a number or null, and is "

@@ -12,7 +12,6 @@ import yaml
 from batchgen.config.compose.compose_config import compose_groups
 from batchgen.config.compose.load_config import escaped_text, load_config, resolved
 from batchgen.config.compose.trust import Trust
-from batchgen.config.groups.adapter_names import GRID_REFUSAL
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.early_checks import check_early
@@ -138,10 +137,6 @@ def compose_pipeline(
             start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
             raise ConfigError(f"{start}{error}") from None
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
-    for name, composed in ordered.items():
-        for other in composed.reads:
-            if ordered[other].config.model.lora_grid:
-                raise ConfigError(f"step {name}: the step {other} {GRID_REFUSAL}")
     most = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
     most_errors = convert(most, float, MOST_ERRORS)
     if not 0 <= most_errors <= 1:

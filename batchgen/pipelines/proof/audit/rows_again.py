@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import BudgetConfig
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.images.row_images import RowImage
 from batchgen.inputs.prompts.answer_text import Answer
@@ -118,8 +119,8 @@ class _AnswerOfTaken:
 
     answer: Answer
 
-    def token_ids(self, row: Row) -> list[int]:
-        return self.answer.token_ids(_given(row))
+    def of(self, row: Row) -> GivenAnswer:
+        return self.answer.of(_given(row))
 
 
 def _given(row: Row) -> Row:

@@ -76,7 +76,9 @@ class Conversations:
         key = "--messages" if given is not None else "prompt"
         self.are_messages = given is not None or prompt.get("kind") in ("chat", "openai")
         self._turns = [(role, self._template(f"{key}.{role}", text)) for role, text in turns]
-        if given is not None and turns[-1][0] == _ASSISTANT:
+        # A job that only reads, such as that of a reward model, has the answer in its prompt.
+        is_read = answers and rows.group("sampling").get("max_new_tokens") == 0
+        if (given is not None or is_read) and turns[-1][0] == _ASSISTANT:
             self._given_answer = self._turns.pop()[1]
         elif given is None and answers and prompt.get("answer") is not None:  # it was scored
             turns = [*turns, (_ASSISTANT, str(prompt["answer"]))]

@@ -67,6 +67,7 @@ _TAKEN = {
     "kd-v1": ("messages",),
     "kd-packed": (),
     "rl": ("by",),
+    "trace_rl": ("by",),
 }
 """The options of each format besides `where`."""
 _NEEDED = {"dpo": ("by",), "kto": ("label",)}
