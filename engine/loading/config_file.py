@@ -114,6 +114,12 @@ def _check_values(file: Path, values: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{file}: {place}{key} is {_shown(value)}, and must be an object or null"
                 )
+        labels = inside.get("num_labels")  # of which transformers makes names, one by one
+        if labels is not None and not (type(labels) is int and 1 <= labels <= _MOST_LABELS):
+            raise ValueError(
+                f"{file}: {place}num_labels is {_shown(labels)}, and must be null or 1 to "
+                f"{_MOST_LABELS:,}"
+            )
         for key in ("dtype", "torch_dtype"):
             if (value := inside.get(key)) not in (None, *_DTYPES):
                 raise ValueError(
