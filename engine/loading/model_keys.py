@@ -72,6 +72,16 @@ INERT_OF: Mapping[str, Mapping[str, str]] = {
         kind: {"sliding_window_pattern": "layer_types has what it says"}
         for kind in ("exaone4", "exaone_moe")
     },
+    "falcon_h1": {
+        "mamba_d_ssm": "the number of Mamba heads and their size say as much",
+        "mamba_norm_before_gate": "read where mamba_rms_norm is true",
+        "layers_block_type": "all layers are of one kind",
+    },
+    "nemotron_h": {
+        **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor"), _TRAINING),
+        "rescale_prenorm_residual": _TRAINING,
+        "use_mamba_kernels": "which code computes it",
+    },
     "phi3": {"original_max_position_embeddings": "rope_parameters has it, too"},
 }
 """Further keys of that sort, by the kind of model, each with the reason."""

@@ -148,7 +148,7 @@ def test_kinds_of_layers_that_a_model_lacks_are_named(
     reads = "layer_types" in read_by_transformers(parsed(tiny_model(kind)))
     known = set(text.get("layer_types") or ()) | {"full_attention", "sliding_attention"}
     for layer in ("chunked_attention", "linear_attention", "conv", "strange", 3):
-        text["layer_types"] = [layer] * text["num_hidden_layers"]
+        text["layer_types"] = [layer] * text.get("num_hidden_layers", 5)
         (tmp_path / "config.json").write_text(json.dumps(values))
         try:
             load_model_config(tmp_path)
