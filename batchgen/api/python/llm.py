@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Self, Unpack, overload
+from typing import Any, Self, Unpack, cast, overload
 
 import torch
 from tqdm import tqdm
@@ -458,7 +458,9 @@ class LLM:
         """Read prompts as `embed` and `classify` say."""
         _, is_one = read_prompts(prompts)
         found = self._generate(prompts, call)
-        return found[0] if is_one else [samples[0] for samples in found]
+        of_prompts = cast("list[list[Output]]", [found] if is_one else found)
+        firsts = [samples[0] for samples in of_prompts]
+        return firsts[0] if is_one else firsts
 
     def close(self) -> None:
         """Give the device's memory back. The LLM cannot be used after that."""
