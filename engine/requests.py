@@ -196,18 +196,18 @@ class Requests:
         request_id: Hashable,
         prompt: list[int],
         params: RequestParams,
-        given: GivenAnswer | None = None,
+        to_score: GivenAnswer | None = None,
         images: abc.Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> Sequence:
-        """Make the row of a request, whose answer is scored if one is `given`, and whose prompt has
-        these `images`. It goes on from what was `begun`, if it can.
+        """Make the row of a request, whose answer is scored if one is `to_score`, and whose prompt
+        has these `images`. It goes on from what was `begun`, if it can.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
             ValueError: the parameters cannot be honoured.
         """
-        trajectory = given if isinstance(given, Trajectory) else None
+        trajectory = to_score if isinstance(to_score, Trajectory) else None
         check_params(
             params,
             self._strategy,
@@ -216,7 +216,7 @@ class Requests:
             self._context_columns,
             replays=trajectory is not None,
         )
-        answer = None if given is None else answer_ids(given)
+        answer = None if to_score is None else answer_ids(to_score)
         if (answer is not None) != params.scores_answer:
             raise ValueError(_ANSWER_OR_TOKENS[answer is None])
         slot = self._lora_slot(params.lora)

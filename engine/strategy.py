@@ -221,8 +221,8 @@ class Strategy(Pacing, ABC):
     def is_exact(
         self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
     ) -> bool:
-        """Return whether the replay of a trajectory behind so many tokens reads in every step what
-        was read when the tokens were drawn. Only called if `check` allows replays.
+        """Return whether the replay of a trajectory behind a prompt of `num_prompt_tokens` reads in
+        every step what was read when the tokens were drawn. Only called if `check` allows replays.
 
         Raises:
             RequestError: bad_step_map, for steps that no row can have had.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Self, Unpack, cast, overload
+from typing import Any, Self, Unpack, overload
 
 import torch
 from tqdm import tqdm
@@ -456,11 +456,12 @@ class LLM:
 
     def _read(self, prompts: Any, call: CallArguments) -> Output | list[Output]:
         """Read prompts as `embed` and `classify` say."""
-        _, is_one = read_prompts(prompts)
-        found = self._generate(prompts, call)
-        of_prompts = cast("list[list[Output]]", [found] if is_one else found)
-        firsts = [samples[0] for samples in of_prompts]
-        return firsts[0] if is_one else firsts
+        read: list[Output] = []
+        for samples in self._generate(prompts, call):
+            if isinstance(samples, Output):  # of one prompt
+                return samples
+            read += samples
+        return read
 
     def close(self) -> None:
         """Give the device's memory back. The LLM cannot be used after that."""

@@ -112,7 +112,7 @@ class Replay:
     behind them in their last block, if the data set has that.
 
     Attributes:
-        same_distribution: as of `Trajectory`, for all rows.
+        same_distribution: see `Trajectory`; for all rows.
     """
 
     def __init__(self, ids: AnswerIds, column: str, columns: Mapping[str, Any]) -> None:

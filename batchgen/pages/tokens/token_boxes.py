@@ -101,7 +101,7 @@ class RowTokens:
     @property
     def _film(self) -> Markup:
         """A slider through the steps, which a page with the script of `view` shows."""
-        if not self.facts.steps:
+        if self.facts.steps is None or not len(self.facts.steps):
             return Markup("")
         last = max(self.facts.steps)
         return _FILM.format(key=self.key, name=self.facts.step_name, last=last)

@@ -39,7 +39,7 @@ from batchgen.kernels.four_bit.tiles import four_bit_tiles
 from batchgen.kernels.fp8.fp8_experts import fp8_grouped_mlp, fp8_grouped_parts
 from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
-from batchgen.kernels.fp8.quantise import BothRows
+from batchgen.kernels.fp8.quantise import RoundedRows
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
@@ -165,7 +165,7 @@ class Experts(nn.Module):
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether tokens may come as `BothRows`."""
+        """Whether tokens may come as `RoundedRows`."""
         return self.gate_up_scales is not None and isinstance(self.form, FP8Format)
 
     @property
@@ -192,7 +192,7 @@ class Experts(nn.Module):
 
     def forward(
         self,
-        x: Tensor | BothRows,  # [T, H]
+        x: Tensor | RoundedRows,  # [T, H]
         ids: Tensor,  # [T, k] int32
         weights: Tensor,  # [T, k] float32
         residual: Tensor | None = None,
@@ -224,7 +224,7 @@ class Experts(nn.Module):
     def add_to(
         self,
         residual: Tensor,
-        x: Tensor | BothRows,
+        x: Tensor | RoundedRows,
         ids: Tensor,
         weights: Tensor,
         shared: Callable[[], SharedPart] | None = None,
@@ -236,7 +236,7 @@ class Experts(nn.Module):
         self(x, ids, weights, residual, shared)
         return residual
 
-    def _parts(self, x: Tensor | BothRows, ids: Tensor, weights: Tensor) -> Tensor | None:
+    def _parts(self, x: Tensor | RoundedRows, ids: Tensor, weights: Tensor) -> Tensor | None:
         """Compute what `forward` adds up, [k, T, H]; None where that is added right away."""
         if (in_fp8 := self._in_fp8()) is not None:
             gate_up, down, powers = in_fp8

@@ -22,7 +22,7 @@ from batchgen.engine.parallel.tensor_parallel import (
     FEED_FORWARD_LANE,
     Stream,
 )
-from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, plain_rows
+from batchgen.kernels.fp8.quantise import FP8Rows, RoundedRows, plain_rows
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.router.router_form import SOFTMAX, RouterForm
 from batchgen.kernels.moe.router.routing import route
@@ -127,7 +127,7 @@ class SparseMoE(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor | BothRows,
+        tokens: Tensor | RoundedRows,
         residual: Tensor,
         ctx: ForwardContext,
         router_input: Tensor | None = None,
@@ -166,7 +166,7 @@ class SparseMoE(nn.Module):
         return self.experts.scratch_bytes(tokens * self.experts_per_token)
 
     def _begin(
-        self, tokens: Tensor | BothRows, router_input: Tensor
+        self, tokens: Tensor | RoundedRows, router_input: Tensor
     ) -> tuple[Tensor, Callable[[], SharedPart] | None]:
         """Compute the router's logits [T, E], and begin what the shared expert makes of the tokens.
 
@@ -178,13 +178,13 @@ class SparseMoE(nn.Module):
             return self.gate(router_input), None
         return beside(router_input, self.gate, lambda _: self._share(tokens))
 
-    def _share(self, tokens: Tensor | BothRows) -> SharedPart:
+    def _share(self, tokens: Tensor | RoundedRows) -> SharedPart:
         """Compute what the shared expert of this rank makes of tokens [T, hidden_size]."""
         shared, gate = self.shared_expert, self.shared_expert_gate
         assert shared is not None
         x = plain_rows(tokens)
         rows: Tensor | FP8Rows = x
-        if isinstance(tokens, BothRows) and shared.input_projection.computes_in_fp8:
+        if isinstance(tokens, RoundedRows) and shared.input_projection.computes_in_fp8:
             rows = tokens.in_fp8
         return SharedPart(shared.compute(rows), None if gate is None else gate(x))
 

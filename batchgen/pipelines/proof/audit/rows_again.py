@@ -31,7 +31,7 @@ class _Taken(Row):
     base: Row = dataclasses.field(kw_only=True)
 
 
-class TakenRows(Source):
+class SampledRows(Source):
     """Some rows of another source, numbered from 0."""
 
     num_rows: int | None = None
@@ -146,7 +146,7 @@ def compute_again(
         ConfigError: there are no such rows, or the configuration does not fit them.
         JobError: a signal came, or the rows cannot be written.
     """
-    taken = TakenRows(parts.source, indices, storage)
+    taken = SampledRows(parts.source, indices, storage)
     own = dataclasses.replace(
         parts,
         source=taken,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.pages.tokens.decode_tokens import job_decode
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pipelines.publish.finished_rows import FinishedRows, LocatedRow, set_row_name
 from batchgen.pipelines.publish.row_values import answered_rows, number_value
 from batchgen.pipelines.publish.trainers.conversations import Conversations
 from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, Place
@@ -151,7 +151,7 @@ class TokenRows:
             else:
                 self.left_out["without tokens"] += 1
 
-    def _kd(self, row: FoundRow) -> dict[str, Any]:
+    def _kd(self, row: LocatedRow) -> dict[str, Any]:
         assert self._talks is not None
         found = self._talks.of(row).columns
         top, ids = row.variables[self._name[_TOP]], row.variables[self._name[_TOP_IDS]]
@@ -163,7 +163,7 @@ class TokenRows:
         ]
         return found | {_LOGPROBS: entries}
 
-    def _packed(self, row: FoundRow) -> dict[str, Any]:
+    def _packed(self, row: LocatedRow) -> dict[str, Any]:
         values = row.variables
         top = np.array(values[self._name[_TOP]], np.float32)
         ids = np.array(values[self._name[_TOP_IDS]], np.int64)
@@ -181,7 +181,7 @@ class TokenRows:
             "rest_probs": _halves(np.clip(rest, 0, 1)),
         }
 
-    def _rl(self, row: FoundRow) -> dict[str, Any]:
+    def _rl(self, row: LocatedRow) -> dict[str, Any]:
         values = row.variables
         prompt, answer = values[_PROMPT], values[self._name[_IDS]]
         temperature = self._temperature(row)
@@ -208,7 +208,7 @@ class TokenRows:
             }
         return found
 
-    def _trace(self, row: FoundRow) -> dict[str, Any]:
+    def _trace(self, row: LocatedRow) -> dict[str, Any]:
         """A row of the answer and of what the end of the row cut off its last block, whose
         log-probabilities are not known."""
         values = row.variables
@@ -226,16 +226,16 @@ class TokenRows:
             "reward": self._earned(row),
         }
 
-    def _earned(self, row: FoundRow) -> float | None:
+    def _earned(self, row: LocatedRow) -> float | None:
         return None if self._reward is None else number_value(self._reward, row)
 
-    def _temperature(self, row: FoundRow) -> float:
+    def _temperature(self, row: LocatedRow) -> float:
         """What the row was sampled with: its own, if a column of the rows has options."""
         own = row.variables.get(str(self._sampling.get("column"))) or {}
         given = own.get("temperature") if isinstance(own, Mapping) else None
         return float(self._sampling.get("temperature", 1.0) if given is None else given)
 
-    def _named(self, row: FoundRow) -> dict[str, Any]:
+    def _named(self, row: LocatedRow) -> dict[str, Any]:
         return {name: row.variables[name] for name, _ in _ROW}
 
 

@@ -29,6 +29,8 @@ def test_a_language_model_embeds_beside_generating(model: Path) -> None:
             assert output.embedding is not None
             np.testing.assert_allclose(output.embedding, reference.embedding(asked), atol=1e-5)
         assert found[2].error is not None and found[2].error.type == "prompt_too_long"
+        lazy = llm.embed(text for text in TEXTS)
+        assert isinstance(lazy, list) and len(lazy) == len(TEXTS)
         one = llm.embed(TEXTS[0])
         assert not isinstance(one, list) and one.embedding is not None
         params = SamplingParams(max_tokens=3, columns=["hidden_states"], ignore_eos=True)
