@@ -34,6 +34,7 @@ _OBJECTS = ("text_config", "quantization_config", "rope_parameters", "rope_scali
 """The keys of config.json that hold an object, or null."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
+_FLOATS = {f"{sign}Infinity": float(f"{sign}inf") for sign in ("", "-")}
 _SHOWN = 60
 """How many characters of a wrong value a message shows."""
 
@@ -54,7 +55,7 @@ def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConf
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path} is neither a .gguf file nor a folder with a config.json")
-    values = read_json(file)
+    values = with_infinities(read_json(file))
     _check_values(file, values)
     model = _class_of(file, values)
     check_model_keys(file, values, model.hf_config().model_type)
@@ -101,8 +102,22 @@ def strange_keys(path: Path) -> list[str]:
     file = path / "config.json"
     if not file.is_file():
         return []
-    values = read_json(file)
+    values = with_infinities(read_json(file))
     return unknown_keys(values, _class_of(file, values).hf_config())
+
+
+def with_infinities(values: dict[str, Any]) -> dict[str, Any]:
+    """Read the infinities of a config.json, which transformers writes as {"__float__": "Infinity"}
+    since 5.0, in its lists."""
+    return {
+        key: [
+            _FLOATS.get(str(entry.get("__float__")), entry) if isinstance(entry, dict) else entry
+            for entry in value
+        ]
+        if isinstance(value, list)
+        else value
+        for key, value in values.items()
+    }
 
 
 def _check_values(file: Path, values: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ INERT: Mapping[str, str] = {
         [
             *("attention_dropout", "resid_pdrop", "residual_dropout", "embd_pdrop"),
             *("initializer_range", "router_jitter_noise", "router_aux_loss_coef"),
+            "z_loss_coefficient",
         ],
         _TRAINING,
     ),
@@ -32,6 +33,13 @@ INERT: Mapping[str, str] = {
         ],
         _TOWERS,
     ),
+    **dict.fromkeys(
+        ["mamba_chunk_size", "chunk_size"], "how a scan is cut, which changes no value"
+    ),
+    **dict.fromkeys(
+        ["mamba_expand", "expand"], "the number of Mamba heads and their size say as much"
+    ),
+    "num_logits_to_keep": "which logits a forward returns",
     "output_router_logits": "what a forward returns besides logits",
     "pad_token_id": "rows are not padded",
     "use_cache": "there is always a cache",

@@ -33,6 +33,7 @@ from batchgen.cli.verb_table import VERBS, run_verb
 from batchgen.config.groups.config_keys import GROUPS, choices, default_choices
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.hybrid import HybridForCausalLM
+from batchgen.engine.models.mamba_model import MambaForCausalLM
 from batchgen.engine.models.mla_model import LatentForCausalLM
 from batchgen.engine.models.model_registry import MODELS, RELATIVES
 
@@ -178,6 +179,8 @@ def family_table() -> str:
             mixer = "latent attention"
         elif issubclass(model, HybridForCausalLM):
             mixer = "attention and gated delta networks"
+        elif issubclass(model, MambaForCausalLM):
+            mixer = "attention and Mamba2"
         paradigms = "`dllm`" if model.is_diffusion else "`ar`, `ar_spec`"
         name = architecture.partition("For")[0]
         about = (inspect.getdoc(import_module(entry.module)) or "").split("\n\n")[0]

@@ -13,7 +13,7 @@ from batchgen.engine.device.side_stream import beside
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.layers.feed_forward.expert_slots import PLAIN_EXPERTS, ExpertForm
 from batchgen.engine.layers.feed_forward.experts import Experts
-from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP, PlainMLP
 from batchgen.engine.layers.feed_forward.scaled_router import ScaledRouter
 from batchgen.engine.layers.linear import Float32Linear, Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
@@ -68,8 +68,10 @@ class SparseMoE(nn.Module):
 
     It computes residual + Σ_j w_j · expert_j(x), with experts and weights from a router's logits
     (`route`). A shared expert, which every token goes through, adds shared(x), or sigmoid(gate(x))
-    · shared(x) (Yang et al. 2024). Each rank has some experts, a share of the shared one, and the
-    whole router, which is `gate` if that is given. Sums over ranks have this `lane`.
+    · shared(x) (Yang et al. 2024). With a `latent_size` the experts read a projection of x to that
+    many values, and what they make of it is projected back. Each rank has some experts, a share of
+    the shared one, and the whole router, which is `gate` if that is given. Sums over ranks have
+    this `lane`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class SparseMoE(nn.Module):
         *,
         renormalise: bool,
         shared_size: int | None,
+        latent_size: int | None = None,
         router: Router = SOFTMAX_ROUTER,
         gate: ScaledRouter | None = None,
         variant: ExpertForm = PLAIN_EXPERTS,
@@ -94,6 +97,11 @@ class SparseMoE(nn.Module):
         self.column, self.index = column
         self.form = router.form
         self.checkpoint_names = {"correction": "gate"}
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        if latent_size is not None:
+            self.fc1_latent_proj = Linear(hidden_size, latent_size, bias=False, where=where)
+            self.fc2_latent_proj = Linear(latent_size, hidden_size, bias=False, where=where)
         self.gate: Linear | ScaledRouter
         if gate is not None:
             self.gate = gate
@@ -110,14 +118,25 @@ class SparseMoE(nn.Module):
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=where.device)
         self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, variant=variant, where=where
+            num_experts,
+            latent_size or hidden_size,
+            intermediate_size,
+            variant=variant,
+            where=where,
         )
-        self.shared_expert: GatedMLP | None = None
+        self.shared_expert: GatedMLP | PlainMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
-            self.shared_expert = GatedMLP(
-                hidden_size, shared_size, bias=False, size_name="shared expert's size", where=where
-            )
+            size_name = "shared expert's size"
+            if variant.function == "relu2":
+                self.shared_expert = PlainMLP(
+                    hidden_size, shared_size, bias=False, function="relu2", size_name=size_name,
+                    where=where,
+                )  # fmt: skip
+            else:
+                self.shared_expert = GatedMLP(
+                    hidden_size, shared_size, bias=False, size_name=size_name, where=where
+                )
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
                     hidden_size, 1, bias=False, quantisable=False, where=where
@@ -147,10 +166,15 @@ class SparseMoE(nn.Module):
             scales=gate.expert_scales if isinstance(gate, ScaledRouter) else None,
         )
         ctx.record(self.column, ids, self.index)
+        out: Tensor
         alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
+        if self.fc1_latent_proj is not None and self.fc2_latent_proj is not None:
+            routed = self.experts(self.fc1_latent_proj(x), ids, weights)
+            projected = self.fc2_latent_proj(routed)
+            out = add_up(projected, residual if alone else None, shared)
+            return out if alone else self._parallel.add_sum(residual, out, self._lane)
         if own is None and alone:
             return self.experts.add_to(residual, tokens, ids, weights, shared)
-        out: Tensor
         if own is None:
             out = self.experts(tokens, ids, weights, None, shared)
         else:

@@ -16,7 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
 import batchgen.data
-from batchgen.engine.loading.config_file import load_model_config, strange_keys
+from batchgen.engine.loading.config_file import (
+    load_model_config,
+    strange_keys,
+    with_infinities,
+)
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.model_keys import FIXED, INERT, INERT_OF
 from batchgen.engine.models.model_registry import model_class
@@ -55,7 +59,7 @@ def read_by_transformers(hf: PretrainedConfig) -> set[str]:
 
 
 def parsed(folder: Path) -> PretrainedConfig:
-    values = json.loads((folder / "config.json").read_text())
+    values = with_infinities(json.loads((folder / "config.json").read_text()))
     return model_class(values["architectures"][0], folder).hf_config().from_dict(values)
 
 
