@@ -18,6 +18,7 @@ from batchgen.engine.engine_parts import EngineParts
 from batchgen.engine.engine_stats import EngineStats
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import Begun, HostCopy, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.replicas import Abort, Add, Leader, StepBegins, tokens_digest
 from batchgen.engine.rows.compile_queue import CompileQueue
@@ -134,16 +135,16 @@ class LLMEngine:
         request_id: Hashable,
         prompt_token_ids: abc.Sequence[int],
         params: RequestParams,
-        answer_token_ids: abc.Sequence[int] | None = None,
+        answer: GivenAnswer | None = None,
         images: abc.Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
         """Queue a request. Returns whether it goes on from what was `begun`.
 
         Args:
-            answer_token_ids: tokens behind the prompt that are scored instead of generating any:
-                the columns of answer scope say how likely each of them is. They must be given if
-                `params.max_new_tokens` is 0, and not otherwise.
+            answer: tokens behind the prompt that are scored instead of generating any, of diffusion
+                models with their steps: the columns of answer scope say how likely each of them is.
+                They must be given if `params.max_new_tokens` is 0, and not otherwise.
             images: the pictures of the prompt, in order. For each the prompt has as many of the
                 model's image tokens as the picture takes.
             begun: what another engine has generated of the request. The request begins again if
@@ -155,7 +156,8 @@ class LLMEngine:
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id!r} is already running: ids must be unique")
-        answer = None if answer_token_ids is None else list(answer_token_ids)
+        if answer is not None and not isinstance(answer, Trajectory):
+            answer = list(answer)
         prompt = list(prompt_token_ids)
         seq = self._requests.sequence(request_id, prompt, params, answer, images, begun)
         if params.constraint is None:
@@ -170,12 +172,16 @@ class LLMEngine:
 
     def begun_lengths(self) -> dict[Any, int]:
         """How many tokens each request that has not ended has generated so far, by its id, of those
-        that have some."""
+        that have some. Replays generate none."""
         running, lengths = self.scheduler.running, {}
         for request_id, seq in self._live.items():
             slot = seq.batch_slot
             known = seq.num_tokens if slot is None else int(running.num_tokens[slot])
-            if seq.finish_reason is None and known > seq.num_prompt_tokens:
+            if (
+                seq.finish_reason is None
+                and seq.trajectory is None
+                and known > seq.num_prompt_tokens
+            ):
                 lengths[request_id] = known - seq.num_prompt_tokens
         return lengths
 

@@ -19,6 +19,7 @@ from batchgen.engine.layers.feed_forward import mlp as mlp_layer
 from batchgen.engine.layers.feed_forward import moe as moe_layer
 from batchgen.engine.layers.mixers import attention as attention_layer
 from batchgen.engine.layers.mixers import gated_delta_net as delta_layer
+from batchgen.engine.layers.mixers import mamba2 as mamba_layer
 from batchgen.engine.layers.mixers import mla as latent_layer
 from batchgen.engine.models.causal_lm import CausalLM
 
@@ -35,6 +36,7 @@ _OPERATIONS_OF: tuple[tuple[Any, str, str | None, Callable[[Any], Tensor] | None
     (latent_layer, "prepare_latent", "rotary", None),
     (latent_layer, "latent_attention", "attention", None),
     (delta_layer, "gated_rms_norm", "recurrence", None),
+    (mamba_layer, "norm_of_gated", "recurrence", None),
     (moe_layer, "route", "routing", lambda match: match[1]),
     (experts_layer, "grouped_parts", "experts", lambda match: match.transpose(0, 1)),
 )
@@ -60,7 +62,7 @@ class Tape:
         self._whole = True
 
     def resize(self, slots: int) -> None:
-        """Have room for so many slots, and forget what was there."""
+        """Make room for a number of slots, and forget what was there."""
         self.plane = self.plane.new_zeros(len(self.plane), slots)
 
     def first_difference(self, one: Tensor, other: Tensor) -> tuple[str, int] | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from batchgen.engine.interface.outputs import Begun, HostOutput
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 
@@ -30,7 +31,7 @@ class Add(NamedTuple):
     request_id: Hashable
     prompt_token_ids: list[int]
     params: RequestParams
-    answer_token_ids: list[int] | None
+    answer: GivenAnswer | None
     images: list[Image]
     begun: Begun | None
 
@@ -109,7 +110,7 @@ class Follower(Protocol):
         request_id: Hashable,
         prompt_token_ids: list[int],
         params: RequestParams,
-        answer_token_ids: list[int] | None,
+        answer: GivenAnswer | None,
         images: Sequence[Image],
         begun: Begun | None,
     ) -> bool: ...

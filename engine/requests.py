@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory, answer_ids
 from batchgen.engine.layers.lora import LoRAState
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.pooling import pooled_columns
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.stopping import IncrementalDecoder, StopRule, decode
-from batchgen.engine.sampling.sampler import requested_columns
+from batchgen.engine.sampling.sampler import ENTROPY, of_answer, requested_columns
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.vision.image import Image
@@ -54,16 +55,19 @@ def check_params(
     config: ModelConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     context_columns: abc.Sequence[OutputColumn] = (),
+    *,
+    replays: bool = False,
 ) -> None:
     """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
-    if the parameters cannot be honoured; the message names the option."""
+    if the parameters cannot be honoured; the message names the option. If an answer is scored,
+    `replays` says whether it is a trajectory."""
     own = strategy.decoding
     if params.decoding is not None and not (own and isinstance(params.decoding, own)):
         raise ValueError(
             f"decoding is a {type(params.decoding).__name__}, and strategy {strategy.name} "
             f"takes {'none' if own is None else f'a {own.__name__}'} for a row: leave it None"
         )
-    strategy.check(params)
+    strategy.check(params, replays=replays)
     _check_columns(params, strategy, config, context_columns)
     if not config.has_logits and params.pooling is None:
         what = "an embedding model" if config.labels is None else "a classifier"
@@ -95,7 +99,8 @@ def _check_columns(
 ) -> None:
     """Raise ValueError for a column that nothing computes, or not with these parameters."""
     pooled = pooled_columns(config)
-    known = [column.name for column in (*strategy.columns, *context_columns, *pooled)]
+    declared = (ENTROPY, *strategy.columns, *context_columns, *pooled)
+    known = [column.name for column in declared]
     if missing := [name for name in params.columns if name not in known]:
         if missing[0] == CLASS_SCORES:
             raise ValueError(
@@ -116,10 +121,11 @@ def _check_columns(
             f"column {read[0]} is of a row that is only read: set max_new_tokens to 0, give no "
             "answer and say the pooling"
         )
-    if params.pooling is not None and (params.logprobs or params.top_logprobs):
+    of_tokens = params.logprobs or params.top_logprobs or ENTROPY.name in params.columns
+    if params.pooling is not None and of_tokens:
         raise ValueError(
-            "logprobs are of tokens that are generated or given as an answer, and a row with "
-            "pooling has neither: remove them"
+            "logprobs and entropy are of tokens that are generated or given as an answer, and a "
+            "row with pooling has neither: remove them"
         )
 
 
@@ -190,18 +196,27 @@ class Requests:
         request_id: Hashable,
         prompt: list[int],
         params: RequestParams,
-        answer: list[int] | None = None,
+        to_score: GivenAnswer | None = None,
         images: abc.Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> Sequence:
-        """Make the row of a request, whose `answer` is scored if there is one, and whose prompt has
-        these `images`. It goes on from what was `begun`, if it can.
+        """Make the row of a request, whose answer is scored if one is `to_score`, and whose prompt
+        has these `images`. It goes on from what was `begun`, if it can.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
             ValueError: the parameters cannot be honoured.
         """
-        check_params(params, self._strategy, self._config, self._tokenizer, self._context_columns)
+        trajectory = to_score if isinstance(to_score, Trajectory) else None
+        check_params(
+            params,
+            self._strategy,
+            self._config,
+            self._tokenizer,
+            self._context_columns,
+            replays=trajectory is not None,
+        )
+        answer = None if to_score is None else answer_ids(to_score)
         if (answer is not None) != params.scores_answer:
             raise ValueError(_ANSWER_OR_TOKENS[answer is None])
         slot = self._lora_slot(params.lora)
@@ -213,17 +228,32 @@ class Requests:
                 "a constrained row ends with EOS or a stop id, and this one has neither: set "
                 "ignore_eos to false, or give stop_token_ids"
             )
+        known = answer or []
+        if trajectory is not None:
+            # The row yields its tokens step by step, and `output` makes an answer of them.
+            self._check_trajectory(trajectory, len(prompt), params)
+            params = replace(params, max_new_tokens=len(trajectory))
+            rule, known = StopRule({}, (), 0, len(trajectory)), []
         columns = output_columns(params, self._strategy, self._config, self._context_columns)
-        answer = answer or []
         never = () if self._images is None else self._images.rules.never_sampled
         seq = Sequence(
-            request_id, prompt + answer, params, rule, columns, len(answer), spans, never, slot
-        )
+            request_id, prompt + known, params, rule, columns, len(known), spans, never, slot,
+            trajectory,
+        )  # fmt: skip
         if params.pooling is not None:
             seq.num_pooled_tokens = 1 if params.pooling == "last" else len(prompt)
         if begun is not None and self._can_go_on(seq, begun):
             seq.go_on_from(begun)
         return seq
+
+    def _check_trajectory(
+        self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
+    ) -> None:
+        """Raise RequestError if no row can have had this trajectory."""
+        bad = [i for i in trajectory.all_token_ids if not 0 <= i < self._vocab_size]
+        if bad:
+            raise RequestError("bad_token_ids", _not_in_vocabulary("tail", bad, self._vocab_size))
+        self._strategy.is_exact(trajectory, num_prompt_tokens, params)
 
     def _can_go_on(self, seq: Sequence, begun: Begun) -> bool:
         """Whether a new row can have these tokens and go on behind them, with all its columns. Its
@@ -236,6 +266,8 @@ class Requests:
         if not rule.stop_ids.keys().isdisjoint(ids[max(rule.min_new_tokens - 1, 0) :]):
             return False
         for column in seq.requested_columns:
+            if column.scope == "tail":
+                continue
             values, known = begun.columns.get(column.name), len(ids)
             if column.scope == "context":
                 known += seq.num_prompt_tokens - 1
@@ -288,6 +320,8 @@ class Requests:
         """Make the finished request of a row that has ended."""
         assert seq.finish_reason is not None
         token_ids = seq.token_ids[seq.num_prompt_tokens :]
+        if seq.trajectory is not None:
+            return self._replayed(seq)
         if seq.stop.text_before_stop is not None:
             text = seq.stop.text_before_stop
         elif self._tokenizer is None:
@@ -314,6 +348,26 @@ class Requests:
             answer_token_ids=(seq.token_ids[seq.answer_start :] if seq.num_answer_tokens else None),
         )
 
+    def _replayed(self, seq: Sequence) -> RequestOutput:
+        """Make the finished request of a row that has replayed a trajectory."""
+        assert seq.trajectory is not None and seq.finish_reason in ("length", "error")
+        num_prompt = seq.num_prompt_tokens
+        is_exact = self._strategy.is_exact(seq.trajectory, num_prompt, seq.params)
+        return RequestOutput(
+            request_id=seq.request_id,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            token_ids=[],
+            text="",
+            finish_reason="scored" if seq.error is None else "error",
+            error=seq.error,
+            columns=_columns(seq),
+            counts={count.name: seq.counts.get(count.name, 0) for count in self._strategy.counts},
+            num_cached_tokens=seq.num_cached_tokens,
+            num_preemptions=seq.num_preemptions,
+            answer_token_ids=list(seq.trajectory.token_ids),
+            replay_exact=is_exact and seq.trajectory.same_distribution,
+        )
+
     def _check_prompt(
         self, prompt: list[int], answer: list[int] | None, params: RequestParams
     ) -> None:
@@ -326,10 +380,7 @@ class Requests:
         bad = [i for i in known if not 0 <= i < self._vocab_size]
         if bad:
             whose = "prompt" if answer is None else "prompt or answer"
-            raise RequestError(
-                "bad_token_ids",
-                f"{whose} token ids {bad[:5]} are not in the vocabulary of {self._vocab_size} ids",
-            )
+            raise RequestError("bad_token_ids", _not_in_vocabulary(whose, bad, self._vocab_size))
         if answer is not None and len(known) > self._max_model_len:
             raise RequestError(
                 "answer_too_long",
@@ -392,10 +443,17 @@ class Requests:
         return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
 
 
+def _not_in_vocabulary(whose: str, bad: list[int], size: int) -> str:
+    return f"{whose} token ids {bad[:5]} are not in the vocabulary of {size} ids"
+
+
 def _columns(seq: Sequence) -> dict[str, npt.NDArray[Any]]:
     """Return the columns that a row asked for, by name. Those of context scope have one value less
     than the row has tokens, because no forward has read the last token, unless it was only read."""
     columns = {name: buffer.array() for name, buffer in seq.columns.items()}
+    if seq.trajectory is not None:
+        columns = of_answer(columns)
+    columns |= seq.tail
     for column in seq.requested_columns:
         if column.scope == "context":
             columns[column.name] = values = seq.context.array(column)

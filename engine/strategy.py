@@ -15,6 +15,7 @@ from torch import Tensor
 from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
+from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch, PrefillBatch
@@ -208,9 +209,25 @@ class Strategy(Pacing, ABC):
         model and user allow. Raises ValueError if no row could have any token."""
         return longest
 
-    def check(self, params: RequestParams) -> None:
+    def check(self, params: RequestParams, *, replays: bool = False) -> None:
         """Check that the strategy can honour these parameters. Raises ValueError if it cannot; the
-        message names the option."""
+        message names the option. If an answer is scored, `replays` says whether it has steps."""
+        if replays:
+            raise ValueError(
+                "a step map says in which order a diffusion model unmasked an answer, and strategy "
+                f"{self.name} reads it from left to right: leave prompt.answer_step_map_column out"
+            )
+
+    def is_exact(
+        self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
+    ) -> bool:
+        """Return whether the replay of a trajectory behind a prompt of `num_prompt_tokens` reads in
+        every step what was read when the tokens were drawn. Only called if `check` allows replays.
+
+        Raises:
+            RequestError: bad_step_map, for steps that no row can have had.
+        """
+        raise NotImplementedError
 
     def allocate(self, limits: Limits) -> None:
         """Allocate what it keeps on the device, before the caches take the rest."""

@@ -1,8 +1,8 @@
 """How the library of matrix products is kept from cutting a sum by the number of rows.
 
 cuBLAS cuts the sum of a product with few columns where rows are few, and adds the parts in its
-workspace. Without room for parts, and told not to cut, cuBLASLt adds along K in one order (measured
-for 30 shapes of five models, `docs/benchmarks/determinism.md`).
+workspace. Without room for parts, and asked not to cut, cuBLASLt adds along K in one order
+(measured for 30 shapes of five models, `docs/benchmarks/determinism.md`).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ the tile is, so tiles decide nothing. These choices do:
   generated are read again in the form that read them first is a rule (`BitRules.replay`);
 - whether latent attention expands the latents of a prompt;
 - chunks of recurrent layers begin at absolute multiples of 64, and their states are written back
-  after so many tokens behind the prompt (`FOLDED`), in any batch;
-- where the library (`kernels/library.py`) and products of weights in FP8 and 4 bits
+each `FOLDED` tokens behind the prompt, in any batch; - where the library (`kernels/library.py`) and
+products of weights in FP8 and 4 bits
   (`BitRules.cut_sums`) cut a sum. Products of adapters cut it by the layer's in features alone,
   and add the parts in their order, under any rule.
 
@@ -39,8 +39,8 @@ _SHORT_SPLIT, _LONG_SPLIT = 512, 2048
 _ENOUGH_PROGRAMS = 128
 """The number of (row, KV head) pairs that fill a GPU."""
 _EQUAL_QUERIES = 32
-"""Up to so many queries, tokens times heads of a group, a query has the same bits in any program of
-decode attention."""
+"""Up to this number of queries, tokens times heads of a group, a query has the same bits in any
+program of decode attention."""
 
 
 _LEAST_STEPS = 4
@@ -49,8 +49,8 @@ _MOST_PARTS = 8
 
 
 def num_parts(tiles: int, steps: int, programs: int) -> int:
-    """Choose in how many parts the sums of a product, of so many steps, are cut: for up to so many
-    programs where there are few tiles."""
+    """Choose in how many parts the sums of a product, of `steps` steps, are cut: for up to
+    `programs` programs where there are few tiles."""
     return max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_PARTS))
 
 

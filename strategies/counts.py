@@ -16,9 +16,9 @@ NUM_FORWARDS = RowCount(
 
 def tokens_per_forward(counts: Mapping[str, int], num_tokens: int) -> list[tuple[str, str]]:
     """A line for the table at the end of a job that says how many tokens a forward yielded for a
-    row. Returns one pair (name, value), or none if no forward was run."""
+    row. Returns one pair (name, value), or none if no forward was run, or none yielded a token."""
     forwards = counts[NUM_FORWARDS.name]
-    if not forwards:
+    if not forwards or not num_tokens:
         return []
     return [("tokens per forward", f"{num_tokens / forwards:.2f} of a row")]
 

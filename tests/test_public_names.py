@@ -1,7 +1,8 @@
 """Names of the product: each public one stands for one thing, and says what that is.
 
 A public class or function has a name that no other one has. The Triton implementation of a
-reference ends in `_triton`, and `main` is how a module is run, as a verb or as a process.
+reference ends in `_triton`. `main` is how a module is run, as a verb or as a process, and `begin`
+how a tracker and a program in the sandbox start.
 
 Participles that carry neither type nor subject name no parameter and no field: `given` is a path,
 a mapping or a row, and its name should say which. Those in `KEPT` are keys that users type, or
@@ -57,7 +58,7 @@ def vague_names(tree: ast.AST, owner: str = "") -> Iterator[tuple[int, str]]:
 
 def test_no_two_things_share_a_name() -> None:
     names = public_names()
-    del names["main"]
+    del names["main"], names["begin"]
     assert {name: files for name, files in names.items() if len(files) > 1} == {}
 
 

@@ -14,7 +14,7 @@ def is_url(typed: str | os.PathLike[str]) -> bool:
 
 
 def user_folder(typed: str | os.PathLike[str], key: str) -> str:
-    """The folder of a job that a user means: a path as of `short_user_path`, or a URL of a known
+    """The folder of a job that a user means: a path see `short_user_path`, or a URL of a known
     store."""
     if not is_url(typed):
         return str(short_user_path(typed, key))

@@ -38,7 +38,7 @@ class RowMetadata:
     to stay. For each row the layer reads the state of the row's slot and the `pending[slot]`
     records from the place `first[slot]` of the ring on, and runs the W tokens from there. Their
     records go to the places behind the pending ones. Of those the oldest are folded into the state,
-    `fold` at a time as long as there are so many, and the state is written back.
+    `fold` at a time as long as that many are left, and the state is written back.
 
     In a *prefill* all tokens stay. A row whose first token has position 0 starts from a state of
     zeros, as its slot may hold anything, even NaN. Any other row starts from the state in its slot.

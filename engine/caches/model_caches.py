@@ -23,7 +23,7 @@ class CacheSizes:
     block_size: int  # the number of tokens in one block
     num_rows: int  # the most rows that can be in flight
     num_snapshots: int = 0  # the most snapshots of states that are kept for the prefix cache
-    fold: int = 1  # as of `StateCache`
+    fold: int = 1  # see `StateCache`
     # The number of blocks of layers with a window, with the scratch block; None: `num_blocks`.
     num_window_blocks: int | None = None
 
@@ -112,7 +112,7 @@ def row_bytes(specs: Sequence[CacheSpec | None], width: int, fold: int) -> int:
     """Return the bytes of one row's state and records over all layers; 0 without recurrent layers.
 
     Args:
-        fold: as of `StateCache`.
+        fold: see `StateCache`.
     """
     records = sum(spec.record_bytes for spec in specs if isinstance(spec, StateSpec))
     return state_bytes(specs) + ring_length(width, fold) * records

@@ -29,7 +29,7 @@ class ReplayStep(NamedTuple):
 
     tokens: Tensor  # [B · W] int64, the indices of its tokens among those of the part
     slots: Tensor  # [B] int64, the rows' state slots
-    pending: Tensor  # [R] int32, as of `StateCache`, which these steps do not read
+    pending: Tensor  # [R] int32, see `StateCache`, which these steps do not read
     first: Tensor  # [R] int32
     width: int  # W
 

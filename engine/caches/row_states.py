@@ -83,8 +83,8 @@ class RowStates:
 
     def begin(self, slots: Tensor, replayed: Tensor) -> None:
         """Drop the records of these slots [B] int64, whose rows are prefilled next, but for those
-        that the prefill leaves: of the last of so many tokens [B] int32 that it and the prefills
-        before it have read as decode steps (`replay_steps`)."""
+        that the prefill leaves: of the last of the tokens [B] int32 that it and the prefills before
+        it have read as decode steps (`replay_steps`)."""
         pending = replayed % self._fold
         self._pending.index_copy_(0, slots, pending)
         self._first.index_copy_(0, slots, (replayed - pending) % self._ring)

@@ -308,7 +308,7 @@ class ModelRunner:
 
     def _prefill_part(self, prefill: PrefillInputs, concurrent_tokens: int = 0) -> Part:
         """Make a part of a prefill, whose rows may have different numbers of tokens, with padding
-        for a forward of so many tokens `concurrent_tokens` it."""
+        for a forward that also has `concurrent_tokens` tokens."""
         inputs = prefill.inputs.pad_tokens(
             self._token_multiple, concurrent_tokens=concurrent_tokens
         )

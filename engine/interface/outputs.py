@@ -17,7 +17,7 @@ FinishReason = Literal[
     "stop", "length", "constraint_conflict", "scored", "read", "error", "tool_call", "no_answer"
 ]
 """Why a row ended; `RequestOutput.finish_reason` explains each."""
-Scope = Literal["output", "context", "answer", "choice", "row"]
+Scope = Literal["output", "edits", "tail", "context", "answer", "choice", "row"]
 """Which tokens a column has values for; `OutputColumn.scope` explains each."""
 
 
@@ -29,12 +29,15 @@ class OutputColumn:
     dtype: np.dtype[Any]  # the dtype of its elements
     tail_shape: tuple[int, ...] = ()  # the shape of one token's value; `()` is a scalar
     # `output` columns have one value for each generated token, and a strategy puts them into
-    # `StepOutput.columns`. `context` columns have one value for each token that the model has read
-    # (the prompt and all generated or given tokens but the last), and a layer of the model writes
-    # them with `ForwardContext.record`. `answer` columns have one value for each token of a given
-    # answer, and the sampler puts them into `StepOutput.columns`. `choice` columns have one value
-    # for each choice of a row's constraint, and the job makes them. `row` columns have one value
-    # for the whole row, which is pooled from the hidden states of the tokens that were read.
+    # `StepOutput.columns`. `tail` columns have one for each token that the row's last step yielded
+    # behind its last one: what tail_X has are the token ids or the column X there. `edits` columns
+    # have one for each token that was replaced before it was yielded; of a step they are as
+    # `EditBuffer` takes them. `context` columns have one value for each token that the model has
+    # read (the prompt and all generated or given tokens but the last), and a layer of the model
+    # writes them with `ForwardContext.record`. `answer` columns have one value for each token of a
+    # given answer, and the sampler puts them into `StepOutput.columns`. `choice` columns have one
+    # value for each choice of a row's constraint, and the job makes them. `row` columns have one
+    # value for the whole row, which is pooled from the hidden states of the tokens that were read.
     scope: Scope = "output"
     # Further facts, as pairs of a name and a text, that readers of the output files need to
     # understand the values, such as which layers they are of.
@@ -245,3 +248,6 @@ class RequestOutput:
     # Whether the text is complete by its constraint; None if there is none.
     constraint_satisfied: bool | None = None
     answer_token_ids: list[int] | None = None  # the given answer's tokens; None if there is none
+    # Whether a replay has the log-probabilities with which the tokens were drawn, if the model is
+    # the one that drew them; None if nothing is replayed.
+    replay_exact: bool | None = None

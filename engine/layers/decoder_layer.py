@@ -62,13 +62,14 @@ class DecoderLayer(nn.Module):
     multiplied by `scalar` [1], which needs norms after the parts. A feed-forward part without a
     norm before it reads the stream as it is. `own_input` adds what the layer reads besides the
     stream, before the product with the scalar, and needs such norms, too. `mixer_name` and
-    `mlp_name` are the parts' names in checkpoints.
+    `mlp_name` are the parts' names in checkpoints. A layer may lack one of the parts; the norm
+    before the other, the first of `before`, is called `norm` then.
     """
 
     def __init__(
         self,
-        mixer: Mixer,
-        mlp: FeedForward,
+        mixer: Mixer | None,
+        mlp: FeedForward | None,
         *,
         before: tuple[RMSNorm, RMSNorm | None] | None,
         after: tuple[RMSNorm, RMSNorm] | None = None,
@@ -79,11 +80,17 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         parts = {"mixer": mixer_name, "mlp": mlp_name, "own_input": ""}
-        self.checkpoint_names = parts | _norm_names(after is not None)
+        both = mixer is not None and mlp is not None
+        names = _norm_names(after is not None) if both else _ONLY_NORM
+        self.checkpoint_names = parts | names
         self.mixer = mixer
         self.mlp = mlp
-        self.mixer_norm: RMSNorm | None = before and before[0]
-        self.mlp_norm: RMSNorm | None = before and before[1]
+        norms = (None, None) if before is None else before
+        if mixer is None:
+            norms = (None, norms[0])
+        self.mixer_norm: RMSNorm | None = norms[0]
+        self.mlp_norm: RMSNorm | None = norms[1]
+        assert both or (before is not None and before[1] is None and after is None)
         self.mixer_post_norm: RMSNorm | None = after and after[0]
         self.mlp_post_norm: RMSNorm | None = after and after[1]
         assert after is not None or (scalar is None and own_input is None)
@@ -92,7 +99,7 @@ class DecoderLayer(nn.Module):
     @property
     def cache_spec(self) -> CacheSpec | None:
         """What the layer keeps between forwards."""
-        return self.mixer.cache_spec
+        return None if self.mixer is None else self.mixer.cache_spec
 
     def forward(
         self,
@@ -106,13 +113,12 @@ class DecoderLayer(nn.Module):
 
         `stream` is the stream before it, which is overwritten; other arguments are as for `Mixer`.
         """
-        hidden, residual = _normed(self.mixer_norm, stream)
-        if (norm := self.mixer_post_norm) is None:
-            stream = self.mixer(hidden, residual, cos_sin, ctx, outputs)
-        else:
-            mixed = self.mixer(hidden, torch.zeros_like(residual), cos_sin, ctx, outputs)
-            own = residual if outputs is None else residual[outputs.index]
-            stream = own + norm.of_stream(mixed)[0]
+        if self.mixer is not None:
+            stream = self._mixed(self.mixer, stream, cos_sin, ctx, outputs)
+        elif outputs is not None:
+            stream = summed(stream)[outputs.index]
+        if self.mlp is None:
+            return stream
         hidden, residual = _normed(self.mlp_norm, stream)
         if (norm := self.mlp_post_norm) is None:
             return self.mlp(hidden, residual, ctx)
@@ -121,6 +127,26 @@ class DecoderLayer(nn.Module):
         if self.own_input is not None:
             whole = self.own_input(whole, ctx, outputs)
         return whole if self.layer_scalar is None else whole.mul_(self.layer_scalar)
+
+    def _mixed(
+        self,
+        mixer: Mixer,
+        stream: Stream,
+        cos_sin: Tensor | None,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None,
+    ) -> Stream:
+        """Return the stream behind the mixer."""
+        hidden, residual = _normed(self.mixer_norm, stream)
+        if (norm := self.mixer_post_norm) is None:
+            return mixer(hidden, residual, cos_sin, ctx, outputs)
+        mixed = mixer(hidden, torch.zeros_like(residual), cos_sin, ctx, outputs)
+        own = residual if outputs is None else residual[outputs.index]
+        found: Tensor = own + norm.of_stream(mixed)[0]
+        return found
+
+
+_ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}
 
 
 def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:

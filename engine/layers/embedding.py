@@ -79,7 +79,8 @@ class LogitsLayer(Linear):
 
 
 _FEWEST_CHUNKS = 4
-"""Ranks have whole chunks of the sampler if each has so many, of which rounding up wastes few."""
+"""Ranks have whole chunks of the sampler if each has at least this number, of which rounding up
+wastes few."""
 
 
 def rows_of_rank(vocab_size: int, parallel: TensorParallel) -> int:

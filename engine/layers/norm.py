@@ -14,8 +14,8 @@ from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
 from batchgen.kernels.fp8.quantise import (
-    BothRows,
     FP8Rows,
+    RoundedRows,
     quantise_rows,
     rms_norm_both,
     rms_norm_quantised,
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
             dtype=torch.float32 if zero_centred or in_float else where.dtype,
         )
 
-    def forward(self, x: Tensor) -> Tensor | FP8Rows | BothRows:
+    def forward(self, x: Tensor) -> Tensor | FP8Rows | RoundedRows:
         """Normalise x [..., size], in its dtype, in FP8, or in both (`quantise_result`)."""
         if self._form is None:
             return rms_norm(x, self.weight, self.eps)
@@ -66,7 +66,7 @@ class RMSNorm(nn.Module):
         powers_of_two: bool,
         parts: Tensor | None = None,
         shared: SharedPart | None = None,
-    ) -> FP8Rows | BothRows:
+    ) -> FP8Rows | RoundedRows:
         run = rms_norm_both if self._keeps else rms_norm_quantised
         return run(
             x, self.weight, self.eps, powers_of_two=powers_of_two, parts=parts, shared=shared
@@ -85,11 +85,11 @@ class RMSNorm(nn.Module):
         if self._form is None:
             return normed, x
         rows = quantise_rows(normed, powers_of_two=self._form.powers_of_two)
-        return BothRows(normed, rows) if self._keeps else rows, x
+        return RoundedRows(normed, rows) if self._keeps else rows, x
 
     def quantise_result(self, form: FP8Format | None, *, keep: bool = False) -> None:
         """Quantise results [T, size] from now on, or with None no more; with `keep` they are
-        `BothRows`."""
+        `RoundedRows`."""
         self._form, self._keeps = form, keep
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:

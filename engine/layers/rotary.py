@@ -271,7 +271,7 @@ class RotaryTable:
 
 
 def axes_of_frequencies(number: int, sections: tuple[int, int, int]) -> Tensor:
-    """Return the axis that each of so many frequencies reads, [number] int64 on the CPU: 0 is time,
+    """Return the axis that each frequency reads, [number] int64 on the CPU: 0 is time,
     1 the row and 2 the column."""
     index = torch.arange(number, device="cpu")
     axis = index % 3

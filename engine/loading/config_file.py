@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
+_OF_EMBEDDERS = "modules.json"
+"""A file of embedding models, by sentence-transformers."""
 _BARE_EMBEDDING = "embed_tokens.weight"
 """What the embedding is called in files of a decoder without its head."""
 _MOST_LABELS, _LABEL_LENGTH = 10_000, 200
@@ -32,6 +34,7 @@ _OBJECTS = ("text_config", "quantization_config", "rope_parameters", "rope_scali
 """The keys of config.json that hold an object, or null."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
+_FLOATS = {f"{sign}Infinity": float(f"{sign}inf") for sign in ("", "-")}
 _SHOWN = 60
 """How many characters of a wrong value a message shows."""
 
@@ -52,7 +55,7 @@ def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConf
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path} is neither a .gguf file nor a folder with a config.json")
-    values = read_json(file)
+    values = with_infinities(read_json(file))
     _check_values(file, values)
     model = _class_of(file, values)
     check_model_keys(file, values, model.hf_config().model_type)
@@ -70,7 +73,8 @@ def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConf
     looked_at = load_format != "dummy" and any(path.glob("*.safetensors"))
     if isinstance(config.form, PackedFormat) and looked_at:
         config = replace(config, form=with_modules(config.form, path))
-    if config.has_logits and looked_at:
+    embeds = (path / _OF_EMBEDDERS).is_file()
+    if config.has_logits and looked_at and (config.tie_word_embeddings or embeds):
         given = list(tensor_names(path))
         names = {model.piece_name(full_name(name), config): name for name in given}
         if config.tie_word_embeddings and names.keys() >= {EMBEDDING, LM_HEAD}:
@@ -98,8 +102,22 @@ def strange_keys(path: Path) -> list[str]:
     file = path / "config.json"
     if not file.is_file():
         return []
-    values = read_json(file)
+    values = with_infinities(read_json(file))
     return unknown_keys(values, _class_of(file, values).hf_config())
+
+
+def with_infinities(values: dict[str, Any]) -> dict[str, Any]:
+    """Read the infinities of a config.json, which transformers writes as {"__float__": "Infinity"}
+    since 5.0, in its lists."""
+    return {
+        key: [
+            _FLOATS.get(str(entry.get("__float__")), entry) if isinstance(entry, dict) else entry
+            for entry in value
+        ]
+        if isinstance(value, list)
+        else value
+        for key, value in values.items()
+    }
 
 
 def _check_values(file: Path, values: Mapping[str, Any]) -> None:
@@ -111,6 +129,12 @@ def _check_values(file: Path, values: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{file}: {place}{key} is {_shown(value)}, and must be an object or null"
                 )
+        labels = inside.get("num_labels")  # of which transformers makes names, one by one
+        if labels is not None and not (type(labels) is int and 1 <= labels <= _MOST_LABELS):
+            raise ValueError(
+                f"{file}: {place}num_labels is {_shown(labels)}, and must be null or 1 to "
+                f"{_MOST_LABELS:,}"
+            )
         for key in ("dtype", "torch_dtype"):
             if (value := inside.get(key)) not in (None, *_DTYPES):
                 raise ValueError(

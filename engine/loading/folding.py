@@ -174,7 +174,7 @@ def _of_experts(
     def value(tensors: Mapping[str, Tensor]) -> Tensor:
         a = tensors[down].float().unflatten(0, (count, rank))  # [E, R, in]
         b = tensors[up].float().unflatten(1, (rank, count)).permute(2, 0, 1)  # [E, out, R]
-        added = b @ a * scale
+        added: Tensor = b @ a * scale
         return added.transpose(1, 2) if turned else added
 
     return _Change(f"{path}.{name}", down, value)

@@ -21,6 +21,7 @@ INERT: Mapping[str, str] = {
         [
             *("attention_dropout", "resid_pdrop", "residual_dropout", "embd_pdrop"),
             *("initializer_range", "router_jitter_noise", "router_aux_loss_coef"),
+            "z_loss_coefficient",
         ],
         _TRAINING,
     ),
@@ -32,6 +33,13 @@ INERT: Mapping[str, str] = {
         ],
         _TOWERS,
     ),
+    **dict.fromkeys(
+        ["mamba_chunk_size", "chunk_size"], "how a scan is cut, which changes no value"
+    ),
+    **dict.fromkeys(
+        ["mamba_expand", "expand"], "the number of Mamba heads and their size say as much"
+    ),
+    "num_logits_to_keep": "which logits a forward returns",
     "output_router_logits": "what a forward returns besides logits",
     "pad_token_id": "rows are not padded",
     "use_cache": "there is always a cache",
@@ -63,6 +71,16 @@ INERT_OF: Mapping[str, Mapping[str, str]] = {
     **{
         kind: {"sliding_window_pattern": "layer_types has what it says"}
         for kind in ("exaone4", "exaone_moe")
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": "the number of Mamba heads and their size say as much",
+        "mamba_norm_before_gate": "read where mamba_rms_norm is true",
+        "layers_block_type": "all layers are of one kind",
+    },
+    "nemotron_h": {
+        **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor"), _TRAINING),
+        "rescale_prenorm_residual": _TRAINING,
+        "use_mamba_kernels": "which code computes it",
     },
     "phi3": {"original_max_position_embeddings": "rope_parameters has it, too"},
 }

@@ -99,7 +99,8 @@ class Decoder(nn.Module):
         return hidden
 
     def _recorded(self, layer: int, stream: Stream, ctx: ForwardContext) -> Stream:
-        """Record the hidden states behind so many layers, if they are wanted; return the stream."""
+        """Record the hidden states behind a number of layers, if they are wanted; return the
+        stream."""
         column = self._hidden_column
         if column is None or layer not in self._places or column.name not in ctx.columns:
             return stream

@@ -58,6 +58,7 @@ class DenseConfig(FamilyConfig):
     logit_divisor: float = 1.0  # logits are divided by it
     embedding_scale: float = 1.0  # embeddings of tokens are multiplied by it
     norm_places: NormPlaces = "before"
+    mlp_factors: tuple[float, float] = (1.0, 1.0)  # of what gate and up of an MLP yield
     qkv_bias: bool  # of the projections to queries, keys and values
     output_bias: bool  # of attention's output projection
     mlp_bias: bool  # of the MLP's projections
@@ -181,6 +182,7 @@ class DenseForCausalLM(CausalLM):
             self.family.intermediate_size,
             bias=self.family.mlp_bias,
             gate=self.family.gate,
+            factors=self.family.mlp_factors,
             where=self.where,
         )
 
@@ -238,17 +240,19 @@ def dense_config(
     logit_cap: float | None = None,
     logit_divisor: float = 1.0,
     embedding_scale: float = 1.0,
+    mlp_factors: tuple[float, float] = (1.0, 1.0),
     qk_norm: NormScope | None = None,  # None: that of the model's class
     intermediate_size: int | None = None,  # None takes it from the configuration
     rms_norm_eps: float | None = None,  # None takes it from the configuration
+    hidden_act: str | None = None,  # None takes it from the configuration
 ) -> ModelConfig:
     """Make the configuration of a dense decoder from that of transformers.
 
     Raises ValueError if the engine lacks something it needs, which the message names.
     """
     activation = model.plain or "silu"
-    if gate == "silu" and hf.hidden_act != activation:
-        raise ValueError(f"hidden_act {hf.hidden_act!r} is not supported, only {activation!r}")
+    if gate == "silu" and (known := hidden_act or hf.hidden_act) != activation:
+        raise ValueError(f"hidden_act {known!r} is not supported, only {activation!r}")
     rope = rope or rope_from_parameters(hf.rope_parameters)
     family = DenseConfig(
         num_heads=hf.num_attention_heads,
@@ -269,6 +273,7 @@ def dense_config(
         logit_cap=logit_cap,
         logit_divisor=logit_divisor,
         embedding_scale=embedding_scale,
+        mlp_factors=mlp_factors,
         norm_places=model.norm_places,
         qkv_bias=qkv_bias,
         output_bias=output_bias,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.models.dense import DenseForCausalLM, dense_config, head_size
 from batchgen.engine.models.model_config import ModelConfig
@@ -34,9 +34,10 @@ class GraniteForCausalLM(DenseForCausalLM):
 
 
 def granite_config(
-    hf: PretrainedConfig, model: type[DenseForCausalLM], *, mlp_bias: bool
+    hf: PretrainedConfig, model: type[DenseForCausalLM], *, mlp_bias: bool, **options: Any
 ) -> ModelConfig:
-    """Make the configuration of a decoder with Granite's factors, or raise ValueError."""
+    """Make the configuration of a decoder with Granite's factors, or raise ValueError; `options`
+    are of `dense_config`."""
     for name in _FACTORS:
         value = getattr(hf, name)
         if type(value) not in (int, float) or not 0 < value < 1e6:
@@ -53,4 +54,5 @@ def granite_config(
         embedding_scale=hf.embedding_multiplier / residual,
         rms_norm_eps=hf.rms_norm_eps / residual**2,
         logit_divisor=hf.logits_scaling,
+        **options,
     )

@@ -23,6 +23,7 @@ class ModelEntry(NamedTuple):
 MODELS: Mapping[str, ModelEntry] = {
     "ApertusForCausalLM": ModelEntry("batchgen.engine.models.apertus"),
     "ArceeForCausalLM": ModelEntry("batchgen.engine.models.arcee"),
+    "BambaForCausalLM": ModelEntry("batchgen.engine.models.bamba"),
     "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v2"),
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v3"),
     "Dots1ForCausalLM": ModelEntry("batchgen.engine.models.dots1"),
@@ -30,6 +31,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "Ernie4_5ForCausalLM": ModelEntry("batchgen.engine.models.ernie4_5"),
     "Exaone4ForCausalLM": ModelEntry("batchgen.engine.models.exaone4"),
     "ExaoneMoeForCausalLM": ModelEntry("batchgen.engine.models.exaone_moe"),
+    "FalconH1ForCausalLM": ModelEntry("batchgen.engine.models.falcon_h1"),
     "Fast_dLLM_QwenForCausalLM": ModelEntry("batchgen.engine.models.fast_dllm_qwen"),
     "Gemma2ForCausalLM": ModelEntry("batchgen.engine.models.gemma2"),
     "Gemma3ForCausalLM": ModelEntry("batchgen.engine.models.gemma3"),
@@ -42,6 +44,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "GlmForCausalLM": ModelEntry("batchgen.engine.models.glm"),
     "GptOssForCausalLM": ModelEntry("batchgen.engine.models.gpt_oss"),
     "GraniteForCausalLM": ModelEntry("batchgen.engine.models.granite"),
+    "GraniteMoeHybridForCausalLM": ModelEntry("batchgen.engine.models.granitemoehybrid"),
     "GraniteMoeForCausalLM": ModelEntry("batchgen.engine.models.granitemoe"),
     "HunYuanDenseV1ForCausalLM": ModelEntry("batchgen.engine.models.hunyuan_v1_dense"),
     "HunYuanMoEV1ForCausalLM": ModelEntry("batchgen.engine.models.hunyuan_v1_moe"),
@@ -53,6 +56,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "Mistral3ForConditionalGeneration": ModelEntry("batchgen.engine.models.ministral3"),
     "MistralForCausalLM": ModelEntry("batchgen.engine.models.mistral"),
     "MixtralForCausalLM": ModelEntry("batchgen.engine.models.mixtral"),
+    "NemotronHForCausalLM": ModelEntry("batchgen.engine.models.nemotron_h"),
     "Olmo2ForCausalLM": ModelEntry("batchgen.engine.models.olmo2"),
     "Olmo3ForCausalLM": ModelEntry("batchgen.engine.models.olmo3"),
     "OlmoeForCausalLM": ModelEntry("batchgen.engine.models.olmoe"),
@@ -79,7 +83,6 @@ _MAMBA = "states of Mamba layers"
 _CENTRED_NORMS = "norms that subtract the mean (LayerNorm)"
 _BIDIRECTIONAL = "attention in both directions over the whole row"
 RELATIVES: Mapping[str, tuple[str, str]] = {
-    "BambaForCausalLM": ("LlamaForCausalLM", _MAMBA),
     "CohereForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Cohere2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
@@ -89,8 +92,6 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
         "step's distributions",
     ),
     "DreamModel": ("SDARForCausalLM", _BIDIRECTIONAL),
-    "FalconH1ForCausalLM": ("LlamaForCausalLM", _MAMBA),
-    "GraniteMoeHybridForCausalLM": ("GraniteMoeForCausalLM", _MAMBA),
     "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
     "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),
     "LLaDAModelLM": ("SDARForCausalLM", _BIDIRECTIONAL),
@@ -98,7 +99,6 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
     "Llama4ForCausalLM": ("LlamaForCausalLM", "attention in chunks"),
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention in chunks"),
     "NemotronForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
-    "NemotronHForCausalLM": ("LlamaForCausalLM", _MAMBA),
     "Qwen2VLForConditionalGeneration": ("Qwen3VLForConditionalGeneration", "its vision tower"),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen3VLForConditionalGeneration", "its vision tower"),
     "StableLmForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),

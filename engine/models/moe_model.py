@@ -40,6 +40,7 @@ class MoEConfig(DenseConfig):
     expert_size: int  # the width of one expert
     renormalise: bool  # divide a token's weights by their sum
     shared_size: int | None = None  # the width of the expert of all tokens, if there is one
+    latent_size: int | None = None  # what experts read and yield, if not hidden states
     router: Router = SOFTMAX_ROUTER
     variant: ExpertForm = PLAIN_EXPERTS
     mtp_layers: int = 0  # of the head for multi-token prediction; 0: none
@@ -97,8 +98,9 @@ class MoEForCausalLM(DenseForCausalLM):
         """How many parameters of a layer's experts on this rank a token does not go through, if
         equally many of its experts are on each rank."""
         family = self.family
-        hidden, inner = self.config.hidden_size, family.expert_size
-        expert = 3 * hidden * inner + (2 * inner + hidden) * family.variant.biased
+        hidden, inner = family.latent_size or self.config.hidden_size, family.expert_size
+        products = len(family.variant.first) + 1
+        expert = products * hidden * inner + (2 * inner + hidden) * family.variant.biased
         return (family.num_experts - family.experts_per_token) * expert // self.parallel.size
 
     @classmethod
@@ -123,6 +125,7 @@ class MoEForCausalLM(DenseForCausalLM):
             family.expert_size,
             renormalise=family.renormalise,
             shared_size=family.shared_size,
+            latent_size=family.latent_size,
             router=family.router,
             variant=family.variant,
             column=(family.routed_experts, family.moe_layers.index(index)),

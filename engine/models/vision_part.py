@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 VISION_TOWER = "the vision tower"
-"""What users are told that was not loaded."""
+"""The message about what was not loaded."""
 MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 """Keys of rotary parameters that make no difference to rows of text, whose positions on all three
 axes are equal."""

@@ -23,8 +23,8 @@ class PeerCollectives:
     """Memory that all ranks can write, and the collectives in which they do.
 
     That a rank has read what it was sent in a lane is known once it has sent something in another
-    one: so lanes take turns. Sums are told theirs (`TensorParallel.add_sum`), and so are gathers in
-    CUDA graphs. Other gathers have two of their own.
+    one: so lanes take turns. Sums are given theirs (`TensorParallel.add_sum`), and so are gathers
+    in CUDA graphs. Other gathers have two of their own.
 
     Args:
         memory: uint8, the inboxes of this rank, which are empty and which all ranks share.

@@ -119,17 +119,17 @@ class TensorParallel:
             )
         return number // self.size
 
-    def kv_heads(self, number: int) -> tuple[int, int]:
+    def kv_heads(self, number: int, what: str = "num_key_value_heads") -> tuple[int, int]:
         """Return the first key head of this rank and the one past its last. Where there are fewer
         heads than ranks, several ranks have the same head. Raises ValueError if neither number
-        divides the other."""
+        divides the other; `what` is the number's name in the model's configuration."""
         if number >= self.size:
-            own = self.share("num_key_value_heads", number)
+            own = self.share(what, number)
             return self.rank * own, (self.rank + 1) * own
         if self.size % number:
             raise ValueError(
-                f"tensor_parallel={self.size} is no multiple of the model's num_key_value_heads "
-                f"{number}: choose {_divisors(number)}, or a multiple of {number}"
+                f"tensor_parallel={self.size} is no multiple of the model's {what} {number}: "
+                f"choose {_divisors(number)}, or a multiple of {number}"
             )
         first = self.rank * number // self.size
         return first, first + 1

@@ -215,6 +215,10 @@ class RunningBatch:
         for i in np.flatnonzero(ended | step.failed[index] | conflicts).tolist():
             seq = self[slots[i]]
             self._logs.flush(slots[i], seq)
+            if seq.tail:
+                cut = slice(counts[i], step.num_tokens[index[i]])
+                columns = {name: values[index[i], cut] for name, values in step.columns.items()}
+                seq.keep_tail(step.token_ids[index[i], cut], columns)
             # Whether a row ended is checked first, because broken logits behind its last token do
             # not matter.
             if i in strings:

@@ -12,10 +12,14 @@ import numpy.typing as npt
 from batchgen.engine.caches.context_columns import ContextRows
 from batchgen.engine.constraint.matcher import Matcher
 from batchgen.engine.interface.outputs import Begun, FinishReason, OutputColumn, RequestError
+from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.rows.pooling import PooledValue
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image_span import ImageSpan
+
+TAIL = "tail_"
+"""What the names of columns of tail scope begin with."""
 
 
 class ColumnBuffer:
@@ -49,6 +53,27 @@ class ColumnBuffer:
         return self._data[start : self._length].copy()
 
 
+class EditBuffer(ColumnBuffer):
+    """The edits of a row: position in the output, step, old and new id of each, [E, 4]."""
+
+    def __init__(self, column: OutputColumn) -> None:
+        super().__init__(column)
+        self._records: list[npt.NDArray[Any]] = []
+
+    def extend(self, rows: npt.NDArray[Any]) -> None:
+        """Append the edits of n tokens, [n, K, 3]: step, old and new id of each, the newest first;
+        step 0 is none."""
+        place, number = np.nonzero(rows[:, ::-1, 0])
+        found = rows[:, ::-1][place, number]
+        self._records.append(np.column_stack((place + self._length, found)))
+        self._length += len(rows)
+
+    def array(self, start: int = 0) -> npt.NDArray[Any]:
+        """The edits of the tokens from one on."""
+        records = np.concatenate([np.empty((0, 4), np.int64), *self._records])
+        return records[records[:, 0] >= start].astype(self._column.dtype)
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request as a row of tokens, with its columns and what it owns of the caches. A row waits,
@@ -67,6 +92,8 @@ class Sequence:
     spans: tuple[ImageSpan, ...] = ()  # the prompt's images, in their order
     banned_ids: tuple[int, ...] = ()  # tokens that are never sampled
     lora_slot: int = 0  # of the row's adapter; 0: the model without one
+    # What the row replays: its tokens come as if they were drawn, each in its step.
+    trajectory: Trajectory | None = None
     batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
     matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
     # What the row owns of the caches; state slot 0 is none.
@@ -101,7 +128,9 @@ class Sequence:
     num_broken_states: int = 0  # those of them that had NaN or infinity, or logits like that
     constraint_satisfied: bool = False  # whether the output is complete by the constraint
     context_columns: tuple[str, ...] = field(init=False)
-    # Those of output, answer or row scope.
+    # Of tail scope, once the row has ended: [M, *tail] for the M tokens behind its last one.
+    tail: dict[str, npt.NDArray[Any]] = field(init=False)
+    # Those of output, edits, answer or row scope.
     columns: dict[str, ColumnBuffer | PooledValue] = field(init=False)
     num_prompt_tokens: int = field(init=False)  # given tokens, those of an answer included
 
@@ -110,11 +139,16 @@ class Sequence:
         self.columns = self._empty_columns()
         requested = self.requested_columns
         self.context_columns = tuple(c.name for c in requested if c.scope == "context")
+        empty = {c.name: np.empty((0, *c.tail_shape), c.dtype) for c in requested}
+        self.tail = {c.name: empty[c.name] for c in requested if c.scope == "tail"}
 
     def _empty_columns(self) -> dict[str, ColumnBuffer | PooledValue]:
-        return {c.name: self._empty(c) for c in self.requested_columns if c.scope != "context"}
+        apart = ("context", "tail")
+        return {c.name: self._empty(c) for c in self.requested_columns if c.scope not in apart}
 
     def _empty(self, column: OutputColumn) -> ColumnBuffer | PooledValue:
+        if column.scope == "edits":
+            return EditBuffer(column)
         if column.scope != "row":
             return ColumnBuffer(column)
         assert self.params.pooling is not None
@@ -212,6 +246,15 @@ class Sequence:
         for name, buffer in self.columns.items():
             buffer.extend(columns[name])
         self.num_states_taken += count
+
+    def keep_tail(
+        self, token_ids: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
+        """Take the M tokens [M] that the last step yielded behind the row's last one, with their
+        columns [M, *tail], for those of tail scope."""
+        values = {"token_ids": token_ids, **columns}
+        for name, none in self.tail.items():
+            self.tail[name] = values[name.removeprefix(TAIL)].astype(none.dtype)
 
     def fail(self, error: RequestError) -> None:
         """End the row with an error; tokens that it has generated are kept."""

@@ -44,6 +44,7 @@ class Logits:
             or sampling.any_min_new_tokens
             or sampling.any_bans
             or sampling.max_top_logprobs
+            or sampling.any_entropy
         )
         if ranks == 1 or needs_all or not self.own.is_cuda:
             return None

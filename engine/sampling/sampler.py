@@ -6,8 +6,9 @@ and V the size of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,9 @@ TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
 """The log-probabilities of the K most likely tokens at each position."""
 TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
 """The ids of those K tokens."""
+
+ENTROPY = OutputColumn("entropy", np.dtype(np.float32))
+"""The entropy of the distribution of each generated token, in nats."""
 
 _ANSWER = "answer_"
 """What the names of columns of answer scope begin with."""
@@ -68,10 +72,22 @@ def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
         tail = (params.top_logprobs,)
         columns.append(replace(TOP_LOGPROBS, tail_shape=tail))
         columns.append(replace(TOP_LOGPROB_IDS, tail_shape=tail))
+    columns += [ENTROPY] if ENTROPY.name in params.columns else []
     if params.scores_answer:
         columns = [replace(c, name=_ANSWER + c.name, scope="answer") for c in columns]
         columns += [ANSWER_REST_PROBS] if params.top_logprobs else []
     return tuple(columns)
+
+
+def of_answer(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """The sampler's columns of generated tokens under the names that those of a given answer have,
+    and all others as they are, with the probability of the rest if top log-probabilities are
+    there."""
+    own = {LOGPROBS.name, TOP_LOGPROBS.name, TOP_LOGPROB_IDS.name, ENTROPY.name}
+    out = {_ANSWER + name if name in own else name: v for name, v in columns.items()}
+    if ANSWER_TOP_LOGPROBS in out:
+        out[ANSWER_REST_PROBS.name] = rest_probs(out[ANSWER_TOP_LOGPROBS])
+    return out
 
 
 def process(
@@ -214,6 +230,8 @@ def describe(
     if sampling.max_top_logprobs:
         ids, values = kernels.top_logprobs(source, sampling.max_top_logprobs)
         columns |= {TOP_LOGPROB_IDS.name: ids, TOP_LOGPROBS.name: values}
+    if sampling.any_entropy:
+        columns[ENTROPY.name] = kernels.entropy_of(source)
     return columns
 
 
@@ -232,29 +250,36 @@ def score_tokens(
     The step has R rows with W = 1 and columns of answer scope. `token_ids` [R] stand at `positions`
     [R], and the row's history holds all tokens before them if it has penalties.
     """
+    return _scored(take_tokens(logits, sampling, positions, token_ids))
+
+
+def take_tokens(
+    logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
+) -> Drawn:
+    """Describe given tokens [R] as `draw_tokens` describes those that it draws, to the bit, but for
+    their confidence."""
     if logits.is_cuda:
-        return score_fused(logits, sampling, positions, token_ids)
+        return _draw_fused(logits, sampling, positions, scored_ids=token_ids)
     processed = logits
     if sampling.any_processed_logprobs:
         processed = process(logits, sampling, positions)
     failed = ~logits.amax(-1).isfinite()
-    return _scored(token_ids, failed, describe(logits, processed, sampling, token_ids))
+    return Drawn(token_ids, failed, describe(logits, processed, sampling, token_ids), None)
 
 
 def score_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
     """`score_tokens` with the fused Triton kernels, on any device."""
-    drawn = _draw_fused(logits, sampling, positions, scored_ids=token_ids)
-    return _scored(token_ids, drawn.failed, drawn.columns)
+    return _scored(_draw_fused(logits, sampling, positions, scored_ids=token_ids))
 
 
-def _scored(token_ids: Tensor, failed: Tensor, columns: dict[str, Tensor]) -> StepOutput:
+def _scored(drawn: Drawn) -> StepOutput:
     return StepOutput(
-        num_tokens=torch.ones_like(failed, dtype=torch.int32),
-        token_ids=token_ids.unsqueeze(1),
-        failed=failed,
-        columns={_ANSWER + name: values.unsqueeze(1) for name, values in columns.items()},
+        num_tokens=torch.ones_like(drawn.failed, dtype=torch.int32),
+        token_ids=drawn.token_ids.unsqueeze(1),
+        failed=drawn.failed,
+        columns={_ANSWER + name: values.unsqueeze(1) for name, values in drawn.columns.items()},
     )
 
 
@@ -335,6 +360,12 @@ def _draw_fused(
     entropies = None
     if entropy:
         entropies = entropy_triton.entropy_of_triton(left, sampling.temperature, threshold)
+    if sampling.any_entropy:
+        source = logits
+        if sampling.any_processed_logprobs:  # this may overwrite `left`
+            processed = _scale_and_filter(left, logits, sampling)
+            source = torch.where(sampling.processed_logprobs.unsqueeze(1), processed, logits)
+        columns[ENTROPY.name] = kernels.entropy_of(source)
     return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict, entropies)
 
 

@@ -186,6 +186,10 @@ class SamplingInputs(Batched):
         return any(p.columns for p in self.params)
 
     @cached_property
+    def any_entropy(self) -> bool:
+        return any("entropy" in p.columns for p in self.params)
+
+    @cached_property
     def any_processed_logprobs(self) -> bool:
         return any(p.logprobs_mode == "processed" for p in self.params)
 

@@ -111,7 +111,7 @@ class BlockManager:
         return blocks * self.block_size
 
     def lacks(self, num_blocks: int) -> bool:
-        """Whether so many blocks are not free."""
+        """Whether fewer blocks are free than asked for."""
         if self.window is not None and num_blocks > self.window.num_free:
             return True
         return num_blocks > self.num_free
@@ -240,7 +240,7 @@ class BlockManager:
         return True
 
     def _extend(self, seq: Sequence, num_blocks: int) -> None:
-        """Append so many free blocks to the row's block table."""
+        """Append a number of free blocks to the row's block table."""
         for _ in range(num_blocks):
             block, _ = self._free.popitem(last=False)
             digest = self._hash_of.pop(block, None)

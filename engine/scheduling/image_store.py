@@ -22,7 +22,8 @@ from batchgen.engine.vision.image_span import ImageSpan
 from batchgen.engine.vision.vision_tower import VisionTower
 
 _STEPS_BEHIND = 8
-"""After so many further steps with images the device has long passed a step, whose time is read."""
+"""After this number of further steps with images the device has long passed a step, whose time is
+read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +114,8 @@ class ImageStore:
         return found
 
     def drop(self, seq: Row, num_read: int | None = None) -> None:
-        """Let go of the images of a row that has read so many of its tokens; None: that leaves."""
+        """Let go of the images of a row that has read this number of its tokens; None: that
+        leaves."""
         for span in seq.spans:
             if num_read is not None and span.end > num_read:
                 continue

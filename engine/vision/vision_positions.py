@@ -25,7 +25,7 @@ class PatchPositions(NamedTuple):
 def patch_positions(
     rows: int, columns: int, merge: int, *, side: int, head_dim: int, theta: float
 ) -> PatchPositions:
-    """Compute the positions of a grid of patches. The patches of one token stand beside each other.
+    """Compute the positions of a grid of patches. The patches of one token are neighbours.
 
     `side` is that of the square of learned positions, which is stretched over the grid, corner on
     corner. Half of a head's pairs turn by a patch's row, the others by its column.

@@ -63,7 +63,7 @@ class PatchEmbedding(Linear):
 
 
 class PatchPlaces(NamedTuple):
-    """What attention is told of the N patches of all images."""
+    """What attention needs to know about the N patches of all images."""
 
     images: Segments
     cos_sin: Tensor  # [N, D] float32, as `PatchPositions` has it
@@ -197,7 +197,7 @@ class VisionTower(nn.Module):
         return 1 + len(self.config.deepstack)
 
     def feature_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the features of images with so many tokens."""
+        """Return the bytes of the features of images with a number of tokens."""
         return num_tokens * self.planes * self.config.out_size * self.dtype.itemsize
 
     def _positions(self, image: Tensor) -> PatchPositions:

@@ -17,14 +17,14 @@ from batchgen.kernels.four_bit.mxfp4_weight import pack_codes, unpack_codes
 SYMMETRIC = 8
 """The zero point of weights that are quantised symmetrically."""
 _STEPS = 7.5
-"""The largest value of a group is so many steps from 0, half of the 15 steps between the codes."""
+"""The steps from 0 to the largest value of a group: half of the 15 steps between the codes."""
 
 
 _VALUE_BYTES, _SCALE_BYTES = 0.5, 4
 
 
 def int4_value_bytes(group: int) -> float:
-    """Bytes of a value on a GPU, with its share of the scale and zero point of so many."""
+    """Bytes of a value on a GPU, with its share of the scale and zero point of a group."""
     return _VALUE_BYTES + _SCALE_BYTES / group
 
 
@@ -64,7 +64,7 @@ class Int4Weight(NamedTuple):
 
 
 def quantise_int4(weight: Tensor, group: int) -> Int4Weight:
-    """Round a weight [..., N, K] of finite values to int4 symmetrically, with groups of so many
+    """Round a weight [..., N, K] of finite values to int4 symmetrically, with groups of a number of
     columns and scales in the weight's dtype."""
     groups = weight.float().unflatten(-1, (-1, group))
     most = groups.abs().amax(-1) / _STEPS

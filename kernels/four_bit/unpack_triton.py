@@ -28,7 +28,7 @@ _POWERS = tl.constexpr(0x00800080)
 
 @triton.jit
 def scale_rows(panels, CODE: tl.constexpr, GROUP: tl.constexpr):
-    """How many words of scales a row of so many panels has."""
+    """How many words of scales a row of a number of panels has."""
     if CODE == "mxfp4":
         count = tl.cdiv(panels, 2)
     elif GROUP == 128:

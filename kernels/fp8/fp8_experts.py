@@ -10,13 +10,13 @@ from torch import Tensor
 from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton, fp8_grouped_parts_triton
 from batchgen.kernels.fp8.fp8_linear import fp8_linear_reference
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
-from batchgen.kernels.fp8.quantise import BothRows, plain_rows, quantise_rows
+from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows, quantise_rows
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 
 
 def fp8_grouped_mlp(
-    x: Tensor | BothRows,  # quantised by `powers_of_two` if it comes as `BothRows`
+    x: Tensor | RoundedRows,  # quantised by `powers_of_two` if it comes as `RoundedRows`
     gate_up: FP8Weight,
     down: FP8Weight,
     ids: Tensor,
@@ -50,7 +50,7 @@ def fp8_grouped_mlp(
 
 
 def fp8_grouped_parts(
-    x: Tensor | BothRows,
+    x: Tensor | RoundedRows,
     gate_up: FP8Weight,
     down: FP8Weight,
     ids: Tensor,

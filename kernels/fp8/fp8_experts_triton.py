@@ -13,7 +13,7 @@ from torch import Tensor
 from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_up
 from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
-from batchgen.kernels.fp8.quantise import BothRows, plain_rows
+from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.experts_triton import sum_of_slots
@@ -22,7 +22,7 @@ from batchgen.kernels.moe.tiled_layout import matrix_sizes
 
 
 def fp8_grouped_mlp_triton(
-    x: Tensor | BothRows,
+    x: Tensor | RoundedRows,
     gate_up: FP8Weight,
     down: FP8Weight,
     ids: Tensor,
@@ -57,7 +57,7 @@ def fp8_grouped_mlp_triton(
 
 
 def fp8_grouped_parts_triton(
-    x: Tensor | BothRows,
+    x: Tensor | RoundedRows,
     gate_up: FP8Weight,
     down: FP8Weight,
     ids: Tensor,
@@ -79,7 +79,7 @@ def fp8_grouped_parts_triton(
     num_routed = num_routed or experts
     tiles = tiles or expert_tiles(ids.numel() * experts // num_routed, experts)
     alignment = moe_align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
-    if isinstance(x, BothRows):
+    if isinstance(x, RoundedRows):
         values, scales, _ = x.in_fp8
     else:
         values, scales = quantise_rows_triton(x, powers_of_two)

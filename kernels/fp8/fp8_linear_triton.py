@@ -26,7 +26,7 @@ from batchgen.kernels.layers.matrix_tile_triton import load_tile
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 _GROUP = 8
-"""Tiles of rows that are computed beside each other with the same weights."""
+"""The number of neighbouring tiles of rows that are computed with the same weights."""
 
 
 def fp8_linear_triton(

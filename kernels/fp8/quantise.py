@@ -33,16 +33,16 @@ class FP8Rows(NamedTuple):
         return values * scales[:, : values.shape[1]]
 
 
-class BothRows(NamedTuple):
+class RoundedRows(NamedTuple):
     """Rows of activations before and after they are rounded to FP8."""
 
     plain: Tensor  # [M, K], contiguous
     in_fp8: FP8Rows
 
 
-def plain_rows(x: Tensor | BothRows) -> Tensor:
+def plain_rows(x: Tensor | RoundedRows) -> Tensor:
     """Return rows of activations as they are before they are rounded to FP8, [M, K]."""
-    return x.plain if isinstance(x, BothRows) else x
+    return x.plain if isinstance(x, RoundedRows) else x
 
 
 def quantise_rows(x: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
@@ -114,10 +114,10 @@ def rms_norm_both(
     powers_of_two: bool = False,
     parts: Tensor | None = None,
     shared: SharedPart | None = None,
-) -> BothRows:
+) -> RoundedRows:
     """Normalise rows as `rms_norm_quantised` does, and keep them as they were before rounding."""
     plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = rms_norm_quantised(
         x, weight, eps, powers_of_two=powers_of_two, parts=parts, shared=shared, out=plain
     )
-    return BothRows(plain, rows)
+    return RoundedRows(plain, rows)

@@ -13,6 +13,8 @@ from batchgen.kernels.layers.elementwise import expm1, silu, softplus, times_sig
 
 GateFunction = Literal["silu", "gelu"]
 """The function of an MLP's gate: SiLU, or GELU as it is approximated by tanh."""
+ExpertFunction = Literal["silu", "gelu", "relu2"]
+"""The function of an expert: that of its gate, or max(x, 0)² without a gate."""
 PlainFunction = Literal["relu2", "xielu"]
 """The function of an MLP without a gate: max(x, 0)², or xIELU (`xielu`)."""
 _TWICE_ROOT = 1.5957691216057308

@@ -1,8 +1,8 @@
 """Causal depthwise convolution with SiLU, whose last inputs are kept for each row.
 
-Channel c of token t becomes silu(Σ_i weight[c, i] · x[t − (K − 1) + i, c]). The K − 1 inputs before
-a row's first token are the *window* in its state slot, or zeros at the row's beginning. Sums and
-SiLU are computed in float32 and rounded once.
+Channel c of token t becomes silu(Σ_i weight[c, i] · x[t − (K − 1) + i, c] + bias[c]). The K − 1
+inputs before a row's first token are the *window* in its state slot, or zeros at the row's
+beginning. Sums and SiLU are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -19,20 +19,28 @@ from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 
 def causal_conv_step(
-    x: Tensor, weight: Tensor, window: Tensor, records: Tensor, rows: StepRows
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    records: Tensor,
+    rows: StepRows,
 ) -> Tensor:
     """Convolve W tokens of each row x [B · W, C], row by row, to that shape; their inputs become
     records.
 
-    The weight [C, K] ends with the token's own tap. The windows [S, K − 1, C] of the rows' slots,
-    the oldest input first, are overwritten as `StepRows` says, and the records [R, N, C] too; both
-    have x's dtype. A slot's window, the records and the last axis of x are contiguous.
+    The weight [C, K] ends with the token's own tap; the bias is [C]. The windows [S, K − 1, C] of
+    the rows' slots, the oldest input first, are overwritten as `StepRows` says, and the records
+    [R, N, C] too; both have x's dtype. A slot's window, the records and the last axis of x are
+    contiguous.
     """
     run = causal_conv_step_triton if x.is_cuda else causal_conv_step_reference
-    return run(x, weight, window, records, rows)
+    return run(x, weight, bias, window, records, rows)
 
 
-def causal_conv_prefill(x: Tensor, weight: Tensor, window: Tensor, rows: PrefillRows) -> Tensor:
+def causal_conv_prefill(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, rows: PrefillRows
+) -> Tensor:
     """Convolve the tokens x [T, C] of each row, to the same shape, and leave its last inputs in its
     slot.
 
@@ -40,11 +48,16 @@ def causal_conv_prefill(x: Tensor, weight: Tensor, window: Tensor, rows: Prefill
     may be anywhere.
     """
     run = causal_conv_prefill_triton if x.is_cuda else causal_conv_prefill_reference
-    return run(x, weight, window, rows)
+    return run(x, weight, bias, window, rows)
 
 
 def causal_conv_step_reference(
-    x: Tensor, weight: Tensor, window: Tensor, records: Tensor, rows: StepRows
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    records: Tensor,
+    rows: StepRows,
 ) -> Tensor:
     """`causal_conv_step` in PyTorch."""
     slots, taps = rows.slots, weight.shape[1]
@@ -58,11 +71,12 @@ def causal_conv_step_reference(
     window.index_copy_(0, slots, kept)
     inputs = x.view(len(slots), rows.width, x.shape[1])
     records[slots[:, None], new] = inputs
-    return _convolve(torch.cat([before, inputs], dim=1), weight).flatten(0, 1).to(x.dtype)
+    out = _convolve(torch.cat([before, inputs], dim=1), weight, bias)
+    return out.flatten(0, 1).to(x.dtype)
 
 
 def causal_conv_prefill_reference(
-    x: Tensor, weight: Tensor, window: Tensor, rows: PrefillRows
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, rows: PrefillRows
 ) -> Tensor:
     """`causal_conv_prefill` in PyTorch, row by row."""
     before, out, first = weight.shape[1] - 1, torch.zeros_like(x), 0
@@ -73,7 +87,7 @@ def causal_conv_prefill_reference(
         fresh = not rows.positions[first]
         start = torch.zeros_like(window[slot]) if fresh else window[slot]
         inputs = torch.cat([start, x[first : first + length]])
-        out[first : first + length] = _convolve(inputs[None], weight)[0]
+        out[first : first + length] = _convolve(inputs[None], weight, bias)[0]
         for tokens, target in rows.wanted(row).items():
             window[target] = inputs[tokens : tokens + before]
         window[slot] = inputs[length:]
@@ -81,11 +95,11 @@ def causal_conv_prefill_reference(
     return out
 
 
-def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
+def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[B, K − 1 + W, C] → [B, W, C] in float32, the taps in the order of the tokens."""
     taps, inputs, weight = weight.shape[1], inputs.float(), weight.float()
     width = inputs.shape[1] - (taps - 1)
     total = inputs[:, :width] * weight[:, 0]
     for tap in range(1, taps):
         total = total + inputs[:, tap : tap + width] * weight[:, tap]
-    return silu(total)
+    return silu(total if bias is None else total + bias.float())

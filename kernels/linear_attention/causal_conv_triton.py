@@ -20,7 +20,12 @@ _TOKENS = 8
 
 
 def causal_conv_step_triton(
-    x: Tensor, weight: Tensor, window: Tensor, records: Tensor, rows: StepRows
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    records: Tensor,
+    rows: StepRows,
 ) -> Tensor:
     """`causal_conv_step` in one launch."""
     channels, taps = weight.shape
@@ -29,8 +34,8 @@ def causal_conv_step_triton(
     blocks = triton.cdiv(channels, _STEP_BLOCK)
     if len(rows.slots):
         _conv_step[(len(rows.slots) * blocks,)](
-            x, weight, window, records, out, rows.slots, rows.pending, rows.first, x.stride(0),
-            weight.stride(0), weight.stride(1), window.stride(0), channels, TAPS=taps,
+            x, weight, bias, window, records, out, rows.slots, rows.pending, rows.first,
+            x.stride(0), weight.stride(0), weight.stride(1), window.stride(0), channels, TAPS=taps,
             WIDTH=rows.width, RING=records.shape[1], FOLD=rows.fold,
             BLOCKS=blocks, BLOCK=_STEP_BLOCK, TILE=triton.next_power_of_2(taps), num_warps=1,
         )  # fmt: skip
@@ -38,7 +43,7 @@ def causal_conv_step_triton(
 
 
 def causal_conv_prefill_triton(
-    x: Tensor, weight: Tensor, window: Tensor, rows: PrefillRows
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, rows: PrefillRows
 ) -> Tensor:
     """`causal_conv_prefill` in two launches: the tokens, then the windows that they have read."""
     channels, taps = weight.shape
@@ -48,7 +53,7 @@ def causal_conv_prefill_triton(
     snapshots = rows.slots if rows.snapshots is None else rows.snapshots
     if batch and len(x):
         _conv_prefill[(rows.most_chunks(), blocks)](
-            x, weight, window, out, rows.slots, rows.positions, rows.starts, x.stride(0),
+            x, weight, bias, window, out, rows.slots, rows.positions, rows.starts, x.stride(0),
             weight.stride(0), weight.stride(1), window.stride(0), channels, batch,
             TAPS=taps, CHUNK=CHUNK, TOKENS=_TOKENS, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
@@ -63,8 +68,8 @@ def causal_conv_prefill_triton(
 
 @triton.jit
 def _conv_step(
-    x_ptr, weight_ptr, window_ptr, records_ptr, out_ptr, slots_ptr, pending_ptr, first_ptr,
-    x_stride, weight_channel, weight_tap, window_stride, channels,
+    x_ptr, weight_ptr, bias_ptr, window_ptr, records_ptr, out_ptr, slots_ptr, pending_ptr,
+    first_ptr, x_stride, weight_channel, weight_tap, window_stride, channels,
     TAPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, FOLD: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -92,6 +97,8 @@ def _conv_step(
             )  # fmt: skip
             value = tl.where(place < 0, before, value)
         total = tl.sum(value.to(tl.float32) * weight, axis=0)[None, :]
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
         out = total / (1.0 + tl.exp(-total))
         target = out_ptr + (row * WIDTH + j) * channels + channel
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=channel < channels)
@@ -119,8 +126,8 @@ def _before(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _conv_prefill(
-    x_ptr, weight_ptr, window_ptr, out_ptr, slots_ptr, positions_ptr, starts_ptr, x_stride,
-    weight_channel, weight_tap, window_stride, channels, num_rows,
+    x_ptr, weight_ptr, bias_ptr, window_ptr, out_ptr, slots_ptr, positions_ptr, starts_ptr,
+    x_stride, weight_channel, weight_tap, window_stride, channels, num_rows,
     TAPS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of one chunk, TOKENS tokens at a time."""
@@ -137,6 +144,8 @@ def _conv_prefill(
         weight = weight_ptr + channel * weight_channel + tap * weight_tap
         weight = tl.load(weight, mask=channel < channels, other=0.0).to(tl.float32)
         weights += (weight,)  # type: ignore[assignment]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
     for offset in range(0, count, TOKENS):
         begin, values = first + offset, ()
         for i in tl.static_range(TOKENS + TAPS - 1):
@@ -154,6 +163,8 @@ def _conv_prefill(
             total = values[i] * weights[0]  # type: ignore[misc]
             for tap in tl.static_range(1, TAPS):
                 total += values[i + tap] * weights[tap]
+            if bias_ptr is not None:
+                total += bias
             out = total / (1.0 + tl.exp(-total))
             size = tl.where(begin + i < first + count, channels, 0)
             target = out_ptr + (begin + i).to(tl.int64) * channels + channel

@@ -1,4 +1,4 @@
-"""What the gated delta rule reads and keeps: see delta_rule.py."""
+"""What the gated delta rule, with erasing and without, reads and keeps: see delta_rule.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,21 @@ class DeltaInputs(NamedTuple):
     q and k are divided by sqrt(Σx² + 1e-6), and q by sqrt(dk) as well. Each key head serves nv / nk
     value heads that stand one behind the other. The decay is d = exp(−exp(a_log) · softplus(a +
     dt_bias)), the writing strength β = sigmoid(b).
+
+    Without b the rule is Mamba2's: q and k are taken as they are, and β = softplus(a + dt_bias).
     """
 
     qkv: Tensor  # [T, 2 · nk · dk + nv · dv]: nk heads of q, nk of k, nv of v
     a: Tensor  # [T, nv]
-    b: Tensor  # [T, nv]
+    b: Tensor | None  # [T, nv]
     a_log: Tensor  # [nv] float32
     dt_bias: Tensor  # [nv] float32
+    skip: Tensor | None = None  # [nv] float32, how much of its value a token adds to its output
+
+    def take(self, tokens: slice | Tensor) -> DeltaInputs:
+        """Return the inputs of some tokens."""
+        b = None if self.b is None else self.b[tokens]
+        return self._replace(qkv=self.qkv[tokens], a=self.a[tokens], b=b)
 
 
 class DeltaRecords(NamedTuple):

@@ -1,4 +1,4 @@
-"""The chunked form of the gated delta rule in Triton, in two launches.
+"""The chunked form of the gated delta rule and of Mamba2's in Triton, in two launches.
 
 The first computes what a chunk's tokens do to each other, for all chunks at once. The second goes
 through each row's chunks and carries the state. With K, Q [64, dk] the raw keys and queries of a
@@ -11,6 +11,8 @@ chunk, V [64, dv] its values and S the state before it, it computes
 where T = (I + A)⁻¹·diag(β) solves for the updates U (the UT transform), P has the products of
 queries and keys with the decays between them, and c, r and w [64] contain decays and norms of keys
 and queries. So the factors K, Q and V are the convolution's result without another rounding.
+
+Mamba2's rule has U = V: its β stands in P and w instead, and neither T nor c is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 from batchgen.kernels.device import has_large_shared_memory
 from batchgen.kernels.linear_attention.chunks_triton import row_of_chunk, tokens_of_chunk
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs
-from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of
+from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of, time_step_of
 from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows
 
 
@@ -46,17 +48,23 @@ with equal bits; they need 174 and 190 KB of shared memory. With one stage and 1
 3.6 makes wrong code for Hopper."""
 _FLOAT32 = PrefillTiles(block_v=16, scan_warps=4, scan_stages=1, chunk_warps=8)
 """For factors of 4 bytes, of which fewer fit into shared memory."""
+_WIDE = _FEW._replace(scan_stages=2)
+"""For keys of more than 128 channels: 164 KB with 256."""
 _MANY_PROGRAMS = 96
 """This many programs of 64 channels keep most of a GPU's multiprocessors busy."""
 
 
-def choose_tiles(programs: int, dtype: torch.dtype, device: torch.device) -> PrefillTiles:
+def choose_tiles(
+    programs: int, key_dim: int, dtype: torch.dtype, device: torch.device
+) -> PrefillTiles:
     """Choose the tiles of a prefill, which `programs` programs of 64 value channels would go
-    through, for factors of products of this dtype."""
+    through, for keys of this size and factors of products of this dtype."""
     if dtype == torch.float32:
         return _FLOAT32
     if device.type == "cuda" and not has_large_shared_memory(device):
         return _FEW._replace(scan_stages=2)  # 120 KB
+    if key_dim > 128:
+        return _WIDE
     return _MANY if programs >= _MANY_PROGRAMS else _FEW
 
 
@@ -72,34 +80,37 @@ def delta_prefill_triton(
     tokens, width = inputs.qkv.shape
     key_heads = (width - value_heads * value_dim) // (2 * key_dim)
     assert state[0].is_contiguous() and rows.starts.is_contiguous()
-    assert all(x.stride(-1) == 1 for x in inputs)
+    assert all(x is None or x.stride(-1) == 1 for x in inputs)
     dtype, device, batch = inputs.qkv.dtype, state.device, len(rows.slots)
     out = rows.empty((tokens, value_heads, value_dim), dtype)
     if not batch or not tokens:
         return out
-    wide = dtype == torch.float32
+    wide, erases = dtype == torch.float32, inputs.b is not None
     if tiles is None:
         programs = batch * value_heads * triton.cdiv(value_dim, 64)
-        tiles = choose_tiles(programs, dtype, device)
+        tiles = choose_tiles(programs, key_dim, dtype, device)
     chunks, block_k = rows.most_chunks(), max(16, triton.next_power_of_2(key_dim))
     block_v = min(tiles.block_v, max(16, triton.next_power_of_2(value_dim)))
-    matrices = torch.empty((chunks, value_heads, 2, CHUNK, CHUNK), dtype=dtype, device=device)
+    # P, and T before it.
+    size = (chunks, value_heads, 2 if erases else 1, CHUNK, CHUNK)
+    matrices = torch.empty(size, dtype=dtype, device=device)
     vectors = torch.empty((chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=device)
     shape = {
         "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim, "BLOCK_K": block_k, "CHUNK": CHUNK,
         "PRECISION": "tf32x3" if wide else None, "INTERPRETED": not inputs.qkv.is_cuda,
+        "MATRICES": 2 if erases else 1,
     }  # fmt: skip
     _delta_chunks[(chunks, value_heads)](
-        *inputs, matrices, vectors, rows.positions, rows.starts, inputs.qkv.stride(0),
-        inputs.a.stride(0), inputs.b.stride(0), batch, NORM_EPS, key_dim**-0.5,
-        num_warps=tiles.chunk_warps, maxnreg=tiles.chunk_registers, **shape,
+        *inputs[:-1], matrices, vectors, rows.positions, rows.starts, inputs.qkv.stride(0),
+        inputs.a.stride(0), 0 if inputs.b is None else inputs.b.stride(0), batch, NORM_EPS,
+        key_dim**-0.5, num_warps=tiles.chunk_warps, maxnreg=tiles.chunk_registers, **shape,
     )  # fmt: skip
     snapshots = rows.slots if rows.snapshots is None else rows.snapshots
     blocks = triton.cdiv(value_dim, block_v)
     _delta_scan[(batch * value_heads * blocks,)](
-        inputs.qkv, matrices, vectors, out, state, rows.slots, rows.positions, rows.starts,
-        snapshots, inputs.qkv.stride(0), state.stride(0),
+        inputs.qkv, inputs.skip, matrices, vectors, out, state, rows.slots, rows.positions,
+        rows.starts, snapshots, inputs.qkv.stride(0), state.stride(0),
         SNAPSHOTS=0 if rows.snapshots is None else rows.snapshots.shape[1], BLOCK_V=block_v,
         BLOCKS=blocks, STAGES=tiles.scan_stages,
         num_warps=tiles.scan_warps, **shape,
@@ -121,7 +132,7 @@ def _delta_chunks(
     starts_ptr, qkv_stride, a_stride, b_stride, num_rows, eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
     """Each program computes T, P and the vectors c, r, w of one chunk and value head."""
     index, head = tl.program_id(0), tl.program_id(1)
@@ -137,16 +148,22 @@ def _delta_chunks(
     in_tile = inside[:, None] & (channel < KEY_DIM)
     query = tl.load(qkv_ptr + tile, mask=in_tile, other=0.0)
     key = tl.load(qkv_ptr + KEY_HEADS * KEY_DIM + tile, mask=in_tile, other=0.0)
-    wide_query, wide_key = query.to(tl.float32), key.to(tl.float32)
-    query_norm = tl.rsqrt(tl.sum(wide_query * wide_query, axis=1) + eps) * scale
-    key_norm = tl.rsqrt(tl.sum(wide_key * wide_key, axis=1) + eps)
+    if b_ptr is not None:
+        wide_query, wide_key = query.to(tl.float32), key.to(tl.float32)
+        query_norm = tl.rsqrt(tl.sum(wide_query * wide_query, axis=1) + eps) * scale
+        key_norm = tl.rsqrt(tl.sum(wide_key * wide_key, axis=1) + eps)
 
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
     a = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0)
-    b = tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0)
+    if b_ptr is not None:
+        b = tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0)
     # Tokens past the last one change nothing.
     log_decay = tl.where(inside, log_decay_of(a, a_log, dt_bias), 0.0)
-    strength = tl.where(inside, strength_of(b), 0.0)
+    if b_ptr is not None:
+        strength = tl.where(inside, strength_of(b), 0.0)
+    else:
+        query_norm = tl.full([CHUNK], 1.0, tl.float32)
+        key_norm = tl.where(inside, time_step_of(a, dt_bias), 0.0)
     # Differences of sums in float32 would lose the small decays that follow a large one.
     total = tl.cumsum(log_decay.to(tl.float64), axis=0)
     whole = tl.sum(tl.where(place == CHUNK - 1, total, 0.0))
@@ -157,20 +174,20 @@ def _delta_chunks(
     keys_across = tl.trans(key)
     scores = _product(query, keys_across, PRECISION, INTERPRETED) * query_norm[:, None] * decays
     item = index.to(tl.int64) * VALUE_HEADS + head
-    matrix = matrices_ptr + item * (2 * CHUNK * CHUNK) + i * CHUNK + j
+    matrix = matrices_ptr + item * (MATRICES * CHUNK * CHUNK) + i * CHUNK + j
     dtype = matrices_ptr.dtype.element_ty
-    tl.store(matrix + CHUNK * CHUNK, scores.to(dtype))
+    tl.store(matrix + (MATRICES - 1) * (CHUNK * CHUNK), scores.to(dtype))
     vector = vectors_ptr + item * (4 * CHUNK) + place
     since_start = tl.exp(total.to(tl.float32))
     tl.store(vector, since_start * key_norm)
     tl.store(vector + CHUNK, since_start * query_norm)
     tl.store(vector + 2 * CHUNK, tl.exp((whole - total).to(tl.float32)) * key_norm)
     tl.store(vector + 3 * CHUNK, tl.exp((whole + total * 0.0).to(tl.float32)))
-
-    system = _product(key, keys_across, PRECISION, INTERPRETED)
-    system = tl.where(i > j, system * (strength * key_norm)[:, None] * decays, 0.0)
-    inverse = _inverse_of_one_plus(system, i, j, PRECISION, INTERPRETED)
-    tl.store(matrix, (inverse * strength[None, :]).to(dtype))
+    if b_ptr is not None:
+        system = _product(key, keys_across, PRECISION, INTERPRETED)
+        system = tl.where(i > j, system * (strength * key_norm)[:, None] * decays, 0.0)
+        inverse = _inverse_of_one_plus(system, i, j, PRECISION, INTERPRETED)
+        tl.store(matrix, (inverse * strength[None, :]).to(dtype))
 
 
 @triton.jit
@@ -193,12 +210,13 @@ def _inverse_of_one_plus(system, i, j, PRECISION: tl.constexpr, INTERPRETED: tl.
 
 @triton.jit
 def _delta_scan(
-    qkv_ptr, matrices_ptr, vectors_ptr, out_ptr, state_ptr, slots_ptr, positions_ptr, starts_ptr,
-    snapshots_ptr, qkv_stride, state_stride,
+    qkv_ptr, skip_ptr, matrices_ptr, vectors_ptr, out_ptr, state_ptr, slots_ptr, positions_ptr,
+    starts_ptr, snapshots_ptr, qkv_stride, state_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SNAPSHOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, MATRICES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK_V value channels of one head through the chunks of one row."""
     block = tl.program_id(0) % BLOCKS
@@ -237,19 +255,25 @@ def _delta_scan(
         query = tl.load(source + query_column[None, :], mask=in_keys, other=0.0)
         key = tl.load(source + key_column[None, :], mask=in_keys, other=0.0)
         v = tl.load(source + value_column[None, :], mask=in_values, other=0.0)
-        matrix = matrices_ptr + (item + chunk * VALUE_HEADS) * (2 * CHUNK * CHUNK)
+        matrix = matrices_ptr + (item + chunk * VALUE_HEADS) * (MATRICES * CHUNK * CHUNK)
         matrix += place[:, None] * CHUNK + place[None, :]
-        solve, scores = tl.load(matrix), tl.load(matrix + CHUNK * CHUNK)
+        if MATRICES == 2:
+            solve = tl.load(matrix)
+        scores = tl.load(matrix + (MATRICES - 1) * (CHUNK * CHUNK))
         vector = vectors_ptr + (item + chunk * VALUE_HEADS) * (4 * CHUNK)
-        from_state, to_query = tl.load(vector + place), tl.load(vector + CHUNK + place)
+        if MATRICES == 2:
+            from_state = tl.load(vector + place)
+        to_query = tl.load(vector + CHUNK + place)
         to_state, decay = tl.load(vector + 2 * CHUNK + place), tl.load(vector + 3 * CHUNK)
 
-        factor = state.to(dtype)
-        known = _product(key, factor, PRECISION, INTERPRETED) * from_state[:, None]
-        missed = (v.to(tl.float32) - known).to(dtype)
-        update = _product(solve, missed, PRECISION, INTERPRETED)
+        factor, update = state.to(dtype), v.to(tl.float32)
+        if MATRICES == 2:
+            known = _product(key, factor, PRECISION, INTERPRETED) * from_state[:, None]
+            update = _product(solve, (update - known).to(dtype), PRECISION, INTERPRETED)
         out = _product(query, factor, PRECISION, INTERPRETED) * to_query[:, None]
         out += _product(scores, update.to(dtype), PRECISION, INTERPRETED)
+        if skip_ptr is not None:
+            out += tl.load(skip_ptr + head) * v.to(tl.float32)
         written = out_ptr + token[:, None] * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM
         tl.store(written + value[None, :], out.to(dtype), mask=in_values)
         change = (update * to_state[:, None]).to(dtype)

@@ -33,12 +33,19 @@ def _prepare(inputs: DeltaInputs, state: Tensor) -> _Tokens:
     values = value_heads * value_dim
     keys = (inputs.qkv.shape[1] - values) // 2
     query, key, value = inputs.qkv.float().split([keys, keys, values], dim=1)
-    query, key = (_unit(x.unflatten(1, (-1, key_dim))) for x in (query, key))
-    repeats = value_heads * key_dim // keys
-    query = (query * key_dim**-0.5).repeat_interleave(repeats, dim=1)
-    beta = times_sigmoid(1.0, inputs.b.float())
-    log_decay = -torch.exp(inputs.a_log) * softplus(inputs.a.float() + inputs.dt_bias)
+    query, key = (x.unflatten(1, (-1, key_dim)) for x in (query, key))
+    beta = step = softplus(inputs.a.float() + inputs.dt_bias)
+    if inputs.b is not None:
+        query, key = _unit(query) * key_dim**-0.5, _unit(key)
+        beta = times_sigmoid(1.0, inputs.b.float())
+    query = query.repeat_interleave(value_heads * key_dim // keys, dim=1)
+    log_decay = -torch.exp(inputs.a_log) * step
     return _Tokens(query, key, value.unflatten(1, (value_heads, -1)), log_decay, beta)
+
+
+def _with_skip(out: Tensor, value: Tensor, skip: Tensor | None) -> Tensor:
+    """Add D · v to outputs, both [..., nv, dv]."""
+    return out if skip is None else out + skip[:, None] * value
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -58,8 +65,8 @@ def delta_step_reference(
     for start in range(0, count, together):
         some = slice(start, min(start + together, count))
         tokens = slice(some.start * width, some.stop * width)
-        part = inputs._replace(qkv=inputs.qkv[tokens], a=inputs.a[tokens], b=inputs.b[tokens])
-        out[tokens] = _step_rows(part, state, records, rows._replace(slots=rows.slots[some]))
+        own = rows._replace(slots=rows.slots[some])
+        out[tokens] = _step_rows(inputs.take(tokens), state, records, own)
     return out
 
 
@@ -80,13 +87,15 @@ def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: 
     for j in range(width):
         wide_key = _repeat(key[:, j], repeats)
         current = current * decay[:, j, :, None, None]
-        found = (current * wide_key[:, :, None, :]).sum(-1)
-        update = beta[:, j, :, None] * (value[:, j] - found)
+        update = beta[:, j, :, None] * value[:, j]
+        if inputs.b is not None:
+            found = (current * wide_key[:, :, None, :]).sum(-1)
+            update = beta[:, j, :, None] * (value[:, j] - found)
         current = _changed(current, update, wide_key)
         out[:, j] = (current * query[:, j, :, None, :]).sum(-1)
         for record, made in zip(records, (update, key[:, j], decay[:, j]), strict=True):
             record[slots, new[:, j]] = made
-    return out.flatten(0, 1).to(inputs.qkv.dtype)
+    return _with_skip(out, value, inputs.skip).flatten(0, 1).to(inputs.qkv.dtype)
 
 
 def _changed(decayed: Tensor, update: Tensor, key: Tensor) -> Tensor:
@@ -117,21 +126,23 @@ def delta_prefill_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRow
         while done < length:
             end = min(length, done + CHUNK - (position + done) % CHUNK)
             chunk = slice(first + done, first + end)
-            out[chunk], current = _run_chunk(_Tokens(*(x[chunk] for x in tokens)), current)
+            own, erases = _Tokens(*(x[chunk] for x in tokens)), inputs.b is not None
+            out[chunk], current = _run_chunk(own, current, erases)
             for target in wanted.pop(end, ()):
                 state[target] = current
             done = end
         assert not wanted, f"snapshots after {list(wanted)} tokens, which end no chunk"
         state[slot] = current
         first += length
-    return out.to(inputs.qkv.dtype)
+    return _with_skip(out, tokens.value, inputs.skip).to(inputs.qkv.dtype)
 
 
-def _run_chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+def _run_chunk(tokens: _Tokens, state: Tensor, erases: bool) -> tuple[Tensor, Tensor]:
     """Compute the outputs [n, nv, dv] of n ≤ 64 tokens, and the state [nv, dv, dk] after them.
 
     A chunk's updates solve (I + A)·U = β·(V − decayed K·Sᵀ), where A below its diagonal is β_i
-    (k_i·k_j) times the decay from j to i. Both terms are solved before the state is known.
+    (k_i·k_j) times the decay from j to i. Both terms are solved before the state is known. They are
+    β·V if the rule does not erase.
     """
     count, repeats = len(tokens.query), state.shape[0] // tokens.key.shape[1]
     query, key, value, log_decay, beta = (_filled(x) for x in tokens)
@@ -146,12 +157,14 @@ def _run_chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     since_start = total.float().exp().unsqueeze(-1)
     until_end = (total[:, -1:] - total).float().exp().unsqueeze(-1)
     keys_across = key.transpose(1, 2).contiguous()
-    system = beta * torch.bmm(key, keys_across) * decays
-    both = torch.cat([beta * value, beta * since_start * key], dim=2)
-    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-    from_values, from_state = solved.split([value.shape[2], key.shape[2]], dim=2)
     across = state.transpose(1, 2).contiguous()
-    updates = from_values - torch.bmm(from_state.contiguous(), across)
+    updates = beta * value
+    if erases:
+        system = beta * torch.bmm(key, keys_across) * decays
+        both = torch.cat([updates, beta * since_start * key], dim=2)
+        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        from_values, from_state = solved.split([value.shape[2], key.shape[2]], dim=2)
+        updates = from_values - torch.bmm(from_state.contiguous(), across)
     scores = torch.bmm(query, keys_across) * decays
     out = torch.bmm(query * since_start, across) + torch.bmm(scores, updates)
     change = torch.bmm((updates * until_end).transpose(1, 2).contiguous(), key)

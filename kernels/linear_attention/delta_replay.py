@@ -41,14 +41,10 @@ def delta_replay(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tenso
             tokens = slice(start, min(end, start + _WIDTH))
             width = tokens.stop - start
             out[tokens] = delta_step_reference(
-                _take(inputs, tokens), own, records, step._replace(width=width)
+                inputs.take(tokens), own, records, step._replace(width=width)
             )
             step.first.add_(step.pending).remainder_(2 * _WIDTH)
             step.pending.fill_(width)
-        delta_step_reference(_take(inputs, slice(0, 0)), own, records, step)
+        delta_step_reference(inputs.take(slice(0, 0)), own, records, step)
         first = end
     return out
-
-
-def _take(inputs: DeltaInputs, tokens: slice) -> DeltaInputs:
-    return inputs._replace(qkv=inputs.qkv[tokens], a=inputs.a[tokens], b=inputs.b[tokens])

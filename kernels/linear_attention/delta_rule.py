@@ -1,4 +1,5 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks").
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks"), and Mamba2's
+(Dao and Gu 2024, arXiv 2405.21060), which is the same without erasing.
 
 Each of nv value heads keeps a matrix S [dv, dk] for each row. A token with key k, query q (both
 [dk]), value v [dv], decay 0 < d ≤ 1 and writing strength 0 < β < 1 changes it, and reads it:
@@ -7,6 +8,9 @@ Each of nv value heads keeps a matrix S [dv, dk] for each row. A token with key 
     u = β · (v − S·k)
     S ← S + u ⊗ k
     o = S·q
+
+Mamba2 adds β · v without taking S·k out of it, and the token's own value to its output, times a
+number of the head: u = β · v and o = S·q + D · v.
 
 `delta_step` does this token by token, `delta_prefill` for chunks of tokens with matrix products,
 which round otherwise. `delta_replay` reads many tokens in the first form.

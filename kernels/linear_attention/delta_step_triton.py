@@ -1,4 +1,4 @@
-"""A decode step of the gated delta rule in Triton.
+"""A decode step of the gated delta rule and of Mamba2's in Triton.
 
 The last records of a row are not folded to compute its tokens. If S is the state that has all
 records but these and u_e, k_e and d_e are what these tokens and the step's own did, then token t,
@@ -9,6 +9,8 @@ its own entry included, has the state
 so what it makes of its key k and its query q is
 
     found = G·S·k + Σ_e g_e (k_e·k) u_e,    u = β · (v − found),    o = G·S·q + Σ_e g_e (k_e·q) u_e.
+
+Mamba2's rule has u = β · v, for which no state is read, and adds D · v to o.
 
 The first launch computes what does not depend on states: G, and the factors before each u_e. A
 program of the second holds some value channels of one head's state in registers. It reads them
@@ -28,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs, DeltaRecords
-from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of
+from batchgen.kernels.linear_attention.gates_triton import log_decay_of, strength_of, time_step_of
 from batchgen.kernels.linear_attention.state_rows import StepRows
 
 
@@ -43,6 +45,8 @@ class StepTiles(NamedTuple):
 
 
 TILES = StepTiles(block_v=32, lanes=8, num_warps=1)
+_MOST = 4096
+"""Values of a state that a program of one warp keeps in registers."""
 
 
 def delta_step_triton(
@@ -57,7 +61,7 @@ def delta_step_triton(
     _, ring, key_heads, _ = records.key.shape
     tokens, batch, share = len(inputs.qkv), len(rows.slots), value_heads // key_heads
     assert state[0].is_contiguous() and all(record.is_contiguous() for record in records)
-    assert all(x.stride(-1) == 1 for x in inputs)
+    assert all(x is None or x.stride(-1) == 1 for x in inputs)
     assert inputs.qkv.shape == (
         batch * rows.width, 2 * key_heads * key_dim + value_heads * value_dim
     )  # fmt: skip
@@ -73,19 +77,20 @@ def delta_step_triton(
     }  # fmt: skip
     if tokens:
         _prepare_step[(batch * key_heads,)](
-            *inputs, query, gates, factors, records.key, records.decay, rows.slots, rows.pending,
-            rows.first, inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), rows.width,
+            *inputs[:-1], query, gates, factors, records.key, records.decay, rows.slots,
+            rows.pending, rows.first, inputs.qkv.stride(0), inputs.a.stride(0),
+            0 if inputs.b is None else inputs.b.stride(0), rows.width,
             NORM_EPS, key_dim**-0.5, BLOCK_K=triton.next_power_of_2(key_dim),
             SHARE=triton.next_power_of_2(share), num_warps=2, **shape,
         )  # fmt: skip
-    block_v = min(tiles.block_v, triton.next_power_of_2(value_dim))
     block_k = max(4 * tiles.lanes, triton.next_power_of_2(key_dim))
+    block_v = min(tiles.block_v, triton.next_power_of_2(value_dim), _MOST // block_k)
     blocks = triton.cdiv(value_dim, block_v)
     if batch:
         _delta_step[(batch * value_heads * blocks,)](
-            inputs.qkv, query, gates, factors, out, state, *records, rows.slots, rows.pending,
-            rows.first, inputs.qkv.stride(0), state.stride(0), rows.width,
-            VALUE_DIM=value_dim, BLOCKS=blocks, BLOCK_V=block_v,
+            inputs.qkv, query, gates, factors, inputs.skip, out, state, *records, rows.slots,
+            rows.pending, rows.first, inputs.qkv.stride(0), state.stride(0), rows.width,
+            ERASES=inputs.b is not None, VALUE_DIM=value_dim, BLOCKS=blocks, BLOCK_V=block_v,
             GROUPS=block_k // (4 * tiles.lanes), SPAN=4 * tiles.lanes, num_warps=tiles.num_warps,
             **shape,
         )  # fmt: skip
@@ -142,18 +147,23 @@ def _prepare_step(
         source = qkv_ptr + token * qkv_stride + key_head * KEY_DIM + channel
         query = tl.load(source, mask=is_key, other=0.0).to(tl.float32)
         key = tl.load(source + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0).to(tl.float32)
-        query = query * (tl.rsqrt(tl.sum(query * query) + eps) * scale)
-        key = key * tl.rsqrt(tl.sum(key * key) + eps)
+        if b_ptr is not None:
+            query = query * (tl.rsqrt(tl.sum(query * query) + eps) * scale)
+            key = key * tl.rsqrt(tl.sum(key * key) + eps)
         tl.store(query_ptr + (token * KEY_HEADS + key_head) * KEY_DIM + channel, query, mask=is_key)
         tl.store(key_ptr + (record * KEY_HEADS + key_head) * KEY_DIM + channel, key, mask=is_key)
 
         a = tl.load(a_ptr + token * a_stride + head, mask=is_head, other=0.0)
-        b = tl.load(b_ptr + token * b_stride + head, mask=is_head, other=0.0)
+        if b_ptr is not None:
+            b = tl.load(b_ptr + token * b_stride + head, mask=is_head, other=0.0)
         decay = tl.exp(log_decay_of(a, a_log, dt_bias))
         whole *= decay
         tl.store(decay_ptr + record * VALUE_HEADS + head, decay, mask=is_head)
         gate = gates_ptr + (token * VALUE_HEADS + head) * 2
-        tl.store(gate, strength_of(b), mask=is_head)
+        if b_ptr is not None:
+            tl.store(gate, strength_of(b), mask=is_head)
+        else:
+            tl.store(gate, time_step_of(a, dt_bias), mask=is_head)
         tl.store(gate + 1, whole, mask=is_head)
 
         mine = entry == waiting
@@ -163,8 +173,9 @@ def _prepare_step(
         factor = (
             factors_ptr + (token * VALUE_HEADS + head[:, None]) * (2 * ENTRIES) + entry[None, :]
         )
-        on_key = tl.sum(keys * key[None, :], axis=1)
-        tl.store(factor, since * on_key[None, :], mask=is_head[:, None])
+        if b_ptr is not None:
+            on_key = tl.sum(keys * key[None, :], axis=1)
+            tl.store(factor, since * on_key[None, :], mask=is_head[:, None])
         since = tl.where(mine[None, :], 1.0, since)
         on_query = tl.sum(keys * query[None, :], axis=1)
         tl.store(factor + ENTRIES, since * on_query[None, :], mask=is_head[:, None])
@@ -178,8 +189,9 @@ def _over_keys(state, vector):
 
 @triton.jit(do_not_specialize=["width"])
 def _delta_step(
-    qkv_ptr, query_ptr, gates_ptr, factors_ptr, out_ptr, state_ptr, update_ptr, key_ptr, decay_ptr,
-    slots_ptr, pending_ptr, first_ptr, qkv_stride, state_stride, width,
+    qkv_ptr, query_ptr, gates_ptr, factors_ptr, skip_ptr, out_ptr, state_ptr, update_ptr, key_ptr,
+    decay_ptr, slots_ptr, pending_ptr, first_ptr, qkv_stride, state_stride, width,
+    ERASES: tl.constexpr,
     RING: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, ENTRIES: tl.constexpr, FOLD: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_V: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr,
@@ -245,11 +257,16 @@ def _delta_step(
             keys, queries, values, gates, factors, record, token + j, is_key, is_value,
             qkv_stride, KEY_HEADS * KEY_DIM, VALUE_HEADS, ENTRIES,
         )  # fmt: skip
-        found = _over_keys(state, key) * whole + tl.sum(known * on_key[:, None], axis=0)
-        update = strength * (v - found)
+        if ERASES:
+            found = _over_keys(state, key) * whole + tl.sum(known * on_key[:, None], axis=0)
+            update = strength * (v - found)
+        else:
+            update = strength * v
         known = tl.where((entry == waiting)[:, None], update[None, :], known)
         waiting += 1
         out = _over_keys(state, query) * whole + tl.sum(known * on_query[:, None], axis=0)
+        if skip_ptr is not None:
+            out += tl.load(skip_ptr + head) * v
         target = out_ptr + ((token + j) * VALUE_HEADS + head) * VALUE_DIM + value
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_value)
         tl.store(updates + record * (VALUE_HEADS * VALUE_DIM), update, mask=is_value)

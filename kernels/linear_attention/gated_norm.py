@@ -1,4 +1,5 @@
-"""RMS norm per head, times SiLU of a gate: what follows the gated delta rule."""
+"""RMS norm per head and SiLU of a gate, in both orders: what follows the gated delta rule, and
+Mamba2's."""
 
 from __future__ import annotations
 
@@ -23,6 +24,24 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return run(x, gate, weight, eps)
 
 
+def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Compute weight · y / sqrt(mean(y²) + eps) of y = x · silu(gate), the mean over each head.
+
+    Without a weight the result is y. Tensors are as for `gated_rms_norm`, the weight [H · D].
+    """
+    run = norm_of_gated_triton if x.is_cuda else norm_of_gated_reference
+    return run(x, gate, weight, eps)
+
+
+def norm_of_gated_reference(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`norm_of_gated` in PyTorch."""
+    wide = x.float() * silu(gate.float().view(x.shape))
+    if weight is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        wide = wide * weight.float().view(x.shape[1:])
+    return wide.to(x.dtype).flatten(1)
+
+
 def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`gated_rms_norm` in PyTorch."""
     wide, gate = x.float(), gate.float().view(x.shape)
@@ -32,15 +51,27 @@ def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float
 
 def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`gated_rms_norm` in one launch."""
+    return _launch(x, gate, weight, eps, gate_first=False)
+
+
+def norm_of_gated_triton(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`norm_of_gated` in one launch."""
+    return _launch(x, gate, weight, eps, gate_first=True)
+
+
+def _launch(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, gate_first: bool
+) -> Tensor:
     tokens, heads, size = x.shape
-    assert x.is_contiguous() and gate.stride(1) == 1 and weight.is_contiguous()
+    assert x.is_contiguous() and gate.stride(1) == 1
+    assert weight is None or weight.is_contiguous()
     out = torch.empty((tokens, heads * size), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     many = max(1, _TILE // block)
     if len(x):
         _gated_rms_norm[(triton.cdiv(tokens * heads, many),)](
             x, gate, weight, out, gate.stride(0), tokens * heads, heads, size, eps,
-            MANY=many, BLOCK=block, num_warps=4,
+            GATE_FIRST=gate_first, MANY=many, BLOCK=block, num_warps=4 if block <= 4096 else 8,
         )  # fmt: skip
     return out
 
@@ -48,7 +79,7 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
 @triton.jit(do_not_specialize=["count"])
 def _gated_rms_norm(
     x_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, count, heads, size, eps,
-    MANY: tl.constexpr, BLOCK: tl.constexpr,
+    GATE_FIRST: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program computes MANY of the `count` heads of all tokens."""
     index = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)[:, None]
@@ -57,7 +88,14 @@ def _gated_rms_norm(
     x = tl.load(x_ptr + index * size + column, mask=mask, other=0.0).to(tl.float32)
     source = gate_ptr + index // heads * gate_stride + index % heads * size + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None] * weight
-    out = normed * (gate / (1.0 + tl.exp(-gate)))
+    if GATE_FIRST:
+        out = x * (gate / (1.0 + tl.exp(-gate)))
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + index % heads * size + column, mask=mask, other=0.0)
+            out *= tl.rsqrt(tl.sum(out * out, axis=1) / size + eps)[:, None]
+            out *= weight.to(tl.float32)
+    else:
+        weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32)
+        normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None] * weight
+        out = normed * (gate / (1.0 + tl.exp(-gate)))
     tl.store(out_ptr + index * size + column, out.to(out_ptr.dtype.element_ty), mask=mask)

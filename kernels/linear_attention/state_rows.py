@@ -22,11 +22,10 @@ class StepRows(NamedTuple):
     A step does not change the state beyond the tokens accepted before it. What those do to the
     state stands in the slot's records, a ring of N: the pending ones from `first[slot]` on, the
     oldest first. The step runs its W tokens, and writes their records behind, which needs pending +
-    W ≤ N. Of the pending ones it folds the oldest into the state, `fold` at a time as long as there
-    are so many, and writes the state back; the caller must then count them as folded. So a token is
-    always computed from the state behind a multiple of `fold` tokens of decode steps and the
-    records since, whatever the widths of the steps are.
-    """
+    W ≤ N. Of the pending ones it folds the oldest into the state, `fold` at a time as long as that
+    many are left, and writes the state back; the caller must then count them as folded. So a token
+    is always computed from the state behind a multiple of `fold` tokens of decode steps and the
+    records since, whatever the widths of the steps are."""
 
     slots: Tensor  # [B] int64, the rows' state slots
     pending: Tensor  # [R] int32, read on the device; clamped to 0 … N

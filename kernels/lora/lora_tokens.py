@@ -12,7 +12,7 @@ from batchgen.kernels.moe.moe_align_triton import Alignment, moe_align
 BLOCK_M = 16
 """Tokens of one adapter that a program computes at once."""
 _WIDE_BLOCK_M, _MANY_TOKENS = 64, 512
-"""The same of forwards of so many tokens, where factors would be read too often."""
+"""`BLOCK_M` of forwards of at least that many tokens, where factors would be read too often."""
 
 
 class LoRATokens(NamedTuple):

@@ -1,4 +1,4 @@
-"""What follows the two products of experts: biases, and the gate between them."""
+"""What follows the two products of experts: biases, and the gate between them, if there is one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from batchgen.kernels.layers.activation import (
-    GateFunction,
+    ExpertFunction,
     gelu_reference,
     silu_and_mul_reference,
+    squared_relu,
 )
 from batchgen.kernels.layers.elementwise import times_sigmoid
 
 
 class ClampedGate(NamedTuple):
-    """The gate of gpt-oss's experts in the place of SwiGLU: (up + 1) · gate · sigmoid(slope · gate)
+    """The gate of gpt-oss's experts instead of SwiGLU: (up + 1) · gate · sigmoid(slope · gate)
     with gate ≤ limit and -limit ≤ up ≤ limit."""
 
     limit: float
@@ -28,15 +29,24 @@ class Epilogues(NamedTuple):
     gate_up_bias: Tensor | None = None  # [E, 2·I], contiguous
     down_bias: Tensor | None = None  # [E, H], contiguous; added before the token's weight
     clamped: ClampedGate | None = None  # None: function(gate) · up
-    function: GateFunction = "silu"
+    function: ExpertFunction = "silu"
+
+    @property
+    def parts(self) -> int:
+        """How many projections the first product has: gate and up, or up alone."""
+        return 1 if self.function == "relu2" else 2
 
 
 PLAIN = Epilogues()
 
 
-def gated(gate_up: Tensor, clamped: ClampedGate | None, function: GateFunction = "silu") -> Tensor:
+def gated(
+    gate_up: Tensor, clamped: ClampedGate | None, function: ExpertFunction = "silu"
+) -> Tensor:
     """Compute the gate [R, I] between the products in PyTorch, of the I columns of gate and then of
-    up; a clamped one is rounded once."""
+    up, or max(up, 0)² of the I columns of up alone; a clamped one is rounded once."""
+    if function == "relu2":
+        return squared_relu(gate_up)
     if clamped is None:
         run = gelu_reference if function == "gelu" else silu_and_mul_reference
         return run(gate_up)

@@ -15,7 +15,7 @@ from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, grouped_part
 
 def grouped_mlp(
     x: Tensor,  # [T, H]
-    gate_up: Tensor,  # [E, 2·I, H]: the I rows of gate, then of up
+    gate_up: Tensor,  # [E, 2·I, H]: the I rows of gate, then of up; [E, I, H] without a gate
     down: Tensor,  # [E, H, I]
     ids: Tensor,  # [T, k] int32, each in [0, E)
     weights: Tensor,  # [T, k] float32
@@ -26,7 +26,7 @@ def grouped_mlp(
     num_routed: int | None = None,  # None means E
 ) -> Tensor:
     """Compute y_t = Σ_j w_tj · down_e · (silu(gate_e · x_t) · (up_e · x_t)) with e = ids[t, j], or
-    with biases and another gate as `epilogues` say.
+    with biases, another gate or none as `epilogues` say.
 
     The float32 sum over j has an order that depends on the token alone: the columns of `ids` on a
     GPU, where a call gives the same bits every time, and the experts' order on a CPU. If

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from batchgen.kernels.layers.activation import GateFunction
+from batchgen.kernels.layers.activation import ExpertFunction
 from batchgen.kernels.layers.linear import MOST_ROWS, linear
 from batchgen.kernels.moe.epilogues import ClampedGate, gated
 
@@ -38,7 +38,7 @@ def grouped_mlp_cpu(
     ids: Tensor,
     weights: Tensor,
     clamped: ClampedGate | None = None,
-    function: GateFunction = "silu",
+    function: ExpertFunction = "silu",
 ) -> Tensor:
     """Compute `grouped_mlp` with each expert's weights as `linear` takes them.
 

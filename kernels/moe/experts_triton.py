@@ -72,7 +72,8 @@ def grouped_parts_triton(
     their weights. There must be tokens. Nothing is written for slots whose expert is elsewhere."""
     tokens, hidden = x.shape
     (experts, _, inner), k = matrix_sizes(down), ids.shape[1]
-    assert matrix_sizes(gate_up) == (experts, 2 * inner, hidden) and gate_up.is_contiguous()
+    assert matrix_sizes(gate_up) == (experts, epilogues.parts * inner, hidden)
+    assert gate_up.is_contiguous()
     assert matrix_sizes(down) == (experts, hidden, inner) and down.is_contiguous()
     assert are_panels(gate_up) == are_panels(down)
     assert x.dtype == gate_up.dtype == down.dtype and x.stride(1) == 1

@@ -50,7 +50,7 @@ def gate_up_product(
     _gate_up[grid](
         x, weights_operand(weight, tiles.block_n), epilogues.gate_up_bias, out, *alignment[:-1],
         x.stride(0), k, inner, hidden, LIMIT=limit, SLOPE=slope,
-        GELU=epilogues.function == "gelu",
+        GELU=epilogues.function == "gelu", PARTS=epilogues.parts,
         **_options(alignment, tiles, weight, hidden),
     )  # fmt: skip
 
@@ -150,9 +150,9 @@ def _add_products(acc, values, weights, SWAP: tl.constexpr, INTERPRETED: tl.cons
 def _gate_up(
     x_ptr, weight, bias_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
     num_tiles_ptr, x_stride, slots_per_token, inner, hidden,
-    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
-    PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(inner, BLOCK_N)
     is_past, expert, first, end = tile_of_program(
@@ -164,14 +164,14 @@ def _gate_up(
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
             x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, BLOCK_M // 2, BLOCK_N, BLOCK_K,
-            EVEN_K, SWAP, PANELS, INTERPRETED,
+            slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, PARTS, BLOCK_M // 2, BLOCK_N,
+            BLOCK_K, EVEN_K, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
             x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
-            SWAP, PANELS, INTERPRETED,
+            slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
+            EVEN_K, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
 
 
@@ -179,9 +179,9 @@ def _gate_up(
 def _gate_up_tile(
     x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
     slots_per_token, inner, hidden,
-    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
-    PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     place = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
@@ -191,7 +191,7 @@ def _gate_up_tile(
     PART_K: tl.constexpr = _PANEL if PANELS else BLOCK_K
     k = tl.arange(0, PART_K)
     x_source = x_ptr + (slot // slots_per_token).to(tl.int64)[:, None] * x_stride + k[None, :]
-    gate_row = first_column if PANELS else expert * (2 * inner)
+    gate_row = first_column if PANELS else expert * (PARTS * inner)
     up_row = gate_row + inner
 
     gate = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
@@ -202,14 +202,21 @@ def _gate_up_tile(
             weight, expert, gate_row, row, start, hidden, PANELS, EVEN_K, BLOCK_N, BLOCK_K, PART_K
         )
         gate = _add_products(gate, x, weights, SWAP, INTERPRETED)
-        weights = _load_parts(
-            weight, expert, up_row, row, start, hidden, PANELS, EVEN_K, BLOCK_N, BLOCK_K, PART_K
-        )
-        up = _add_products(up, x, weights, SWAP, INTERPRETED)
+        if PARTS == 2:
+            weights = _load_parts(
+                weight, expert, up_row, row, start, hidden, PANELS, EVEN_K, BLOCK_N, BLOCK_K,
+                PART_K,
+            )  # fmt: skip
+            up = _add_products(up, x, weights, SWAP, INTERPRETED)
 
-    gate = with_bias(gate, bias_ptr, expert, 2 * inner, row, SWAP)
-    up = with_bias(up, bias_ptr, expert, 2 * inner, inner + row, SWAP)
-    result = gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty)
+    gate = with_bias(gate, bias_ptr, expert, PARTS * inner, row, SWAP)
+    if PARTS == 2:
+        up = with_bias(up, bias_ptr, expert, 2 * inner, inner + row, SWAP)
+        result = gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty)
+    else:
+        # Without a gate, what is called so is the only projection.
+        gate = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result = (gate * gate).to(out_ptr.dtype.element_ty)
     if SWAP:
         result = tl.trans(result)
     target = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]

@@ -46,9 +46,8 @@ def add_sum_norm(
     """Add Σ_r partial_r to residual, summed in float32 and rounded once, and compute the norm of
     that.
 
-    Returns the normed rows [T, H], a new tensor, and the residual stream, in the place of
-    `residual` or else of `partial`. What is too large for a launch takes several.
-    """
+    Returns the normed rows [T, H], a new tensor, and the residual stream, written over `residual`,
+    or else over `partial`. What is too large for a launch takes several."""
     stream = partial if residual is None else residual
     assert stream.is_contiguous() and stream.dtype == partial.dtype
     normed = torch.empty_like(stream)
@@ -64,14 +63,14 @@ def add_sum_norm(
 
 
 def sends_sums(rows: int, row_bytes: int, size: int) -> bool:
-    """Whether so many rows are faster in two shots: ranks add up rows for each other."""
+    """Whether this number of rows is faster in two shots: ranks add up rows for each other."""
     # One-shot sends (size - 1) times the tensor, two-shot twice the (size - 1) / size-th of it.
     # In two shots a rank with no row of its own would not send anything to the others.
     return rows >= size and (size - 1) * (size - 2) * rows * row_bytes > size * _HOP_BYTES
 
 
 def max_launch_rows(rows: int, row_bytes: int, peers: PeerMemory) -> int:
-    """Return how many of so many rows one launch can add up."""
+    """Return how many of the rows one launch can add up."""
     if sends_sums(rows, row_bytes, peers.size):
         return peers.size * (peers.inbox_bytes // 2 // row_bytes)
     return peers.inbox_bytes // row_bytes

@@ -80,7 +80,7 @@ def empty_bits(x: Tensor) -> int:
 
 @triton.jit
 def sendable(bits, EMPTY: tl.constexpr):
-    """Put zero in the place of the pattern that means empty."""
+    """Replace the pattern that means empty by zero."""
     return tl.where(bits == EMPTY, tl.zeros_like(bits), bits)
 
 

@@ -14,6 +14,7 @@ from measuring import anonymous_mib
 from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig, StepConfig
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.dataset.source import Row
@@ -65,7 +66,7 @@ class InstantEngine:
         request_id: RequestId,
         prompt_token_ids: list[int],
         params: object,
-        answer_token_ids: list[int] | None = None,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:

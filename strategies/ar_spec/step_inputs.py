@@ -128,7 +128,7 @@ class SpecStepInputs(StepInputs):
     @property
     def drafts_on_host(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """The token ids [B, k] and counts [B] of the current step's drafts, once they have arrived
-        on the host. `set_drafts` must have been told to send them."""
+        on the host. `set_drafts` must have been asked to send them."""
         assert self._on_host is not None, "nobody asked for them"
         token_ids, counts = self._on_host
         return token_ids.wait(), counts.wait()

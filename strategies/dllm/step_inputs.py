@@ -22,6 +22,8 @@ from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
+from batchgen.strategies.dllm.edits import EDIT_LOG
+from batchgen.strategies.dllm.replay import Replays
 from batchgen.strategies.dllm.rules.rule import Rule
 from batchgen.strategies.dllm.unmasking import RuleRows
 
@@ -55,6 +57,7 @@ class DLLMStepInputs(StepInputs):
         self._sub_length = sub_block_length or block_length
         self._shifted = diffusion.shifted
         self.columns: dict[str, Tensor] = {}
+        self._replays: Replays | None = None
         self._rule = rule
         self._rules: RuleRows | None = None
         self._length = block_length
@@ -118,6 +121,19 @@ class DLLMStepInputs(StepInputs):
     def complete(self) -> Tensor:
         """[B] bool, rows whose block only lacks its final KV."""
         return self.blocks.complete
+
+    @property
+    def logs_edits(self) -> bool:
+        """Whether any row asks for the column of its edits."""
+        return any(EDIT_LOG.name in params.columns for params in self.sampling.params)
+
+    def replayed(self) -> tuple[Replays, Tensor, Tensor] | None:
+        """The trajectories of the rows, and of the positions of the current blocks the token ids
+        and the steps, [B, L] int64 each; None if no row replays one."""
+        if self._replays is None:
+            return None
+        starts = self.blocks.first_starts.unsqueeze(1)
+        return self._replays, *self._replays.at(self.positions - starts)
 
     def send_masked(self) -> None:
         """Begin to copy to the host which positions are masked in the next forward, for
@@ -267,6 +283,11 @@ class DLLMStepInputs(StepInputs):
         self._rules = (
             new_rules if self._rules is None else RuleRows.concat([self._rules, new_rules])
         )
+        if self._replays is not None or any(seq.trajectory is not None for seq in rows.seqs):
+            old = 0 if self._blocks is None else len(self._blocks.starts)
+            replays = self._replays or Replays.none(old, device)
+            joining = Replays.of(rows.seqs, length, self.mask_token_id, device)
+            self._replays = replays.concat(joining)
         self._add_rows(rows, newest)
         self._blocks = new if self._blocks is None else BlockRows.concat([self._blocks, new])
         self._repeated = None
@@ -276,6 +297,9 @@ class DLLMStepInputs(StepInputs):
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
         super().keep_rows(keep)
         self._blocks = self.blocks.index_select(keep) if len(keep) else None
+        if self._replays is not None:
+            replays = self._replays.index_select(keep)
+            self._replays = replays if replays.replaying.any() else None
         self._rules = self.rules.index_select(keep) if len(keep) else None
         self._repeated = None
         if self.columns and len(keep):

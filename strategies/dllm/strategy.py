@@ -15,12 +15,13 @@ from torch import Tensor
 from batchgen.engine.device.transfer import upload
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
+from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.scheduled_batch import DecodeBatch
-from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.rows.sequence import TAIL, Sequence
 from batchgen.engine.sampling.logits import Logits
-from batchgen.engine.sampling.sampler import Drawn, draw_tokens
+from batchgen.engine.sampling.sampler import Drawn, draw_tokens, take_tokens
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
@@ -29,11 +30,18 @@ from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH
 from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
 from batchgen.strategies.dllm.block_rows import KnownBlocks, Writes
 from batchgen.strategies.dllm.commit_room import CommitRoom
+from batchgen.strategies.dllm.edits import EDIT_LOG, MOST_EDITS, edit_log
 from batchgen.strategies.dllm.guided import denoise
+from batchgen.strategies.dllm.replay import is_exact, next_step
 from batchgen.strategies.dllm.rules.named_rules import named_rule, rule_of_row
 from batchgen.strategies.dllm.rules.rule import Rule
 from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
 
+TAIL_COLUMNS = tuple(
+    OutputColumn(TAIL + name, np.dtype(np.int32), scope="tail")
+    for name in ("token_ids", STEP_MAP.name)
+)
+"""What the end of the row cut off its last block, which a replay needs."""
 NUM_COMMIT_FORWARDS = RowCount(
     "num_commit_forwards", "of those forwards, how many only made KV final"
 )
@@ -73,7 +81,7 @@ class DLLMStrategy(Strategy):
     """
 
     name = "dllm"
-    columns: tuple[OutputColumn, ...] = (STEP_MAP,)
+    columns: tuple[OutputColumn, ...] = (STEP_MAP, EDIT_LOG, *TAIL_COLUMNS)
     counts: tuple[RowCount, ...] = (NUM_FORWARDS, NUM_COMMIT_FORWARDS)
     decoding = Rule
 
@@ -203,12 +211,13 @@ class DLLMStrategy(Strategy):
         tokens: Ints = -(-max_tokens // self._length) * self._length
         return tokens
 
-    def check(self, params: RequestParams) -> None:
-        if params.scores_answer:
+    def check(self, params: RequestParams, *, replays: bool = False) -> None:
+        if params.scores_answer and not replays:
             raise ValueError(
                 "max_new_tokens is 0, and strategy dllm cannot score a given answer: a diffusion "
                 "model's probability of a token depends on the order in which it unmasks the "
-                "others; use a model that predicts next tokens, with strategy=ar"
+                "others; give that order (prompt.answer_step_map_column), or use a model that "
+                "predicts next tokens, with strategy=ar"
             )
         if params.pooling is not None:
             raise ValueError(
@@ -224,18 +233,42 @@ class DLLMStrategy(Strategy):
             )
         rule = params.decoding or self._rule
         assert isinstance(rule, Rule)
-        if self._shifted and (rule.edits or params.constraint is not None):
+        if EDIT_LOG.name in params.columns:
+            self._check_log(rule)
+        if self._shifted and (rule.edits or params.constraint is not None or replays):
             what = f"unmasking {rule.name}" if rule.edits else "a constraint"
             raise ValueError(
-                f"{what} is not supported for a model whose logits are of the next token, of which "
-                "a block's first one is drawn with the block before: use strategy.unmasking="
-                "low_confidence_dynamic without a constraint"
+                f"{'a replay' if replays else what} is not supported for a model whose logits are "
+                "of the next token, of which a block's first one is drawn with the block before: "
+                "use strategy.unmasking=low_confidence_dynamic without a constraint, and generate"
             )
         if rule.edits and params.constraint is not None:
             raise ValueError(
                 f"unmasking {rule.name} replaces tokens that others were already drawn behind, and "
                 "a constraint cannot follow that: use strategy.unmasking=low_confidence_dynamic"
             )
+
+    def _check_log(self, rule: Rule) -> None:
+        """Raise ValueError if a row with this rule has no log of edits, or may have too long a
+        one."""
+        if not rule.edits:
+            raise ValueError(
+                f"column {EDIT_LOG.name} is of rules that replace tokens, and unmasking "
+                f"{rule.name} replaces none: leave it out, or use strategy.unmasking="
+                "joint_threshold"
+            )
+        if rule.cut().edit_steps > MOST_EDITS - MAX_BLOCK_LENGTH:
+            raise ValueError(
+                f"column {EDIT_LOG.name} has room for {MOST_EDITS} edits of a token: set "
+                f"max_edit_steps to {MOST_EDITS - MAX_BLOCK_LENGTH} or less, or leave it out"
+            )
+
+    def is_exact(
+        self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
+    ) -> bool:
+        rule = params.decoding or self._rule
+        assert isinstance(rule, Rule)
+        return is_exact(trajectory, num_prompt_tokens, self._length) and not rule.edits
 
     def attach(self, runners: Mapping[str, ModelRunner]) -> None:
         self._runner = runners[TARGET]
@@ -321,6 +354,7 @@ class DLLMStrategy(Strategy):
             transfer = state.rules.unmasked(state.candidates, blocks.denoised, drawn)
         else:
             drawn, transfer, guided, conflicts = self._decide_guided(output, guide)
+        drawn, transfer = self._replay(output, drawn, transfer)
         failed = drawn.failed.view(-1, length)
         broken = (failed & blocks.masked).any(1)
         if self._shifted:
@@ -331,8 +365,14 @@ class DLLMStrategy(Strategy):
         token_ids, edited = drawn.token_ids.view(-1, length), None
         if state.rules.any_edits:
             edited = state.rules.edited(state.editable, blocks.token_ids, drawn)
+        writes = Writes(transfer, edited, token_ids)
+        if state.logs_edits:
+            most = length - 1 + state.rules.most_edit_steps
+            columns[EDIT_LOG.name] = edit_log(
+                state.columns.get(EDIT_LOG.name), blocks, writes, most
+            )
         known = state.write(
-            Writes(transfer, edited, token_ids),
+            writes,
             columns,
             last_commits=self._fused and not self._yields_final,
         )
@@ -408,6 +448,28 @@ class DLLMStrategy(Strategy):
             entropy=state.rules.any_entropy,
             mask=mask,
         )
+
+    def _replay(self, output: ModelOutput, drawn: Drawn, transfer: Tensor) -> tuple[Drawn, Tensor]:
+        """Put the tokens of replayed rows into a draw, and what the step unmasks of them into
+        `transfer` [B, L] bool."""
+        state = self.step_inputs
+        if (found := state.replayed()) is None:
+            return drawn, transfer
+        replays, token_ids, steps = found
+        rows = replays.rows
+        at = rows.repeat_interleave(self._length)
+        taken = take_tokens(
+            output.logits,
+            state.repeated,
+            output.positions,
+            torch.where(at, token_ids.flatten(), drawn.token_ids),
+        )
+        columns = {
+            name: torch.where(at.view(-1, *[1] * (v.dim() - 1)), taken.columns[name], v)
+            for name, v in drawn.columns.items()
+        }
+        transfer = torch.where(rows.unsqueeze(1), next_step(state.blocks.masked, steps), transfer)
+        return drawn._replace(token_ids=taken.token_ids, columns=columns), transfer
 
     def _decide_guided(
         self, output: ModelOutput, guide: Guide

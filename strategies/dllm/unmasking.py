@@ -14,6 +14,7 @@ from batchgen.engine.device.batched import Batched, row
 from batchgen.engine.device.transfer import upload
 from batchgen.engine.sampling.sampler import Drawn
 from batchgen.kernels.sampling.unmask import unmask
+from batchgen.strategies.dllm.edits import MOST_EDITS
 from batchgen.strategies.dllm.rules.rule import Rule, UnmaskingOrder
 
 _INF = float("inf")
@@ -57,6 +58,13 @@ class RuleRows(Batched):
     def any_edits(self) -> bool:
         """Whether any row replaces tokens that it has unmasked."""
         return any(rule.edits for rule in self.rules)
+
+    @cached_property
+    def most_edit_steps(self) -> int:
+        """The most steps of any row that edit a block in which nothing is masked, of rules that a
+        log of edits has room for."""
+        steps = [rule.cut().edit_steps for rule in self.rules if rule.edits]
+        return min(max(steps, default=0), MOST_EDITS)
 
     @property
     def any_confidence(self) -> bool:
@@ -116,7 +124,7 @@ class RuleRows(Batched):
         Args:
             editable: [B, L] bool, the positions with a token that is not of the prompt.
             old: [B, L] int64, these tokens.
-            drawn: as of `unmasked`.
+            drawn: see `unmasked`.
         """
         is_other = drawn.token_ids.view(old.shape) != old
         sure = _of_blocks(drawn.confidence, old) > self.edit_threshold.unsqueeze(1)

@@ -50,6 +50,7 @@ def _yaml_block(page: str, holds: str) -> str:
 
 FILES["pipeline.yaml"] = _yaml_block("docs/guides/pipelines.md", "steps:")
 FILES["simpleqa.yaml"] = _yaml_block("docs/guides/evals.md", "template: simpleqa")
+FILES["judged.yaml"] = _yaml_block("docs/benchmarks/jobs.md", "judge: {template: match}")
 
 
 OTHER_MACHINES = (

@@ -456,9 +456,12 @@ class LLM:
 
     def _read(self, prompts: Any, call: CallArguments) -> Output | list[Output]:
         """Read prompts as `embed` and `classify` say."""
-        _, is_one = read_prompts(prompts)
-        found = self._generate(prompts, call)
-        return found[0] if is_one else [samples[0] for samples in found]
+        read: list[Output] = []
+        for samples in self._generate(prompts, call):
+            if isinstance(samples, Output):  # of one prompt
+                return samples
+            read += samples
+        return read
 
     def close(self) -> None:
         """Give the device's memory back. The LLM cannot be used after that."""

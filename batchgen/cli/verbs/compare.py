@@ -117,7 +117,7 @@ def _text(table: ArmTable, form: str, x: str | None, rows: int) -> str:
 
 
 def _details(row: ArmRow, column: str, rows: int) -> list[str]:
-    """What is told of two arms alone."""
+    """What is printed for two arms alone."""
     from batchgen.evals.scores.compared_jobs import comparison_lines
     from batchgen.util.text.text_table import table_text
 

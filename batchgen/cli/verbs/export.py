@@ -46,6 +46,9 @@ kd-packed  token ids, and their likeliest tokens in few bytes: ids of as many bi
         the examples reads them
 rl      token_ids, mask, logprobs, temperatures, reward (--by, or mark), and routed_experts as
         bytes with their shape; needs output.columns=[prompt_token_ids,logprobs]
+trace_rl  of block diffusion: prompt, response, prompt_token_ids, token_ids and step_map to the end
+        of the last block, stop_length, mask, logprobs, reward (--by, or mark); needs output.columns
+        =[prompt_token_ids,logprobs,step_map,tail_token_ids,tail_step_map]
 
 The prompt is what the job's configuration says, made again of the columns of the row, and the
 answer is the generated text. --messages gives other messages, a template for each.
@@ -68,7 +71,10 @@ _STRINGS = {
     "where": ("EXPR", "which rows: an expression over their columns and grades"),
     "messages": ("YAML", "messages with their templates; the last, the assistant's, is the answer"),
     "reasoning": ("COLUMN", "the column that becomes reasoning_content of the answer"),
-    "by": ("COLUMN", "dpo: what is better; grpo: what is right, rl: the reward (default: mark)"),
+    "by": (
+        "COLUMN",
+        "dpo: what is better; grpo: what is right, rl, trace_rl: the reward (default: mark)",
+    ),
     "label": ("EXPR", "kto: which answers are good"),
     "answer": ("COLUMN", "grpo: what is right (default: target)"),
     "steps": ("COLUMN", "prm: the list of steps (default: steps)"),

@@ -129,7 +129,7 @@ class Given:
         return unknown_key(key, self.choices.get(key.partition(".")[0]), others)
 
     def _is_nowhere(self, key: str) -> bool:
-        """Whether no choice has a key. It can be told at once, before Hydra loads."""
+        """Whether no choice has a key. This is known at once, before Hydra loads."""
         group, _, name = key.partition(".")
         known = f"{group}.{name.partition('.')[0]}" in all_keys()
         return not (known or self.folders or group in self.whole)

@@ -226,10 +226,21 @@ def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> d
             key: value
             for key, value in groups[name].items()
             if key not in left_out
-            and (key in _FIRST[name] or not _is_default(value, defaults[name].get(key, MISSING)))
+            and (
+                _is_first(name, key, groups[name])
+                or not _is_default(value, defaults[name].get(key, MISSING))
+            )
             and not (name == "dataset" and is_usual(key, value))
         }
     return groups
+
+
+def _is_first(name: str, key: str, group: Mapping[str, Any]) -> bool:
+    """Whether identities have a key at any value. One of them was at first a key of prompt=tokens
+    alone."""
+    if (name, key) == ("prompt", "answer_ids_column") and group["kind"] != "tokens":
+        return False
+    return key in _FIRST[name]
 
 
 def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:

@@ -36,8 +36,8 @@ a launcher."""
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose word stands behind a configuration: files and folders that the user does not trust, and
-    what he has typed that runs code, as `Named` has it behind the place."""
+    """What a configuration may run: the files and folders that the user does not trust, and the
+    import paths that he has typed, in the form of `Named`."""
 
     sources: tuple[Path, ...] = ()
     typed: frozenset[str] = frozenset()

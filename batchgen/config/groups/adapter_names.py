@@ -12,12 +12,6 @@ from batchgen.util.errors import ConfigError
 ADAPTER = "adapter"
 """The column that says which adapter a row has, in a job that runs each row with each of them."""
 
-GRID_REFUSAL = (
-    "runs each row with several adapters (model.lora_grid), so that several of its rows have one "
-    "id: read a job of one adapter (model.lora=PATH)"
-)
-"""Why a job cannot be read by another one."""
-
 LoRA = str | Sequence[str] | Mapping[str, str] | None
 """Adapters as users name them: a place, several places, or places by name. A place is a folder or
 a hub name, which may end with @REVISION; `base` is the model without an adapter."""

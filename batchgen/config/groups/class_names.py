@@ -110,7 +110,7 @@ def lasting_name(target: str) -> str:
 
 def lasting_step_name(target: str) -> str:
     """What fingerprints and identities call a step of `rows`: its short name if it had one in
-    version 0.1.0 or came later, else as of `lasting_name`."""
+    version 0.1.0 or came later, else see `lasting_name`."""
     name = class_short_name(target)
     return lasting_name(name) if name in _WITHOUT else name
 

@@ -330,7 +330,8 @@ class JobConfig:
         if key is None and not set(self.output.columns).difference(COMMON_COLUMNS):
             raise ConfigError(
                 "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
-                "prompt.answer='{{ COLUMN }}', ask for what rows are read for with "
+                "prompt.answer='{{ COLUMN }}' or prompt.answer_ids_column, ask for what rows are "
+                "read for with "
                 f"output.columns=[{EMBEDDING}] or [{CLASS_SCORES}], or set it to 1 or more"
             )
         if key is None and of_tokens:
@@ -376,6 +377,11 @@ class JobConfig:
         if self.sampling.max_new_tokens or answer_key(self.prompt) is not None:
             return None
         return self.output.pooling or "last"
+
+    @property
+    def replays(self) -> bool:
+        """Whether the answers that are scored are trajectories."""
+        return self.prompt.answer_step_map_column is not None
 
     @property
     def is_scored(self) -> bool:

@@ -16,7 +16,7 @@ from batchgen.util.paths import is_url
 @dataclass(frozen=True)
 class Launched:
     """How a job ended: the exit code of `batchgen.__main__`, the number of the signal that stopped
-    it, and what the user is told."""
+    it, and the message for the user."""
 
     exit_code: int
     stopped_by: int | None

@@ -91,7 +91,7 @@ def sampling_text(values: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def recommendation(sampling: Mapping[str, Any], of_model: Mapping[str, float]) -> str | None:
-    """What to say of a job that samples otherwise than its model recommends; None for others."""
+    """A remark on a job that does not sample as its model recommends; None for others."""
     others = {key: value for key, value in of_model.items() if sampling[key] != value}
     if not others:
         return None

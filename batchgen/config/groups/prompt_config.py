@@ -59,6 +59,8 @@ class ChatPromptConfig:
     max_images: int | None = None
     max_pixels: int | None = None
     answer: str | None = None  # a template
+    answer_ids_column: str | None = None
+    answer_step_map_column: str | None = None
     constant: bool = False
     too_long: TooLong = "error"
 
@@ -82,6 +84,7 @@ class ChatPromptConfig:
             object.__setattr__(self, f"{key}_file", None)
         check_template_kwargs(self.template_kwargs, tools=self.tools_column is not None)
         check_date(self.date)
+        check_answer(self)
         if self.images is not None and self.image_column is not None:
             raise ConfigError("prompt.images and prompt.image_column are both set: choose one")
         check_image_limits(self)
@@ -113,6 +116,17 @@ def check_image_limits(prompt: ChatPromptConfig | OpenAIPromptConfig) -> None:
     for key in ("max_images", "max_pixels"):
         if (value := getattr(prompt, key)) is not None and value < 1:
             raise ConfigError(f"prompt.{key} must be null or at least 1, got {value}")
+
+
+def check_answer(prompt: PromptConfig) -> None:
+    """Check the keys that say which answer of a row is scored."""
+    if prompt.answer is not None and prompt.answer_ids_column is not None:
+        raise ConfigError("prompt.answer and prompt.answer_ids_column are both set: choose one")
+    if prompt.answer_step_map_column is not None and prompt.answer_ids_column is None:
+        raise ConfigError(
+            "prompt.answer_step_map_column says when each token of prompt.answer_ids_column was "
+            "unmasked, and that is not set: name the column of the token ids, such as token_ids"
+        )
 
 
 def check_template_kwargs(values: Mapping[str, Any] | None, *, tools: bool = False) -> None:
@@ -148,6 +162,8 @@ class TextPromptConfig:
     text_file: str | None = None
     add_special_tokens: bool = True
     answer: str | None = None  # a template
+    answer_ids_column: str | None = None
+    answer_step_map_column: str | None = None
     constant: bool = False
     too_long: TooLong = "error"
 
@@ -155,6 +171,7 @@ class TextPromptConfig:
         text = template_text("prompt.text", self.text, self.text_file)
         object.__setattr__(self, "text", DEFAULT_TEXT if text is None else text)
         object.__setattr__(self, "text_file", None)
+        check_answer(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +182,11 @@ class TokensPromptConfig:
     token_ids_column: str
     answer: str | None = None  # a template
     answer_ids_column: str | None = None
+    answer_step_map_column: str | None = None
     too_long: TooLong = "error"
 
     def __post_init__(self) -> None:
-        if self.answer is not None and self.answer_ids_column is not None:
-            raise ConfigError("prompt.answer and prompt.answer_ids_column are both set: choose one")
+        check_answer(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +196,8 @@ class OpenAIPromptConfig:
     kind: Literal["openai"] = "openai"
     body_column: str = "body"
     answer: str | None = None  # a template
+    answer_ids_column: str | None = None
+    answer_step_map_column: str | None = None
     template_kwargs: Mapping[str, Any] | None = None
     date: str | None = None  # YYYY-MM-DD
     image_root: str | None = None
@@ -190,9 +209,12 @@ class OpenAIPromptConfig:
         check_template_kwargs(self.template_kwargs, tools=True)
         check_date(self.date)
         check_image_limits(self)
+        check_answer(self)
 
 
 PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig | OpenAIPromptConfig
+TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN = "tail_token_ids", "tail_step_map"
+"""The columns in which a replay looks for what stood behind an answer in its last block."""
 PROMPT_KINDS: dict[str, type[PromptConfig]] = {
     "chat": ChatPromptConfig,
     "text": TextPromptConfig,
@@ -205,5 +227,4 @@ def answer_key(prompt: PromptConfig) -> str | None:
     """The key that says which answer of a row is scored; None if rows generate."""
     if prompt.answer is not None:
         return "prompt.answer"
-    given = isinstance(prompt, TokensPromptConfig) and prompt.answer_ids_column is not None
-    return "prompt.answer_ids_column" if given else None
+    return None if prompt.answer_ids_column is None else "prompt.answer_ids_column"

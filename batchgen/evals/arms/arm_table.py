@@ -72,7 +72,7 @@ class ArmRow:
         questions, answers: how many have a mark.
         difference: to the first arm, for new questions; None for the first, and where it is not
             compared.
-        p: of a test that there is no difference; NaN where that cannot be told.
+        p: of a test that there is no difference; NaN where it is unknown.
         p_holm: p by `holm` over all arms of the table.
         comparison: question by question, of the questions that both have; None where they share
             none, so that the difference is that of two independent exams.

@@ -1,4 +1,4 @@
-"""Several p values told together."""
+"""Several p values reported together."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def is_config(config: object) -> bool:
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """What each configuration has otherwise than some other one: key → value as text. A
+    """The settings in which the configurations differ, of each of them: key → value as text. A
     configuration that is not known has no such keys."""
     flat = [dict(_keys(config)) for config in configs]
     known = [own for own in flat if own]

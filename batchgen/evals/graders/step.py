@@ -19,7 +19,7 @@ class Column:
     """A column that a step writes. Every value may be null.
 
     Attributes:
-        meaning: what the reader of the file is told of it.
+        meaning: its description, for readers of the file.
     """
 
     name: str

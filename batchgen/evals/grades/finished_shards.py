@@ -11,7 +11,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from batchgen.config.groups.adapter_names import ADAPTER
 from batchgen.evals.grades.folder_grades import GRADES
 from batchgen.evals.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, bytes_digest
 from batchgen.storage.folder.read_job import BATCH
@@ -34,11 +36,13 @@ class GradedShards(ABC):
         schema: the columns of the rows.
         grade_schema: the columns of the grades, without those that every row has; empty without
             grades.
+        by_adapter: whether each row of the data runs with several adapters.
     """
 
     shards: list[FinishedShard]
     schema: pa.Schema
     grade_schema: pa.Schema
+    by_adapter = False
 
     def __init__(self, storage: Storage, user_path: str) -> None:
         self.user_path, self.storage = user_path, storage
@@ -47,6 +51,17 @@ class GradedShards(ABC):
     def total(self) -> int:
         """How many rows there are, samples and errors included."""
         return self.shards[-1].first + self.shards[-1].ends[-1] if self.shards else 0
+
+    @property
+    def id_columns(self) -> tuple[str, ...]:
+        """The columns that `ids` reads."""
+        return ("row_id", ADAPTER) if self.by_adapter else ("row_id",)
+
+    def ids(self, table: pa.Table) -> pa.ChunkedArray:
+        """What readers call rows, which differ in it: their ids, or ADAPTER/ID."""
+        if not self.by_adapter:
+            return table["row_id"]
+        return pc.binary_join_element_wise(table[ADAPTER], table["row_id"], "/")
 
     @property
     def fingerprint(self) -> str:

@@ -55,8 +55,8 @@ class JobGrades:
 
     @property
     def steps(self) -> str | None:
-        """The steps of the grades with their options and versions, as JSON: those that this object
-        was last told to grade by, else those of the first part. None if there are no grades."""
+        """The steps of the grades with their options and versions, as JSON: those by which this
+        object graded last, else those of the first part. None if there are no grades."""
         if self._steps is not None:
             return self._steps
         files = shard_files(self.path).values() if self.path.is_dir() else ()

@@ -76,7 +76,7 @@ class GradingQueue:
         """Grade or hand over what has come, a few times a second at most.
 
         Raises:
-            ConfigError, JobError: as of `JobGrades.make`.
+            ConfigError, JobError: see `JobGrades.make`.
         """
         if not self._is_on or time.monotonic() < self._next_look:
             return

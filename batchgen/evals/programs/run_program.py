@@ -152,7 +152,7 @@ def _verdict(content: bytes, tested: SandboxProcess, sandbox: Sandbox) -> Progra
 
 def _read(pipes: list[_Pipe], deadline: float, most_bytes: int, kept: _Pipe | None = None) -> bool:
     """Read pipes to their ends; of `kept` the last bytes are kept. Returns whether all ended in
-    time and with at most so many bytes."""
+    time and with at most that number of bytes."""
     with selectors.DefaultSelector() as selector:
         for each in pipes:
             selector.register(each.read, selectors.EVENT_READ, each)

@@ -90,7 +90,7 @@ _CALLS: Mapping[str, tuple[int | None, int | None]] = {
 
 
 def seccomp_filter(machine: str) -> bytes:
-    """The filter for a kind of machine, as of `platform.machine()`.
+    """The filter for a kind of machine, see `platform.machine()`.
 
     Raises:
         ConfigError: the numbers of its system calls are not known here.

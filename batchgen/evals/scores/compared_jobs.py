@@ -75,7 +75,7 @@ def _alone(comparison: Comparison) -> str:
 
 
 def _tested(interval: Interval, p: float, column: str) -> str:
-    """A difference, of marks in points, with its interval and p where these can be told."""
+    """A difference, of marks in points, with its interval and p where these are known."""
     text = difference(interval.estimate, column) + (" points" if column == MARK else "")
     if math.isnan(p):
         return f"{text}, how sure cannot be told"

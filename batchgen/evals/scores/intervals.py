@@ -93,7 +93,7 @@ def mean_interval(values: Floats, clusters: Ints) -> Interval | None:
 
     Returns:
         None if there is no value. The bounds are NaN if there is one cluster or no two values
-        differ: how far they scatter cannot be told then.
+        differ: their spread is unknown then.
     """
     known = np.isfinite(values)
     values, clusters = values[known], clusters[known]
@@ -161,14 +161,14 @@ def sample_error(marks: Marks) -> SampleError | None:
 def same_questions_interval(marks: Marks, *, bounded: bool = True) -> Interval | None:
     """The mean mark, and where it would be if the same questions were sampled again.
 
-    The error is sqrt(Σ v/k) / Q as of `sample_error`; for right and wrong that is
+    The error is sqrt(Σ v/k) / Q see `sample_error`; for right and wrong that is
     sqrt(Σ p(1−p)/(k−1)) / Q. The interval has t quantiles with Satterthwaite's degrees of freedom
     and is made on the scale of log-odds, as that of `population_interval`, or without it where
     numbers are not `bounded` by 0 and 1.
 
     Returns:
         None if no question has two marks. The error and the bounds are NaN if all marks of each
-        question are equal: how far they scatter cannot be told then.
+        question are equal: their spread is unknown then.
     """
     error = sample_error(marks)
     if error is None:

@@ -43,7 +43,7 @@ def job_targets(job: Path) -> dict[str, str]:
     without grades, which may be scored by numbers of its rows.
 
     Raises:
-        ConfigError, JobError: as of `job_marks`.
+        ConfigError, JobError: see `job_marks`.
     """
     targets: dict[str, str] = {}
     if JobGrades(job).steps is None:
@@ -60,7 +60,7 @@ def job_scores(samples: Samples) -> JobScores:
     which they were opened.
 
     Raises:
-        ConfigError, JobError: as of `job_marks`.
+        ConfigError, JobError: see `job_marks`.
     """
     table, by = samples.table(), samples.by
     if by is None:

@@ -79,7 +79,8 @@ def _known_marks(job: GradedJob, truth: str) -> dict[tuple[str, int], tuple[Any,
                 value = expression.value(row, row["row_id"])
             except ExpressionFailed as error:
                 raise ConfigError(f"{error} (in the row {row['row_id']})") from None
-            found[row["row_id"], row["sample_index"]] = value, str(row.get(_SOURCE))
+            source = str(row.get(_SOURCE, row["row_id"]))
+            found[row["row_id"], row["sample_index"]] = value, source
     return found
 
 

@@ -127,7 +127,7 @@ class Marks:
             bounded: whether marks are from 0 to 1; numbers of other columns are of any size.
 
         Raises:
-            ConfigError: as of `of`.
+            ConfigError: see `of`.
         """
         if not len(samples):
             raise ConfigError(_NOTHING)

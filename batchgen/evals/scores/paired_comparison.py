@@ -36,7 +36,7 @@ class Comparison:
 
     Attributes:
         difference: the mean difference, its paired standard error and its interval for new
-            questions, as of `paired_difference`.
+            questions, see `paired_difference`.
         p: of a two-sided test that the difference is 0 for new questions. It and the bounds are NaN
             where there is one cluster.
         same_questions: the same for the same questions sampled again: it tells whether anything but

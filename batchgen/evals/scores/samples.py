@@ -182,7 +182,7 @@ class Samples:
                 f"score.column: the rows and grades of {self.grades.job} {why}: choose among "
                 f"{some_names(names, column)}"
             )
-        values = table[column].cast(pa.float64())
+        values = _single(table[column]).cast(pa.float64())
         return values if column == MARK else pc.if_else(pc.is_finite(values), values, None)
 
     def _num_choices(self, rows: pa.Table) -> pa.Array | pa.ChunkedArray:
@@ -241,4 +241,17 @@ def _first_score(grades: pa.Table) -> str:
 def _numeric(table: pa.Table) -> list[str]:
     """The columns of a table that hold numbers, or true and false."""
     kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    return [field.name for field in table.schema if any(is_kind(field.type) for is_kind in kinds)]
+
+    def is_number(kind: pa.DataType) -> bool:
+        if pa.types.is_fixed_size_list(kind) and kind.list_size == 1:
+            kind = kind.value_type
+        return any(is_kind(kind) for is_kind in kinds)
+
+    return [field.name for field in table.schema if is_number(field.type)]
+
+
+def _single(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column of lists of one number each, such as a reward model's score, as these numbers."""
+    if not pa.types.is_fixed_size_list(column.type):
+        return column
+    return pc.list_element(column, 0)

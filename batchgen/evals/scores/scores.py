@@ -44,7 +44,7 @@ def compute_scores(
 
     - `questions` and `samples`: how many there are; `marked`: samples with a mark.
     - `avg`: the mean mark, with `population` (new questions of the same kind) and `same_questions`
-      (the same questions sampled again; its values are null where that cannot be told).
+      (the same questions sampled again; its values are null where they are unknown).
     - `pass@k`, `pass^k` and `maj@k` for each k, with the interval `population`; null where no
       question has k marks. `questions` says how many have.
     - `chance`: the mean mark of guesses, where the choices of all questions are known.

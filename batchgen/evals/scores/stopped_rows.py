@@ -75,7 +75,7 @@ class _Run:
     def variance(self) -> float:
         """An unbiased estimate of the variance of `mean`: its square, less an unbiased estimate of
         the squared mean mark, which is the mean product of two samples' marks. It can be negative;
-        NaN if it cannot be told."""
+        NaN if it is unknown."""
         if len(self.marks) < 2:
             return np.nan
         sums = [_sums(self.marks[group]) for group in (~self.valid, self.valid)]

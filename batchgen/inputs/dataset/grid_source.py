@@ -92,7 +92,7 @@ class GridSource(SourceOver):
         return {**self._source.passthrough(row.base), ADAPTER: row.fields[ADAPTER]}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """What is read of the rows of the source that come before `stop`, as of `Source`."""
+        """What is read of the rows of the source that come before `stop`, see `Source`."""
         return self._source.tables(-(-stop // self._times), size)
 
     def open_index(

@@ -81,5 +81,5 @@ class SteppedSource(SourceOver):
         return values | {name: row.fields[name] if ok else None for name in self._made}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows as the data set has them, as of `Source`."""
+        """The rows as the data set has them, see `Source`."""
         return self._source.tables(stop, size)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from batchgen.storage.costs.chain_costs import JobCost
@@ -44,12 +44,14 @@ class ReadJob:
         digest: of its identity, which growing does not change; 32 hex digits.
         depth: how many jobs stand behind each other up to it: 1 if it reads no job itself.
         costs: what the jobs that stand behind each other took, it the last one.
+        identity: what its manifest says that decides its rows, by group and key.
     """
 
     name: str
     digest: str
     depth: int
     costs: Sequence[JobCost] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

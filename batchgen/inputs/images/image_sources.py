@@ -153,7 +153,7 @@ class ImageFolder:
         return Path(real)
 
     def read(self, name: str) -> bytes:
-        """The bytes of the file that a row names; RequestError as `find` has it."""
+        """The bytes of the file that a row names. RequestError: see `find`."""
         path = self.find(name)
         try:
             return path.read_bytes()

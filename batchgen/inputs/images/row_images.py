@@ -95,7 +95,7 @@ class RowImages:
         return [self._sizes.tokens(*self._sizes.size(*self._own_size(each))) for each in sources]
 
     def load(self, sources: Sequence[ImageSource]) -> list[RowImage]:
-        """The images, which are decoded later; RequestError as `tokens` has it."""
+        """The images, which are decoded later. RequestError: see `tokens`."""
         self._check_count(sources)
         return [self._load(source) for source in sources]
 
@@ -109,7 +109,7 @@ class RowImages:
         return [f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found]
 
     def expanded(self, ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """A prompt in which each image has as many tokens as it takes, of one in which it has one.
+        """Expand the one token of each image in a prompt to as many as the image takes.
 
         Raises:
             RequestError: bad_images: the prompt has another number of such tokens, as of a text

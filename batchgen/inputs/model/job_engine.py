@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import Begun, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.util.request_id import RequestId
@@ -27,11 +28,11 @@ class Engine(Protocol):
         request_id: RequestId,
         prompt_token_ids: list[int],
         params: RequestParams,
-        answer_token_ids: list[int] | None = None,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
-        """Queue a request, whose answer is scored if one is given, and whose prompt has `images`.
+        """Queue a request, whose answer is scored if there is one, and whose prompt has `images`.
         Returns whether it goes on from what was `begun`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The answer of a row that is scored: a template of its text, or its token ids."""
+"""The answer of a row that is scored: a template of its text, its token ids, or a trajectory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.config.groups.prompt_config import PromptConfig, TokensPromptConfig
+from batchgen.config.groups.prompt_config import (
+    TAIL_IDS_COLUMN,
+    TAIL_STEP_MAP_COLUMN,
+    PromptConfig,
+)
 from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory
+from batchgen.inputs.dataset.dataset_columns import named_path, value_at
+from batchgen.inputs.prompts.messages import short_value
 from batchgen.inputs.prompts.prompt_tokens import TextTokens
 from batchgen.inputs.prompts.row_prompts import TokensPrompt
 from batchgen.util.errors import ConfigError
@@ -21,9 +28,10 @@ if TYPE_CHECKING:
 class Answer(Protocol):
     """A way to make the answers of rows."""
 
-    def token_ids(self, row: Row) -> list[int]:
-        """The tokens of the answer of a row, at least one. Raises RequestError (missing_field,
-        template_error, bad_token_ids, empty_answer, answer_too_long) for a row that has none."""
+    def of(self, row: Row) -> GivenAnswer:
+        """The answer of a row, of at least one token. Raises RequestError (missing_field,
+        template_error, bad_token_ids, bad_step_map, empty_answer, answer_too_long) for a row that
+        has none."""
         ...
 
 
@@ -38,9 +46,12 @@ def build_answer(
     generate. Raises ConfigError as the classes do."""
     if config.answer is not None:
         return AnswerText(config.answer, tokenizer, columns, room)
-    if isinstance(config, TokensPromptConfig) and (column := config.answer_ids_column) is not None:
-        return AnswerIds(column, vocab_size, columns, room)
-    return None
+    if config.answer_ids_column is None:
+        return None
+    ids = AnswerIds(config.answer_ids_column, vocab_size, columns, room)
+    if config.answer_step_map_column is None:
+        return ids
+    return Replay(ids, config.answer_step_map_column, columns)
 
 
 class AnswerText:
@@ -67,7 +78,7 @@ class AnswerText:
         self._room = room
         self._template = RowTemplate("prompt.answer", template, columns)
 
-    def token_ids(self, row: Row) -> list[int]:
+    def of(self, row: Row) -> list[int]:
         """Return the tokens of the answer of a row. Raises RequestError (missing_field,
         template_error, empty_answer, answer_too_long) for a row that has none."""
         text = self._template.render(row.fields, row.index)
@@ -88,12 +99,58 @@ class AnswerIds:
         self._ids = TokensPrompt("prompt.answer_ids_column", column, vocab_size, columns)
         self._room = room
 
-    def token_ids(self, row: Row) -> list[int]:
+    def of(self, row: Row) -> list[int]:
         """The ids of a row's answer."""
         try:
             return _fitting(self._ids.token_ids(row), self._room)
         except RequestError as error:
             raise _of_answer(error) from None
+
+
+class Replay:
+    """The token ids that a column holds with the steps in which they were unmasked, and what stood
+    behind them in their last block, if the data set has that.
+
+    Attributes:
+        same_distribution: see `Trajectory`; for all rows.
+    """
+
+    def __init__(self, ids: AnswerIds, column: str, columns: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the data set lacks the column of the steps."""
+        self._ids, self.same_distribution = ids, True
+        self._steps = _Steps("prompt.answer_step_map_column", column, columns)
+        self._tail = None
+        if TAIL_IDS_COLUMN in columns and TAIL_STEP_MAP_COLUMN in columns:
+            self._tail = [_Steps("", n, columns) for n in (TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN)]
+
+    def of(self, row: Row) -> Trajectory:
+        """What a row replays."""
+        steps = self._steps.of(row)
+        if steps is None:
+            raise RequestError("bad_step_map", f"column {self._steps.column!r} is null")
+        tail_ids, tail_steps = [each.of(row) for each in self._tail or ()] or (None, None)
+        if (tail_ids is None) != (tail_steps is None):
+            raise RequestError("bad_step_map", "one of the columns of the tail is null")
+        return Trajectory(self._ids.of(row), steps, tail_ids, tail_steps, self.same_distribution)
+
+
+class _Steps:
+    """Integers of a column."""
+
+    def __init__(self, key: str, column: str, columns: Mapping[str, Any]) -> None:
+        self.column, self._path = column, named_path(key, column, columns)
+
+    def of(self, row: Row) -> list[int] | None:
+        """Those of a row; None if it has none."""
+        values = value_at(row.fields, self._path)
+        if values is None:
+            return None
+        if not isinstance(values, list) or any(type(one) is not int for one in values):
+            raise RequestError(
+                "bad_step_map",
+                f"column {self.column!r} must hold a list of integers, got {short_value(values)}",
+            )
+        return values
 
 
 def _fitting(ids: list[int], room: int) -> list[int]:

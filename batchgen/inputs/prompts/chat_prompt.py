@@ -95,7 +95,7 @@ class ChatPrompt:
         return images.expanded(ids, images.tokens(sources))
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row with its images; RequestError as `token_ids` has it."""
+        """The prompt of a row with its images. RequestError: see `token_ids`."""
         ids, sources = self._ids_and_sources(row)
         if self._places is None:
             return ids, []
@@ -109,7 +109,7 @@ class ChatPrompt:
         return None if self._places is None else self._places.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
-        """The images that a row names; RequestError as `token_ids` has it."""
+        """The images that a row names. RequestError: see `token_ids`."""
         return self._placed(row)[1]
 
     def _ids_and_sources(self, row: Row) -> tuple[list[int], list[ImageSource]]:

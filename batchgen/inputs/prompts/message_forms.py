@@ -125,8 +125,8 @@ class MessageForms:
         return worst
 
     def _knows_no_content(self, messages: Messages, tools: Tools) -> bool:
-        """Whether the template names no tool calls, and yet writes a message that has them instead
-        of a content otherwise than an empty one: it was made for such messages."""
+        """Whether the template was made for messages with tool calls and no content: it names no
+        tool calls, and yet does not write such a message as one with an empty content."""
         if "tool_calls" in self._source:
             return False
         forms = (_Form(None, content, None) for content in (None, ""))

@@ -76,7 +76,7 @@ class BodyPrompt:
         return not_empty(prompt)
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row with its images; RequestError as `token_ids` has it."""
+        """The prompt of a row with its images. RequestError: see `token_ids`."""
         body = self._body(row)
         if "messages" not in body:
             return self.token_ids(row), []
@@ -88,7 +88,7 @@ class BodyPrompt:
         return None if self._chat is None else self._chat.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
-        """The images that a row names; RequestError as `token_ids` has it."""
+        """The images that a row names. RequestError: see `token_ids`."""
         body = self._body(row)
         if "messages" not in body:
             return []

@@ -60,7 +60,7 @@ class Prompt(Protocol):
         ...
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row and its images; RequestError as `token_ids` has it."""
+        """The prompt of a row and its images. RequestError: see `token_ids`."""
         return self.token_ids(row), []
 
 
@@ -141,7 +141,7 @@ def fit_prompt(
 
 
 def constant_prompt_refusal(key: str, prompt: Prompt, row: Row) -> str:
-    """What users are told of a prompt that is the same for all rows, as it is seldom meant so.
+    """The warning about a prompt that is the same for all rows, as it is seldom meant so.
     `key` says where its template stands."""
     try:
         text = prompt.text(row) or ""

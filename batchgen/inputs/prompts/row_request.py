@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.requests import derive_seed
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.dataset.seed_stream import stream_seed
@@ -16,7 +17,7 @@ class RowRequest(NamedTuple):
 
     prompt: list[int]
     params: RequestParams
-    answer: list[int] | None = None  # the tokens that are scored; None if the row generates
+    answer: GivenAnswer | None = None  # what is scored; None if the row generates
     choices: Sequence[list[int]] = ()  # the tokens of each choice that is scored beside the row
     images: Sequence[RowImage] = ()  # those of the prompt, in order
 

@@ -32,7 +32,7 @@ class Failure(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MadeRow:
+class IndexRow:
     """A row of the job, as the row index keeps it.
 
     Attributes:
@@ -110,7 +110,7 @@ class Chain:
                 raise ConfigError(f"{name}: {error}") from None
         return ChainPass(self, passes)
 
-    def restored(self, row: Row, made_row: MadeRow) -> Mapping[str, Any]:
+    def restored(self, row: Row, made_row: IndexRow) -> Mapping[str, Any]:
         """The fields of a row of the job, made again from the data set's row."""
         fields: Mapping[str, Any] = row.fields
         levels = iter(made_row.path)
@@ -149,7 +149,7 @@ class ChainPass:
             if table is not None
         )
 
-    def take(self, row: Row) -> list[MadeRow]:
+    def take(self, row: Row) -> list[IndexRow]:
         """The rows of the job that the next row of the data set becomes."""
         bad = row.failure
         failure = None if bad is None else Failure(bad.type, str(bad))
@@ -162,7 +162,7 @@ class ChainPass:
             else:
                 items = self._changed(number, table, row, items)
             count.rows_out += len(items)
-        return [MadeRow(row.index, item.path, item.stored, item.failure) for item in items]
+        return [IndexRow(row.index, item.path, item.stored, item.failure) for item in items]
 
     def close(self) -> None:
         """Give up what the steps hold."""
@@ -228,7 +228,7 @@ def path_id(row_id: str, path: Sequence[int]) -> str:
 
 
 def failure_of(failure: Failure | None) -> RequestError | None:
-    """A failure as rows have it."""
+    """A failure in the form that rows hold."""
     return None if failure is None else RequestError(failure.type, failure.message)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.inputs.row_index.chain import Failure, MadeRow
+from batchgen.inputs.row_index.chain import Failure, IndexRow
 from batchgen.inputs.steps.stored_values import Storing
 from batchgen.storage.folder.row_funnel import DroppedRow, IndexFacts
 from batchgen.storage.leases.own_files import ROW_INDEX, ROWS
@@ -61,7 +61,7 @@ class IndexFolder:
         """A file of the index that is to be written."""
         return IndexFile(path, schema, self._upload)
 
-    def rows_table(self, rows: Sequence[MadeRow], names: Sequence[str]) -> pa.Table:
+    def rows_table(self, rows: Sequence[IndexRow], names: Sequence[str]) -> pa.Table:
         """Rows of the job as the index has them."""
         columns: dict[str, Any] = {
             "row_index": [row.index for row in rows],
@@ -72,7 +72,7 @@ class IndexFolder:
             columns["made"] = [self._made(row, names) for row in rows]
         return pa.table([pa.array(columns[f.name], f.type) for f in self.schema], self.schema)
 
-    def _made(self, row: MadeRow, names: Sequence[str]) -> dict[str, Any]:
+    def _made(self, row: IndexRow, names: Sequence[str]) -> dict[str, Any]:
         return dict(self._storing.encoded({name: row.stored.get(name) for name in names}))
 
     @staticmethod
@@ -81,12 +81,12 @@ class IndexFolder:
         values = [{"row_id": row.id, "step": names[row.step], "reason": row.reason} for row in rows]
         return pa.Table.from_pylist(values, DROPPED)
 
-    def made_rows(self, table: pa.RecordBatch | pa.Table) -> Iterator[MadeRow]:
+    def made_rows(self, table: pa.RecordBatch | pa.Table) -> Iterator[IndexRow]:
         """The rows of the job that a table of the index has."""
         for row in table.to_pylist():
             stored = self._storing.decoded(row["made"]) if row.get("made") else {}
             failure = None if row["error"] is None else Failure(**row["error"])
-            yield MadeRow(row["row_index"], tuple(row["path"]), stored, failure)
+            yield IndexRow(row["row_index"], tuple(row["path"]), stored, failure)
 
     def open(self, number: int) -> pq.ParquetFile:
         """A part of the index; JobError if it is damaged or of another job."""
@@ -143,7 +143,7 @@ class IndexReader:
         self._folder, self.facts = folder, facts
         self._ends = list(accumulate(part.rows for part in facts.parts))
         self._files: dict[int, pq.ParquetFile] = {}
-        self._group: tuple[int, int, list[MadeRow]] = (-1, -1, [])
+        self._group: tuple[int, int, list[IndexRow]] = (-1, -1, [])
 
     def check(self) -> None:
         """Raise JobError unless all parts are there."""
@@ -153,7 +153,7 @@ class IndexReader:
         if sum(part.rows for part in self.facts.parts) != self.facts.rows:
             raise JobError(f"{self._folder.path}: {ROW_INDEX} has another number of rows")
 
-    def row(self, index: int) -> MadeRow:
+    def row(self, index: int) -> IndexRow:
         """A row of the job."""
         number = bisect_right(self._ends, index)
         at = index - (self._ends[number - 1] if number else 0)

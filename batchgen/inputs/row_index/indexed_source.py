@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.dataset.stored_json import stored_field
-from batchgen.inputs.row_index.chain import Chain, MadeRow, failure_of, path_id
+from batchgen.inputs.row_index.chain import Chain, IndexRow, failure_of, path_id
 from batchgen.inputs.row_index.index_files import IndexFolder, IndexReader
 from batchgen.inputs.row_index.make_index import IndexGrowth
 from batchgen.inputs.steps.stored_values import Storing
@@ -29,7 +29,7 @@ _BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class MadeOfRow(Row):
+class IndexedRow(Row):
     """A row of the job; `base` is the row of the data set that it comes from."""
 
     base: Row = field(kw_only=True)
@@ -237,7 +237,7 @@ class IndexedSource(Source):
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """See `Source`; the steps' columns are null in a row in which a step failed."""
-        assert isinstance(row, MadeOfRow)
+        assert isinstance(row, IndexedRow)
         values = self._data.passthrough(row.base)
         copied = {name: values[name] for name in self._copied}
         if row.failure is not None:
@@ -246,7 +246,7 @@ class IndexedSource(Source):
         return {**copied, **made}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows of the data set, as of `Source`."""
+        """The rows of the data set, see `Source`."""
         return self._data.tables(stop, size)
 
     def close(self) -> None:
@@ -284,8 +284,8 @@ class IndexedSource(Source):
         return stored_field(name, feature, kind) if has_json(feature) else pa.field(name, kind)
 
     def _made(self, indices: Sequence[int], reader: IndexReader) -> Iterator[Row]:
-        """Rows of the job by their numbers. Those that come from one row of the data set and stand
-        beside each other read it once."""
+        """Rows of the job by their numbers. Those that come from one row of the data set and are
+        neighbours read it once."""
         last: Row | None = None
         for at in range(0, len(indices), _BATCH):
             some = [(index, reader.row(index)) for index in indices[at : at + _BATCH]]
@@ -317,9 +317,9 @@ class IndexedSource(Source):
             empty = IndexFacts(self._key, self.fingerprint, read, read, 0, 0, running.counts, ())
             raise empty.nothing_left
 
-    def _row(self, index: int, base: Row, made_row: MadeRow) -> Row:
+    def _row(self, index: int, base: Row, made_row: IndexRow) -> Row:
         row_id = path_id(base.id, made_row.path)
         if made_row.failure is not None:
-            return MadeOfRow(index, row_id, base.fields, failure_of(made_row.failure), base=base)
+            return IndexedRow(index, row_id, base.fields, failure_of(made_row.failure), base=base)
         fields = dict(self.chain.restored(base, made_row))
-        return MadeOfRow(index, row_id, fields, base.failure, base=base)
+        return IndexedRow(index, row_id, fields, base.failure, base=base)

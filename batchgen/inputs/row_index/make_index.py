@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from batchgen.inputs.dataset.source import Row, Source
-from batchgen.inputs.row_index.chain import Chain, ChainPass, MadeRow
+from batchgen.inputs.row_index.chain import Chain, ChainPass, IndexRow
 from batchgen.inputs.row_index.index_files import DROPPED, GROUP, PART_ROWS, IndexFolder
 from batchgen.storage.folder.row_funnel import IndexFacts, IndexPart
 from batchgen.util.errors import JobError
@@ -28,7 +28,7 @@ class _Making:
     rows: Iterator[Row]
     read: int
     total: int
-    pending: list[MadeRow] = field(default_factory=list)
+    pending: list[IndexRow] = field(default_factory=list)
     is_over: bool = False
     error_rows: int = 0
     reported_at: float = field(default_factory=time.monotonic)

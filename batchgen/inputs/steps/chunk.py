@@ -1,4 +1,4 @@
-"""The step that cuts long texts into pieces of so many tokens."""
+"""The step that cuts long texts into pieces of a number of tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _BREAKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk(SplittingStep):
-    """Cuts a text into pieces of at most so many tokens, a row for each, with `#0`, `#1` … behind
-    its id.
+    """Cuts a text into pieces of at most a number of tokens, a row for each, with `#0`, `#1` …
+    behind its id.
 
     Tokens are those of the job's tokenizer. A piece ends between paragraphs where there is such a
     place in its second half, else between lines, sentences or words. The whole text is not copied

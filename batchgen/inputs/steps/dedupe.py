@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from batchgen.inputs.ngrams.kept_rows import HashTable, SpillFile
 from batchgen.inputs.ngrams.near_duplicates import NearDuplicates
@@ -32,10 +36,15 @@ class Dedupe(TableStep):
     taken out that is less similar. Case and punctuation do not count. A million rows take about
     100 MB of memory, and 8 bytes of a temporary file for each word.
 
+    Vectors, such as a job's column `embedding`, are nearly the same if their cosine is `cosine` or
+    more. Each is compared with all that were kept, so the time grows with the square of the rows,
+    and memory has four bytes for each number of a row that is kept.
+
     Attributes:
         by: a column, or a list of columns that are compared together.
         near: null for the same values; from 0.5 to 1 for texts that are nearly the same.
         ngram: with `near`, how many words are compared at a time.
+        cosine: above -1 to 1 for vectors that are nearly the same, in one column; null for others.
     """
 
     stable = True
@@ -44,6 +53,7 @@ class Dedupe(TableStep):
     by: tuple[str, ...]
     near: float | None = None
     ngram: int = 3
+    cosine: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by", columns_of(self.by))
@@ -53,6 +63,13 @@ class Dedupe(TableStep):
             raise ConfigError(f"near must be null or from 0.5 to 1, got {self.near!r}")
         if not 1 <= self.ngram <= 100:
             raise ConfigError(f"ngram must be from 1 to 100, got {self.ngram!r}")
+        if self.cosine is not None and not -1 < self.cosine <= 1:
+            raise ConfigError(f"cosine must be null or above -1 to 1, got {self.cosine!r}")
+        if self.cosine is not None and (self.near is not None or len(self.by) > 1):
+            raise ConfigError(
+                "cosine compares the vectors of one column: leave near out, and name one column in "
+                "by"
+            )
 
     @property
     def field_names(self) -> Sequence[str]:
@@ -61,6 +78,8 @@ class Dedupe(TableStep):
 
     def start(self, tools: Tools) -> Pass:
         """The step at the first row."""
+        if self.cosine is not None:
+            return _Vectors(self.by[0], self.cosine)
         return _Exact(self) if self.near is None else _Near(self, self.near)
 
 
@@ -105,3 +124,52 @@ class _Near:
 
     def close(self) -> None:
         self._texts.close()
+
+
+_ROUNDING, _OF_KEPT = 1e-4, 1e-6
+"""How far products in float32 may be from exact ones, and these from cosines, as what is kept is
+rounded to float32: a cosine of 1 takes out equal vectors."""
+
+
+class _Vectors:
+    """The vectors that were kept, each divided by its length."""
+
+    full = False
+
+    def __init__(self, name: str, least: float) -> None:
+        self._name, self._least = name, least
+        self._ids: list[str] = []
+        self._kept = np.empty((0, 0), np.float32)
+
+    def take(self, row: StepRow) -> Taken:
+        vector = self._vector(required_value(row.fields, self._name))
+        count = len(self._ids)
+        products = self._kept[:count] @ vector if count else np.empty(0, np.float32)
+        for place in np.flatnonzero(products >= self._least - _ROUNDING).tolist():
+            # Exact sums, so that no two machines decide differently.
+            cosine = math.fsum(self._kept[place].astype(np.float64) * vector)
+            if cosine >= self._least - _OF_KEPT:
+                return Dropped(f"near {self._ids[place]}, {cosine:.4f}")
+        if count == len(self._kept):
+            grown = np.empty((max(2 * count, 256), len(vector)), np.float32)
+            if count:
+                grown[:count] = self._kept
+            self._kept = grown
+        self._kept[count] = vector
+        self._ids.append(row.id)
+        return KEPT
+
+    def _vector(self, value: object) -> npt.NDArray[np.float32]:
+        """A row's vector, divided by its length; BadRow if it is none."""
+        numbers = isinstance(value, list) and all(type(x) in (int, float) for x in value)
+        vector = np.array(value if numbers else [], np.float64)
+        length = math.sqrt(math.fsum(vector * vector))
+        if not 0 < length < math.inf or (self._ids and len(vector) != self._kept.shape[1]):
+            raise BadRow(
+                f"column {self._name!r} must hold vectors of one size to be compared, with numbers "
+                f"that are not all 0, got {value!r:.50}"
+            )
+        return (vector / length).astype(np.float32)
+
+    def close(self) -> None:
+        self._kept = np.empty((0, 0), np.float32)

@@ -107,7 +107,7 @@ class Ruler(TableStep):
         return task, self.lengths[index // len(self.tasks) % len(self.lengths)]
 
     def row(self, index: int, units: int) -> dict[str, Any]:
-        """The columns of row `index` with so many units of text."""
+        """The columns of row `index` with a number of units of text."""
         task, length = self.kind(index)
         found = self.text(index, units)
         return {
@@ -119,7 +119,7 @@ class Ruler(TableStep):
         }
 
     def text(self, index: int, units: int) -> RulerText:
-        """The text of row `index` with so many units: sentences, needles or words."""
+        """The text of row `index` with a number of units: sentences, needles or words."""
         task, length = self.kind(index)
         chance = random.Random(f"ruler {self.seed} {index} {task} {length}")
         return ruler_text(task, length, units, chance)

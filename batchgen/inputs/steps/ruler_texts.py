@@ -63,7 +63,7 @@ _LISTED = (
 _LISTED_PREFIX = "Answer: The top 10 words that appear most often in the list are:"
 _COMMON = 10
 _SHORT = 4096
-"""From so many tokens on, common words of `cwe` stand there 30 times and others 3, else 6 and 1."""
+"""From this length on, common words of `cwe` stand there 30 times and others 3, else 6 and 1."""
 _DEPTHS = 40
 _PROSE = (
     "Nobody in the {noun} had expected such a {adjective} {other}.",
@@ -75,7 +75,7 @@ _PROSE = (
     "There was a {noun} on the table, which made the {other} seem {adjective}.",
     "He sold the {adjective} {noun} in spring and never asked about the {other} again.",
 )
-"""Sentences in the place of the essays of the definition."""
+"""Sentences instead of the essays of the definition."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ TASKS = (*_NEEDLES, "vt", "cwe", "fwe")
 
 
 def ruler_text(task: str, length: int, units: int, chance: random.Random) -> RulerText:
-    """The text of a task with so many units: sentences, needles or words."""
+    """The text of a task with a number of units: sentences, needles or words."""
     if task == "vt":
         return _chain(chance, units)
     if task == "cwe":
@@ -134,32 +134,32 @@ def _uuid(chance: random.Random) -> str:
     return str(uuid.UUID(int=chance.getrandbits(128), version=4))
 
 
-def _hidden(chance: random.Random, units: int, asked: _Needles) -> RulerText:
+def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
     """Needles in a haystack of `units` sentences."""
-    kind = "uuid" if asked.uuid_values else "number"
+    kind = "uuid" if hidden.uuid_values else "number"
 
     def key() -> str:
-        if asked.uuid_keys:
+        if hidden.uuid_keys:
             return _uuid(chance)
         return f"{chance.choice(_ADJECTIVES)}-{chance.choice(_NOUNS)}"
 
     def value() -> str:
-        return _uuid(chance) if asked.uuid_values else str(chance.randrange(10**6, 10**7))
+        return _uuid(chance) if hidden.uuid_values else str(chance.randrange(10**6, 10**7))
 
     facts: dict[str, dict[str, None]] = {}
-    while len(facts) < asked.keys:
+    while len(facts) < hidden.keys:
         values = facts.setdefault(key(), {})
-        while len(values) < asked.values:
+        while len(values) < hidden.values:
             values[value()] = None
     pairs = [(own, one) for own, values in facts.items() for one in values]
     needles = [_NEEDLE.format(kind=kind, key=own, value=one) for own, one in pairs]
-    queries = chance.sample(list(facts), asked.queries) if asked.queries > 1 else [*facts][:1]
-    if asked.among == "prose":
+    queries = chance.sample(list(facts), hidden.queries) if hidden.queries > 1 else [*facts][:1]
+    if hidden.among == "prose":
         context = _in_prose(chance, units, needles)
     else:
         at = chance.random()
         sentences = [_NOISE] * units
-        if asked.among == "needles":
+        if hidden.among == "needles":
             sentences = []
             while len(sentences) < units:
                 if (other := key()) not in facts:
@@ -209,7 +209,7 @@ def _syllables(chance: random.Random) -> str:
 
 
 def _different(count: int, make: Callable[[], str]) -> list[str]:
-    """So many texts that differ."""
+    """A number of texts that differ."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[make()] = None

@@ -1,4 +1,4 @@
-"""What the readers of data raise, and what users are told instead."""
+"""The errors that readers of data raise, as messages for users."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MOST_COLUMNS = 10_000
 
 
 def table_format(file: Path) -> str | None:
-    """The name of a file's format, told by the file's name; None if it is of none that is known."""
+    """The format of a file by its name; None for an unknown one."""
     name = file.name.removesuffix(".gz")
     kind = FORMATS.get(Path(name).suffix)
     return None if name != file.name and kind not in TEXT_FORMATS else kind

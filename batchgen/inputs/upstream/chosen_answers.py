@@ -144,14 +144,14 @@ class AnswerSelector:
         """All answers in order, which is checked: the number of the first of some, their keys, and
         what the expressions see of them."""
         places = {name: self._columns.places[name][number] for name in self._rows}
-        columns = [*_KEPT, *places.values()]
+        columns = list(dict.fromkeys([*_KEPT, *places.values(), *job.id_columns]))
         for table, grades in job.answers(range(at.answer, job.total), columns, self._grades):
             keys = row_keys(table)
             if (np.diff(keys, prepend=at.key) <= 0).any():
                 raise JobError(f"{job.user_path} is damaged: its answers are not in order")
             rows = np.asarray(table["row_index"].to_numpy(), np.int64)
             begins = np.flatnonzero(np.diff(rows, prepend=at.row))
-            for row_id in table["row_id"].take(pa.array(begins)).to_pylist():
+            for row_id in job.ids(table).take(pa.array(begins)).to_pylist():
                 if row_id is None or not at.ids.add(row_id):
                     raise ConfigError(
                         f"dataset.path: two rows of {job.user_path} have the id {row_id!r}: ids of "

@@ -29,7 +29,7 @@ from batchgen.storage.shards.checked_file import CheckedFile, damaged, read_sche
 from batchgen.storage.shards.enough import Enough
 from batchgen.storage.shards.shard_files import last_row, shard_path
 from batchgen.storage.stores.job_storage import FolderStorage
-from batchgen.storage.stores.manifest import SAMPLES, Manifest
+from batchgen.storage.stores.manifest import SAMPLES, Manifest, runs_of_row
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
@@ -81,7 +81,7 @@ class FollowedJob(GradedShards):
     """A job that may run. Its shards are taken up in their order, each once it is whole.
 
     Attributes:
-        read, text_column: as of `OtherJob`.
+        read, text_column: see `OtherJob`.
         is_complete: whether the job is, and all its shards are taken up.
         needs_grades: whether shards wait for their grades. It is set before the first `learn`.
     """
@@ -93,6 +93,7 @@ class FollowedJob(GradedShards):
         that grade."""
         super().__init__(FolderStorage(folder), str(folder))
         self.read, self.text_column = read_facts(lambda: promise.manifest, name, self.user_path)
+        self.by_adapter = runs_of_row(promise.manifest) > 1
         identity = promise.manifest["identity"]
         try:
             self._rows_per_shard = int(identity["output"]["rows_per_shard"])

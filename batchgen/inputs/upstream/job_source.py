@@ -266,10 +266,10 @@ class JobSource(Source):
         """What is read of some answers of a job, under the names that the columns have here."""
         job, known = self._jobs[number], self._columns
         places = {name: known.places[name][number] for name in self._read}
-        columns = ["row_id", job.text_column, *places.values()]
+        columns = list(dict.fromkeys([*job.id_columns, job.text_column, *places.values()]))
         prefix = self._prefix(job)
         for table, grades in job.answers(answers, columns, self._grades):
-            ids, samples = table["row_id"].to_pylist(), table[SAMPLE_INDEX].to_pylist()
+            ids, samples = job.ids(table).to_pylist(), table[SAMPLE_INDEX].to_pylist()
             ids = [prefix + row_id for row_id in ids]
             paths = ids
             if self._config.rows == "samples":

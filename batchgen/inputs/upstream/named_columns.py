@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 
 from batchgen.config.groups.class_names import is_own
+from batchgen.config.groups.prompt_config import TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN
 from batchgen.util.templates.row_expression import fields_read
 from batchgen.util.templates.template_sandbox import BoundedEnvironment
 
@@ -16,15 +17,16 @@ _GROUPS = ("rows", "prompt", "constraint", "sampling")
 
 
 def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
-    """The names that the texts of a configuration read: of templates and expressions all
-    variables, of any other text itself, of names with dots also the first part. None if one of them
-    reads a row as a whole, or a step is not batchgen's own, which may read columns that it does
-    not name."""
+    """A superset of the columns that a job reads: every variable of a template or expression, and
+    every other text taken as a column name (`a.b` also as `a`). None means all columns: a text uses
+    `row` whole, or a step is the user's own class."""
     steps = [step for step in groups.get("rows") or () if "_target_" in step]
     if not all(is_own(str(step["_target_"])) for step in steps):
         return None
     env = BoundedEnvironment()
     found = set[str]()
+    if (groups.get("prompt") or {}).get("answer_step_map_column") is not None:
+        found |= {TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN}
     read = {name: groups.get(name) for name in _GROUPS}
     sampling = dict(read["sampling"] or {})
     sampling.pop("until", None)  # its expression reads the answer's row, and what that has copied

@@ -11,6 +11,7 @@ from batchgen.evals.grades.finished_shards import FinishedShards
 from batchgen.inputs.dataset.source import ReadJob
 from batchgen.storage.costs.chain_costs import all_steps
 from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.stores.manifest import runs_of_row
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
@@ -35,6 +36,7 @@ class OtherJob(FinishedShards):
         super().__init__(reader.storage, reader.storage.display_name, reader.whole)
         read, self.text_column = read_facts(lambda: reader.manifest, name, self.user_path)
         self.read = replace(read, costs=all_steps(reader.metrics, name))
+        self.by_adapter = runs_of_row(reader.manifest) > 1
         self.is_complete = self.needs_grades = False
 
     def learn(self) -> bool:
@@ -61,7 +63,7 @@ def read_facts(
         depth = dict(identity.get("dataset") or {}).get("depth", 0)
         text = identity["output"]["text_column"]
         if type(text) is str and type(depth) is int and 0 <= depth < _MOST_DEPTH:
-            return ReadJob(name, digest, depth + 1), text
+            return ReadJob(name, digest, depth + 1, identity=identity), text
         why = "text_column or depth"
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"

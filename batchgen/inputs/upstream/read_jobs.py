@@ -8,14 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from batchgen.config.groups.adapter_names import GRID_REFUSAL
 from batchgen.inputs.upstream.followed_job import FollowedJob, Promise
 from batchgen.inputs.upstream.other_job import OtherJob
 from batchgen.storage.folder.open_folder import open_job_reader, refuse_incomplete
 from batchgen.storage.folder.pipeline_record import step_of
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.folder.step_folders import find_record, step_folder
-from batchgen.storage.stores.manifest import runs_of_row
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url, user_folder
 
@@ -105,14 +103,11 @@ def _reader(folder: str) -> JobFolderReader:
 
 def _opened(folder: str) -> JobFolderReader:
     try:
-        reader = open_job_reader(folder)
+        return open_job_reader(folder)
     except ConfigError as error:
         raise ConfigError(
             f"{_KEY}: {error} (dataset=job reads the folders of jobs, dataset=files reads files)"
         ) from None
-    if runs_of_row(reader.manifest) > 1:
-        raise ConfigError(f"{_KEY}: {folder} {GRID_REFUSAL}")
-    return reader
 
 
 def _is_same(folder: str, reader_folder: str) -> bool:

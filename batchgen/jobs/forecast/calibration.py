@@ -19,7 +19,7 @@ _MOST_READ = 200_000
 _LEAST_SECONDS = 0.2
 """A run that took less says nothing of the speed."""
 _PLAUSIBLE = 20.0
-"""A run that is so many times faster or slower than the model says was on another device."""
+"""A run that is this many times faster or slower than the model says was on another device."""
 _COUNTS = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_rows")
 
 

@@ -20,7 +20,7 @@ class MeasuredSamples(NamedTuple):
 
 
 class SamplesPerRow(NamedTuple):
-    """How many samples a row has, and how that is known, if it is not simply so many."""
+    """How many samples a row has, and how that is known, if it is not simply a fixed number."""
 
     number: Range
     known_by: str | None = None

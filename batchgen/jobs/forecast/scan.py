@@ -14,6 +14,7 @@ import numpy.typing as npt
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.interface.trajectory import answer_ids
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.row_params import RowParams
 from batchgen.inputs.dataset.source import Row, Source
@@ -65,7 +66,7 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
 
     def token_ids(row: Row) -> list[int]:
         # The tokens of an answer that is scored are read with those of the prompt.
-        scored = [] if opened.answer is None else opened.answer.token_ids(row)
+        scored = [] if opened.answer is None else answer_ids(opened.answer.of(row))
         return prompt.token_ids(row) + scored
 
     return Reading(
@@ -81,7 +82,7 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
 
 
 @dataclass
-class FoundRows:
+class RowTally:
     """Some rows: why the first is bad, if it is; how many; and index and id of some."""
 
     message: str = ""
@@ -125,11 +126,11 @@ class Scan:
     sample: list[ReadRow] = field(default_factory=list)
     lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     longest: list[tuple[int, str, int]] = field(default_factory=list)
-    bad: dict[str, FoundRows] = field(default_factory=dict)
+    bad: dict[str, RowTally] = field(default_factory=dict)
     cut: int = 0
     longest_answer: int = 0
     image_tokens: int = 0
-    constraints: dict[Constraint, FoundRows] = field(default_factory=dict)
+    constraints: dict[Constraint, RowTally] = field(default_factory=dict)
 
     @property
     def num_bad(self) -> int:
@@ -198,7 +199,7 @@ class Scanner:
         try:
             read = self._read(row)
         except RequestError as error:
-            found.bad.setdefault(error.type, FoundRows(str(error))).add(row)
+            found.bad.setdefault(error.type, RowTally(str(error))).add(row)
             return error
         self._good.append((row.index, row.id, len(read.ids), read.params.max_new_tokens))
         found.cut += len(read.ids) < read.whole
@@ -215,7 +216,7 @@ class Scanner:
             raise row.failure
         params = reading.constrained(row, reading.sampling(row))
         if params.constraint is not None:
-            self.found.constraints.setdefault(params.constraint, FoundRows()).add(row)
+            self.found.constraints.setdefault(params.constraint, RowTally()).add(row)
         ids = reading.token_ids(row)
         return ReadRow(row, reading.fit(ids, params), len(ids), params)
 

@@ -22,9 +22,9 @@ from batchgen.jobs.forecast.devices import Device
 from batchgen.kernels.fp8.fp8_weight import FP8
 
 _PAD = 16
-"""On a CPU every forward has a multiple of so many tokens."""
+"""Forwards on a CPU are padded to a multiple of this number of tokens."""
 _FULL_RATE_ROWS = 64
-"""From so many tokens on a CPU's products reach their full rate."""
+"""The number of tokens from which a CPU's products reach their full rate."""
 
 
 @dataclass(frozen=True, slots=True)

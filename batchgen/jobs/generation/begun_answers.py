@@ -59,9 +59,9 @@ class BegunAnswers:
     def save(
         self, request_of: Callable[[RequestId], RowRequest], seconds: float | None = None
     ) -> int:
-        """Record what the requests of the engine have generated since their last records, within so
-        many seconds, or `_SHARE` of the time; `request_of` says what a request asked for. Returns
-        of how many requests there are records then."""
+        """Record what the requests of the engine have generated since their last records, within a
+        number of seconds, or `_SHARE` of the time; `request_of` says what a request asked for.
+        Returns of how many requests there are records then."""
         if not self._every:
             return 0
         self._last = time.monotonic()

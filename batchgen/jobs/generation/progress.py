@@ -126,11 +126,11 @@ class Progress:
                 self._print(self._answer(chosen))
 
     def set_others(self, beats: Sequence[Mapping[str, Any]], number: int) -> None:
-        """Count what other workers have told in their heartbeats.
+        """Count what other workers report in their heartbeats.
 
         Args:
-            number: of this worker. Rows that earlier workers told of at the first call were there
-                when it came.
+            number: of this worker. Rows that earlier workers report at the first call were there
+            when it came.
         """
         living = [beat for beat in beats if not beat["dead"]]
         rows = 0

@@ -20,8 +20,12 @@ _GRID = 65
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """Tokens that all rows which run or wait will generate, and `drain`: by how many tokens the
-    last row of all is longer than the mean of those beside it, when no further row waits."""
+    """Tokens that are still to come.
+
+    Attributes:
+        tokens: those that all running and waiting rows will generate.
+        drain: by how many tokens the longest of the last rows exceeds their mean.
+    """
 
     tokens: float
     drain: float

@@ -1,4 +1,4 @@
-"""Jobs as generators of turns, so that one loop can run several of them beside each other."""
+"""Jobs as generators of turns, so that one loop can run several of them at the same time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def alone(turns: Turns[T]) -> T:
 
 
 def between(turns: Turns[T], look: Callable[[], None]) -> Turns[T]:
-    """Turns with a call behind each. What the call raises, or whoever runs the turns, is
-    raised in them."""
+    """Call `look()` after every turn. Its errors, and those that the caller throws in, are raised
+    inside the turns."""
     with closing(turns):
         go_on: Callable[[], float] = partial(next, turns)
         while True:

@@ -118,7 +118,7 @@ class Worker:
         return time.monotonic() >= self._next_look
 
     def next_task(self, idle: bool) -> Task:
-        """What to do next, as of `Member.next_task`."""
+        """What to do next, see `Member.next_task`."""
         self._next_look = time.monotonic() + self.look_seconds
         try:
             task = self._do(self._member.next_task(idle))
@@ -195,7 +195,7 @@ class Worker:
         self._heartbeat.facts = facts
 
     def beat(self) -> None:
-        """Let the others see at once what was told."""
+        """Let the others see at once what was reported."""
         self._heartbeat.beat()
 
     def tell_older(self, older: ResumeState) -> None:
@@ -203,7 +203,7 @@ class Worker:
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
     def older(self) -> ResumeState:
-        """What the first worker has told, or FolderGone if the job was completed meanwhile."""
+        """What the first worker has reported, or FolderGone if the job was completed meanwhile."""
         content = self.store.do(Read(_OLDER))
         if content is None:
             raise FolderGone(_OLDER)

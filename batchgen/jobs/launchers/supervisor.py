@@ -72,7 +72,7 @@ class WorkerSlot:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def stop(self, number: int) -> None:
-        """Tell its process to stop, if there is one that was not told yet."""
+        """Tell its process to stop, if there is one that was not yet asked to."""
         if self.is_running and not self.stopped:
             self.stopped = True
             self.process.stop(number)

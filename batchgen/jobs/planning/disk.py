@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
-from batchgen.engine.interface.outputs import OutputColumn
+from batchgen.engine.interface.outputs import OutputColumn, Scope
 from batchgen.jobs.forecast.forecast import Range
 
 _TEXT_BYTES = 2.0
@@ -63,11 +64,12 @@ def disk_use(
         prompt: the mean tokens of a prompt.
         open_rows: the answers of a shard.
     """
-    values = dict.fromkeys(("output", "context", "answer", "choice", "row"), 0.0)
+    values = dict.fromkeys(get_args(Scope), 0.0)
     for column in columns:
         values[column.scope] += column.dtype.itemsize * float(np.prod(column.tail_shape))
     of_token = _TEXT_BYTES + values["output"] + values["context"]
-    of_row = _ROW_BYTES + values["row"] + 4 * values["choice"]
+    few = sum(values[scope] for scope in ("choice", "tail", "edits"))
+    of_row = _ROW_BYTES + values["row"] + 4 * few
     of_row += prompt * (values["context"] + values["answer"])
     shards = -(-answers // open_rows)
     fixed = of_row * answers + _SHARD_BYTES * shards

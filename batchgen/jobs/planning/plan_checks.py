@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from batchgen.config.groups.constraint_config import NoConstraintConfig
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.interface.constraint_error import ConstraintError
-from batchgen.jobs.forecast.scan import FoundRows, Scan
+from batchgen.jobs.forecast.scan import RowTally, Scan
 from batchgen.jobs.planning.job_plan import Constraints
 from batchgen.util.text.text_table import size_text
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LARGE_SHARD = 2**31
 """The bytes of a shard from which on it is too large for most uses, and machines."""
 _COMPILE_S = 2.0
-"""After so many seconds no further constraint is compiled."""
+"""The seconds after which no further constraint is compiled."""
 
 
 def compiled_constraints(opened: OpenedJob, config: JobConfig, scan: Scan) -> Constraints | None:
@@ -29,7 +29,7 @@ def compiled_constraints(opened: OpenedJob, config: JobConfig, scan: Scan) -> Co
     if not scan.constraints and isinstance(config.constraint, NoConstraintConfig):
         return None
     compiled, slowest, slowest_s = 0, "", 0.0
-    refused = FoundRows()
+    refused = RowTally()
     with closing(opened.model.grammar_compiler()) as compiler:
         started = time.perf_counter()
         for constraint, rows in sorted(scan.constraints.items(), key=lambda c: -c[1].count):
@@ -47,7 +47,7 @@ def compiled_constraints(opened: OpenedJob, config: JobConfig, scan: Scan) -> Co
             if seconds >= slowest_s:
                 slowest, slowest_s = f"{constraint.kind} {constraint.text}".strip(), seconds
     if refused.count:
-        known = scan.bad.setdefault("bad_constraint", FoundRows(refused.message))
+        known = scan.bad.setdefault("bad_constraint", RowTally(refused.message))
         known.count += refused.count
         known.rows += refused.rows
         known.keep_first()

@@ -18,6 +18,7 @@ from batchgen.engine.interface.hidden_columns import CLASS_SCORES, HIDDEN_STATES
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.rows.stopping import decode
+from batchgen.engine.sampling.sampler import ENTROPY
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.open_model import OpenedModel
@@ -42,7 +43,8 @@ def check_answer_columns(
     architecture: str,
 ) -> None:
     """Refuse columns that neither strategy nor model have."""
-    known = [*COMMON_COLUMNS, *(column.name for column in (*strategy.columns, *of_model))]
+    declared = (ENTROPY, *strategy.columns, *of_model)
+    known = [*COMMON_COLUMNS, *(column.name for column in declared)]
     for name in columns:
         if name == CLASS_SCORES and name not in known:
             raise ConfigError(
@@ -65,7 +67,7 @@ def check_answer_columns(
 
 
 def large_shards(config: JobConfig, columns: Sequence[OutputColumn]) -> str | None:
-    """What a user is told whose shards will be huge by their hidden states; None if they will not,
+    """The warning that hidden states will make the shards huge; None if they will not,
     with rows of a few hundred tokens."""
     hidden = [column for column in columns if column.name == HIDDEN_STATES]
     of_token = sum(column.dtype.itemsize * math.prod(column.tail_shape) for column in hidden)

@@ -1,8 +1,7 @@
 """Finds the usual mistakes of a job before torch and the libraries of the data are loaded.
 
-All of it is checked again when the job is opened, and more exactly. So what cannot be told here in
-moments is left to that.
-"""
+All of it is checked again when the job is opened, and more exactly. What takes longer than moments
+is left to that."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _MOST_BYTES = 8 * 2**20
 """The size of a file from which on its columns are not read here."""
 _COMPARED = ("model", "prompt", "sampling", "constraint")
 _LATER = ("prompt.date", "sampling.stream", "sampling.until")
-"""Keys of these groups that a manifest has otherwise than the configuration."""
+"""Keys of these groups in which a manifest and the configuration differ."""
 
 
 def check_early(config: JobConfig, *, folder: bool) -> None:
@@ -116,8 +115,8 @@ def _columns(file: Path) -> list[str] | None:
 
 
 def check_folder(config: JobConfig, folder: Path) -> None:
-    """Raise ConfigError if a folder on this machine has rows of a job with other keys, or a link in
-    the place of a file of its own."""
+    """Raise ConfigError if a folder on this machine has rows of a job with other keys, or a link
+    instead of a file of its own."""
     if folder.is_dir():
         refuse_links(folder)
     try:

@@ -30,7 +30,7 @@ def likely_row_tokens(
     for row in islice(source.rows(), _LOOKED_AT):
         try:
             known = prompt.token_ids(row)
-            lengths.append(len(known) + (0 if answer is None else len(answer.token_ids(row))))
+            lengths.append(len(known) + (0 if answer is None else len(answer.of(row))))
         except RequestError:  # the row's own error
             continue
     if not lengths:

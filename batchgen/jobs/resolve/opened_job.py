@@ -19,6 +19,7 @@ from batchgen.config.groups.sampling_config import copies_warning
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.models.model_registry import model_class
@@ -34,7 +35,7 @@ from batchgen.inputs.images.row_images import RowImages
 from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.open_model import OpenedModel, device_of
 from batchgen.inputs.model.other_models import open_others, strategy_heads
-from batchgen.inputs.prompts.answer_text import build_answer
+from batchgen.inputs.prompts.answer_text import Replay, build_answer
 from batchgen.inputs.prompts.row_prompts import Prompt, build_prompt, constant_prompt_refusal
 from batchgen.jobs.resolve.answer_columns import (
     check_answer_columns,
@@ -53,6 +54,7 @@ from batchgen.jobs.resolve.job_model import (
     open_job_model,
 )
 from batchgen.jobs.resolve.likely_rows import likely_row_tokens
+from batchgen.jobs.resolve.replayed_job import check_replay
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.pages.tokens.decode_tokens import decode_with
 from batchgen.storage.stores.manifest import CONTRACT
@@ -101,8 +103,8 @@ class OpenedJob(ResolvedJob):
     def check_params(self, params: RequestParams) -> None:
         """See `ResolvedJob`."""
         model = self.model
-        columns = self.context_columns
-        check_params(params, self.strategy, model.config, model.tokenizer, columns)
+        columns, replays = self.context_columns, self.config.replays
+        check_params(params, self.strategy, model.config, model.tokenizer, columns, replays=replays)
         if params.constraint is not None and self.compiler is None:
             model.grammar_compiler()  # says why there is none
 
@@ -223,7 +225,7 @@ def open_job(
     config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
 ) -> OpenedJob:
     """Open and check all that a job runs on, without reading a file of weights; ConfigError for a
-    mistake. `promised` and `wait` are for rows of a job that still runs, as of `open_source`."""
+    mistake. `promised` and `wait` are for rows of a job that still runs, see `open_source`."""
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
@@ -246,7 +248,14 @@ def open_job(
     compiler = constraint_compiler(config, params.constraint, model)
     with mistakes_in("sampling"):
         strictest = strictest_params(config, params)
-        check_params(strictest, strategy, model.config, model.tokenizer, context_columns)
+        check_params(
+            strictest,
+            strategy,
+            model.config,
+            model.tokenizer,
+            context_columns,
+            replays=config.replays,
+        )
         if config.scores_choices:
             strategy.check(RequestParams(max_new_tokens=0))
     check_parsed(config, model.tokenizer)
@@ -261,7 +270,8 @@ def open_job(
 
         source = GridSource(source, config.model.adapters)
     counts = [count.name for count in strategy.counts]
-    check_scored(post, config.score, [*source.schema.names, *counts])
+    of_rows = [name for name in config.output.columns if name == CLASS_SCORES]
+    check_scored(post, config.score, [*source.schema.names, *counts, *of_rows])
     images = row_images(config, model, source)
     if images is not None:
         model = dataclasses.replace(model, with_vision=True)
@@ -276,6 +286,8 @@ def open_job(
     answer = build_answer(
         config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
     )
+    if isinstance(answer, Replay):
+        answer.same_distribution = check_replay(config, source.jobs)
     others = open_others(strategy, model, max_model_len)
     windows = any(getattr(model.config.family, "layer_windows", ()))
     tokenizer, is_scored = model.tokenizer, config.scores_choices

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import PARSED
 from batchgen.engine.interface.outputs import OutputColumn, RequestOutput
+from batchgen.engine.interface.trajectory import answer_ids
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.reuse.key_index import RowLocation
 from batchgen.jobs.reuse.key_log import tokens_crc
@@ -21,6 +22,7 @@ from batchgen.storage.shards.image_column import PROMPT_IMAGES
 from batchgen.storage.shards.output_schema import (
     ANSWER_TOKEN_IDS,
     PROMPT_TOKEN_IDS,
+    REPLAY_EXACT,
     SATISFIED,
     TEXT,
     OutputSchema,
@@ -94,7 +96,8 @@ class OlderRows:
             columns={column.name: _values(row, column) for column in schema.columns},
             counts={name: row[name][0].as_py() for name in schema.counts},
             constraint_satisfied=row[SATISFIED][0].as_py() if SATISFIED in names else None,
-            answer_token_ids=request.answer,
+            replay_exact=row[REPLAY_EXACT][0].as_py() if REPLAY_EXACT in names else None,
+            answer_token_ids=None if request.answer is None else answer_ids(request.answer),
         )
         beside = {name: row[name][0].as_py() for name in schema.extra}
         return SplitOutput(found, beside | ({TEXT: None} if text is None else {}))

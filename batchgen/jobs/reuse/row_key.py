@@ -12,6 +12,7 @@ import numpy as np
 
 from batchgen.config.compose.load_config import config_identity
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.interface.trajectory import Trajectory, answer_ids
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.storage.stores.manifest import OF_ADAPTER, OF_ADAPTERS
@@ -79,7 +80,11 @@ class RowKeys:
         digest.update(_params_digest(replace(params, seed=0, lora=lora)))
         digest.update((params.seed % 2**64).to_bytes(8, "little"))
         # Where one list ends and the next begins counts, and whether there is an answer at all.
-        for ids in (prompt, *([] if answer is None else [answer]), *choices):
+        lists = [] if answer is None else [answer_ids(answer)]
+        if isinstance(answer, Trajectory):
+            lists += [answer.all_token_ids, answer.all_steps]
+            lists.append([answer.tail_token_ids is None, answer.same_distribution])
+        for ids in (prompt, *lists, *choices):
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(np.asarray(ids, np.int64).tobytes())
         digest.update(bytes([answer is not None]))

@@ -71,6 +71,7 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
         extra=parts.beside,
         text_column=config.output.text_column,
         answers=parts.answer is not None,
+        replays=config.replays,
         images=parts.images is not None,
         enough=None if until is None else _enough(until),
         is_read=config.pooling is not None,
@@ -108,7 +109,7 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
         if row.failure is not None:
             raise row.failure
         params = own.sampling(row)
-        answer = None if parts.answer is None else parts.answer.token_ids(row)
+        answer = None if parts.answer is None else parts.answer.of(row)
         behind = params.max_new_tokens if answer is None else len(answer)
         params = own.constrained(row, params)
         choices = parts.choices(params.constraint)

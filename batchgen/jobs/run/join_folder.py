@@ -65,7 +65,7 @@ def _no_row(first: int, last: int) -> None:
 
 @contextmanager
 def worker_in(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
-    """This process among the workers of the folder, which are told how it ends."""
+    """This process among the workers of the folder, which learn how it ends."""
     joins, storage = not folder.exclusive, folder.storage
     worker = Worker(folder.path, config.workers, folder.least_worker, storage, joins=joins)
     how: How | None = "failed"

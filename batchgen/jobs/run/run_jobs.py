@@ -1,4 +1,4 @@
-"""Runs several jobs beside each other in one engine."""
+"""Runs several jobs at the same time in one engine."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def run_jobs(
     """Run jobs, by their names, to their ends or until a signal; returns how each ended.
 
     All folders are opened before the weights load. A row's next job is a request like any other:
-    the engine's steps run whatever rows the jobs have at that time. `ended` is told of each job
+    the engine's steps run whatever rows the jobs have at that time. `ended` is called with each job
     that was completed, and returns further jobs to run in the same engine. An error of one job
     stops the others cleanly and is raised; a budget that is spent stops them, too, and they are not
     among the results.
 
     Raises:
-        ConfigError, JobError, Exception: as of `run_job`, by the first job that raises one.
+        ConfigError, JobError, Exception: see `run_job`, by the first job that raises one.
     """
     with StopSignals() as signals, ExitStack() as stack:
         shared = stack.enter_context(closing(SharedEngine(build_engine)))

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import Begun, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.model.job_engine import Engine
@@ -99,13 +100,13 @@ class EnginePort:
         request_id: RequestId,
         prompt_token_ids: list[int],
         params: RequestParams,
-        answer_token_ids: list[int] | None = None,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
-        """Queue a request; as of the engine."""
+        """Queue a request; see the engine."""
         assert request_id.job == self.name
-        asked = prompt_token_ids, params, answer_token_ids, images, begun
+        asked = prompt_token_ids, params, answer, images, begun
         goes_on = self._engine.add_request(request_id, *asked)
         self.waiting.add(request_id)
         if begun is not None and goes_on:
@@ -113,12 +114,12 @@ class EnginePort:
         return goes_on
 
     def begun_lengths(self) -> dict[RequestId, int]:
-        """How many tokens the job's requests have generated; as of the engine."""
+        """How many tokens the job's requests have generated; see the engine."""
         lengths = self._engine.begun_lengths()
         return {one: lengths[one] for one in self.waiting & lengths.keys()}
 
     def begun(self, request_id: RequestId, start: int = 0) -> Begun | None:
-        """What a request of the job has generated; as of the engine."""
+        """What a request of the job has generated; see the engine."""
         return self._engine.begun(request_id, start)
 
     def receive(self, output: RequestOutput) -> None:
@@ -136,7 +137,7 @@ class EnginePort:
         """Costs are measured for all jobs since the engine was built."""
 
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
-        """What the job's own requests cost, as of the engine."""
+        """What the job's own requests cost, see the engine."""
         self._collect_costs(wait)
         found, self.costs = self.costs, []
         return found

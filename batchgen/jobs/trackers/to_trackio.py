@@ -21,7 +21,7 @@ class _Trackio:
 
 
 def begin(run: Run) -> Tracker:
-    """The run of a job, which goes on if it is there. Nothing of the machine is told."""
+    """The run of a job, which goes on if it is there. Nothing of the machine is sent."""
     import trackio
 
     found = trackio.init(

@@ -22,7 +22,7 @@ class _Wandb:
 
 def begin(run: Run) -> Tracker:
     """The run of a job, which goes on if it is there. Nothing of the machine, of the command, of
-    the code, of packages and of what is printed is told."""
+    the code, of packages and of what is printed is sent."""
     import wandb
 
     settings = wandb.Settings(

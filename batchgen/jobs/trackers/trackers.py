@@ -16,7 +16,7 @@ SENT = (
     *("rows", "error_rows", "prompt_tokens", "generated_tokens"),
     *("in_flight", "tokens_per_s", "wall_s"),
 )
-"""The values of metrics.json that are told; those of scores come beside them."""
+"""The values of metrics.json that trackers get, besides those of scores."""
 
 
 class Run(NamedTuple):
@@ -38,7 +38,7 @@ class Tracker(Protocol):
 
 
 def told_values(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What trackers are told of the content of metrics.json: `SENT`, and the values of scores."""
+    """The part of metrics.json that trackers get: `SENT`, and the values of scores."""
     values: dict[str, float] = {name: metrics[name] for name in SENT if name in metrics}
     scores = {"": metrics.get("score") or {}, **metrics.get("adapter_scores", {})}
     for adapter, score in scores.items():

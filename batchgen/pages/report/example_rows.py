@@ -35,7 +35,7 @@ _FAULTS = tuple(_KINDS)[:7]
 
 
 @dataclass(frozen=True)
-class ShownRow:
+class ExampleRow:
     """A row in the page."""
 
     anchor: str  # its id
@@ -47,10 +47,10 @@ class ShownRow:
 
 
 @dataclass(frozen=True)
-class ShownRows:
+class ExampleRows:
     """The rows of a page; some had no room, or were cut to make room for others."""
 
-    rows: Sequence[ShownRow]
+    rows: Sequence[ExampleRow]
     dropped: int
     cut: int
 
@@ -94,20 +94,20 @@ def faults(report: Collected) -> list[Fault]:
 
 
 def anchor(key: int) -> str:
-    """The id of a row in the page, given its key as of `row_keys`."""
+    """The id of a row in the page, given its key see `row_keys`."""
     return f"row-{key >> 31}-{key & 0x7FFFFFFF}"
 
 
-def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> ShownRows:
+def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> ExampleRows:
     """Read and render the chosen rows, which may have `room` bytes together."""
     reasons = report.chosen()
-    variants: list[tuple[ShownRow, list[Markup]]] = []
+    variants: list[tuple[ExampleRow, list[Markup]]] = []
     for row, grades in data.chosen(np.array(list(reasons), np.int64)):
         facts, key = RowFacts(row, grades), (row["row_index"] << 31) | row["sample_index"]
         made = page.htmls(facts, key=anchor(key), limits=_LEVELS, enough=_SMALL)
         row_id, gist = shortened(facts.row_id, _LONGEST_ID), facts.gist(page.columns.text)
         kinds = _kinds(facts, reasons[key])
-        variants.append((ShownRow(anchor(key), row_id, facts, kinds, gist, Markup("")), made))
+        variants.append((ExampleRow(anchor(key), row_id, facts, kinds, gist, Markup("")), made))
     sizes = [[len((shown.row_id + html).encode()) for html in made] for shown, made in variants]
     levels, dropped = _fit(sizes, room)
     rows = [
@@ -116,7 +116,7 @@ def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> Sh
         if level is not None
     ]
     rows.sort(key=lambda row: _order(row.kinds))
-    return ShownRows(rows, dropped, sum(bool(level) for level in levels))
+    return ExampleRows(rows, dropped, sum(bool(level) for level in levels))
 
 
 def _order(kinds: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from batchgen.storage.folder.read_job import BATCH, JobFolderReader
 from batchgen.storage.shards.row_order import row_keys
 
 Keys = npt.NDArray[np.int64]
-"""Numbers of rows, as of `row_keys`."""
+"""Numbers of rows, see `row_keys`."""
 MANY = 8192  # rows that are counted at once
 
 

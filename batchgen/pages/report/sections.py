@@ -80,6 +80,7 @@ def sections(
     """
     made = [
         _scores(job.score, report, links),
+        _adapters(job),
         _row_steps(job),
         _until(report),
         _outcomes(report),
@@ -109,6 +110,21 @@ def _row_steps(job: JobSummary) -> Section:
         ]
         header = ("step", "rows before", "rows after", "taken out", "failed", "taken out, some")
         section.table = ("What each step did", header, lines)
+    return section
+
+
+def _adapters(job: JobSummary) -> Section:
+    """The score of each adapter that rows run with."""
+    section, scores = Section("scores", "Scores"), job.adapter_scores
+    parts = [
+        _estimate(name, one["avg"], "population")
+        for name, one in scores.items()
+        if one["avg"]["value"] is not None
+    ]
+    if parts:
+        note = "With 95% intervals for new questions; batchgen compare OUT --by adapter pairs them."
+        shown = score_value(next(iter(scores.values())))
+        section.charts.append(intervals("Adapters", parts, note, shown))
     return section
 
 

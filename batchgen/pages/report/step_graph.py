@@ -65,7 +65,7 @@ def step_graph(facts: PipelineFacts) -> Chart:
 def _placed(
     parents: Mapping[str, Sequence[str]], lines: Mapping[str, tuple[str, str, str]]
 ) -> dict[str, _Box]:
-    """The boxes: each in a row below all that it reads, those of one row beside each other."""
+    """The boxes: each in a row below all that it reads, those of one row side by side."""
     depths: dict[str, int] = {}
     for name in lines:  # parents come first
         depths[name] = 1 + max((depths[parent] for parent in parents[name]), default=-1)

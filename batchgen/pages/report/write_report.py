@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from batchgen.config.groups.dataset_config import dataset_name
 from batchgen.inputs.images.thumbnails import read_thumbnails
-from batchgen.pages.report.example_rows import ShownRows, anchor, faults, shown_rows
+from batchgen.pages.report.example_rows import ExampleRows, anchor, faults, shown_rows
 from batchgen.pages.report.report_data import collect_report
 from batchgen.pages.report.report_rows import JobData
 from batchgen.pages.report.sections import headline, sections
@@ -109,7 +109,7 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
         "faults": faults(found),
         "is_graded": data.grades is not None and MARK in data.grades,
     }
-    frame = _page(values, ShownRows((), 0, 0))
+    frame = _page(values, ExampleRows((), 0, 0))
     room = MOST_BYTES - len(frame.encode()) - _HEADING * len(links)
     if data.schema is None or room < 0:
         return frame
@@ -123,7 +123,7 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     return _page(values, rows)
 
 
-def _page(values: Mapping[str, Any], rows: ShownRows) -> str:
+def _page(values: Mapping[str, Any], rows: ExampleRows) -> str:
     hiding = "".join(  # each kind of rows hides the others
         f"#k-{kind}:checked ~ .list > :not(.k-{kind}) {{ display: none; }}\n"
         for kind, _, _ in rows.kinds

@@ -30,7 +30,7 @@ _KEPT = 4
 class _Part:
     """Some columns [R] of the grades of one shard."""
 
-    keys: npt.NDArray[np.int64]  # [R], as of `row_keys`, ascending
+    keys: npt.NDArray[np.int64]  # [R], see `row_keys`, ascending
     table: pa.Table
 
 

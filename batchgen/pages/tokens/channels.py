@@ -54,10 +54,10 @@ _FIELDS = (
 
 @dataclass(slots=True)
 class Message:
-    """The token ids of a message: what stands before `<|channel|>`, between that and the text,
-    behind `<|constrain|>` in its header, and the text. None is a part that was not begun. `end` is
-    the token that ended it. `has_role` is false behind a prompt without the format, where no role
-    is written.
+    """One message of the format Harmony, as token ids: before `<|channel|>`, between that and the
+    text, behind `<|constrain|>` in its header, and the text. A part that never began is None. `end`
+    is the token that ended it. `has_role` is false behind a prompt without the format, where no
+    role is written.
     """
 
     role: list[int] = field(default_factory=list)

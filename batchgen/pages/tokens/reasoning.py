@@ -1,4 +1,4 @@
-"""A reasoning model's thoughts, told apart from its answer by a marker in its tokens."""
+"""A reasoning model's thoughts, separated from its answer by a marker in its tokens."""
 
 from __future__ import annotations
 

@@ -96,7 +96,15 @@ class RowTokens:
         switches = _switches(self.facts.modes, self.key)
         if self._inside:
             switches += _ANSWER
-        return _VIEW.format(switches=switches, tokens=Markup("".join(parts)))
+        return _VIEW.format(switches=switches + self._film, tokens=Markup("".join(parts)))
+
+    @property
+    def _film(self) -> Markup:
+        """A slider through the steps, which a page with the script of `view` shows."""
+        if self.facts.steps is None or not len(self.facts.steps):
+            return Markup("")
+        last = max(self.facts.steps)
+        return _FILM.format(key=self.key, name=self.facts.step_name, last=last)
 
     def _span(self, index: int) -> str:
         if (made := self._html.get(index)) is None:
@@ -105,7 +113,9 @@ class RowTokens:
             answer = " a" if index in self._inside else ""
             classes = f"t{self.facts.classes(index)}{answer}"
             shown = f"{id} " if text is None else _shown(text)
-            made = f'<span class="{classes}" tabindex=0 title="{self._title(index)}">{shown}</span>'
+            step = "" if self.facts.steps is None else f" data-s={self.facts.steps[index]}"
+            title = self._title(index)
+            made = f'<span class="{classes}" tabindex=0{step} title="{title}">{shown}</span>'
             self._html[index] = made
         return made
 
@@ -115,6 +125,8 @@ class RowTokens:
         if facts.logprobs is not None:
             lines[0] += f"  {_logprob(facts.logprobs[index])}"
         lines += facts.lines(index)
+        for step, old in facts.replaced.get(index, ()):
+            lines.append(f"{facts.step_name} {step} replaced {name(old)}")
         if facts.top is not None:
             lines += [f"{_logprob(v)}  {name(id)}" for id, v in facts.top(index)[:_MOST_TOP]]
         return "\n".join(lines)
@@ -156,6 +168,11 @@ def _logprob_text(value: float) -> str:
 
 _GAP = '<span class="gap"> … {} tokens left out … </span>'
 _VIEW = Markup('<div class="tv">{switches}<div class="toks" dir="auto">{tokens}</div></div>')
+_FILM = Markup(
+    '<p class="film" hidden><label for="tv-{key}-film">After {name}</label>'
+    '<input type="range" id="tv-{key}-film" min="0" max="{last}" value="{last}">'
+    '<output for="tv-{key}-film">{last} of {last}</output></p>'
+)
 _SWITCH = Markup(
     '<input type="radio" class="m m-{mode}" name="tv-{key}" id="tv-{key}-{mode}"{checked}>'
     '<label for="tv-{key}-{mode}">{name}</label>'

@@ -69,6 +69,8 @@ class TokenRow:
     experts: Sequence[Sequence[Sequence[int]] | None] | None
     layers: Sequence[int]
     step_name: str
+    # What stood in the place of a token before: the step that replaced it and its id, by place.
+    replaced: Mapping[int, Sequence[tuple[int, int]]]
 
     @staticmethod
     def of(row: Mapping[str, Any], count: int, schema: pa.Schema, step_name: str) -> TokenRow:
@@ -89,6 +91,7 @@ class TokenRow:
             experts,
             layers,
             step_name,
+            _replaced(row),
         )
 
     @property
@@ -117,6 +120,8 @@ class TokenRow:
             found += f" p{bisect_left(_HEAT, -value)}"
         if self.steps is not None:
             found += f" s{self.steps[index] % _COLOURS}"
+        if index in self.replaced:
+            found += " e"
         if self.drafts is not None and self.drafts[index]:
             found += " d1"
         if self.experts is not None and (mine := self.experts[index]) is not None:
@@ -136,6 +141,15 @@ class TokenRow:
             for i in range(0, len(self.layers), every):
                 found.append(f"layer {self.layers[i]}: experts {', '.join(map(str, mine[i]))}")
         return found
+
+
+def _replaced(row: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
+    """The tokens that others have replaced, by their places, from the column `edit_log`."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    log = row.get("edit_log")
+    for place, step, old, _ in () if log is None else log:
+        found.setdefault(int(place), []).append((int(step), int(old)))
+    return found
 
 
 def _experts(

@@ -186,7 +186,7 @@ class Vote:
 def votes(samples: Sequence[RowFacts]) -> list[Vote]:
     """The answers of the samples of one row, the most frequent first; no answer comes last.
 
-    Samples with equal answers and different marks are told apart. Failed samples have no answer.
+    Samples with equal answers and different marks are kept apart. Failed samples have no answer.
     Without any graded sample there are no votes.
     """
     if not any(sample.grades and "answer_key" in sample.grades for sample in samples):

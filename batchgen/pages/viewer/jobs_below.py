@@ -189,5 +189,5 @@ def _text(value: Any) -> str:
 
 
 def _minute(started: Any) -> str:
-    """`2026-11-27 10:46` of a time as metrics.json has it."""
+    """`2026-11-27 10:46` of a time in metrics.json."""
     return _text(started)[:16].replace("T", " ")

@@ -20,7 +20,8 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
 MOST_SHARDS = 24
-"""A lock names the digests of so many shards; of more it has the root alone."""
+"""The number of shards up to which a lock names the digest of each; of more it has the root
+alone."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class LockFile:
     """What a lock file holds.
 
     Attributes:
-        steps: the values of each step as a pipeline file has them, in an order in which each comes
+        steps: the values of each step as a pipeline file has them, in topological order: each comes
             behind what it reads; `${` is escaped, as in every file with keys.
         proof: of each step.
         versions: the packages with which the rows were made.

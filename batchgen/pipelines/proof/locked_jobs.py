@@ -57,7 +57,7 @@ def locked_jobs(
     Args:
         overrides: `output.dir`, and where models and data are, for all steps (`model.path=…`) or
             one (`judge.model.path=…`).
-        trusted: what the user trusts, as of `--trust`.
+        trusted: what the user trusts, see `--trust`.
         confirmed: whether the user has confirmed the places that the lock names.
 
     Raises:

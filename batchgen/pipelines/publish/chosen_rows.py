@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow
+from batchgen.pipelines.publish.finished_rows import FinishedRows, LocatedRow
 from batchgen.pipelines.publish.row_values import expression_value, is_true, number_value
 from batchgen.util.errors import ConfigError
 from batchgen.util.text.row_json import json_text
@@ -113,7 +113,7 @@ class _Kept:
         self.same = bytearray()  # 16 bytes a row, of the value of --dedupe
         self.comparable = bytearray()  # 1 byte a row: whether it has a value for --dedupe
 
-    def add(self, job: int, row: FoundRow, by: float | None, same: bytes | None) -> None:
+    def add(self, job: int, row: LocatedRow, by: float | None, same: bytes | None) -> None:
         self.job.append(job)
         self.shard.append(row.shard)
         self.place.append(row.position)
@@ -145,7 +145,7 @@ class _Pass:
             for row in self._passed():
                 self._add(kept, row)
             return
-        best: tuple[Any, float, FoundRow] | None = None
+        best: tuple[Any, float, LocatedRow] | None = None
         for row in self._passed():
             value = number_value(self._of["best"], row)
             if value is None:
@@ -160,7 +160,7 @@ class _Pass:
         if best is not None:
             self._add(kept, best[2])
 
-    def _passed(self) -> Iterator[FoundRow]:
+    def _passed(self) -> Iterator[LocatedRow]:
         for row in self._job.rows(self._wanted):
             self.seen += 1
             if not self._job.is_set and row.variables["error"] is not None:
@@ -169,14 +169,14 @@ class _Pass:
                 self.passed += 1
                 yield row
 
-    def _group(self, row: FoundRow) -> Any:
+    def _group(self, row: LocatedRow) -> Any:
         """What the samples of one input row have in common; they stand together."""
         if not self._job.is_set:
             return row.variables["row_index"]
         source = row.variables.get("source")
         return source["row_id"] if isinstance(source, dict) else row.variables["id"]
 
-    def _add(self, kept: _Kept, row: FoundRow) -> None:
+    def _add(self, kept: _Kept, row: LocatedRow) -> None:
         by = number_value(self._of["by"], row) if "by" in self._of else None
         value = expression_value(self._of["dedupe"], row) if "dedupe" in self._of else None
         kept.add(self._number, row, by, None if value is None else value_digest(value))

@@ -147,7 +147,7 @@ def write_folder(
     facts: Mapping[str, Any],
     card: Callable[[int], str],
 ) -> int:
-    """Write a folder with these rows, a `card` that is told their number, and `facts` as SET_FILE.
+    """Write a folder with these rows, a `card` made from their number, and `facts` as SET_FILE.
 
     Returns:
         The number of rows.

@@ -27,7 +27,7 @@ SET_FORMAT = 1
 
 
 @dataclass(frozen=True)
-class FoundRow:
+class LocatedRow:
     """A row where it lies; `variables` are what expressions and templates see."""
 
     shard: int
@@ -35,7 +35,7 @@ class FoundRow:
     variables: Mapping[str, Any]
 
 
-def set_row_name(row: FoundRow) -> str:
+def set_row_name(row: LocatedRow) -> str:
     """How a message names a row, as far as its id was read."""
     found = row.variables
     name = found.get("row_id", found.get("id"))
@@ -89,7 +89,7 @@ class FinishedRows(FinishedShards):
             return self.fingerprint
         return fingerprint_text(self.fingerprint, self.grades_digest)
 
-    def rows(self, wanted: Wanted) -> Iterator[FoundRow]:
+    def rows(self, wanted: Wanted) -> Iterator[LocatedRow]:
         """The rows with some columns, in order."""
         names, graded = self.columns.ordered(wanted)
         parse = row_reader(pa.schema([self.schema.field(name) for name in names]))
@@ -98,7 +98,7 @@ class FinishedRows(FinishedShards):
             for table, grades in self.tables(shard, names, graded):
                 made = grades.to_pylist() if graded else [{}] * len(table)
                 for fields, one in zip(table.to_pylist(), made, strict=True):
-                    yield FoundRow(shard, place, self.columns.variables(parse(fields), one))
+                    yield LocatedRow(shard, place, self.columns.variables(parse(fields), one))
                     place += 1
 
 
@@ -146,7 +146,7 @@ def whole_set(path: Path, user_path: str) -> tuple[dict[str, Any], WholeShards]:
     """What the SET_FILE of a folder holds, and the shards, which are those that it names.
 
     Raises:
-        ConfigError, JobError: as of `set_facts` and `whole_shards`, or other rows lie there.
+        ConfigError, JobError: see `set_facts` and `whole_shards`, or other rows lie there.
     """
     facts = set_facts(path)
     whole = whole_shards(FolderStorage(path), user_path, facts.get("rows"), SET_FILE)

@@ -8,25 +8,33 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from batchgen.evals.grades.visible_columns import Wanted
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pipelines.publish.finished_rows import FinishedRows, LocatedRow, set_row_name
 from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_expression import ExpressionFailed, RowExpression
 
 
-def is_true(expression: RowExpression, row: FoundRow) -> bool:
+def is_true(expression: RowExpression, row: LocatedRow) -> bool:
     """Whether an expression is true in a row; ConfigError if it has no value there."""
     return bool(expression_value(expression, row))
 
 
-def number_value(expression: RowExpression, row: FoundRow) -> float | None:
-    """What an expression is in a row, as a number; None for null and for what is not a number.
+def number_value(expression: RowExpression, row: LocatedRow) -> float | None:
+    """What an expression is in a row, as a number; None for null and for what is not a number. A
+    list of one number is that number, as `class_scores` of a reward model.
 
     Raises:
         ConfigError: it has no value in the row, or one of another type.
     """
     value = expression_value(expression, row)
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
     if value is None:
         return None
+    if isinstance(value, list):
+        raise ConfigError(
+            f"{set_row_name(row)}: {expression.source} is a list of {len(value)}, and must be a "
+            f"number: name one of them, such as '{expression.source}[0]'"
+        )
     if not isinstance(value, (bool, int, float)):
         raise ConfigError(
             f"{set_row_name(row)}: {expression.source} must be a number or null, and is "
@@ -35,7 +43,7 @@ def number_value(expression: RowExpression, row: FoundRow) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def expression_value(expression: RowExpression, row: FoundRow) -> Any:
+def expression_value(expression: RowExpression, row: LocatedRow) -> Any:
     """What an expression is in a row; ConfigError, which names the row, if it has no value."""
     try:
         return expression.value(row.variables, str(row.variables.get("row_id", "")))
@@ -48,7 +56,7 @@ def expression_value(expression: RowExpression, row: FoundRow) -> Any:
 
 def answered_rows(
     rows: FinishedRows, wanted: Wanted, where: RowExpression | None, left_out: Counter[str]
-) -> Iterator[FoundRow]:
+) -> Iterator[LocatedRow]:
     """The rows that have an answer, and of which an expression is true; the others are counted."""
     for row in rows.rows(wanted):
         if row.variables.get("error") is not None and not rows.is_set:

@@ -28,9 +28,12 @@ def addresses(
     prints: Mapping[str, Prints],
     edition: Callable[[str, str], int] = lambda name, base: 0,
 ) -> dict[str, tuple[str, Version]]:
-    """The address of each step, and how it was found; `steps` are in an order in which each comes
-    behind what it reads, and `edition` says how often the data of a step have changed under a base
-    address."""
+    """Address and version of each step.
+
+    Args:
+        steps: in topological order.
+        edition: how often a step's data have changed under the same base address.
+    """
     found: dict[str, tuple[str, Version]] = {}
     for name, step in steps.items():
         parents = {other: found[other][0] for other in step.reads}

@@ -1,4 +1,4 @@
-"""A pipeline: jobs that read each other, in an order in which each comes behind what it reads."""
+"""A pipeline: jobs that read each other, in topological order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import yaml
 from batchgen.config.compose.compose_config import compose_groups
 from batchgen.config.compose.load_config import escaped_text, load_config, resolved
 from batchgen.config.compose.trust import Trust
-from batchgen.config.groups.adapter_names import GRID_REFUSAL
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.early_checks import check_early
@@ -97,7 +96,7 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Steps in an order in which each comes behind what it reads, and what is made of them."""
+    """Steps in topological order, and what is made of them."""
 
     out: str
     steps: Mapping[str, PipelineStep]
@@ -106,7 +105,7 @@ class Pipeline:
     most_errors: float = _MOST_ERRORS
 
     def check_early(self) -> None:
-        """Find the usual mistakes of the steps before torch is loaded; as of `check_early`."""
+        """Find the usual mistakes of the steps before torch is loaded; see `check_early`."""
         for name, step in self.steps.items():
             try:
                 check_early(step.config, folder=False)
@@ -138,10 +137,6 @@ def compose_pipeline(
             start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
             raise ConfigError(f"{start}{error}") from None
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
-    for name, composed in ordered.items():
-        for other in composed.reads:
-            if ordered[other].config.model.lora_grid:
-                raise ConfigError(f"step {name}: the step {other} {GRID_REFUSAL}")
     most = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
     most_errors = convert(most, float, MOST_ERRORS)
     if not 0 <= most_errors <= 1:

@@ -1,4 +1,4 @@
-"""Runs the steps of a pipeline: those with the same models beside each other in one engine."""
+"""Runs the steps of a pipeline: those with the same models at the same time, in one engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Run:
         self._promised: dict[str, Promise] = {}
 
     def all(self) -> list[JobResult]:
-        """How each step ended, as of `run_pipeline_steps`."""
+        """How each step ended, see `run_pipeline_steps`."""
         while (group := self._groups.next(self._results)) is not None:
             self._run_group(group)
             if any(_is_cut_short(result) for result in self._results.values()):

@@ -80,7 +80,7 @@ def exported_line(
             that lies now.
 
     Raises:
-        ConfigError: there is no such line, or it cannot be told what it was made of.
+        ConfigError: there is no such line, or its origin is unknown.
         JobError: a file is damaged.
     """
     content = _line(path, line, user_path)

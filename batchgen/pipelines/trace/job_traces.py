@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.config.groups.adapter_names import ADAPTER
 from batchgen.config.groups.convert_value import build
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.evals.grades.folder_grades import GRADES
@@ -21,6 +22,7 @@ from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.leases.own_files import ROWS
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import read_columns, shard_path
+from batchgen.storage.stores.manifest import runs_of_row
 from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_expression import ExpressionFailed
 
@@ -54,7 +56,7 @@ class JobTraces:
             raise ConfigError(
                 f"{self.user_path}: more than {_MOST_JOBS} jobs stand behind each other"
             )
-        rows = [row for row in self.reader.find(row_id) if sample in (None, row[KEYS[1]])]
+        rows = [row for row in self._rows(row_id) if sample in (None, row[KEYS[1]])]
         if not rows:
             self._add_dropped(trace, row_id)
             return
@@ -65,6 +67,15 @@ class JobTraces:
             TracedAnswers(self.user_path, rows, grades, steps, self.reader.text_column)
         )
         self._add_source(trace, rows[0])
+
+    def _rows(self, known_by: str) -> list[dict[str, Any]]:
+        """The samples of a row, known by its id; readers of a job that runs each row with several
+        adapters know it by ADAPTER/ID."""
+        rows = list(self.reader.find(known_by))
+        if rows or runs_of_row(self.reader.manifest) == 1:
+            return rows
+        adapter, _, row_id = known_by.partition("/")
+        return [row for row in self.reader.find(row_id) if row[ADAPTER] == adapter]
 
     def _add_source(self, trace: Trace, row: Mapping[str, Any]) -> None:
         """Add what a row was made of."""

@@ -50,7 +50,7 @@ class TracedSource:
     Attributes:
         data_set: its path or its name.
         row_index: the number of the row there.
-        file: the file that has it, if that can be told, and `row_in_file` its number in it.
+        file: the file that has it, if that is known, and `row_in_file` its number in it.
     """
 
     data_set: str

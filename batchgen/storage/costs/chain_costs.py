@@ -45,7 +45,7 @@ def all_steps(figures: Mapping[str, Any], job: str) -> list[JobCost]:
 
 
 def as_values(steps: Sequence[JobCost]) -> list[dict[str, Any]]:
-    """The costs as metrics.json has them."""
+    """The costs in the form of metrics.json."""
     return [asdict(step) for step in steps]
 
 

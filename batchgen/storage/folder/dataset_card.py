@@ -169,7 +169,7 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
 
 
 def with_grade_section(card: str, section: str) -> str:
-    """A card with this section about grades, in the place of one that it may have."""
+    """A card with this section about grades, instead of one that it may have."""
     before, _, after = card.partition(_HOW_TO_READ)
     return before.partition(_GRADES)[0] + section + _HOW_TO_READ + after
 

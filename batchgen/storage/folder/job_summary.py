@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _NOT_BEGUN = "not begun"
 _MANY_CUT = 0.05
-"""The share of rows without an answer from which on users are told."""
+"""The share of rows without an answer from which on a summary says so."""
 
 
 @dataclass(frozen=True)

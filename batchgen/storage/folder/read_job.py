@@ -54,8 +54,8 @@ class JobFolderReader:
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
-        """Open a folder, or raise ConfigError if it is not one of a job or has links in the place
-        of files."""
+        """Open a folder, or raise ConfigError if it is not one of a job or has links instead of
+        files."""
         self.path = path
         self.storage = FolderStorage(path) if storage is None else storage
         if self.storage.in_place and path.is_dir():
@@ -83,7 +83,7 @@ class JobFolderReader:
 
     @property
     def whole(self) -> WholeShards:
-        """The shards of a complete job; ConfigError or JobError as of `whole_shards`."""
+        """The shards of a complete job; ConfigError or JobError see `whole_shards`."""
         if self._whole is None:
             shown = self.storage.display_name
             self._whole = whole_shards(self.storage, shown, self.metrics.get("rows"))

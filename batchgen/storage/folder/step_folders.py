@@ -20,7 +20,7 @@ _WAIT = 3600.0
 
 
 def step_folder(folder: str) -> str:
-    """The folder that is meant by one of a job, a path or a URL as of `user_folder`: the current
+    """The folder that is meant by one of a job, a path or a URL see `user_folder`: the current
     one of the step that the last name is, in a pipeline's folder, and else the folder itself.
 
     Raises:

@@ -127,7 +127,7 @@ def check_job(
         facts: of the rows that steps have left, if there are steps.
 
     Raises:
-        ConfigError, JobError: as of `whole_shards`.
+        ConfigError, JobError: see `whole_shards`.
     """
     is_copy = not metrics and not storage.exists(storage.path / JOURNAL)
     if metrics.get("status") != "complete" and not is_copy:

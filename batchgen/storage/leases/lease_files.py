@@ -9,11 +9,11 @@ FINISHED, BEGUN = ".journal", ".begun"
 """What the names of a journal's files with finished rows end with, and of those with rows that were
 begun."""
 FINISH = -1
-"""Stands in the place of a shard for what comes after all shards: grades, scores and the card."""
+"""Stands instead of a shard for what comes after all shards: grades, scores and the card."""
 SESSION = f"{LEASES}/session.json"
-"""Which workers run beside each other; it is there until the job is complete."""
+"""Which workers run at the same time; it is there until the job is complete."""
 INDEX, GRADING = -2, -3
-"""Stand in the place of a shard for the row index of rows that come while the job runs, and for
+"""Stand instead of a shard for the row index of rows that come while the job runs, and for
 grading shards at once, on which other jobs wait."""
 _NAMES = {FINISH: "finish", INDEX: "rows", GRADING: "grades"}
 _LEASE = re.compile(r"([0-9]{5,}|finish|rows|grades)\.([eb])([0-9]{3,})\.json")

@@ -340,7 +340,7 @@ class Member:
         return made
 
     def _lease(self, shard: int, kind: str, epoch: int) -> Steps[Lease | None]:
-        """What a lease says that is there; None as of `Lease.decoded`. It never changes once it can
+        """What a lease says that is there; None see `Lease.decoded`. It never changes once it can
         be read, so it is read once."""
         key = (shard, kind, epoch)
         if key not in self._leases:

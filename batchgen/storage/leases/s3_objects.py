@@ -179,7 +179,8 @@ def _keys(session: Any) -> Callable[[], dict[str, Any]]:
 
 @contextmanager
 def _builtin_errors(name: str) -> Iterator[None]:
-    """Turn obstore's errors into Python's: an OSError that is none of its kinds is no answer."""
+    """Turn obstore's errors into Python's: an OSError of no other kind means that there was no
+    answer."""
     from obstore import exceptions
 
     try:

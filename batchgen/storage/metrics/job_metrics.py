@@ -44,7 +44,7 @@ class Attempt:
         generate_s: seconds since the engine began.
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
         start_s: seconds until the engine began, mostly the loading of the weights.
-        session: a text that is the same for workers that ran beside each other.
+        session: a text that is the same for workers that ran at the same time.
         batch_dependence: why a token's bits depend on what else is in the batch, as was found out
             on this CPU; None if they do not, and on a GPU.
         contract: what decided the bits of its rows besides models, data and configuration, by name,
@@ -94,14 +94,14 @@ class Metrics:
     Attributes:
         attempt: the present one.
         tally: counts of the rows that are finished, those of earlier attempts too.
-        others: what the other workers have told, when this one last looked.
+        others: what the other workers had reported when this one last looked.
         in_flight: how many rows run in the engine, without waiting ones.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
         adapter_scores: the same of each adapter that rows run with, by its name.
         funnel: how many answers of other jobs each choice among them has left, if it reads any.
         budget: what is used of the job's budget; None without one.
-        timeline: how the job went on over time; of workers beside each other it has only this one.
+        timeline: how the job went on over time; of several workers it has only this one.
         read_jobs: what the jobs cost whose rows are read.
         sampling: values of the group `sampling`, and what the model recommends for each.
         tell: is called with the content of the file whenever this worker has written it.

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 
 class Peers(Protocol):
-    """One worker's way to the figures of the others; workers beside each other share `session`."""
+    """One worker's access to the figures of the others; workers that run at the same time share
+    `session`."""
 
     @property
     def number(self) -> int: ...
@@ -24,13 +25,13 @@ class Peers(Protocol):
         ...
 
     def others(self) -> Sequence[Mapping[str, Any]]:
-        """What the others have told, with `dead` and `ended`: how each has ended."""
+        """What the others have reported, with `dead` and `ended`: how each has ended."""
         ...
 
 
 def reported_attempt(beat: Mapping[str, Any], is_complete: bool) -> dict[str, Any] | None:
-    """The attempt that another worker has told; None if it has told nothing yet. If the job is
-    complete, workers that live have done their part."""
+    """Another worker's attempt, from its heartbeat; None before the first one. In a complete job,
+    live workers count as complete."""
     if "attempt" not in beat:
         return None
     attempt = dict(beat["attempt"])
@@ -57,7 +58,7 @@ def added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def seconds(attempts: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Seconds of all attempts: workers that ran beside each other count as their longest one."""
+    """Seconds of all attempts: workers that ran at the same time count as their longest one."""
     longest: dict[Any, float] = {}
     for number, attempt in enumerate(attempts):
         session = attempt.get("session") or number

@@ -118,7 +118,7 @@ class CheckedFile:
         return str(self._source)
 
     def known_digest(self) -> str | None:
-        """The digest as of `content_digest`, if it is known without a pass over all bytes."""
+        """The digest see `content_digest`, if it is known without a pass over all bytes."""
         return None if self._sums is None else self.content_digest()
 
     def content_digest(self) -> str:

@@ -89,7 +89,9 @@ class OpenShard:
         self.num_done += len(rows)
 
     def missing(self, row_index: int) -> list[int]:
-        """The samples of a row that are not done."""
+        """The samples of a row that are not done; none of a row that the job has no longer."""
+        if row_index - self._first >= len(self.done):
+            return []
         done = self.done[row_index - self._first].tolist()
         return [sample for sample, is_done in enumerate(done) if not is_done]
 

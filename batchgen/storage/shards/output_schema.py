@@ -83,6 +83,16 @@ _SATISFIED = (
 )
 
 
+REPLAY_EXACT = "replay_exact"
+_REPLAY_EXACT = (
+    REPLAY_EXACT,
+    pa.bool_(),
+    "whether each token was scored given what was unmasked before its step: false if it is not "
+    "known what stood behind the answer in its last block, or if a constraint took part in the "
+    "distribution; null if the row failed",
+)
+
+
 IMAGE_FIELDS = (
     ("path", pa.string()),
     ("digest", pa.string()),
@@ -171,6 +181,7 @@ class OutputSchema:
         parsed: ParsedColumn | None = None,
         text_column: str = TEXT,
         answers: bool = False,
+        replays: bool = False,
         images: bool = False,
         enough: Enough | None = None,
         is_read: bool = False,
@@ -182,6 +193,7 @@ class OutputSchema:
             extra: the columns of what rows say beside their text, such as thoughts.
             constrained: whether a column says which rows satisfy their constraint.
             answers: whether rows have given answers, which are scored.
+            replays: whether these are trajectories.
             images: whether rows may have images.
             enough: when a row has enough samples; None if all rows have the same number.
             is_read: whether rows are only read.
@@ -203,7 +215,12 @@ class OutputSchema:
             for name, type, meaning in _AFTER
             if prompt_token_ids or name != PROMPT_TOKEN_IDS
         ]
-        asked = ((_SATISFIED, constrained), (_ANSWER, answers), (_IMAGES, images))
+        asked = (
+            (_SATISFIED, constrained),
+            (_ANSWER, answers),
+            (_REPLAY_EXACT, replays),
+            (_IMAGES, images),
+        )
         more = [described_field(*column) for column, wanted in asked if wanted]
         if parsed is not None:
             more.append(described_field(PARSED, parsed.type, parsed.meaning))
@@ -279,6 +296,10 @@ class OutputSchema:
             ]
         if ANSWER_TOKEN_IDS in self.arrow.names:
             values[ANSWER_TOKEN_IDS] = [o.answer_token_ids if o else None for o in outputs]
+        if REPLAY_EXACT in self.arrow.names:
+            values[REPLAY_EXACT] = [
+                o.replay_exact if o and o.finish_reason != "error" else None for o in outputs
+            ]
         if PROMPT_IMAGES in self.arrow.names:
             values[PROMPT_IMAGES] = [row.images for row in rows]
         if self.parsed is not None:
@@ -334,6 +355,8 @@ def _column_field(column: OutputColumn) -> pa.Field:
         type = pa.list_(type, size)
     entries = {
         "output": "one entry per generated token",
+        "edits": "one entry per replaced token: place in token_ids, step, old and new id",
+        "tail": "one entry per token that the end of the row cut off its last step",
         "context": "one entry per token that went through the model",
         "answer": "one entry per token of the answer",
         "choice": "one entry per choice of the row's constraint",

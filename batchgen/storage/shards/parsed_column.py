@@ -27,7 +27,7 @@ class ParsedColumn:
 
     Attributes:
         typed: whether the type follows from the job's schema; if not, the column holds JSON text.
-        meaning: what readers of the output are told of the column.
+        meaning: the column's description, for readers of the output.
         start_after: the text behind whose first occurrence the JSON begins; empty for the start.
     """
 

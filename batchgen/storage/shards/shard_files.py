@@ -47,7 +47,7 @@ class Extent:
 
     Attributes:
         rows: how many input rows.
-        samples: how many samples of each; with `enough` at most so many.
+        samples: how many samples of each; with `enough` at most that number.
         enough: when a row is complete; None if each row has all `samples`.
         answers: how many output rows; None for all `samples` of all `rows`.
     """

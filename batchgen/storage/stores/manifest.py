@@ -111,7 +111,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The manifest in a file; as of `parse`."""
+        """The manifest in a file; see `parse`."""
         return cls.parse(path.read_bytes(), str(path))
 
     @classmethod

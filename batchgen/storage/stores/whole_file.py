@@ -51,7 +51,7 @@ def publish_file(temporary: Path, path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str, new: str | None = None) -> None:
-    """Write a text file, as of `whole_file`."""
+    """Write a text file, see `whole_file`."""
     with whole_file(path, new) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -13,7 +13,7 @@ _TEMPLATES = ("system", "user", "text", "answer")
 """The keys that are one template each."""
 COLUMN_KEYS = (
     *("messages_column", "tools_column", "token_ids_column", "answer_ids_column"),
-    "body_column",
+    *("answer_step_map_column", "body_column"),
 )
 """The keys of the group `prompt` that name a column."""
 

@@ -90,7 +90,7 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     """Lines of a name and a value for the scores of `batchgen.evals.scores.scores.compute_scores`.
 
     The two intervals are of 95%: for new questions of the same kind, and for the same questions
-    asked again. The second cannot be told where all samples of each question have one mark.
+    asked again. The second is unknown where all samples of each question have one mark.
     """
     shown = score_value(scores)
     lines = [(scores.get("column", "score"), _average(scores["avg"], shown))]

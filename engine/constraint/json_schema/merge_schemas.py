@@ -112,7 +112,7 @@ def find_overlap(
 
 
 def _exclude(a: Schema, b: Schema, is_valid: IsValid, flat: Callable[[Any], Schema]) -> bool:
-    """Whether it is certain that no value matches both schemas. Arguments as of `find_overlap`."""
+    """Whether it is certain that no value matches both schemas. Arguments see `find_overlap`."""
     for one, other in ((a, b), (b, a)):
         values = _listed(one)
         if values is not None:

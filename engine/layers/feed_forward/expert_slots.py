@@ -13,7 +13,7 @@ from batchgen.engine.layers.int4_slot import Int4Slot
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.four_bit.int4_layout import Int4Panels
-from batchgen.kernels.layers.activation import GateFunction
+from batchgen.kernels.layers.activation import ExpertFunction
 from batchgen.kernels.moe.epilogues import ClampedGate
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
 
@@ -24,10 +24,15 @@ class ExpertForm:
 
     biased: bool = False  # checkpoints hold `gate_up_proj_bias` [E, 2·I], `down_proj_bias` [E, H]
     clamped: ClampedGate | None = None  # None: function(gate) · up
-    function: GateFunction = "silu"
+    function: ExpertFunction = "silu"  # relu2: experts have no gate, and `up_proj` for the two
     # Where checkpoints hold all experts in one tensor, rows of gate and of up take turns, and the
     # last two axes are the other way round: [E, H, 2·I] and [E, I, H].
     interleaved: bool = False
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The projections of the first product."""
+        return ("up_proj",) if self.function == "relu2" else ("gate_proj", "up_proj")
 
 
 PLAIN_EXPERTS = ExpertForm()

@@ -39,7 +39,7 @@ from batchgen.kernels.four_bit.tiles import four_bit_tiles
 from batchgen.kernels.fp8.fp8_experts import fp8_grouped_mlp, fp8_grouped_parts
 from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
-from batchgen.kernels.fp8.quantise import BothRows
+from batchgen.kernels.fp8.quantise import RoundedRows
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
@@ -56,7 +56,7 @@ class _Options(TypedDict):
 
 
 class Experts(nn.Module):
-    """E gated MLPs, whose weights stand in one tensor for each kind of projection.
+    """E MLPs with a gate or without, whose weights stand in one tensor for each kind of projection.
 
     A checkpoint may hold each projection of each expert in a tensor of its own
     (`experts.3.gate_proj.weight`), or all experts in one (`experts.gate_up_proj` [E, 2·I, H] and
@@ -84,7 +84,8 @@ class Experts(nn.Module):
         self._num_experts, self._parallel = num_experts, parallel
         own = parallel.share("num_experts", num_experts)
         self._first = parallel.rank * own
-        shapes = (own, 2 * intermediate_size, hidden_size), (own, hidden_size, intermediate_size)
+        rows = len(variant.first) * intermediate_size
+        shapes = (own, rows, hidden_size), (own, hidden_size, intermediate_size)
         in_panels = keeps_panels(where.device, where.dtype, hidden_size, intermediate_size)
         wide, narrow = (
             panels_shape(*shape, where.dtype) if in_panels else shape for shape in shapes
@@ -95,7 +96,7 @@ class Experts(nn.Module):
         self.down_bias: nn.Parameter | None = None
         if variant.biased:
             make = partial(empty_parameter, device=where.device, dtype=where.dtype)
-            self.gate_up_bias = make(own, 2 * intermediate_size)
+            self.gate_up_bias = make(own, rows)
             self.down_bias = make(own, hidden_size)
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
@@ -117,6 +118,8 @@ class Experts(nn.Module):
         if form.excludes(path):
             return
         if isinstance(form, MXFP4Format):
+            if self.variant.function == "relu2":
+                raise ValueError(f"{path} has experts without a gate, which MXFP4 does not have")
             self.form = form
             if form.native and takes_mxfp4(self.gate_up_proj.dtype, self._hidden, self._inner):
                 self.gate_up_proj, self.gate_up_scales = _empty_mxfp4(self.gate_up_proj)
@@ -145,7 +148,7 @@ class Experts(nn.Module):
             names = (f"{path}.{i}.{part}" for i in range(self._num_experts) for part in parts)
             if form.excludes(f"{path}.{whole}") and any(map(form.excludes, names)):
                 return
-        if self.variant.interleaved:
+        if self.variant.interleaved or self.variant.function == "relu2":
             return
         weights = self.gate_up_proj, self.down_proj
         dtype, device = self._dtype, self.down_proj.device
@@ -160,12 +163,13 @@ class Experts(nn.Module):
     def sizes(self, name: str) -> tuple[int, int, int]:
         """Return the number of experts on all ranks, and the out and in features of one of their
         weights, `gate_up_proj` or `down_proj`."""
-        wide, narrow = (2 * self._inner, self._hidden), (self._hidden, self._inner)
+        rows = len(self.variant.first) * self._inner
+        wide, narrow = (rows, self._hidden), (self._hidden, self._inner)
         return self._num_experts, *(wide if name == "gate_up_proj" else narrow)
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether tokens may come as `BothRows`."""
+        """Whether tokens may come as `RoundedRows`."""
         return self.gate_up_scales is not None and isinstance(self.form, FP8Format)
 
     @property
@@ -192,7 +196,7 @@ class Experts(nn.Module):
 
     def forward(
         self,
-        x: Tensor | BothRows,  # [T, H]
+        x: Tensor | RoundedRows,  # [T, H]
         ids: Tensor,  # [T, k] int32
         weights: Tensor,  # [T, k] float32
         residual: Tensor | None = None,
@@ -224,7 +228,7 @@ class Experts(nn.Module):
     def add_to(
         self,
         residual: Tensor,
-        x: Tensor | BothRows,
+        x: Tensor | RoundedRows,
         ids: Tensor,
         weights: Tensor,
         shared: Callable[[], SharedPart] | None = None,
@@ -236,7 +240,7 @@ class Experts(nn.Module):
         self(x, ids, weights, residual, shared)
         return residual
 
-    def _parts(self, x: Tensor | BothRows, ids: Tensor, weights: Tensor) -> Tensor | None:
+    def _parts(self, x: Tensor | RoundedRows, ids: Tensor, weights: Tensor) -> Tensor | None:
         """Compute what `forward` adds up, [k, T, H]; None where that is added right away."""
         if (in_fp8 := self._in_fp8()) is not None:
             gate_up, down, powers = in_fp8
@@ -288,9 +292,10 @@ class Experts(nn.Module):
         """Yield a slot for each projection of each expert, and one for each kind of all experts."""
         shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
         wide, narrow = (self.gate_up_scales, self.gate_up_bias), (self.down_scales, self.down_bias)
-        both, single = ("gate_proj", "up_proj"), ("down_proj",)
+        both, single = self.variant.first, ("down_proj",)
+        name = "gate_up_proj" if len(both) == 2 else both[0]
         for kind in (
-            Projections("gate_up_proj", both, self.gate_up_proj, self._hidden, *wide),
+            Projections(name, both, self.gate_up_proj, self._hidden, *wide),
             Projections("down_proj", single, self.down_proj, self._inner, *narrow),
         ):
             if self._groups is not None:

@@ -30,7 +30,7 @@ from batchgen.kernels.layers.activation import (
 
 class GatedMLP(nn.Module):
     """A feed-forward part with a gate: residual + down(f(gate(x)) · up(x)) (Shazeer 2020), where f
-    is SiLU (SwiGLU) or GELU (GEGLU).
+    is SiLU (SwiGLU) or GELU (GEGLU). `factors` multiply what the projections to gate and up yield.
 
     Each rank has a share of the width between the projections. `size_name` is what the model's
     configuration calls that width, for error messages.
@@ -44,10 +44,11 @@ class GatedMLP(nn.Module):
         bias: bool,
         gate: GateFunction = "silu",
         size_name: str = "intermediate_size",
+        factors: tuple[float, float] = (1.0, 1.0),
         where: Placement,
     ) -> None:
         super().__init__()
-        parallel, self._gate = where.parallel, gate
+        parallel, self._gate, self._factors = where.parallel, gate, factors
         own = parallel.share(size_name, intermediate_size)
         parts = {"gate_proj": own, "up_proj": own}
         shards = dict.fromkeys(parts, parallel.shard(0, intermediate_size))
@@ -74,15 +75,18 @@ class GatedMLP(nn.Module):
 
     def activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
         """Compute f(gate(x)) · up(x) for x [T, hidden_size], in FP8 if `down_proj` is."""
-        form = self.down_proj.form
+        form, gate_up = self.down_proj.form, self.gate_up_proj(x)
+        for factor, part in zip(self._factors, gate_up.chunk(2, dim=-1), strict=True):
+            if factor != 1:
+                part.mul_(factor)
         if self._gate == "gelu":
-            activated = gelu_and_mul(self.gate_up_proj(x))
+            activated = gelu_and_mul(gate_up)
             if self.down_proj.computes_in_fp8 and form is not None:
                 return quantise_rows(activated, powers_of_two=form.powers_of_two)
             return activated
         if self.down_proj.computes_in_fp8 and form is not None:
-            return silu_and_mul_quantised(self.gate_up_proj(x), powers_of_two=form.powers_of_two)
-        return silu_and_mul(self.gate_up_proj(x))
+            return silu_and_mul_quantised(gate_up, powers_of_two=form.powers_of_two)
+        return silu_and_mul(gate_up)
 
 
 class PlainMLP(nn.Module):
@@ -99,11 +103,12 @@ class PlainMLP(nn.Module):
         *,
         bias: bool,
         function: PlainFunction,
+        size_name: str = "intermediate_size",
         where: Placement,
     ) -> None:
         super().__init__()
         parallel = where.parallel
-        parts = {"up_proj": parallel.share("intermediate_size", intermediate_size)}
+        parts = {"up_proj": parallel.share(size_name, intermediate_size)}
         shards = dict.fromkeys(parts, parallel.shard(0, intermediate_size))
         self.in_proj = MergedLinear(
             hidden_size, parts, bias=bias, shards=shards if parallel.size > 1 else None, where=where
@@ -120,14 +125,20 @@ class PlainMLP(nn.Module):
 
     def forward(self, x: Tensor | FP8Rows, residual: Tensor, ctx: ForwardContext) -> Stream:
         """Add the result for x [T, hidden_size] to `residual` in place and return it."""
+        return self.down_proj.add_to(residual, self._activated(x))
+
+    def compute(self, x: Tensor | FP8Rows) -> Tensor:
+        """Compute this rank's part of the result for x [T, hidden_size], for a sum over ranks."""
+        result: Tensor = self.down_proj(self._activated(x))
+        return result
+
+    def _activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
         up = self.in_proj(x)
-        activated = squared_relu(up) if self.act_fn is None else self.act_fn(up)
+        activated: Tensor = squared_relu(up) if self.act_fn is None else self.act_fn(up)
         form = self.down_proj.form
         if self.down_proj.computes_in_fp8 and form is not None:
-            return self.down_proj.add_to(
-                residual, quantise_rows(activated, powers_of_two=form.powers_of_two)
-            )
-        return self.down_proj.add_to(residual, activated)
+            return quantise_rows(activated, powers_of_two=form.powers_of_two)
+        return activated
 
 
 class XIELU(nn.Module):

@@ -13,7 +13,7 @@ from batchgen.engine.device.side_stream import beside
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.layers.feed_forward.expert_slots import PLAIN_EXPERTS, ExpertForm
 from batchgen.engine.layers.feed_forward.experts import Experts
-from batchgen.engine.layers.feed_forward.mlp import GatedMLP
+from batchgen.engine.layers.feed_forward.mlp import GatedMLP, PlainMLP
 from batchgen.engine.layers.feed_forward.scaled_router import ScaledRouter
 from batchgen.engine.layers.linear import Float32Linear, Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
@@ -22,7 +22,7 @@ from batchgen.engine.parallel.tensor_parallel import (
     FEED_FORWARD_LANE,
     Stream,
 )
-from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, plain_rows
+from batchgen.kernels.fp8.quantise import FP8Rows, RoundedRows, plain_rows
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.router.router_form import SOFTMAX, RouterForm
 from batchgen.kernels.moe.router.routing import route
@@ -68,8 +68,10 @@ class SparseMoE(nn.Module):
 
     It computes residual + Σ_j w_j · expert_j(x), with experts and weights from a router's logits
     (`route`). A shared expert, which every token goes through, adds shared(x), or sigmoid(gate(x))
-    · shared(x) (Yang et al. 2024). Each rank has some experts, a share of the shared one, and the
-    whole router, which is `gate` if that is given. Sums over ranks have this `lane`.
+    · shared(x) (Yang et al. 2024). With a `latent_size` the experts read a projection of x to that
+    many values, and what they make of it is projected back. Each rank has some experts, a share of
+    the shared one, and the whole router, which is `gate` if that is given. Sums over ranks have
+    this `lane`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class SparseMoE(nn.Module):
         *,
         renormalise: bool,
         shared_size: int | None,
+        latent_size: int | None = None,
         router: Router = SOFTMAX_ROUTER,
         gate: ScaledRouter | None = None,
         variant: ExpertForm = PLAIN_EXPERTS,
@@ -94,6 +97,11 @@ class SparseMoE(nn.Module):
         self.column, self.index = column
         self.form = router.form
         self.checkpoint_names = {"correction": "gate"}
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        if latent_size is not None:
+            self.fc1_latent_proj = Linear(hidden_size, latent_size, bias=False, where=where)
+            self.fc2_latent_proj = Linear(latent_size, hidden_size, bias=False, where=where)
         self.gate: Linear | ScaledRouter
         if gate is not None:
             self.gate = gate
@@ -110,14 +118,25 @@ class SparseMoE(nn.Module):
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=where.device)
         self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, variant=variant, where=where
+            num_experts,
+            latent_size or hidden_size,
+            intermediate_size,
+            variant=variant,
+            where=where,
         )
-        self.shared_expert: GatedMLP | None = None
+        self.shared_expert: GatedMLP | PlainMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
-            self.shared_expert = GatedMLP(
-                hidden_size, shared_size, bias=False, size_name="shared expert's size", where=where
-            )
+            size_name = "shared expert's size"
+            if variant.function == "relu2":
+                self.shared_expert = PlainMLP(
+                    hidden_size, shared_size, bias=False, function="relu2", size_name=size_name,
+                    where=where,
+                )  # fmt: skip
+            else:
+                self.shared_expert = GatedMLP(
+                    hidden_size, shared_size, bias=False, size_name=size_name, where=where
+                )
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
                     hidden_size, 1, bias=False, quantisable=False, where=where
@@ -127,7 +146,7 @@ class SparseMoE(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor | BothRows,
+        tokens: Tensor | RoundedRows,
         residual: Tensor,
         ctx: ForwardContext,
         router_input: Tensor | None = None,
@@ -147,10 +166,15 @@ class SparseMoE(nn.Module):
             scales=gate.expert_scales if isinstance(gate, ScaledRouter) else None,
         )
         ctx.record(self.column, ids, self.index)
+        out: Tensor
         alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
+        if self.fc1_latent_proj is not None and self.fc2_latent_proj is not None:
+            routed = self.experts(self.fc1_latent_proj(x), ids, weights)
+            projected = self.fc2_latent_proj(routed)
+            out = add_up(projected, residual if alone else None, shared)
+            return out if alone else self._parallel.add_sum(residual, out, self._lane)
         if own is None and alone:
             return self.experts.add_to(residual, tokens, ids, weights, shared)
-        out: Tensor
         if own is None:
             out = self.experts(tokens, ids, weights, None, shared)
         else:
@@ -166,7 +190,7 @@ class SparseMoE(nn.Module):
         return self.experts.scratch_bytes(tokens * self.experts_per_token)
 
     def _begin(
-        self, tokens: Tensor | BothRows, router_input: Tensor
+        self, tokens: Tensor | RoundedRows, router_input: Tensor
     ) -> tuple[Tensor, Callable[[], SharedPart] | None]:
         """Compute the router's logits [T, E], and begin what the shared expert makes of the tokens.
 
@@ -178,13 +202,13 @@ class SparseMoE(nn.Module):
             return self.gate(router_input), None
         return beside(router_input, self.gate, lambda _: self._share(tokens))
 
-    def _share(self, tokens: Tensor | BothRows) -> SharedPart:
+    def _share(self, tokens: Tensor | RoundedRows) -> SharedPart:
         """Compute what the shared expert of this rank makes of tokens [T, hidden_size]."""
         shared, gate = self.shared_expert, self.shared_expert_gate
         assert shared is not None
         x = plain_rows(tokens)
         rows: Tensor | FP8Rows = x
-        if isinstance(tokens, BothRows) and shared.input_projection.computes_in_fp8:
+        if isinstance(tokens, RoundedRows) and shared.input_projection.computes_in_fp8:
             rows = tokens.in_fp8
         return SharedPart(shared.compute(rows), None if gate is None else gate(x))
 

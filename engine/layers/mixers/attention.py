@@ -161,7 +161,7 @@ class Attention(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + attention(hidden) as `Mixer` says, in the place of the residual."""
+        """Return residual + attention(hidden) as `Mixer` says, written over the residual."""
         if cos_sin is None:  # no pair of a head has an angle
             cos_sin = torch.empty((len(ctx.kv_slots), 0), device=residual.device)
         cache = ctx.cache(self.layer, KVCache)

@@ -122,7 +122,7 @@ class LatentAttention(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + attention(hidden) as `Mixer` says, in the place of the residual."""
+        """Return residual + attention(hidden) as `Mixer` says, written over the residual."""
         assert cos_sin is not None
         plane = ctx.cache(self.layer, Tensor)
         q, latent = self.down_proj(hidden).split(self._sizes, dim=1)

@@ -21,7 +21,7 @@ class EntropyBound(Rule):
 
     Args:
         entropy_bound: in nats, of the distributions that tokens are drawn from.
-        min_tokens_per_step: so many positions a step unmasks at least, if they are masked.
+        min_tokens_per_step: the fewest positions that a step unmasks, if they are masked.
     """
 
     name: str = field(default="entropy_bound", init=False)

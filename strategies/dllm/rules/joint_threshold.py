@@ -1,4 +1,4 @@
-"""All that are likely enough, and better tokens in the place of those that are known."""
+"""All that are likely enough, and better tokens instead of those that are known."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class JointThreshold(Rule):
     masked, steps go on until one replaces nothing, or for a number of steps.
 
     Args:
-        confidence_threshold: as of `LowConfidenceDynamic`, of masked positions.
+        confidence_threshold: see `LowConfidenceDynamic`, of masked positions.
         edit_threshold: a probability; 0 replaces whatever is drawn differently.
         max_edit_steps: the most steps that may edit a block in which nothing is masked.
-        min_tokens_per_step: as of `LowConfidenceDynamic`.
+        min_tokens_per_step: see `LowConfidenceDynamic`.
     """
 
     name: str = field(default="joint_threshold", init=False)

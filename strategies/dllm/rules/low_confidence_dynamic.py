@@ -15,7 +15,7 @@ class LowConfidenceDynamic(Rule):
 
     Args:
         confidence_threshold: a probability under the distribution that a token was drawn from.
-        min_tokens_per_step: so many positions a step unmasks at least, if they are masked.
+        min_tokens_per_step: the fewest positions that a step unmasks, if they are masked.
     """
 
     name: str = field(default="low_confidence_dynamic", init=False)

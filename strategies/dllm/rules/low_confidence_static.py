@@ -14,7 +14,7 @@ class LowConfidenceStatic(Rule):
     `low_confidence_static` of generate.py in JetAstra/SDAR at 59549b13).
 
     Args:
-        denoising_steps: as of `Sequential`.
+        denoising_steps: see `Sequential`.
     """
 
     name: str = field(default="low_confidence_static", init=False)

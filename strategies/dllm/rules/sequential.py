@@ -31,5 +31,5 @@ class Sequential(Rule):
 
 
 def check_steps(steps: int | None) -> None:
-    """Raise ValueError if no block can take so many steps."""
+    """Raise ValueError if no block can take this number of steps."""
     check_range("denoising_steps", 1 if steps is None else steps, 1, float("inf"), "at least 1")

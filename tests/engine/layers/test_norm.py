@@ -11,7 +11,7 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts
-from batchgen.kernels.fp8.quantise import BothRows, FP8Rows
+from batchgen.kernels.fp8.quantise import FP8Rows, RoundedRows
 from batchgen.kernels.layers.shared_part import SharedPart
 
 
@@ -41,7 +41,7 @@ def test_parts_are_added_before_the_norm(
     assert stream is residual
     torch.testing.assert_close(stream, total)
     if keep:
-        assert isinstance(found, BothRows) and isinstance(expected, BothRows)
+        assert isinstance(found, RoundedRows) and isinstance(expected, RoundedRows)
         torch.testing.assert_close(found.plain, expected.plain)
         found, expected = found.in_fp8, expected.in_fp8
     if quantised:

@@ -61,6 +61,7 @@ def test_tensors_that_follow_from_others_are_skipped(tiny_model: TinyModel, tmp_
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
 
     model = load_model(edit_weights(folder, tmp_path / "m", add), device=CPU)
+    assert model.lm_head is not None
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

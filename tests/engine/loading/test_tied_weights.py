@@ -55,6 +55,7 @@ def test_logits_equal_transformers(
     folder = edit_weights(tiny_model(kind, tie_word_embeddings=True), tmp_path / "m", change)
     model = load_model(folder, device=CPU)
     assert model.config.untied == (change is add_another_head)
+    assert model.lm_head is not None
     assert (model.lm_head.weight is model.model.embed_tokens.weight) != model.config.untied
     reference = reference_logits(folder, IDS)
     assert (run_paged(model, IDS, [40]) - reference).abs().max() / reference.abs().max() < 1e-3
@@ -66,6 +67,7 @@ def test_diffusion_models_use_both(
 ) -> None:
     source = tiny_model(kind, tie_word_embeddings=True)
     model = load_model(edit_weights(source, tmp_path / "m", add_another_head), device=CPU)
+    assert model.lm_head is not None
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight.flip(0))
 
 

@@ -31,7 +31,7 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import Request, expect_short_rows, run
 from tests.support.engine.forced_drafts import ForcedStrategy
-from tests.support.engine.tiny_models import CLASSES
+from tests.support.engine.tiny_models import CLASSES, MAMBA
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -40,7 +40,14 @@ GEMMA = ("gemma3_text", "gemma3", "gemma4_text", "gemma4_e2b")
 SPARSE = (
     "mixtral", "dots1", "granitemoe", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "olmoe",
 )  # fmt: skip
-DENSE = ("ministral3", "mistral3", "olmo3", "smollm3", *GEMMA, *sorted(CLASSES.keys() - SPARSE))
+DENSE = (
+    "ministral3",
+    "mistral3",
+    "olmo3",
+    "smollm3",
+    *GEMMA,
+    *sorted(CLASSES.keys() - {*SPARSE, *MAMBA}),
+)
 KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_moe", *SPARSE, *DENSE)
 
 

@@ -200,7 +200,7 @@ def folded_states(engine: LLMEngine) -> list[Tensor]:
         step = StepRows(slot, cache.pending, cache.first, 0, fold=1)
         nothing = torch.zeros(0, window.shape[-1])
         weight, none = torch.zeros(window.shape[-1], 4), torch.zeros(0, 4)
-        causal_conv_step(nothing, weight, window, cache.records["inputs"], step)
+        causal_conv_step(nothing, weight, None, window, cache.records["inputs"], step)
         inputs = DeltaInputs(nothing, none, none, none.new_zeros(4), none.new_zeros(4))
         records = DeltaRecords(*(cache.records[name] for name in DeltaRecords._fields))
         delta_step(inputs, matrix, records, step)

@@ -113,7 +113,8 @@ class Plain:
         scores = q @ k.transpose(1, 2) / size**0.5
         scores = scores.masked_fill(~block_causal(len(x), self.length), -torch.inf)
         mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-        return mixed @ t[at + "dense.weight"].T
+        out: Tensor = mixed @ t[at + "dense.weight"].T
+        return out
 
     def rotated(self, x: Tensor) -> Tensor:
         turned = int(x.shape[-1] * self.config["partial_rotary_factor"])
@@ -170,7 +171,11 @@ def test_edits_beside_the_experts_that_tokens_went_through(tiny_model: TinyModel
     """Whose column needs a block's last forward to have read its final tokens: same tokens, and one
     place more of experts for each."""
     model = load_model(tiny_model("llada2_moe"), device=CPU, dtype=torch.float32)
-    rule = {"unmasking": "joint_threshold", "confidence_threshold": 0.05, "edit_threshold": 0.1}
+    rule: dict[str, Any] = {
+        "unmasking": "joint_threshold",
+        "confidence_threshold": 0.05,
+        "edit_threshold": 0.1,
+    }
     config = EngineConfig(max_model_len=128, kv_cache_gib=0.02, max_num_seqs=3)
     rows = requests(4, 5, longest=20)
     plain = run(LLMEngine(model, None, EOS, DLLMStrategy(8, **rule), config), rows)

@@ -307,6 +307,7 @@ def test_weights_have_the_names_of_qwen3(tied: bool, tiny_model: TinyModel, tmp_
     assert names(sdar) == names(qwen3)
     for name, parameter in qwen3.named_parameters():
         assert torch.equal(parameter, sdar.get_parameter(name))
+    assert sdar.lm_head is not None
     assert (sdar.lm_head.weight is sdar.model.embed_tokens.weight) == tied
 
     cut = tmp_path / "cut"
@@ -322,6 +323,7 @@ def test_dummy_weights_need_a_configuration_only(tiny_model: TinyModel, tmp_path
     folder = edit_config(tiny_model("sdar"), tmp_path / "m", **PUBLISHED)
     model = load_model(folder, device=CPU, load_format="dummy")
     assert model.dtype == torch.bfloat16
+    assert model.lm_head is not None
     assert model.lm_head.weight.float().std() > 0.01
 
 

@@ -112,6 +112,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite tied": ("granite", {"attention_bias": True, "mlp_bias": True,
                                  "tie_word_embeddings": True}),
     "granite with experts": ("granitemoe", {}),
+    "bamba": ("bamba", {}),
+    "bamba of one group": ("bamba", {
+        "mamba_n_groups": 1, "mamba_conv_bias": False, "mamba_proj_bias": True,
+        "attn_layer_indices": [0, 2], "mamba_d_conv": 3, "tie_word_embeddings": True}),
+    "granite 4": ("granitemoehybrid", {}),
+    "granite 4 dense": ("granitemoehybrid", {
+        "num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1,
+        "tie_word_embeddings": True}),
+    "granite 4 of attention": ("granitemoehybrid", {
+        "num_local_experts": 0, "layer_types": ["full_attention"] * 3}),
+    "nemotron": ("nemotron_h", {}),
+    "nemotron dense": ("nemotron_h", {"layers_block_type": [
+        "linear_attention", "mlp", "linear_attention", "full_attention"], "use_bias": True}),
+    "nemotron super": ("nemotron_h", {
+        "moe_latent_size": 40, "n_group": 1, "topk_group": 1, "n_groups": 1}),
+    "falcon h1": ("falcon_h1", {}),
+    "falcon h1 with norms": ("falcon_h1", {
+        "mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True,
+        "mamba_proj_bias": True, "ssm_in_multiplier": 1.0}),
     "glm 4 9b": ("glm", {}),
     "glm 4 9b turns whole heads": ("glm", {"attention_bias": False, "rope_parameters": DEFAULT}),
     "glm 4 0414": ("glm4", {}),
@@ -187,6 +206,7 @@ FACTORS = {
     "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
     "residual_multiplier": 0.22,
 }  # fmt: skip
+NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "Mistral-7B-v0.3": ("mistral", sizes(4096, 14336, 32, 32, 8, 32768), 7.248e9),
     "Mistral-Small-24B": ("mistral", sizes(5120, 32768, 40, 32, 8, 131072) | HEAD, 23.57e9),
@@ -224,6 +244,24 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "gemma-2-27b": (
         "gemma2", sizes(4608, 36864, 46, 32, 16, 256000) | HEAD | {
             "query_pre_attn_scalar": 144}, 27.23e9),
+    "Bamba-9B": (
+        "bamba", sizes(4096, 14336, 32, 32, 8, 128256) | {
+            "attn_layer_indices": [9, 18, 27], "mamba_d_state": 128}, 9.78e9),
+    "granite-4.0-h-small": (
+        "granitemoehybrid", sizes(4096, 768, 40, 32, 8, 100352) | TIED | FACTORS | {
+            "num_local_experts": 72, "num_experts_per_tok": 10, "shared_intermediate_size": 1536,
+            "mamba_n_heads": 128, "mamba_d_state": 128, "layer_types": [
+                "full_attention" if i in (5, 15, 25, 35) else "linear_attention"
+                for i in range(40)]}, 32.2e9),
+    "Nemotron-3-Nano-30B-A3B": (
+        "nemotron_h", {
+            "hidden_size": 2688, "vocab_size": 131072, "num_attention_heads": 32,
+            "num_key_value_heads": 2, "mamba_num_heads": 64, "mamba_head_dim": 64,
+            "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712, "hybrid_override_pattern": NANO}, 31.58e9),
+    "Falcon-H1-7B": (
+        "falcon_h1", sizes(3072, 12288, 44, 12, 2, 130048) | HEAD | {
+            "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128}, 7.59e9),
     "ERNIE-4.5-21B-A3B": ("ernie4_5_moe", sizes(2560, 12288, 28, 20, 4, 103424), 21.83e9),
 }  # fmt: skip
 

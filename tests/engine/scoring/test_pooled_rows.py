@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.rows.pooling import pooled_columns
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
@@ -239,6 +241,28 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_model: TinyModel, tmp_path:
         bare.add_request("0", [3, 4], RequestParams(max_new_tokens=4))
     with pytest.raises(ValueError, match="the model is an embedding model"):
         bare.add_request("0", [3, 4], RequestParams(max_new_tokens=0), [5])
+
+
+def test_an_embedding_model_may_be_named_a_language_model(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """As Qwen3-Embedding-8B, whose files have neither `lm_head` nor the prefix `model.`."""
+    folder = bare_folder(tiny_model("qwen3"), tmp_path / "bare")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3Model"] and not config["tie_word_embeddings"]
+    (folder / "config.json").write_text(
+        json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]})
+    )
+    (folder / "modules.json").write_text("[]")
+    assert not load_model_config(folder).has_logits
+    asked = [read(prompts()[2])]
+    check(run(make_engine(folder), asked), asked, Reference(folder, classifies=False))
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", "XLMRobertaForSequenceClassification"])
+def test_encoders_are_refused_by_name(architecture: str) -> None:
+    with pytest.raises(ValueError, match=f"'{architecture}' is not supported: it is an encoder"):
+        model_class(architecture, Path("x"))
 
 
 def test_states_that_are_no_numbers_end_a_row_with_an_error(

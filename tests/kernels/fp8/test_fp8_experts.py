@@ -17,7 +17,7 @@ from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton
 from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_up
 from batchgen.kernels.fp8.fp8_tiles import EXPERTS, ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_fp8
-from batchgen.kernels.fp8.quantise import BothRows, FP8Rows, quantise_rows
+from batchgen.kernels.fp8.quantise import FP8Rows, RoundedRows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.tiled_layout import to_panels
@@ -174,11 +174,11 @@ def test_tokens_that_are_quantised_already() -> None:
     arguments = case.gate_up, case.down, case.ids, case.weights
     rows = FP8Rows(*quantise_rows_triton(case.x), 9)
     # Nothing but the dtype and the shape is read of what they were before.
-    both = BothRows(torch.full_like(case.x, torch.nan), rows)
+    both = RoundedRows(torch.full_like(case.x, torch.nan), rows)
     found = fp8_grouped_mlp_triton(both, *arguments, tiles=COLUMNS)
     assert torch.equal(found, fp8_grouped_mlp_triton(case.x, *arguments, tiles=COLUMNS))
     in_rows = *case.weights_in_rows, case.ids, case.weights
-    again = fp8_grouped_mlp(BothRows(case.x, rows), *in_rows)
+    again = fp8_grouped_mlp(RoundedRows(case.x, rows), *in_rows)
     assert torch.equal(again, fp8_grouped_mlp(case.x, *in_rows))
 
 

@@ -39,10 +39,11 @@ def inputs(tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return normal(tokens, CHANNELS + 8, seed=seed, dtype=dtype)[:, :CHANNELS]
 
 
-def expected(x: Tensor, weight: Tensor) -> Tensor:
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[T, C] float64 of a whole row, by PyTorch's convolution."""
+    added = None if bias is None else bias.double()
     wide = F.pad(x.double().T, (weight.shape[1] - 1, 0))[None]
-    return F.silu(F.conv1d(wide, weight.double()[:, None], groups=len(weight)))[0].T
+    return F.silu(F.conv1d(wide, weight.double()[:, None], added, groups=len(weight)))[0].T
 
 
 @pytest.mark.parametrize(
@@ -53,18 +54,19 @@ def test_a_prefill_is_the_convolution_however_it_is_cut(
     step: Conv, prefill: Conv, dtype: torch.dtype
 ) -> None:
     weight, window = normal(CHANNELS, 4, dtype=dtype), normal(9, 3, CHANNELS, dtype=dtype)
+    bias = normal(CHANNELS, seed=3, dtype=dtype)
     window[1:3] = NAN
     x, y = inputs(90, 1, dtype), inputs(70, 2, dtype)
-    first = prefill(torch.cat([x[:2], y[:69]]), weight, window, prefill_rows([2, 69]))
+    first = prefill(torch.cat([x[:2], y[:69]]), weight, bias, window, prefill_rows([2, 69]))
     snapshots = [[(1, 5), (62, 6)], [(0, 0), (0, 0)], [(0, 0), (0, 0)]]
     rows = prefill_rows([88, 0, 1], [2, 7, 69], [1, 4, 2], snapshots)
     untouched = window[4].clone()
-    last = prefill(torch.cat([x[2:], y[69:]]), weight, window, rows)
+    last = prefill(torch.cat([x[2:], y[69:]]), weight, bias, window, rows)
     for parts, row in (([first[:2], last[:88]], x), ([first[2:], last[88:]], y)):
         found = torch.cat(parts)
         assert found.dtype == dtype
         torch.testing.assert_close(
-            found.double(), expected(row, weight), rtol=CLOSE[dtype], atol=CLOSE[dtype]
+            found.double(), expected(row, weight, bias), rtol=CLOSE[dtype], atol=CLOSE[dtype]
         )
     assert torch.equal(window[1], x[-3:]) and torch.equal(window[2], y[-3:])
     begun = torch.cat([torch.zeros_like(x[:1]), x])
@@ -83,11 +85,14 @@ def test_steps_take_back_what_was_not_accepted(
 ) -> None:
     """Two rows in changing order, one with drafts that are taken back, beside padding."""
     weight, window = normal(CHANNELS, 4, dtype=dtype), normal(4, 3, CHANNELS, dtype=dtype)
+    bias = normal(CHANNELS, seed=3, dtype=dtype) if fold > 1 else None
     pending = Pending(4, 4, fold)
     records = torch.full((4, pending.ring, CHANNELS), NAN, dtype=dtype, device=DEVICE)
     true = {slot: inputs(12, slot, dtype) for slot in (1, 3)}
     done = dict.fromkeys(true, 0)
-    whole = {slot: expected(torch.cat([window[slot], x]), weight)[3:] for slot, x in true.items()}
+    whole = {
+        slot: expected(torch.cat([window[slot], x]), weight, bias)[3:] for slot, x in true.items()
+    }
     steps: list[tuple[int, list[int], dict[int, int]]] = [
         (1, [1, 3], {1: 1, 3: 1}),
         (3, [3, 1, 0], {3: 1, 1: 3}),
@@ -101,7 +106,7 @@ def test_steps_take_back_what_was_not_accepted(
             if slot:
                 kept = accepted[slot]
                 x[i * width : i * width + kept] = true[slot][done[slot] :][:kept]
-        found = step(x, weight, window, records, pending.rows(slots, width))
+        found = step(x, weight, bias, window, records, pending.rows(slots, width))
         for i, slot in enumerate(slots):
             if slot:
                 at, kept = done[slot], accepted[slot]
@@ -112,7 +117,7 @@ def test_steps_take_back_what_was_not_accepted(
                 done[slot] = at + kept
         pending.accept(accepted)
     settled: Any = pending.settle([1, 3])
-    step(inputs(0, dtype=dtype), weight, window, records, settled)
+    step(inputs(0, dtype=dtype), weight, bias, window, records, settled)
     for slot, x in true.items():
         assert torch.equal(window[slot], x[done[slot] - 3 : done[slot]])
 
@@ -120,8 +125,8 @@ def test_steps_take_back_what_was_not_accepted(
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     weight, x = normal(CHANNELS, 4).cpu(), inputs(20).cpu()
     window = torch.zeros(4, 3, CHANNELS)
-    among = causal_conv_prefill_reference(x, weight, window, _host([7, 6, 7]))
-    alone = causal_conv_prefill_reference(x[7:13], weight, window, _host([6]))
+    among = causal_conv_prefill_reference(x, weight, None, window, _host([7, 6, 7]))
+    alone = causal_conv_prefill_reference(x[7:13], weight, None, window, _host([6]))
     assert torch.equal(among[7:13], alone)
 
 

@@ -26,10 +26,16 @@ from tests.support.kernels.delta_cases import (
 
 TINY = Shape(1, 1, 16, 16)
 SMALL = Shape()
+MAMBA = Shape(key_heads=1, value_heads=3, key_dim=24, value_dim=16, erases=False)
 ODD = Shape(key_heads=2, value_heads=4, key_dim=24, value_dim=40)
 LARGE = Shape(key_heads=2, value_heads=4, key_dim=128, value_dim=128)
+GROUPS = Shape(key_heads=2, value_heads=16, key_dim=128, value_dim=64, erases=False)
+WIDE = Shape(key_heads=1, value_heads=24, key_dim=256, value_dim=64, erases=False)
 SHAPES = [
     SMALL,
+    MAMBA,
+    pytest.param(GROUPS, marks=pytest.mark.gpu),
+    pytest.param(WIDE, marks=pytest.mark.gpu),
     pytest.param(ODD, marks=pytest.mark.slow),
     pytest.param(LARGE, marks=pytest.mark.gpu),
 ]
@@ -135,11 +141,11 @@ def test_steps_of_any_width_agree(accepted: int) -> None:
     close(wide.state[1], plain.state[1], 1e-6)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("fold", [1, 4])
-def test_a_token_has_the_same_bits_in_steps_of_any_width(fold: int) -> None:
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("shape", "fold"), [(TINY, 1), (MAMBA, 4), (TINY, 4)])
+def test_a_token_has_the_same_bits_in_steps_of_any_width(shape: Shape, fold: int) -> None:
     """Whatever of the drafts before it was accepted, and wherever a state is written back."""
-    shape, tokens = TINY, 14
+    tokens = 14
     inputs = shape.inputs(tokens + 6, seed=3)
     found = []
     for cuts in (

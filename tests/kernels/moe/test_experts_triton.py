@@ -69,6 +69,7 @@ class Case:
     def make(
         cls, tokens: int, k: int, experts: int, hidden: int, inner: int, dtype: torch.dtype,
         *, used: int = 10_000, gap: int = 0, seed: int = 0, in_panels: bool = False,
+        parts: int = 2,
     ) -> Case:  # fmt: skip
         """Random numbers; x lies in a wider tensor with NaN in the `gap` columns before it. The
         experts of a token are different ones of the first `used`."""
@@ -82,7 +83,7 @@ class Case:
         scores = torch.rand(
             (tokens, min(max(used, k), experts)), generator=generator, device=DEVICE
         )
-        gate_up = normal(experts, 2 * inner, hidden).div_(hidden**0.5).to(dtype)
+        gate_up = normal(experts, parts * inner, hidden).div_(hidden**0.5).to(dtype)
         down = normal(experts, hidden, inner).div_(inner**0.5).to(dtype)
         return cls(
             x,
@@ -115,8 +116,10 @@ class Case:
             gate_up, down = _matrix(self.gate_up, expert), _matrix(self.down, expert)
             wide_bias, bias, clamped, function = self.epilogues
             wide = x @ gate_up.double().T + (0 if wide_bias is None else wide_bias[expert].double())
-            gate, up = wide.chunk(2, -1)
-            if clamped is not None:
+            gate, up = wide.chunk(2, -1) if function != "relu2" else (wide, wide)
+            if function == "relu2":
+                inner = up.relu().square()
+            elif clamped is not None:
                 up = up.clamp(-clamped.limit, clamped.limit) + 1
                 gate = gate.clamp(max=clamped.limit)
                 inner = up * gate * torch.sigmoid(gate * clamped.slope)
@@ -216,16 +219,21 @@ def test_all_tokens_to_one_expert_fill_several_tiles(tiles: MoETiles) -> None:
 @pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("tiles", "gate"),
-    [*zip([*ROWS, *PANELS, *FLOAT32], itertools.cycle(["clamped", "gelu"]), strict=False)],
+    [*zip([*ROWS, *PANELS, *FLOAT32], itertools.cycle(["clamped", "gelu", "relu2"]), strict=False)],
 )
 def test_biases_and_another_gate(tiles: MoETiles, gate: str) -> None:
     """In columns and rows that tiles do not fill; the CPU's product and the reference agree."""
     in_panels, dtype = tiles in PANELS, torch.float32 if tiles in FLOAT32 else torch.bfloat16
     sizes = (192, 64) if in_panels else (72, 40)
-    case = Case.make(tiles.block_m + 3, 2, 3, *sizes, dtype, in_panels=in_panels)
+    parts = 1 if gate == "relu2" else 2
+    case = Case.make(tiles.block_m + 3, 2, 3, *sizes, dtype, in_panels=in_panels, parts=parts)
     case = case.with_epilogues()
     if gate == "gelu":
         case = replace(case, epilogues=case.epilogues._replace(clamped=None, function="gelu"))
+    if gate == "relu2":
+        assert case.epilogues.gate_up_bias is not None
+        bias = case.epilogues.gate_up_bias[:, : sizes[1]].contiguous()
+        case = replace(case, epilogues=Epilogues(bias, case.epilogues.down_bias, function="relu2"))
     _assert_near(case.run(tiles), case)
     if not in_panels:
         arguments = case.x, case.gate_up, case.down, case.ids, case.weights

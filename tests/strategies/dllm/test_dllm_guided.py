@@ -136,6 +136,7 @@ def make_engine(
     **config: Any,
 ) -> LLMEngine:
     model = load_model(tiny_model(kind, **MODEL), device=torch.device(device), dtype=torch.float32)
+    assert model.lm_head is not None
     if seed is not None:
         torch.nn.init.normal_(model.lm_head.weight, std=0.2, generator=torch.manual_seed(seed))
     favour(model.lm_head, *favoured)

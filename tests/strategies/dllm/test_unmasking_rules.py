@@ -58,16 +58,21 @@ def test_rows_of_every_rule_share_a_batch(
     engine = make_engine(tiny_model, 8, fused, overlap="overlap" in config, max_num_seqs=7)
     asked = requests(5, len(RULES), longest=24)
     rules = [RULES[i % len(RULES)] for i in range(len(asked))]
-    rows = [
-        (prompt, replace(params, decoding=named_rule(rule["unmasking"], **without_name(rule))))
-        for (prompt, params), rule in zip(asked, rules, strict=True)
-    ]
+    rows = []
+    for (prompt, params), rule in zip(asked, rules, strict=True):
+        decoding = named_rule(rule["unmasking"], **without_name(rule))
+        columns = (*params.columns, *["edit_log"] * decoding.edits)
+        rows.append((prompt, replace(params, decoding=decoding, columns=columns)))
     forward: Forward = model_forward(model, 8)
     edits = 0
     for output, (prompt, params), rule in zip(run(engine, rows), rows, rules, strict=True):
         wanted = generate(forward, prompt, params, options(rule))
         check(output, wanted, params)
         edits += len(wanted.edits)
+        if "edit_log" in params.columns:
+            found = output.columns["edit_log"].tolist()
+            of_kept = [[at - len(prompt), *rest] for at, *rest in wanted.edits]
+            assert found == sorted(one for one in of_kept if one[0] < len(wanted.token_ids))
         commits = output.counts["num_commit_forwards"]
         assert output.counts["num_forwards"] - commits == wanted.num_forwards
     assert edits > 5
@@ -82,7 +87,10 @@ def without_name(rule: dict[str, Any]) -> dict[str, Any]:
 def test_rows_that_edit_begin_again_after_a_preemption(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, rule: dict[str, Any]
 ) -> None:
-    rows = requests(1, 16, longest=60)
+    rows = [
+        (prompt, replace(params, columns=("step_map", "edit_log")))
+        for prompt, params in requests(1, 16, longest=60)
+    ]
     expected = run(make_engine(tiny_model, 4, rule), rows)
     expect_short_rows(monkeypatch)
     engine = make_engine(tiny_model, 4, rule, overlap=True, block_size=4, kv_cache_gib=0.00022)

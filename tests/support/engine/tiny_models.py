@@ -109,15 +109,33 @@ _EXAONE_MOE: dict[str, Any] = {
     "sliding_window": 24, "sliding_window_pattern": 2, "num_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
+}  # fmt: skip
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4,
+    "topk_group": 2, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.7,
+    "num_hidden_layers": 5,
+}  # fmt: skip
+_FALCON: dict[str, Any] = _MAMBA | {
+    "mamba_d_ssm": 128, "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.3,
+    "key_multiplier": 0.6, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.9, 0.8, 1.1, 1.3, 0.6], "mlp_multipliers": [0.8, 1.5],
+    "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
+}  # fmt: skip
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {}),
+    "bamba": ("Bamba", _MAMBA | {"attn_layer_indices": [1]}),
     "dots1": ("Dots1", _MOE_V3 | {"attention_bias": False, "rope_parameters": None}),
     "ernie4_5": ("Ernie4_5", {}),
     "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),
     "exaone4": ("Exaone4", {"sliding_window": 24, "sliding_window_pattern": 2}),
     "exaone_moe": ("ExaoneMoe", _EXAONE_MOE),
+    "falcon_h1": ("FalconH1", _FALCON),
     "gemma2": (
         "Gemma2",
         {
@@ -132,6 +150,16 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {}),
     "glm4": ("Glm4", {}),
     "granite": ("Granite", _GRANITE),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _GRANITE
+        | _LOCAL
+        | _MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "shared_intermediate_size": 48,
+        },
+    ),
     "granitemoe": ("GraniteMoe", _GRANITE | _LOCAL),
     "hunyuan_v1_dense": ("HunYuanDenseV1", {"rope_parameters": _DYNAMIC}),
     "hunyuan_v1_moe": (
@@ -140,12 +168,15 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mixtral": ("Mixtral", _LOCAL),
+    "nemotron_h": ("NemotronH", _NEMOTRON),
     "olmo2": ("Olmo2", {}),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}),
     "phi3": ("Phi3", {}),
     "seed_oss": ("SeedOss", {}),
 }
 """Families of plain options by their kinds: the name of their classes, and values of their own."""
+MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+"""Those of them whose layers have states."""
 _PIXTRAL: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -191,7 +222,8 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     else:
         model = _causal("Qwen3", values)
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):  # ones and zeros would hide a weight that is not loaded
+        if name.endswith(("norm.weight", "norm_f.weight")):
+            # Ones and zeros would hide a weight that is not loaded.
             # Gemma 2 and 3 have the weights minus 1; Gemma 4 multiplies no score by less than 1.
             low = {"gemma2": -0.5, "gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
             parameter.data.uniform_(low, low + 1)
@@ -199,9 +231,11 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             parameter.data.normal_(0, 0.3)
         elif name.endswith("A_log"):  # how fast states fade, from slowly to at once
             parameter.data.uniform_(-2, 2)
+        elif name.endswith(".D"):
+            parameter.data.normal_(0, 1)
         elif name.endswith("sinks"):  # as large as the scores of tokens, and larger
             parameter.data.normal_(1, 2)
-        elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+        elif name.endswith(("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight")):
             # Else a token's experts weigh nearly the same.
             parameter.data.normal_(0, 0.5)
         elif name.endswith(("norm_1.weight", "norm_2.weight", "scale")):

@@ -33,6 +33,7 @@ from batchgen.config.groups.job_config import (
 from batchgen.config.groups.prompt_config import ChatPromptConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
@@ -217,7 +218,7 @@ class FakeEngine:
         request_id: RequestId,
         prompt_token_ids: list[int],
         params: RequestParams,
-        answer_token_ids: list[int] | None = None,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 import batchgen
 from batchgen.config.compose.compose_config import compose
 from batchgen.engine.interface.outputs import Begun, RequestError, RequestOutput
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
@@ -98,7 +99,7 @@ class DecodingEngine:
         request_id: RequestId,
         prompt_token_ids: list[int],
         params: RequestParams,
-        answer_token_ids: list[int] | None = None,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:

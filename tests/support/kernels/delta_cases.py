@@ -24,6 +24,7 @@ class Shape:
     value_heads: int = 2
     key_dim: int = 16
     value_dim: int = 16
+    erases: bool = True  # else the rule is Mamba2's
 
     @property
     def width(self) -> int:
@@ -54,14 +55,15 @@ class Shape:
         return DeltaInputs(
             normal(tokens, self.width).to(DEVICE, dtype),
             gates[:, self.value_heads :],
-            gates[:, : self.value_heads],
+            gates[:, : self.value_heads] if self.erases else None,
             normal(self.value_heads).to(DEVICE),
             normal(self.value_heads).to(DEVICE),
+            None if self.erases else normal(self.value_heads).to(DEVICE),
         )
 
 
 def take(inputs: DeltaInputs, tokens: slice | list[int]) -> DeltaInputs:
-    return inputs._replace(qkv=inputs.qkv[tokens], a=inputs.a[tokens], b=inputs.b[tokens])
+    return inputs.take(torch.tensor(tokens) if isinstance(tokens, list) else tokens)
 
 
 def prefill_rows(
@@ -126,7 +128,7 @@ def prefill_on_cpu(rows: PrefillRows) -> PrefillRows:
 
 
 def inputs_on_cpu(inputs: DeltaInputs) -> DeltaInputs:
-    return DeltaInputs(*(x.cpu() for x in inputs))
+    return DeltaInputs(*(None if x is None else x.cpu() for x in inputs))
 
 
 def plain_row(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,18 +141,20 @@ def plain_row(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     value_heads, value_dim, key_dim = state.shape
     values = value_heads * value_dim
     keys = (inputs.qkv.shape[1] - values) // 2
-    qkv, a, b, a_log, dt_bias = (x.double().cpu() for x in inputs)
+    qkv, a, b, a_log, dt_bias, skip = (None if x is None else x.double().cpu() for x in inputs)
+    assert qkv is not None and a is not None and a_log is not None and dt_bias is not None
     out = torch.zeros(len(qkv), value_heads, value_dim, dtype=torch.float64)
     for t in range(len(qkv)):
         for head in range(value_heads):
             at = head * keys // (key_dim * value_heads) * key_dim
             q, k = (qkv[t, base + at : base + at + key_dim] for base in (0, keys))
-            q = q / (q.square().sum() + 1e-6).sqrt() / math.sqrt(key_dim)
-            k = k / (k.square().sum() + 1e-6).sqrt()
+            if b is not None:
+                q = q / (q.square().sum() + 1e-6).sqrt() / math.sqrt(key_dim)
+                k = k / (k.square().sum() + 1e-6).sqrt()
             v = qkv[t, 2 * keys + head * value_dim :][:value_dim]
             step = torch.nn.functional.softplus(a[t, head] + dt_bias[head])
             decayed = state[head] * torch.exp(-a_log[head].exp() * step)
-            update = torch.sigmoid(b[t, head]) * (v - decayed @ k)
+            update = step * v if b is None else torch.sigmoid(b[t, head]) * (v - decayed @ k)
             state[head] = decayed + update[:, None] * k
-            out[t, head] = state[head] @ q
+            out[t, head] = state[head] @ q + (0 if skip is None else skip[head] * v)
     return out, state

@@ -92,6 +92,11 @@ if TYPE_CHECKING:
     from tests.support.jobs.s3_server import FaultyS3
 
 NULL_STEP = 0.05  # seconds of a step of the null engine
+COLUMNS = {
+    "nano_sdar": "logprobs,entropy,step_map,tail_token_ids,tail_step_map",
+    "nano_hybrid": "logprobs",
+}
+"""What is compared besides tokens, by model."""
 WAIT_SECONDS = 60.0  # the most between two kills with --long
 RECORD_SECONDS = 0.5  # between two records of what is begun, with --long
 
@@ -128,7 +133,11 @@ def arguments(
         *(f"+experiment={model}", "dataset=files", f"dataset.path={rows}"),
         *("prompt.user={{ q }}", "sampling=sample", "sampling.n=2", "sampling.max_new_tokens=16"),
         *("engine.device=cpu", "engine.max_num_seqs=8", "engine.kv_cache_gib=0.02"),
-        *(f"output.rows_per_shard={PER_SHARD}", "output.columns=[logprobs]", f"output.dir={out}"),
+        *(
+            f"output.rows_per_shard={PER_SHARD}",
+            f"output.columns=[{COLUMNS[model]}]",
+            f"output.dir={out}",
+        ),
         *(f"workers.heartbeat={BEAT}", f"workers.stale_after={STALE}", step_override(grade, "a")),
     ]
 

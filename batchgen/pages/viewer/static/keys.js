@@ -1,6 +1,7 @@
 // Keys: j and k go through a list and open with Enter, and on the page of a row to the next and the
 // previous one; u back to the list, t to the tokens, [ and ] through the samples, / to the field for
-// a row_id, ? shows all of them. In a view of tokens the arrow keys go from token to token.
+// a row_id, ? shows all of them. In a view of tokens the arrow keys go from token to token, and a
+// slider through the steps that wrote them.
 "use strict";
 const follow = (selector) => {
   const link = document.querySelector(selector);
@@ -81,3 +82,18 @@ document.addEventListener("keydown", (event) => {
     follow(links[event.key]);
   }
 });
+// The film of a row: its tokens as they were after each step. Those of the step have a frame.
+for (const film of document.querySelectorAll(".film")) {
+  const slider = film.querySelector("input");
+  const tokens = film.closest(".tv").querySelectorAll("[data-s]");
+  film.hidden = false;
+  slider.addEventListener("input", () => {
+    const at = Number(slider.value);
+    film.querySelector("output").value = `${at} of ${slider.max}`;
+    for (const token of tokens) {
+      const step = Number(token.dataset.s);
+      token.classList.toggle("masked", step > at);
+      token.classList.toggle("now", step === at && at < Number(slider.max));
+    }
+  });
+}

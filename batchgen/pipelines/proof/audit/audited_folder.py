@@ -113,7 +113,7 @@ def audit_folder(
 
     Args:
         overrides: arguments `key=value` besides the folder's configuration.
-        trusted: what the user trusts, as of `--trust`.
+        trusted: what the user trusts, see `--trust`.
         operations: compare operations of the engine with rows at once and one by one, instead of
             rows with those that are stored.
 

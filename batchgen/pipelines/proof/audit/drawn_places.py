@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 
 def drawn_places(total: int, count: int, seed: int) -> list[int]:
-    """Numbers below `total`, so many, drawn without repetition, ascending; all of them if there are
+    """Numbers below `total`, drawn without repetition, ascending; all of them if there are
     no more. They depend on the arguments alone."""
     if count >= total:
         return list(range(total))

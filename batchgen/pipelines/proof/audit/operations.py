@@ -75,7 +75,7 @@ class _Watch:
         self._samples: dict[tuple[int, int], _Sample] = {}
 
     def run(self, config: JobConfig, numbers: Sequence[int], storage: Storage | None) -> Samples:
-        """Compute rows beside each other."""
+        """Compute rows in one batch."""
         self._samples = {}
         parts = replace(self._parts, port=self._engine)
         with (

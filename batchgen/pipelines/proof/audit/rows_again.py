@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.workers_config import BudgetConfig
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.inputs.dataset.source import Left, ReadJob, Row, Source
 from batchgen.inputs.images.row_images import RowImage
 from batchgen.inputs.prompts.answer_text import Answer
@@ -30,7 +31,7 @@ class _Taken(Row):
     base: Row = dataclasses.field(kw_only=True)
 
 
-class TakenRows(Source):
+class SampledRows(Source):
     """Some rows of another source, numbered from 0."""
 
     num_rows: int | None = None
@@ -118,8 +119,8 @@ class _AnswerOfTaken:
 
     answer: Answer
 
-    def token_ids(self, row: Row) -> list[int]:
-        return self.answer.token_ids(_given(row))
+    def of(self, row: Row) -> GivenAnswer:
+        return self.answer.of(_given(row))
 
 
 def _given(row: Row) -> Row:
@@ -145,7 +146,7 @@ def compute_again(
         ConfigError: there are no such rows, or the configuration does not fit them.
         JobError: a signal came, or the rows cannot be written.
     """
-    taken = TakenRows(parts.source, indices, storage)
+    taken = SampledRows(parts.source, indices, storage)
     own = dataclasses.replace(
         parts,
         source=taken,

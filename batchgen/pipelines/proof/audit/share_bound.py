@@ -27,7 +27,7 @@ def most_different(different: int, looked_at: int) -> float:
 
 
 def _at_most(different: int, looked_at: int, share: float) -> float:
-    """The probability that at most so many of a sample differ if this share of all does."""
+    """The probability that at most this number of a sample differ if this share of all does."""
     if share in (0.0, 1.0):
         return float(share == 0.0)
     logs = (

@@ -36,7 +36,7 @@ class StoredRows:
         self.count: int = (len(self._shards) - 1) * self._rows_per_shard + in_last
 
     def choose(self, rows: int, seed: int) -> list[int]:
-        """The numbers of so many input rows, drawn at random without repetition, ascending; of all
+        """The numbers of some input rows, drawn at random without repetition, ascending; of all
         rows if there are no more."""
         drawn = drawn_places(self.count, rows, seed)
         return sorted(self._number(place) for place in drawn)

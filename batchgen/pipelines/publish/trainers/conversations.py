@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.evals.grades.visible_columns import Wanted
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pipelines.publish.finished_rows import FinishedRows, LocatedRow, set_row_name
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 from batchgen.util.templates.row_templates import RowTemplate
@@ -76,7 +76,9 @@ class Conversations:
         key = "--messages" if given is not None else "prompt"
         self.are_messages = given is not None or prompt.get("kind") in ("chat", "openai")
         self._turns = [(role, self._template(f"{key}.{role}", text)) for role, text in turns]
-        if given is not None and turns[-1][0] == _ASSISTANT:
+        # A job that only reads, such as that of a reward model, has the answer in its prompt.
+        is_read = answers and rows.group("sampling").get("max_new_tokens") == 0
+        if (given is not None or is_read) and turns[-1][0] == _ASSISTANT:
             self._given_answer = self._turns.pop()[1]
         elif given is None and answers and prompt.get("answer") is not None:  # it was scored
             turns = [*turns, (_ASSISTANT, str(prompt["answer"]))]
@@ -152,7 +154,7 @@ class Conversations:
         names |= {self._text, *self._column[:1], *filter(None, [self._reasoning])}
         return self._columns.named(names)
 
-    def of(self, row: FoundRow) -> Exchange:
+    def of(self, row: LocatedRow) -> Exchange:
         """The conversation of a row, or ConfigError, which names the row, if it has none."""
         answer = self._answer(row)
         if not self.are_messages:
@@ -170,24 +172,24 @@ class Conversations:
             last["reasoning_content"] = row.variables[self._reasoning]
         return Exchange(prompt, [last])
 
-    def has_answer(self, row: FoundRow) -> bool:
+    def has_answer(self, row: LocatedRow) -> bool:
         """Whether there is something that the answer is made of: the text of a row is null if the
         model ended, or was cut, before it answered."""
         return self._given_answer is not None or row.variables[self._text] is not None
 
-    def _answer(self, row: FoundRow) -> str:
+    def _answer(self, row: LocatedRow) -> str:
         if self._given_answer is not None:
             return self._rendered(self._given_answer, row)
         return str(row.variables[self._text])
 
-    def _rendered(self, template: RowTemplate, row: FoundRow) -> str:
+    def _rendered(self, template: RowTemplate, row: LocatedRow) -> str:
         index = row.variables.get("row_index", row.position)
         try:
             return template.render(row.variables, index)
         except ValueError as error:  # a RequestError
             raise ConfigError(f"{set_row_name(row)}: {error}") from None
 
-    def _stored(self, row: FoundRow) -> list[Message]:
+    def _stored(self, row: LocatedRow) -> list[Message]:
         """The messages that a column holds, with the usual names of keys and roles."""
         value = field_value(row.variables, self._column)
         found = []

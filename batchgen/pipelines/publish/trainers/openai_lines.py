@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from batchgen.evals.grades.visible_columns import Wanted
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow
+from batchgen.pipelines.publish.finished_rows import FinishedRows, LocatedRow
 from batchgen.pipelines.publish.row_values import is_true
 from batchgen.pipelines.publish.trainers.choice_logprobs import ChoiceLogprobs
 from batchgen.util.errors import ConfigError
@@ -75,7 +75,7 @@ class OpenAILines:
             if kept:
                 yield self._line(kept)
 
-    def _passes(self, row: FoundRow) -> bool:
+    def _passes(self, row: LocatedRow) -> bool:
         if self._where is None or row.variables["error"] is not None:
             return True
         if not is_true(self._where, row):
@@ -83,7 +83,7 @@ class OpenAILines:
             return False
         return True
 
-    def _line(self, samples: Sequence[FoundRow]) -> dict[str, Any]:
+    def _line(self, samples: Sequence[LocatedRow]) -> dict[str, Any]:
         rows = [row.variables for row in samples]
         answered = [row for row in rows if row["error"] is None]
         name = str(rows[0]["row_id"])

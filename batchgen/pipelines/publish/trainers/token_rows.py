@@ -1,4 +1,4 @@
-"""The token ids, log-probabilities and experts of answers as trainers read them: kd and rl."""
+"""What answers are for trainers token by token: distributions (kd) and rollouts (rl, trace_rl)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pages.tokens.decode_tokens import job_decode
+from batchgen.pipelines.publish.finished_rows import FinishedRows, LocatedRow, set_row_name
 from batchgen.pipelines.publish.row_values import answered_rows, number_value
 from batchgen.pipelines.publish.trainers.conversations import Conversations
 from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, Place
 from batchgen.util.errors import ConfigError
 
-TOKEN_FORMATS = ("kd", "kd-v1", "kd-packed", "rl")
+TOKEN_FORMATS = ("kd", "kd-v1", "kd-packed", "rl", "trace_rl")
 _IDS, _LOGPROBS, _PROMPT = "token_ids", "logprobs", "prompt_token_ids"
 _TOP, _TOP_IDS, _REST = "top_logprobs", "top_logprob_ids", "answer_rest_probs"
 _EXPERTS = "routed_experts"
+_TRACE = ("step_map", "tail_token_ids", "tail_step_map")
 _ROW = (("row_id", pa.string()), ("sample_index", pa.int32()))
 _FLOATS = pa.list_(pa.float32())
 _ENTRY = pa.struct([("token", pa.string()), ("logprob", pa.float32())])
@@ -45,6 +47,22 @@ _SCHEMAS: dict[str, list[tuple[str, pa.DataType]]] = {
         ("mask", pa.list_(pa.bool_())),
         (_LOGPROBS, _FLOATS),
         ("temperatures", _FLOATS),
+        ("reward", pa.float64()),
+    ],
+    # What two trainers read. dLLM-RL (train/rl_sdar.py at fda673ff of pixeli99/dLLM-RL): prompt,
+    # response, reward and step_map, of which the order within a block counts. DARE
+    # (verl/workers/rollout/cj_trajectory.py at 5f8e5f01 of yjyddq/DARE): ids and steps, from 1, to
+    # the end of the last block, and how many of these are the response.
+    "trace_rl": [
+        *_ROW,
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        (_PROMPT, pa.list_(pa.int32())),
+        (_IDS, pa.list_(pa.int32())),
+        ("step_map", pa.list_(pa.int32())),
+        ("stop_length", pa.int32()),
+        ("mask", pa.list_(pa.bool_())),
+        (_LOGPROBS, _FLOATS),
         ("reward", pa.float64()),
     ],
 }  # fmt: skip
@@ -88,7 +106,9 @@ class TokenRows:
         self._wanted = rows.columns.named(["row_id", "sample_index", "error", *needed, *more])
         self._where = self._expression("where", request.where)
         reward = request.by or ("mark" if "mark" in rows.columns.names else None)
-        self._reward = self._expression("by", reward if self._to == "rl" else None)
+        is_rollout = self._to in ("rl", "trace_rl")
+        self._reward = self._expression("by", reward if is_rollout else None)
+        self._decode = job_decode(rows.config) if self._to == "trace_rl" else None
         self._talks: Conversations | None = None
         if self._to in ("kd", "kd-v1"):
             self._talks = Conversations(rows, request.messages, None, answers=True)
@@ -98,6 +118,8 @@ class TokenRows:
     def _needed(self) -> list[str]:
         if self._to == "rl":
             return [self._name[_LOGPROBS], _PROMPT]
+        if self._to == "trace_rl":
+            return [self._name[_LOGPROBS], _PROMPT, *_TRACE]
         top = [self._name[_TOP], self._name[_TOP_IDS]]
         return [*top, _PROMPT] if self._to == "kd-packed" else top
 
@@ -118,7 +140,10 @@ class TokenRows:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows with the columns of the schema; ConfigError if a row cannot be made."""
-        make = {"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed, "rl": self._rl}
+        make = {
+            **{"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed},
+            **{"rl": self._rl, "trace_rl": self._trace},
+        }
         for row in answered_rows(self._rows, self._wanted, self._where, self.left_out):
             if row.variables[self._name[_IDS]]:
                 self.made_of = [(row.shard, row.position)]
@@ -126,7 +151,7 @@ class TokenRows:
             else:
                 self.left_out["without tokens"] += 1
 
-    def _kd(self, row: FoundRow) -> dict[str, Any]:
+    def _kd(self, row: LocatedRow) -> dict[str, Any]:
         assert self._talks is not None
         found = self._talks.of(row).columns
         top, ids = row.variables[self._name[_TOP]], row.variables[self._name[_TOP_IDS]]
@@ -138,7 +163,7 @@ class TokenRows:
         ]
         return found | {_LOGPROBS: entries}
 
-    def _packed(self, row: FoundRow) -> dict[str, Any]:
+    def _packed(self, row: LocatedRow) -> dict[str, Any]:
         values = row.variables
         top = np.array(values[self._name[_TOP]], np.float32)
         ids = np.array(values[self._name[_TOP_IDS]], np.int64)
@@ -156,17 +181,16 @@ class TokenRows:
             "rest_probs": _halves(np.clip(rest, 0, 1)),
         }
 
-    def _rl(self, row: FoundRow) -> dict[str, Any]:
+    def _rl(self, row: LocatedRow) -> dict[str, Any]:
         values = row.variables
         prompt, answer = values[_PROMPT], values[self._name[_IDS]]
         temperature = self._temperature(row)
-        reward = None if self._reward is None else number_value(self._reward, row)
         found = self._named(row) | {
             _IDS: [*prompt, *answer],
             "mask": [False] * len(prompt) + [True] * len(answer),
             _LOGPROBS: [0.0] * len(prompt) + values[self._name[_LOGPROBS]],
             "temperatures": [temperature] * (len(prompt) + len(answer)),
-            "reward": reward,
+            "reward": self._earned(row),
         }
         if self._experts:
             kind = self._rows.schema.field(_EXPERTS).type
@@ -184,13 +208,34 @@ class TokenRows:
             }
         return found
 
-    def _temperature(self, row: FoundRow) -> float:
+    def _trace(self, row: LocatedRow) -> dict[str, Any]:
+        """A row of the answer and of what the end of the row cut off its last block, whose
+        log-probabilities are not known."""
+        values = row.variables
+        prompt, answer = values[_PROMPT], values[self._name[_IDS]]
+        steps, tail, tail_steps = (values[name] for name in _TRACE)
+        return self._named(row) | {
+            "prompt": None if self._decode is None else self._decode(prompt),
+            "response": None if self._decode is None else self._decode(answer),
+            _PROMPT: prompt,
+            _IDS: [*answer, *tail],
+            "step_map": [*steps, *tail_steps],
+            "stop_length": len(answer),
+            "mask": [True] * len(answer) + [False] * len(tail),
+            _LOGPROBS: values[self._name[_LOGPROBS]] + [0.0] * len(tail),
+            "reward": self._earned(row),
+        }
+
+    def _earned(self, row: LocatedRow) -> float | None:
+        return None if self._reward is None else number_value(self._reward, row)
+
+    def _temperature(self, row: LocatedRow) -> float:
         """What the row was sampled with: its own, if a column of the rows has options."""
         own = row.variables.get(str(self._sampling.get("column"))) or {}
         given = own.get("temperature") if isinstance(own, Mapping) else None
         return float(self._sampling.get("temperature", 1.0) if given is None else given)
 
-    def _named(self, row: FoundRow) -> dict[str, Any]:
+    def _named(self, row: LocatedRow) -> dict[str, Any]:
         return {name: row.variables[name] for name, _ in _ROW}
 
 

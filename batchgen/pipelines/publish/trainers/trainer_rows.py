@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.pipelines.publish.finished_rows import FinishedRows, FoundRow, set_row_name
+from batchgen.pipelines.publish.finished_rows import FinishedRows, LocatedRow, set_row_name
 from batchgen.pipelines.publish.row_values import answered_rows, expression_value, number_value
 from batchgen.pipelines.publish.trainers.conversations import Conversations, Exchange, field_value
 from batchgen.pipelines.publish.trainers.row_groups import (
@@ -67,6 +67,7 @@ _TAKEN = {
     "kd-v1": ("messages",),
     "kd-packed": (),
     "rl": ("by",),
+    "trace_rl": ("by",),
 }
 """The options of each format besides `where`."""
 _NEEDED = {"dpo": ("by",), "kto": ("label",)}
@@ -169,7 +170,7 @@ class TrainerRows:
         """The rows with the columns of the schema; ConfigError if a row cannot be made."""
         return self._make()
 
-    def _passed(self) -> Iterator[FoundRow]:
+    def _passed(self) -> Iterator[LocatedRow]:
         """The rows that have an answer, and for which `where` is true."""
         for row in answered_rows(self._rows, self._wanted, self._of.get("where"), self.left_out):
             if self._answers and not self._talks.has_answer(row):
@@ -197,7 +198,7 @@ class TrainerRows:
             yield {"prompt": talk.prompt, "completion": talk.answer, "label": bool(label)}
 
     def _members(
-        self, content: Callable[[FoundRow], dict[str, Any]]
+        self, content: Callable[[LocatedRow], dict[str, Any]]
     ) -> Iterator[list[GroupMember]]:
         """The rows of each input row, or with `across` those that go back to one row."""
         members = (
@@ -211,7 +212,7 @@ class TrainerRows:
         together = not self._rows.is_set and not self._asked.across
         return adjacent_groups(members) if together else scattered_groups(members)
 
-    def _key(self, row: FoundRow) -> str:
+    def _key(self, row: LocatedRow) -> str:
         """What the rows have in common among which pairs are found, or of which a mean is made."""
         found = row.variables.get("source")
         source = found if isinstance(found, dict) and "row_id" in found else None
@@ -255,7 +256,7 @@ class TrainerRows:
                 }
 
     def _grpo(self) -> Iterator[dict[str, Any]]:
-        def content(row: FoundRow) -> dict[str, Any]:
+        def content(row: LocatedRow) -> dict[str, Any]:
             answer = expression_value(self._of["answer"], row)
             return {
                 "prompt": self._talks.of(row).prompt,
@@ -320,7 +321,7 @@ def _parts(talk: Exchange) -> dict[str, Any]:
     return {"prompt": talk.prompt, "answer": talk.answer}
 
 
-def _as_text(talk: Exchange, row: FoundRow) -> str:
+def _as_text(talk: Exchange, row: LocatedRow) -> str:
     """A prompt as one text, which trainers of process rewards read."""
     if isinstance(talk.prompt, str):
         return talk.prompt

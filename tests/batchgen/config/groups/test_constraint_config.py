@@ -29,6 +29,7 @@ from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.engine.interface.outputs import Begun, RequestError
+from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.constraint.row_constraints import RowConstraints
@@ -328,7 +329,7 @@ class RecordingEngine(FakeEngine):
         request_id: RequestId,
         prompt_token_ids: list[int],
         params: RequestParams,
-        answer_token_ids: list[int] | None = None,
+        answer: GivenAnswer | None = None,
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from batchgen.evals.graders.choices import OrderChoices
 from batchgen.inputs.dataset.source import Row
-from batchgen.inputs.row_index.chain import Chain, MadeRow, Step, path_id
+from batchgen.inputs.row_index.chain import Chain, IndexRow, Step, path_id
 from batchgen.inputs.steps.against import Against
 from batchgen.inputs.steps.choose import Balance, Filter, Keep
 from batchgen.inputs.steps.chunk import Chunk
@@ -119,7 +119,7 @@ def steps(tables: dict[str, str]) -> st.SearchStrategy[list[Step]]:
 
 def run(
     chain: Chain, rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> list[list[MadeRow]]:
+) -> list[list[IndexRow]]:
     running, found = chain.start(tokenizer), []
     for index, values in enumerate(rows):
         found.append([] if running.full else running.take(Row(index, f"q{index}", values)))

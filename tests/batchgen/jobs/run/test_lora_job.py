@@ -13,6 +13,8 @@ import torch
 from batchgen.cli.verbs import compare, score
 from batchgen.inputs.model.model_adapters import with_adapters
 from batchgen.inputs.model.open_model import open_model
+from batchgen.pipelines.trace.job_traces import JobTraces
+from batchgen.pipelines.trace.traced import Trace, TracedAnswers
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
 from tests.support.engine.lora_files import merge, write_adapter
@@ -138,6 +140,43 @@ def test_rows_of_older_jobs_are_taken_adapter_by_adapter(
     assert by_adapter(tmp_path / "again") == by_adapter(tmp_path / "grid")
 
 
+@pytest.mark.thorough
+def test_another_job_reads_the_rows_of_each_adapter(
+    model: Path, rows: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its rows are known by adapter and id, and one that is traced leads to its adapter's."""
+    out = tmp_path / "grid"
+    run(overrides(model, rows, out, *grid(adapters), "dataset.limit=3"))
+    names = ["adapter", "row_id", "sample_index", "text"]
+    of_grid = {tuple(row[n] for n in names[:3]): row for row in JobFolderReader(out).rows(names)}
+
+    def read(name: str, *more: str) -> list[dict[str, Any]]:
+        given = [
+            each
+            for each in overrides(model, rows, tmp_path / name)
+            if not each.startswith(("dataset", "prompt", "sampling"))
+        ]
+        prompt = ["prompt.user='Judge {{ text }}'", "sampling=greedy", "sampling.max_new_tokens=2"]
+        run([*given, *prompt, "dataset=job", f"dataset.path={out}", *more])
+        return list(JobFolderReader(tmp_path / name).rows(["row_id", "adapter", "source"]))
+
+    found = read("samples")
+    keys = {(row["adapter"], *row["row_id"].split("/")[1].split("#")) for row in found}
+    assert keys == {(name, row, str(sample)) for name, row, sample in of_grid}
+    assert len(found) == len(of_grid) == 18
+    assert all(row["row_id"].startswith(row["adapter"] + "/") for row in found)
+    lists = read("lists", "dataset.rows=rows")
+    assert sorted(row["row_id"] for row in lists) == sorted(
+        f"{name}/r{i}" for name in ("one", "base", "two") for i in range(3)
+    )
+    where = read("where", "dataset.where='adapter == \"two\"'")
+    assert {row["adapter"] for row in where} == {"two"} and len(where) == 6
+    trace = Trace([])
+    JobTraces(str(tmp_path / "samples")).add(trace, "two/r1#1")
+    _, upstream = (each for each in trace.origins if isinstance(each, TracedAnswers))
+    assert [row["text"] for row in upstream.rows] == [of_grid["two", "r1", 1]["text"]]
+
+
 def test_adapters_have_scores_of_their_own(
     model: Path,
     rows: Path,
@@ -152,6 +191,8 @@ def test_adapters_have_scores_of_their_own(
     metrics = json.loads((out / "metrics.json").read_text())
     assert list(metrics["adapter_scores"]) == ["one", "base", "two"] and "score" not in metrics
     assert all(found["questions"] == 11 for found in metrics["adapter_scores"].values())
+    page = (out / "report.html").read_text()
+    assert "Adapters" in page and all(f">{name}<" in page for name in ("one", "base", "two"))
     capsys.readouterr()
     assert score.main([str(out)]) == 0
     assert "score two" in capsys.readouterr().out

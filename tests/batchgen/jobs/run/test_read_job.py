@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from batchgen.__main__ import run_command
 from batchgen.config.compose.compose_config import compose
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
@@ -178,3 +179,71 @@ def test_a_plan_tells_how_large_hidden_states_are(
         compose({}, asked(classifier, talks, tmp_path / "out", *columns, *big)), PlanSettings()
     )
     assert "hidden_states takes 1.02 KB a token" in capsys.readouterr().err
+
+
+def test_answers_are_chosen_by_a_reward_model(
+    model: Path, talks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three answers each; the reward model reads them, and the best and pairs are taken."""
+    base, reward = tmp_path / "base", tmp_path / "reward"
+    random_model("llama", VOCAB | {"pad_token_id": 0}).save_pretrained(base)
+    classifier_folder(base, reward, ["reward"])
+    save_tokenizer(reward)
+    answers, rated = tmp_path / "answers", tmp_path / "rated"
+    generating = [
+        *("model=hf", f"model.path={model}", "dataset=files", f"dataset.path={talks}"),
+        *("dataset.id_column=id", "prompt.user={{ q }}", "sampling=sample", "sampling.n=3"),
+        *("sampling.max_new_tokens=6", "engine.kv_cache_gib=0.01", "engine.device=cpu"),
+        *("dataset.limit=3", f"output.dir={answers}"),
+    ]
+    run(generating)
+    reading = [
+        *("model=hf", f"model.path={reward}", "dataset=job", f"dataset.path={answers}"),
+        *("dataset.text_as=reply", "sampling.max_new_tokens=0", "engine.kv_cache_gib=0.01"),
+        *("prompt.messages=[{user: '{{ q }}'}, {assistant: '{{ reply }}'}]", "engine.device=cpu"),
+        *("output.columns=[class_scores,embedding]", f"output.dir={rated}"),
+        "score.column=class_scores",
+    ]
+    run(reading)
+    rows = table(rated).to_pylist()
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row["q"], []).append(row["class_scores"][0])
+    assert [len(each) for each in scores.values()] == [3, 3, 3]
+    metrics = json.loads((rated / "metrics.json").read_text())
+    mean = np.mean([row["class_scores"][0] for row in rows])
+    assert f"{mean:.6g}"[:5] in json.dumps(metrics["score"])
+    best = ["--by", "class_scores", "--dedupe", "q", "--columns", "q,class_scores"]
+    best += ["--out", str(tmp_path / "best")]
+    assert run_command(["select", str(rated), *best]) == 0
+    chosen = table(tmp_path / "best").to_pylist()
+    assert {row["q"]: row["class_scores"][0] for row in chosen} == {
+        question: max(each) for question, each in scores.items()
+    }
+    pairs = ["--to", "dpo", "--by", "class_scores", "--across"]
+    pairs += ["--out", str(tmp_path / "dpo.jsonl")]
+    assert run_command(["export", str(rated), *pairs]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "dpo.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        assert line["score_chosen"] == max(scores[line["prompt"][0]["content"]])
+        by_text = {row["reply"]: row["class_scores"][0] for row in rows}
+        assert by_text[line["chosen"][0]["content"]] == line["score_chosen"]
+    several = ["--by", "embedding", "--out", str(tmp_path / "none")]
+    capsys.readouterr()
+    assert run_command(["select", str(rated), *several]) == 2
+    assert "name one of them, such as 'embedding[0]'" in capsys.readouterr().err
+    vectors = np.array([row["embedding"] for row in rows], np.float64)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = np.sort((vectors @ vectors.T)[np.triu_indices(len(rows), 1)])
+    bound = float(cosines[17:19].mean())  # half of the 36 pairs are nearer
+    step = f"rows=[{{Dedupe: {{by: embedding, cosine: {bound}}}}}]"
+    again = [a for a in generating if not a.startswith(("dataset", "output.dir", "sampling.n"))]
+    again += ["dataset=job", f"dataset.path={rated}", step, f"output.dir={tmp_path / 'kept'}"]
+    run(again)
+    kept: list[int] = []
+    for i, vector in enumerate(vectors):
+        if all(vectors[j] @ vector < bound for j in kept):
+            kept.append(i)
+    found = table(tmp_path / "kept")["reply"].to_pylist()
+    assert found == [rows[i]["reply"] for i in kept] and len(kept) < len(rows)

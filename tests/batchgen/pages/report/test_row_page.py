@@ -131,6 +131,23 @@ def test_the_answer_stands_out_in_the_text_and_among_the_tokens() -> None:
     assert "forward 2\nno draft" in html and "layer 3: experts 8, 3" in html
 
 
+def test_the_steps_are_a_film_and_what_was_replaced_is_told() -> None:
+    """The slider is hidden where no script moves it."""
+    fields = [*SCHEMA, pa.field("edit_log", pa.list_(pa.list_(pa.int32(), 4)))]
+    row = ROW | {"edit_log": [[1, 2, 120, 121], [1, 4, 121, 98], [3, 4, 122, 100]]}
+    made = RowPage(CONFIG, pa.schema(fields), decode)
+    html = made.html(RowFacts(row, GRADES), key="k")
+    assert '<p class="film" hidden>' in html and 'max="2" value="2"' in html
+    assert re.findall(r" data-s=(\d) ", html) == ["1", "1", "2", "2"]
+    assert [" e" in classes for classes in re.findall(r'span class="t([^"]*)" tabindex', html)] == [
+        False, True, False, True
+    ]  # fmt: skip
+    told = "forward 2 replaced “x” id 120\nforward 4 replaced “y” id 121"
+    assert told in html and "forward 4 replaced “z” id 122" in html
+    none = dict.fromkeys(("step_map", "edit_log"))
+    assert "film" not in made.html(RowFacts(ROW | none, GRADES), key="k")
+
+
 def test_every_colour_has_a_legend_that_says_what_it_stands_for() -> None:
     steps = ROW | {"step_map": [1, 2, 7, 13]}
     html = page().html(RowFacts(steps, GRADES), key="k")

@@ -20,6 +20,7 @@ from tests.support.jobs.finished_job import finished_job, row
 from tests.support.jobs.token_job import CHAT, PROMPT, TOP, TOP_IDS, scored_job, top_of
 
 LAYERS, EXPERTS = 2, 4
+TRACE = ("step_map", "tail_token_ids", "tail_step_map")
 ROUTED = pa.field(
     "routed_experts",
     pa.list_(pa.list_(pa.list_(pa.uint8(), 2), LAYERS)),
@@ -110,6 +111,33 @@ def test_rollouts_have_masks_rewards_and_the_experts_of_all_tokens_but_the_last(
         assert one.routed_experts.tolist() == experts
     names = pq.read_schema(tmp_path / "rl.parquet").names
     assert names[:2] == ["row_id", "sample_index"]
+
+
+def test_traces_have_steps_to_the_end_of_the_last_block(tmp_path: Path) -> None:
+    ids = pa.list_(pa.int32())
+    fields = [PROMPT, *(pa.field(name, ids) for name in TRACE)]
+    tail: dict[str, list[int]] = {"tail_token_ids": [9, 8], "tail_step_map": [3, 2]}
+    none: dict[str, list[int]] = {"tail_token_ids": [], "tail_step_map": []}
+    rows = [
+        row(0, 0, text="yes", prompt_token_ids=[5, 6], step_map=[2, 1, 2], **tail),
+        row(0, 1, text="no", prompt_token_ids=[5, 6], step_map=[1, 1], **none),
+        row(1, text=None),
+    ]
+    job = finished_job(tmp_path / "job", rows, fields, graded=True, config={"prompt": CHAT})
+    assert run("export", job, "--to", "trace_rl", "--out", tmp_path / "trace.jsonl") == 0
+    first, second = map(json.loads, (tmp_path / "trace.jsonl").read_text().splitlines())
+    assert first["token_ids"] == [*map(ord, "yes"), 9, 8] and first["step_map"] == [2, 1, 2, 3, 2]
+    assert first["mask"] == [True, True, True, False, False] and first["stop_length"] == 3
+    assert first["logprobs"] == [-0.5, -0.5, -0.5, 0, 0]
+    assert (first["reward"], second["reward"]) == (1, 0)
+    assert second["token_ids"] == [*map(ord, "no")] and second["mask"] == [True, True]
+    assert first["prompt"] is first["response"] is None
+
+
+def test_traces_need_what_a_cut_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = finished_job(tmp_path / "job", [row(0, prompt_token_ids=[5])], [PROMPT])
+    assert run("export", job, "--to", "trace_rl", "--out", tmp_path / "trace.jsonl") == 2
+    assert "output.columns=[step_map,tail_step_map,tail_token_ids]" in capsys.readouterr().err
 
 
 def test_rows_bring_their_own_temperature(tmp_path: Path) -> None:

@@ -122,6 +122,17 @@ def test_records_go_with_their_shard(tmp_path: Path) -> None:
         assert writer.begun(1, 1, lambda: KEY) is None
 
 
+def test_records_of_rows_that_the_job_has_no_longer_are_passed_over(tmp_path: Path) -> None:
+    """After a lower dataset.limit."""
+    with open_writer(tmp_path) as writer:
+        writer.take(0)
+        writer.write([finished_row(0, 0)])
+        writer.write_begun([record(1, 0, 0, 4), record(4, 0, 0, 4)])
+    with open_writer(tmp_path, num_rows=3) as writer:
+        writer.take(0)
+        assert found(writer, 1, 0) == list(range(4))
+
+
 def test_a_finished_row_makes_its_record_superfluous(tmp_path: Path) -> None:
     with open_writer(tmp_path) as writer:
         writer.take(0)

@@ -1,0 +1,58 @@
+"""Whether a job that replays the answers of another one decodes as that one did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchgen.config.compose.load_config import config_identity
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.inputs.dataset.source import ReadJob
+from batchgen.util.errors import ConfigError
+
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Keys that decide the distribution of a token."""
+_TOKENS_ALIKE = ("fused_commit",)
+"""Options of the strategy that decide how many forwards there are, and no token."""
+
+
+def check_replay(config: JobConfig, jobs: Sequence[ReadJob]) -> bool:
+    """Return whether the jobs whose answers are replayed drew all tokens from the distribution that
+    this job describes. They did not if it is the processed one and a constraint, or a ban of stop
+    ids, took part in that.
+
+    Raises:
+        ConfigError: strategy, sampling or the mode of log-probabilities differ.
+    """
+    own = _deciding(config_identity(config))
+    same = True
+    for job in jobs:
+        theirs = _deciding(job.identity)
+        for key in sorted(own.keys() | theirs.keys()):
+            if own.get(key) != theirs.get(key):
+                raise ConfigError(
+                    f"{key} is {_shown(own.get(key))} here and {_shown(theirs.get(key))} in "
+                    f"{job.name}, whose answers are replayed: the same tokens would be scored "
+                    "under other conditions; give the value of that job"
+                )
+        if config.output.logprobs_mode == "processed":
+            sampling = job.identity.get("sampling", {})
+            same = same and "constraint" not in job.identity
+            same = same and not sampling.get("min_new_tokens") and not sampling.get("column")
+    return same
+
+
+def _deciding(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which distributions a job's tokens are drawn from, by the keys of users."""
+    strategy, sampling = groups.get("strategy", {}), groups.get("sampling", {})
+    found = {f"strategy.{key}": v for key, v in strategy.items() if key not in _TOKENS_ALIKE}
+    found |= {f"sampling.{key}": sampling.get(key) for key in _SAMPLING}
+    found["output.logprobs_mode"] = groups.get("output", {}).get("logprobs_mode")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)

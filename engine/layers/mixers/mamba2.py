@@ -1,0 +1,205 @@
+"""Mamba2: a recurrence with a matrix as its state, which fades and is added to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.layers.linear import RowParallelLinear, empty_parameter
+from batchgen.engine.layers.merged_linear import MergedLinear
+from batchgen.engine.layers.mixers.delta_shape import DeltaShape
+from batchgen.engine.layers.mixers.recurrence import Recurrence
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.shard import Shard
+from batchgen.engine.parallel.tensor_parallel import MIXER_LANE, NORM_LANE, Stream, TensorParallel
+from batchgen.kernels.layers.elementwise import silu
+from batchgen.kernels.linear_attention.gated_norm import norm_of_gated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaShape:
+    """The shape of a Mamba2 mixer, and which parts it has."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int  # divides num_heads; consecutive heads share B and C
+    state_size: int  # values in B and in C of a group
+    conv_width: int  # tokens that the convolution sees, the token itself included
+    conv_bias: bool
+    in_bias: bool  # of the input projection
+    out_bias: bool  # of the output projection
+    norm_eps: float | None  # of the norm of the gated output; None: there is none
+    # What gate, x, B, C and dt are multiplied by behind the input projection; empty: by nothing.
+    factors: tuple[float, ...] = ()
+
+    @property
+    def delta(self) -> DeltaShape:
+        """The shape of the recurrence, in which C is a query, B a key and x a value."""
+        return DeltaShape(
+            num_key_heads=self.num_groups,
+            num_value_heads=self.num_heads,
+            key_dim=self.state_size,
+            value_dim=self.head_dim,
+            conv_width=self.conv_width,
+        )
+
+
+class Mamba2(Recurrence):
+    """A Mamba2 mixer, added to the residual (Dao and Gu 2024, arXiv 2405.21060).
+
+    Each head carries a matrix S [head_dim, state_size] from token to token:
+
+        S ← e^(−Δ·exp(A_log)) · S + Δ · x·Bᵀ,  y = S·C + D · x,  Δ = softplus(dt + dt_bias)
+
+    x, B and C come from a projection and a causal convolution over the last tokens. The output is
+    gated, then normalised over the heads of each group, and projected. Each rank has some groups
+    and their heads; with fewer groups than ranks, several ranks have the same group, and the norm
+    adds up their sums of squares.
+    """
+
+    def __init__(
+        self, layer: int, hidden_size: int, shape: MambaShape, *, where: Placement
+    ) -> None:
+        whole, parallel = shape.delta, where.parallel
+        parallel.share("number of Mamba heads", shape.num_heads)
+        first, last = parallel.kv_heads(shape.num_groups, "number of Mamba groups")
+        own = DeltaShape(
+            num_key_heads=last - first,
+            num_value_heads=shape.num_heads // parallel.size,
+            key_dim=whole.key_dim,
+            value_dim=whole.value_dim,
+            conv_width=whole.conv_width,
+        )
+        sizes = [own.values, own.keys, own.keys]
+        rows = channels = heads = None
+        if parallel.size > 1:
+            rows, channels, heads = _shards(whole, (first, last), parallel)
+        super().__init__(
+            layer,
+            own,
+            channels=channels,
+            heads=heads,
+            arrange=partial(_queries_first, sizes=sizes),
+            conv_bias=shape.conv_bias,
+            skips=True,
+            where=where,
+        )
+        self._parallel, self._size = parallel, whole.values
+        self._factors: Tensor | None = None
+        if shape.factors:
+            gate, x, b, c, dt = torch.tensor(shape.factors, dtype=torch.float32).split(1)
+            parts = zip(
+                (c, b, x, gate, dt),
+                (own.keys, own.keys, own.values, own.values, own.num_value_heads),
+                strict=True,
+            )
+            factors = torch.cat([factor.expand(size) for factor, size in parts])
+            self._factors = factors.to(where.device, where.dtype)
+        # How many ranks have the heads of one group.
+        self._copies = max(1, parallel.size // shape.num_groups)
+        self.projection = MergedLinear(
+            hidden_size,
+            {"in_proj": own.channels + own.values + own.num_value_heads},
+            bias=shape.in_bias,
+            arrange={
+                "in_proj": partial(_channels_first, sizes=[own.values, *sizes, own.num_value_heads])
+            },
+            shards=None if rows is None else {"in_proj": rows},
+            where=where,
+        )
+        self.out_proj = RowParallelLinear(
+            whole.values, hidden_size, bias=shape.out_bias, lane=MIXER_LANE, where=where
+        )
+        self.norm_weight, self._eps = None, shape.norm_eps or 0.0
+        if shape.norm_eps is not None:
+            self.norm_weight = empty_parameter(own.values, device=where.device, dtype=torch.float32)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        cos_sin: Tensor | None,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None,
+    ) -> Stream:
+        """Return residual + mixed(hidden) as `Mixer` says; `RowMetadata` says where states go."""
+        shape = self.shape
+        projected = self.projection(hidden)
+        if self._factors is not None:
+            projected = projected * self._factors
+        mixed, gate, dt = projected.split(
+            [shape.channels, shape.values, shape.num_value_heads], dim=1
+        )
+        out = self.mix(mixed, dt, None, ctx)
+        if outputs is not None:
+            out, gate, residual = (x[outputs.index] for x in (out, gate, residual))
+        return self.out_proj.add_to(residual, self._normed(out, gate))
+
+    def _normed(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Gate and normalise outputs [T, heads, head_dim] of this rank, to [T, values]."""
+        groups = out.flatten(1).unflatten(1, (self.shape.num_key_heads, -1))
+        if self.norm_weight is None or self._copies == 1:
+            return norm_of_gated(groups, gate, self.norm_weight, self._eps)
+        gated = out.flatten(1).float() * silu(gate.float())
+        own = gated.square().sum(-1, keepdim=True)
+        parts = self._parallel.gather(own, NORM_LANE)
+        start = self._parallel.rank // self._copies * self._copies
+        total, *others = parts[:, start : start + self._copies].split(1, 1)
+        for part in others:
+            total = total + part
+        size = self._copies * gated.shape[1]
+        scaled = gated * torch.rsqrt(total / size + self._eps) * self.norm_weight
+        return scaled.to(out.dtype)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slots of the parameters that are not in a linear layer."""
+        yield from super().weight_slots(path)
+        if self.norm_weight is not None:
+            name, shard = f"{path}.norm.weight", None
+            if self._parallel.size > 1:
+                shard = self._parallel.shard(0, self._size)
+            yield WeightSlot.plain(name, self.norm_weight, dummy=1.0, shard=shard)
+
+
+def _shards(
+    whole: DeltaShape, groups: tuple[int, int], parallel: TensorParallel
+) -> tuple[Shard, Shard, Shard]:
+    """Return a rank's rows of the input projection, which checkpoints hold in the order of gate, x,
+    B, C and dt, its channels of the convolution, x, B and C, and its heads."""
+    (values,) = parallel.shard(0, whole.values).ranges
+    heads = parallel.shard(0, whole.num_value_heads)
+    keys = groups[0] * whole.key_dim, groups[1] * whole.key_dim
+    sizes = [whole.values, whole.keys, whole.keys]
+    channels = _side_by_side(sizes, [values, keys, keys])
+    rows = _side_by_side(
+        [whole.values, *sizes, whole.num_value_heads], [values, values, keys, keys, *heads.ranges]
+    )
+    return rows, channels, heads
+
+
+def _side_by_side(sizes: list[int], ranges: list[tuple[int, int]]) -> Shard:
+    """Return the given range of each of some parts of the first axis, which have these sizes."""
+    start, found = 0, []
+    for size, (first, last) in zip(sizes, ranges, strict=True):
+        found.append((start + first, start + last))
+        start += size
+    return Shard(0, start, tuple(found))
+
+
+def _queries_first(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Put rows of x, B and C, of these sizes, in the order of queries, keys and values."""
+    x, b, c = rows.split(sizes)
+    return torch.cat([c, b, x])
+
+
+def _channels_first(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Put rows of gate, x, B, C and dt, of these sizes, in the order of queries, keys and values,
+    gate and dt."""
+    gate, x, b, c, dt = rows.split(sizes)
+    return torch.cat([c, b, x, gate, dt])

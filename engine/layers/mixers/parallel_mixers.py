@@ -1,0 +1,40 @@
+"""Two mixers of one layer that read the same, side by side."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.caches.cache_specs import CacheSpec
+from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.layers.decoder_layer import Mixer
+from batchgen.engine.layers.mixers.mamba2 import Mamba2
+from batchgen.engine.parallel.tensor_parallel import Stream, summed
+
+
+class ParallelMixers(nn.Module):
+    """Attention and Mamba2 of the same hidden states: residual + Σ factor · mixer(hidden).
+
+    Each finds its cache under an index of its own; `cache_spec` is attention's. `factors` are of
+    attention and of Mamba2.
+    """
+
+    def __init__(self, attention: Mixer, mamba: Mamba2, *, factors: tuple[float, float]) -> None:
+        super().__init__()
+        self.self_attn, self.mamba, self._factors = attention, mamba, factors
+        self.cache_spec: CacheSpec | None = attention.cache_spec
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        cos_sin: Tensor | None,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None,
+    ) -> Stream:
+        """Return residual + both parts, as `Mixer` says."""
+        own = residual if outputs is None else residual[outputs.index]
+        for mixer, factor in zip((self.self_attn, self.mamba), self._factors, strict=True):
+            zeros = torch.zeros_like(residual)
+            own = own.add(summed(mixer(hidden, zeros, cos_sin, ctx, outputs)), alpha=factor)
+        return own
