@@ -85,11 +85,11 @@ class DecoderLayer(nn.Module):
         self.checkpoint_names = parts | names
         self.mixer = mixer
         self.mlp = mlp
-        norms = (None, None) if before is None else before
+        first, second = (None, None) if before is None else before
         if mixer is None:
-            norms = (None, norms[0])
-        self.mixer_norm: RMSNorm | None = norms[0]
-        self.mlp_norm: RMSNorm | None = norms[1]
+            first, second = None, first
+        self.mixer_norm: RMSNorm | None = first
+        self.mlp_norm: RMSNorm | None = second
         assert both or (before is not None and before[1] is None and after is None)
         self.mixer_post_norm: RMSNorm | None = after and after[0]
         self.mlp_post_norm: RMSNorm | None = after and after[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from batchgen.engine.layers.decoder_layer import DecoderLayer
+from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer
 from batchgen.engine.layers.feed_forward.expert_slots import ExpertForm
 from batchgen.engine.layers.mixers.mamba2 import MambaShape
 from batchgen.engine.layers.rotary import DefaultRope
@@ -42,7 +42,9 @@ class NemotronHForCausalLM(MambaForCausalLM):
 
     def make_layer(self, index: int) -> DecoderLayer:
         """Make a layer with the only part that it has."""
-        family, mixer, mlp = self.family, None, None
+        family = self.family
+        mixer: Mixer | None = None
+        mlp: FeedForward | None = None
         if index in family.mamba_layers:
             mixer = self.make_mamba(index)
         elif index in family.attention_layers:

@@ -96,7 +96,7 @@ def test_a_wrong_value_is_named_or_makes_no_difference(
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-CLASSES = {"architectures": ["LlamaForSequenceClassification"]}
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ CLASSES = {"architectures": ["LlamaForSequenceClassification"]}
         ("llama", {"dtype": "int8"}, "dtype is 'int8', and must be null or one of float32"),
         ("llama", {"id2label": 3}, "id2label is 3, which cannot be read"),
         ("llama", {"num_labels": 10**9}, "num_labels is 1000000000, and must be null or 1 to"),
-        ("llama", CLASSES | {"id2label": {"1": "x"}}, "must give each class from 0 on a name"),
-        ("llama", CLASSES | {"id2label": {"0": 5}}, "must give each class from 0 on a name"),
+        ("llama", CLASSIFIER | {"id2label": {"1": "x"}}, "must give each class from 0 on a name"),
+        ("llama", CLASSIFIER | {"id2label": {"0": 5}}, "must give each class from 0 on a name"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, which cannot be read"),
         ("llama", {"vocab_size": 2.5}, r"'vocab_size' expected int, got float \(value: 2.5\)"),
         ("llama", {"rope_parameters": "wide"}, "rope_parameters is 'wide', and must be an object"),

@@ -128,7 +128,8 @@ def prefill_on_cpu(rows: PrefillRows) -> PrefillRows:
 
 
 def inputs_on_cpu(inputs: DeltaInputs) -> DeltaInputs:
-    return DeltaInputs(*(None if x is None else x.cpu() for x in inputs))
+    moved = (None if x is None else x.cpu() for x in inputs)
+    return DeltaInputs(*moved)  # type: ignore[arg-type]  # b alone may be None
 
 
 def plain_row(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
