@@ -20,7 +20,7 @@ from batchgen.util.versions import versions
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = ("images", "evals", "s3", "ray", "lm-eval", "inspect")
+OPTIONAL = ("images", "evals", "s3", "ray", "lm-eval", "inspect", "trackio", "wandb")
 """The extras that users install; the others are for work on batchgen."""
 OTHER_NAMES = {
     "hydra": "hydra-core", "markdown_it": "markdown-it-py", "PIL": "Pillow", "yaml": "PyYAML"

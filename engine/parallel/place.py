@@ -10,7 +10,7 @@ _WAITS = {
     "DistributedGroup.agree",
     "DistributedGroup.least",
     "DistributedGroup._gathered",
-    "follow",
+    "follow_engine",
 }
 """The functions that wait for a device, for the next step or, on a CPU, for other ranks."""
 _PROGRAM = str(Path(__file__).parents[2])

@@ -6,6 +6,7 @@ are added one after the other.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,6 @@ class PooledValue:
         if self._pooling == "mean" and self._length:
             value = value / self._length
         if self._normalise:
-            value = value / max(float(np.sqrt(np.square(value).sum())), _LEAST_NORM)
+            value = value / max(math.sqrt(float(np.square(value).sum())), _LEAST_NORM)
         result: npt.NDArray[Any] = value.astype(np.float32)
         return result

@@ -92,6 +92,7 @@ class DLLMStrategy(Strategy):
     def __init__(
         self,
         block_length: int | None = None,
+        sub_block_length: int | None = None,
         unmasking: Literal[
             "low_confidence_dynamic",
             "low_confidence_static",
@@ -100,13 +101,12 @@ class DLLMStrategy(Strategy):
             "joint_threshold",
         ] = "low_confidence_dynamic",
         confidence_threshold: float = _CONFIDENCE,
-        denoising_steps: int | None = None,
-        fused_commit: bool = True,
         min_tokens_per_step: int | None = None,
+        denoising_steps: int | None = None,
         entropy_bound: float | None = None,
         edit_threshold: float | None = None,
         max_edit_steps: int | None = None,
-        sub_block_length: int | None = None,
+        fused_commit: bool = True,
     ) -> None:
         if not (block_length is None or 2 <= block_length <= MAX_BLOCK_LENGTH):
             raise ValueError(f"block_length must be 2 to {MAX_BLOCK_LENGTH}, got {block_length!r}")

@@ -58,6 +58,7 @@ class SamplingOptions(TypedDict, total=False):
     lora: str | None
     pooling: Pooling | None
     normalise: bool
+    decoding: object | None
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

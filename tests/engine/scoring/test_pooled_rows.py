@@ -220,7 +220,7 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_model: TinyModel, tmp_path:
         ("class_scores is of a classifier, and the model is Llama", {"columns": ("class_scores",)}),
         ("column embedding is of a row that is only read", {"pooling": None}),
         ("column step_map is of generated tokens", {"columns": ("step_map",)}),
-        ("logprobs are of tokens that are generated", {"logprobs": True}),
+        ("logprobs and entropy are of tokens that are generated", {"logprobs": True}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             engine.add_request("0", prompt, replace(params, **changes))

@@ -10,7 +10,7 @@ import numpy as np
 
 from batchgen.engine.interface.outputs import Begun, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from tests.support.engine.engine_rows import Request
+from tests.support.engine.engine_rows import Request, strategy_columns
 
 
 def joined(parts: Sequence[Begun]) -> Begun | None:
@@ -59,7 +59,7 @@ def run_in_sessions(
     records, computed, least = Records(), 0, 1
     while len(outputs) < len(requests):
         engine = make_engine()
-        columns = tuple(column.name for column in engine.strategy.columns)
+        columns = strategy_columns(engine)
         for i, (prompt, params) in enumerate(requests):
             if str(i) not in outputs:
                 asked = replace(params, columns=tuple({*params.columns, *columns}))

@@ -25,6 +25,12 @@ Pictured = tuple[list[int], RequestParams, list[Image]]
 """A row with images."""
 
 
+def strategy_columns(engine: LLMEngine) -> tuple[str, ...]:
+    """The names of the columns that the strategy has for every row: `edit_log` is of some rules."""
+    names = (column.name for column in engine.strategy.columns)
+    return tuple(name for name in names if name != "edit_log")
+
+
 def run(
     engine: LLMEngine,
     requests: Sequence[Request | Scored | Pictured],
@@ -34,7 +40,7 @@ def run(
     """All outputs in order, with the strategy's columns besides those that they ask for; rows that
     `aborts` names by step are not among them. In the steps `restarts` all rows that are begun are
     dropped, and added again with what they have."""
-    columns = tuple(column.name for column in engine.strategy.columns)
+    columns = strategy_columns(engine)
 
     def add(i: int, begun: Begun | None = None) -> None:
         request = requests[i]

@@ -51,7 +51,8 @@ STRATEGY: dict[str, dict[str, Any]] = {
     },
     "dllm": {
         "block_length": 8, "unmasking": "sequential", "confidence_threshold": 0.5,
-        "denoising_steps": 2, "fused_commit": False,
+        "denoising_steps": 2, "fused_commit": False, "min_tokens_per_step": 2,
+        "entropy_bound": 0.5, "edit_threshold": 0.5, "max_edit_steps": 2, "sub_block_length": 4,
     },
 }  # fmt: skip
 

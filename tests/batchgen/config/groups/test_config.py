@@ -286,7 +286,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "key of another kind",
         ["prompt=text", "+prompt.user=x"],
         "prompt.user is not a key: choose among kind, text, text_file, add_special_tokens, "
-        "answer, constant, too_long",
+        "answer, answer_ids_column, answer_step_map_column, constant, too_long",
     ),
     ("top", ["output.top_logprobs=0"], "output.top_logprobs must be 1 to 256, got 0"),
     (

@@ -138,7 +138,7 @@ def test_another_model_or_data_set_is_refused_by_name(
     lines = rows.read_text().splitlines()
     rows.write_text("\n".join([lines[0].replace(": ", ': "changed", "x": ', 1), *lines[1:]]))
     assert audit(job, f"dataset.path={rows}") == 2
-    assert "made otherwise" in capsys.readouterr().err
+    assert "does not describe how its rows were made" in capsys.readouterr().err
     assert audit(job, "sampling.seed=4") == 2
     assert "sampling.seed: 3 → 4" in capsys.readouterr().err
     (job / "config.yaml").unlink()

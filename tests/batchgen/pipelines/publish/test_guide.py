@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from datasets import load_dataset
 
@@ -30,6 +31,10 @@ def test_the_commands_of_the_guide_run_in_order(
     scored_job(tmp_path / "teacher")
     drawn = [row(0, prompt_token_ids=[1])]
     finished_job(tmp_path / "rollouts", drawn, [PROMPT], config={"prompt": CHAT})
+    traced = row(0, text="yes", prompt_token_ids=[1], step_map=[2, 1, 2])
+    whole = {key: list[int]() for key in ("tail_token_ids", "tail_step_map")}
+    fields = [pa.field(name, pa.list_(pa.int32())) for name in ("step_map", *whole)]
+    finished_job(tmp_path / "traces", [traced | whole], [PROMPT, *fields], graded=True)
     ran = []
     guide = GUIDE.read_text().replace("\\\n", " ")
     commands = re.findall(r"^    batchgen (.*)$", guide, re.MULTILINE)
@@ -49,12 +54,12 @@ def test_the_commands_of_the_guide_run_in_order(
                 assert run_command(arguments) == 0, command
                 ran.append(arguments[0])
     assert {name: ran.count(name) for name in VERBS if name in ran} == {
-        "export": 9, "select": 4, "push": 3,
+        "export": 10, "select": 4, "push": 3,
     }  # fmt: skip
     written = sorted(path.name for path in tmp_path.glob("*.*"))
     assert written == [
         "dpo.parquet", "given.jsonl", "kto.jsonl.gz", "prompts.parquet", "results.jsonl",
-        "rollouts.parquet", "sft.jsonl", "teacher.parquet",
+        "rollouts.parquet", "sft.jsonl", "teacher.parquet", "traces.jsonl",
     ]  # fmt: skip
     for folder in ("right", "best", "short", "both", "sft"):
         assert len(load_dataset(folder, split="train", cache_dir=str(tmp_path / "cache"))) > 0
