@@ -28,7 +28,8 @@ KINDS = (
 
 
 def the_embedding(tensors: dict[str, Tensor]) -> str:
-    (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    ends = ("embed_tokens.weight", "embeddings.weight")
+    (name,) = (name for name in tensors if name.endswith(ends))
     return name
 
 
@@ -57,6 +58,8 @@ def test_logits_equal_transformers(
     assert model.config.untied == (change is add_another_head)
     assert model.lm_head is not None
     assert (model.lm_head.weight is model.model.embed_tokens.weight) != model.config.untied
+    if kind == "nemotron_h" and change is rename_embedding:
+        return  # transformers initialises the embedding of this class at random
     reference = reference_logits(folder, IDS)
     assert (run_paged(model, IDS, [40]) - reference).abs().max() / reference.abs().max() < 1e-3
 

@@ -22,7 +22,7 @@ from tests.support.engine.constrained_rows import CONSTRAINTS
 from tests.support.engine.engine_rows import Request, Scored, run
 from tests.support.engine.ranked_engines import Case, run_divided
 from tests.support.engine.scored_rows import Reference, make_engine, scored
-from tests.support.engine.tiny_models import CLASSES
+from tests.support.engine.tiny_models import CLASSES, MAMBA
 from tests.support.engine.vision_models import vision_folder
 
 TinyModel = Callable[..., Path]
@@ -94,7 +94,7 @@ def test_scores_equal_transformers(kind: str, tiny_model: TinyModel) -> None:
     whole = make_engine(folder, prefix_caching=False)
     check(run(whole, asked), asked, reference)
     # Recurrent layers cut a prompt at multiples of 64 tokens only.
-    chunk = 64 if kind.startswith(RECURRENT) else 5
+    chunk = 64 if kind.startswith((*RECURRENT, *MAMBA)) else 5
     chunked = make_engine(folder, max_batched_tokens=chunk, block_size=4, overlap=True)
     check(run(chunked, asked), asked, reference)
     hits = chunked.stats.cached_tokens
