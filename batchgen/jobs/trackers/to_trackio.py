@@ -3,21 +3,7 @@ variables name a Space or a server."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from batchgen.jobs.trackers.trackers import Run, Tracker
-
-
-class _Trackio:
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values))
-
-    def close(self) -> None:
-        self._run.finish()
+from batchgen.jobs.trackers.trackers import LibraryRun, Run, Tracker
 
 
 def begin(run: Run) -> Tracker:
@@ -32,4 +18,4 @@ def begin(run: Run) -> Tracker:
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    return _Trackio(found)
+    return LibraryRun(found)

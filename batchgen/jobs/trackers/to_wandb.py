@@ -3,21 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from batchgen.jobs.trackers.trackers import Run, Tracker
-
-
-class _Wandb:
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values))
-
-    def close(self) -> None:
-        self._run.finish()
+from batchgen.jobs.trackers.trackers import LibraryRun, Run, Tracker
 
 
 def begin(run: Run) -> Tracker:
@@ -41,4 +27,4 @@ def begin(run: Run) -> Tracker:
     found = wandb.init(
         project=run.project, name=run.name, id=run.id, resume="allow", settings=settings
     )
-    return _Wandb(found)
+    return LibraryRun(found)

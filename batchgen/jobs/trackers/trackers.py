@@ -37,6 +37,21 @@ class Tracker(Protocol):
         """Take no more."""
 
 
+class LibraryRun:
+    """A tracker that is a run of a library, an object with `log` and `finish`."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._run.log(dict(values))
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._run.finish()
+
+
 def told_values(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The part of metrics.json that trackers get: `SENT`, and the values of scores."""
     values: dict[str, float] = {name: metrics[name] for name in SENT if name in metrics}
