@@ -129,7 +129,7 @@ def check_panel(name: str, judges: Mapping[str, SamplingConfig]) -> None:
             key = "sampling.until" if sampling.until else f"sampling.n={sampling.n}"
             raise ConfigError(
                 f"step {name}: {JUDGE}.{MODELS} takes one mark of each judge for an answer, and "
-                f"{judge} has {key}: leave that out, and name a model several times for several marks of it"
+                f"{judge} has {key}: leave that out, or name a model several times"
             )
 
 

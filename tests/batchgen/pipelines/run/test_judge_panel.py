@@ -106,7 +106,7 @@ def test_mistakes_are_refused(models: Any, step: dict[str, Any], says: str) -> N
 
 
 def test_judges_of_several_marks_are_refused_before_anything_is_loaded() -> None:
-    judge = {**MATCH, "models": {"a": "org/a", "b": "org/b"}}
+    judge = {**MATCH, "template": "hle", "models": {"a": "org/a", "b": "org/b"}}
     for said, where in (
         ("sampling.n=3", ("rate.sampling.n=3", "rate.sampling=sample")),
         ("sampling.n=2", ("rate_a.sampling.n=2", "rate_a.sampling=sample")),
