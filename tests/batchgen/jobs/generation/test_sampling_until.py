@@ -218,7 +218,7 @@ GROWING: Any = {
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", GROWING)
 def test_kills_of_two_workers(tmp_path: Path, rule: str) -> None:
-    """Of a job that grows by a stronger rule, again and again."""
+    """A job that grows by a stronger rule, again and again."""
     rng, killed = random.Random(3), 0
     every: Rows | None = None
     for number, options in enumerate(GROWING[rule]):

@@ -171,7 +171,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 def _told(name: str) -> None:
     for rows in (1, 2):  # two attempts at one job
         beside = Trackers([name], "exams", "out")
-        beside.tell({**METRICS, "rows": rows})
+        beside.tell({**METRICS, "rows": rows, "score_so_far": 0.5})
         beside.tell({**METRICS, "rows": rows + 10, "score": {"avg": {"value": 0.25}}})
         beside.close()
 
@@ -189,6 +189,7 @@ def test_trackio_has_one_run_with_the_values_alone(
     assert len(runs) == 1 and runs[0].startswith("out-")
     rows = SQLiteStorage.get_logs("exams", runs[0])
     assert [row["rows"] for row in rows] == [1, 11, 2, 12] and rows[-1]["score"] == 0.25
+    assert [row.get("score_so_far") for row in rows] == [0.5, None] * 2
     assert {name for row in rows for name in row} <= {*SENT, "score", "step", "timestamp"}
 
 
