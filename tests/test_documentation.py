@@ -39,6 +39,12 @@ def test_long_pages_stay_short() -> None:
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
 
 
+def test_design_pages_stay_short() -> None:
+    """They say what stands and why; figures belong to docs/benchmarks, use to the guides."""
+    pages = (ROOT / "docs" / "design").glob("*.md")
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 10_000
+
+
 def test_every_page_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     docs = ROOT / "docs"

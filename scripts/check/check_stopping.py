@@ -1,5 +1,5 @@
 """What scores of rows that `sampling.until.width` ended are worth: the figures of
-docs/design/stopped_rows.md, by enumeration of all ends of a row, and by simulation of whole exams.
+docs/benchmarks/checks.md, by enumeration of all ends of a row, and by simulation of whole exams.
 
     python scripts/check/check_stopping.py
 """

@@ -6,8 +6,8 @@
 docs/reference/config.md comes from the comments of conf/, docs/reference/commands.md from the help
 texts, docs/reference/models.md from the registry of models, docs/reference/exams.md from exams.yaml
 and conf/experiment/, docs/reference/extractions.md from the texts of extractions.yaml,
-docs/reference/job.schema.json from the keys and their types, and a table of the overview from the
-sources.
+docs/reference/job.schema.json from the keys and their types, a table of the overview from the
+sources, and the diagrams of the design pages from diagrams.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
+from diagrams import diagrams
 from exams import exams_page
 from extractions import extractions_page
 from job_schema import schema_text
@@ -231,6 +232,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs/reference/job.schema.json": schema_text(),
         ROOT / "docs/reference/models.md": f"{WRITTEN_BY}\n\n{models_page()}",
         overview: with_tables(overview, touched=touched_table()),
+        **diagrams(overview, ROOT / "docs/images"),
     }
 
 
