@@ -98,6 +98,7 @@ def read_by_engine(folder: Path) -> set[str]:
     return seen - before
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_transformers_reads_is_honoured_inert_or_refused(
     kind: str, tiny_model: TinyModel
@@ -138,6 +139,7 @@ def test_keys_that_change_any_model_are_refused(
             place.pop(key) if before is None else place.update({key: before})
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_layers_that_a_model_lacks_are_named(
     kind: str, tiny_model: TinyModel, tmp_path: Path
