@@ -49,6 +49,7 @@ def _yaml_block(page: str, holds: str) -> str:
 
 
 FILES["pipeline.yaml"] = _yaml_block("docs/guides/pipelines.md", "steps:")
+FILES["data.yaml"] = _yaml_block("docs/guides/tutorial_data.md", "steps:")
 FILES["simpleqa.yaml"] = _yaml_block("docs/guides/evals.md", "template: simpleqa")
 FILES["judged.yaml"] = _yaml_block("docs/benchmarks/jobs.md", "judge: {template: match}")
 

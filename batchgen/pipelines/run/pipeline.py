@@ -24,6 +24,7 @@ from batchgen.pipelines.run.given_pipeline import (
     GivenPipeline,
     GivenStep,
 )
+from batchgen.pipelines.run.judge_panel import check_panel
 from batchgen.pipelines.run.written_sets import Export, Push, read_exports, read_pushes
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_folder
@@ -135,6 +136,8 @@ def compose_pipeline(
         except ConfigError as error:
             start = "" if f"{STEPS}.{name}" in str(error) else f"step {name}: "
             raise ConfigError(f"{start}{error}") from None
+    for name, judges in pipeline.panels.items():
+        check_panel(name, {one: steps[one].config.sampling for one in judges})
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
     most = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
     most_errors = convert(most, float, MOST_ERRORS)
