@@ -100,7 +100,7 @@ def test_a_mistake_in_the_model_is_found_before_the_libraries_of_the_data_load(
     assert not loaded & {"datasets", "pyarrow"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -196,6 +196,7 @@ def test_partial_rotation_of_qwen3_vl_is_refused(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_key_of_transformers_is_strange(
     kind: str, tiny_model: TinyModel, tmp_path: Path
