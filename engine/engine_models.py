@@ -133,7 +133,8 @@ def _products(layer: Linear) -> Iterator[Product]:
     ranks share a layer, their parts are added to it in the order of the ranks, row by row."""
     width, depth = layer.out_features, layer.in_features
     biased = "" if layer.bias is None else " and a bias"
-    kept = layer.weight.dtype if layer.in_int4 is None else "int4"
+    packed = layer.in_four_bits
+    kept = layer.weight.dtype if packed is None else packed.layout.code
     name = f"a product with a weight of {width}×{depth}{biased} in {kept}"
     yield Product(name, depth, layer)
     if isinstance(layer, RowParallelLinear) and not layer.is_divided:

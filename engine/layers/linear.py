@@ -1,4 +1,4 @@
-"""Linear layers, whose weight may be in FP8 or int4."""
+"""Linear layers, whose weight may be in FP8 or in 4 bits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.layers.cpu_products import CPUProducts
+from batchgen.engine.layers.four_bit_slot import FourBitSlot, four_bit_parameters
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.int4_slot import Int4Slot, int4_parameters
 from batchgen.engine.layers.lora import Factors, LayerLoRA, LoRAPlace, LoRAState
-from batchgen.engine.layers.packed_format import Int4Format
+from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, summed
-from batchgen.kernels.four_bit.int4_layout import Int4Panels
-from batchgen.kernels.four_bit.int4_weight import int4_value_bytes
 from batchgen.kernels.four_bit.linear import four_bit_linear, four_bit_linear_parts
+from batchgen.kernels.four_bit.panels import FourBitPanels, Layout
 from batchgen.kernels.fp8.fp8_linear import fp8_linear, fp8_linear_parts
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, scales_shape
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
@@ -47,10 +46,10 @@ def empty_fp8(
 
 
 class Linear(nn.Module):
-    """The linear layer y = x Wᵀ + b, with or without the bias b, and W maybe kept in FP8 or int4.
-    Tokens may have adapters, which add their own thin products to y."""
+    """The linear layer y = x Wᵀ + b, with or without the bias b, and W maybe kept in FP8 or in 4
+    bits. Tokens may have adapters, which add their own thin products to y."""
 
-    weight: Tensor  # W, [out_features, in_features], or the words of `Int4Panels`
+    weight: Tensor  # W, [out_features, in_features], or the words of `FourBitPanels`
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Linear(nn.Module):
         self.bias = make(out_features) if bias else None
         self.scales: nn.Parameter | None = None
         self.form: FP8Format | None = None
-        self._group: int | None = None  # the columns of a group of a weight in int4
+        self._layout: Layout | None = None  # of a weight in 4 bits
         self.rules = BY_BATCH
         self.lora: LayerLoRA | None = None
         self._most_rows: int | None = MOST_ROWS
@@ -77,14 +76,14 @@ class Linear(nn.Module):
     @property
     def computes_in_fp8(self) -> bool:
         """Whether rows of activations may come as `FP8Rows`; adapters read them as they were."""
-        return self.scales is not None and self._group is None and self.lora is None
+        return self.scales is not None and self._layout is None and self.lora is None
 
     @property
-    def in_int4(self) -> Int4Panels | None:
-        """The weight, if it is kept in int4."""
-        if self._group is None or self.scales is None:
+    def in_four_bits(self) -> FourBitPanels | None:
+        """The weight, if it is kept in 4 bits."""
+        if self._layout is None or self.scales is None:
             return None
-        return Int4Panels(self.weight, self.scales, self._group, self._dtype)
+        return FourBitPanels(self.weight, self.scales, self._layout)
 
     def forward(self, x: Tensor | FP8Rows) -> Tensor:
         """Compute [T, out_features] from [T, in_features]."""
@@ -95,7 +94,7 @@ class Linear(nn.Module):
         """Compute `forward` without adapters."""
         if isinstance(x, Tensor) and self.scales is None:
             return linear(x, self.weight, self.bias, self._most_rows)
-        if (packed := self.in_int4) is not None:
+        if (packed := self.in_four_bits) is not None:
             assert isinstance(x, Tensor)
             return four_bit_linear(x, packed, self.bias, rules=self.rules)
         return self._compute_fp8(x)
@@ -114,9 +113,9 @@ class Linear(nn.Module):
         """Do what `add_to` does, without adapters."""
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
-        if (packed := self.in_int4) is not None:
+        if (packed := self.in_four_bits) is not None:
             assert isinstance(x, Tensor)
-            return self._add_int4(residual, x, packed)
+            return self._add_four_bits(residual, x, packed)
         x, weight = self._fp8_operands(x)
         rules, parts = self.rules, None
         if self.bias is None:
@@ -127,7 +126,7 @@ class Linear(nn.Module):
             x, weight, self.bias, dtype=self._dtype, out=residual, add=True, rules=rules
         )
 
-    def _add_int4(self, residual: Tensor, x: Tensor, packed: Int4Panels) -> Stream:
+    def _add_four_bits(self, residual: Tensor, x: Tensor, packed: FourBitPanels) -> Stream:
         rules, parts = self.rules, None
         if self.bias is None:
             parts = four_bit_linear_parts(x, packed, rules)
@@ -148,38 +147,38 @@ class Linear(nn.Module):
             x = quantise_rows(x, powers_of_two=self.form.powers_of_two)
         return x, FP8Weight(self.weight, self.scales)
 
-    def quantise(self, form: FP8Format | Int4Format, path: str) -> None:
-        """Keep the weight in FP8 or int4 from now on; it must not be loaded yet.
+    def quantise(self, form: FP8Format | FourBitFormat, path: str) -> None:
+        """Keep the weight in FP8 or 4 bits from now on; it must not be loaded yet.
 
         `path` is this module's name in checkpoints.
         """
         if not self._quantisable or form.excludes(path):
             return
-        if isinstance(form, Int4Format):
-            self.keep_int4(form)
+        if isinstance(form, FourBitFormat):
+            self.keep_four_bits(form)
             return
         self.form = form
         if form.native:
             self.weight, self.scales = empty_fp8(*self.weight.shape, device=self.weight.device)
 
-    def keep_int4(self, form: Int4Format) -> None:
-        """Keep the weight in int4, if its width allows it."""
+    def keep_four_bits(self, form: FourBitFormat) -> None:
+        """Keep the weight in 4 bits, if its width allows it."""
         sizes = 1, self.out_features, self.in_features
-        found = int4_parameters(form, sizes, self._dtype, self.weight.device)
+        found = four_bit_parameters(form, sizes, self._dtype, self.weight.device)
         if found is not None:
-            self.weight, self.scales, self._group = found
+            self.weight, self.scales, self._layout = found
 
     @property
     def value_bytes(self) -> float | None:
-        """The bytes of a weight in int4, with its share of the scale; None if it is kept
+        """The bytes of a weight in 4 bits, with its share of the scale; None if it is kept
         otherwise."""
-        return None if self._group is None else int4_value_bytes(self._group)
+        return None if self._layout is None else self._layout.value_bytes
 
     @property
     def scratch_bytes(self) -> int:
         """The bytes of the weight that is dequantised for a step of many tokens."""
         values = self.in_features * self.out_features
-        return 0 if self._group is None else values * self._dtype.itemsize
+        return 0 if self._layout is None else values * self._dtype.itemsize
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the weight and of the bias."""
@@ -189,8 +188,8 @@ class Linear(nn.Module):
 
     def _slot(self, name: str, shard: Shard | None = None) -> WeightSlot:
         """Return the slot of a weight that stands in a tensor of its own, or this shard of it."""
-        if (packed := self.in_int4) is not None:
-            return Int4Slot(self.weight, (name,), (name,), shard=shard, panels=packed)
+        if (packed := self.in_four_bits) is not None:
+            return FourBitSlot(self.weight, (name,), (name,), shard=shard, panels=packed)
         return WeightSlot(
             self.weight, (name,), (name,), form=self.form, scales=self.scales, shard=shard
         )
@@ -280,10 +279,10 @@ class RowParallelLinear(Linear):
         """Whether several ranks have a part of the weight each."""
         return self._parallel.size > 1
 
-    def quantise(self, form: FP8Format | Int4Format, path: str) -> None:
-        """Keep the weight in FP8 or int4, as `Linear.quantise` says. Raises ValueError for FP8 if a
-        rank's columns do not end where blocks do, as two ranks would need a block's scale for half
-        a group."""
+    def quantise(self, form: FP8Format | FourBitFormat, path: str) -> None:
+        """Keep the weight in FP8 or 4 bits, as `Linear.quantise` says. Raises ValueError for FP8 if
+        a rank's columns do not end where blocks do, as two ranks would need a block's scale for
+        half a group."""
         super().quantise(form, path)
         own = self._shard.length
         if self.computes_in_fp8 and own < self._shard.size and own % BLOCK:
@@ -299,7 +298,7 @@ class RowParallelLinear(Linear):
             return super()._product(x)
         if isinstance(x, Tensor) and self.scales is None:
             return linear(x, self.weight, None, self._most_rows)
-        if (packed := self.in_int4) is not None:
+        if (packed := self.in_four_bits) is not None:
             assert isinstance(x, Tensor)
             return four_bit_linear(x, packed, rules=self.rules)
         return self._fp8_product(x, None)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from batchgen.engine.layers.four_bit_slot import FourBitSlot
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.int4_slot import Int4Slot
 from batchgen.engine.layers.linear import Linear, empty_fp8, empty_parameter
 from batchgen.engine.layers.lora import LoRAPlace
-from batchgen.engine.layers.packed_format import Int4Format
+from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
@@ -55,17 +55,17 @@ class MergedLinear(Linear):
         self._in_fp8: tuple[str, ...] = ()
         self.tail: nn.Parameter | None = None
 
-    def quantise(self, form: FP8Format | Int4Format, path: str) -> None:
-        """Keep the weights of the projections in FP8 or int4, as `Linear.quantise` says.
+    def quantise(self, form: FP8Format | FourBitFormat, path: str) -> None:
+        """Keep the weights of the projections in FP8 or 4 bits, as `Linear.quantise` says.
 
         128 rows share a scale where all projections have multiples of 128 features in the
         checkpoint's order; else each row has its own. Raises ValueError if a projection is excluded
         and one behind it is not.
         """
-        if isinstance(form, Int4Format):
+        if isinstance(form, FourBitFormat):
             parts = (form.excludes(_beside(path, name)) for name in self.parts)
             if not self._unquantised and not (form.excludes(path) and any(parts)):
-                self.keep_int4(form)
+                self.keep_four_bits(form)
             return
         names = list(self.parts)
         kept = [name for name in names if self._stays(name, form, path)]
@@ -113,9 +113,9 @@ class MergedLinear(Linear):
         for (part, size), name in zip(self.parts.items(), names, strict=True):
             source = f"{name}.weight"
             combine, shard = self._arranged(part, source), self._shards.get(part)
-            if (packed := self.in_int4) is not None:
+            if (packed := self.in_four_bits) is not None:
                 rows, own = packed.rows(start, start + size), (source,)
-                yield Int4Slot(rows.words, own, own, combine, shard=shard, panels=rows)
+                yield FourBitSlot(rows.words, own, own, combine, shard=shard, panels=rows)
             else:
                 values, scales = self._rows(start, size)
                 form = self.form if part in self._in_fp8 else None
@@ -126,8 +126,8 @@ class MergedLinear(Linear):
         whole = f"{path}.weight"
         pieces = tuple(f"{name}.weight" for name in names)
         combine, shard = self._all_arranged(whole), self._whole_shard()
-        if (packed := self.in_int4) is not None:
-            yield Int4Slot(self.weight, pieces, (whole,), combine, shard=shard, panels=packed)
+        if (packed := self.in_four_bits) is not None:
+            yield FourBitSlot(self.weight, pieces, (whole,), combine, shard=shard, panels=packed)
         elif len(self._in_fp8) in (0, len(self.parts)):
             yield WeightSlot(
                 self.weight, pieces, (whole,), combine, form=self.form, scales=self.scales,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from batchgen.engine.layers.fp8_format import FP8Format, checkpoint_format, has_fp8_units
-from batchgen.engine.layers.packed_format import Int4Format, PackedFormat, packed_format
+from batchgen.engine.layers.packed_format import FourBitFormat, PackedFormat, packed_format
 
 _NAME = re.compile(r"[\w.*-]+")
 
@@ -33,7 +33,7 @@ class MXFP4Format:
         return replace(self, excluded=tuple(map(rename, self.excluded)))
 
 
-WeightFormat = FP8Format | MXFP4Format | Int4Format
+WeightFormat = FP8Format | MXFP4Format | FourBitFormat
 """How weights of a model are kept, if not in its dtype."""
 
 
@@ -41,7 +41,7 @@ class Units(NamedTuple):
     """From which formats a device computes."""
 
     fp8: bool
-    four_bits: bool  # there are kernels for weights in MXFP4 and in int4
+    four_bits: bool  # there are kernels for weights in 4 bits
 
 
 _FOUR_BITS = (8, 0)
@@ -58,7 +58,7 @@ def units_of(device: torch.device, dtype: torch.dtype) -> Units:
 
 def format_name(form: WeightFormat) -> str:
     """Name a format to the user."""
-    if isinstance(form, Int4Format):
+    if isinstance(form, FourBitFormat):
         return form.name
     return "FP8" if isinstance(form, FP8Format) else "MXFP4"
 

@@ -1,4 +1,4 @@
-"""Weights that are quantised as people publish them: kept in int4, or dequantised at load."""
+"""Weights that are quantised as people publish them: kept in 4 bits, or dequantised at load."""
 
 from __future__ import annotations
 
@@ -6,33 +6,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from batchgen.kernels.four_bit.fp4_weight import NVFP4_GROUP
+from batchgen.kernels.four_bit.panels import Code
 from batchgen.kernels.fp8.fp8_weight import BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Format:
-    """Weights of linear layers and experts that stay in int4 (`kernels/four_bit`).
+class FourBitFormat:
+    """Weights of linear layers and experts that stay in 4 bits (`kernels/four_bit`).
 
-    Layers whose columns do not end where groups of 32 do are dequantised, as are merged ones of
-    which only a part is in int4.
+    Layers whose columns do not end where panels of 64 do are dequantised, as are merged ones of
+    which only a part is in 4 bits.
 
     Attributes:
         name: of the format, in words for the user.
         group: the columns that share a scale; None: a whole row does.
-        modules: what is in int4, as checkpoints name it; None: every layer that may be.
-        native: kernels read int4; else weights are kept in the model's dtype.
+        code: what 4 bits stand for.
+        modules: what is in 4 bits, as checkpoints name it; None: every layer that may be.
+        native: kernels read 4 bits; else weights are kept in the model's dtype.
     """
 
     name: str
     group: int | None
+    code: Code = "int4"
     modules: frozenset[str] | None = None
     native: bool = True
 
     def excludes(self, name: str) -> bool:
-        """Whether a module of this name is not in int4."""
+        """Whether a module of this name is not in 4 bits."""
         return self.modules is not None and name not in self.modules
 
-    def renamed(self, rename: Callable[[str], str]) -> Int4Format:
+    def renamed(self, rename: Callable[[str], str]) -> FourBitFormat:
         """Return this format with other names of modules."""
         if self.modules is None:
             return self
@@ -46,7 +50,7 @@ class PackedFormat:
 
     Attributes:
         name: of the format, in words for the user.
-        int4: how kernels compute from the weights; None: they are dequantised.
+        kept: how kernels compute from the weights; None: they are dequantised.
         activations: what the checkpoint was made to compute with, if that is not the model's dtype.
         zeros_are_less: GPTQ's first form holds zero points minus 1.
         block: the rows and columns that share a scale, where a weight may have incomplete blocks;
@@ -60,7 +64,7 @@ class PackedFormat:
     activations: str | None = None
     zeros_are_less: bool = False
     block: tuple[int, int] | None = None
-    int4: Int4Format | None = None
+    kept: FourBitFormat | None = None
     ordered: bool = False
     kv_cache: str | None = None
 
@@ -92,7 +96,7 @@ def _gptq(values: Mapping[str, Any]) -> PackedFormat:
     return PackedFormat(
         name=name,
         zeros_are_less=values.get("checkpoint_format") != "gptq_v2",
-        int4=None if ordered else _int4(name, values["group_size"]),
+        kept=None if ordered else _int4(name, values["group_size"]),
         ordered=ordered,
     )
 
@@ -101,11 +105,11 @@ def _awq(values: Mapping[str, Any]) -> PackedFormat:
     _check(values, "bits", (4,))
     _check(values, "version", ("gemm", "GEMM", None))
     name = f"int4 (AWQ, {_groups(values, 'group_size')})"
-    return PackedFormat(name=name, int4=_int4(name, values["group_size"]))
+    return PackedFormat(name=name, kept=_int4(name, values["group_size"]))
 
 
-def _int4(name: str, group: int) -> Int4Format:
-    return Int4Format(name=name, group=None if group == -1 else group)
+def _int4(name: str, group: int) -> FourBitFormat:
+    return FourBitFormat(name=name, group=None if group == -1 else group)
 
 
 def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
@@ -148,15 +152,24 @@ def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
         if isinstance(inputs, Mapping):
             activations[f"{inputs.get('type')}{inputs.get('num_bits')}"] = None
     name = f"{' and '.join(kinds)} (compressed-tensors)"
-    kept = {*kinds} == {"int4"} and not ordered and len(set(forms)) == 1
+    kept = None
+    if len(kinds) == len(set(forms)) == 1 and not ordered:
+        kept = _kept(name, next(iter(kinds)), forms[0][1])
     return PackedFormat(
         name=name,
         activations=" and ".join(activations) or None,
         block=blocks[0] if blocks else None,
-        int4=Int4Format(name=name, group=forms[0][1]) if kept else None,
+        kept=kept,
         ordered=ordered,
         kv_cache=_kv_cache(values.get("kv_cache_scheme")),
     )
+
+
+def _kept(name: str, kind: str, group: int | None) -> FourBitFormat | None:
+    """How kernels compute from a form of compressed-tensors."""
+    if kind == "nvfp4":
+        return FourBitFormat(name=name, group=NVFP4_GROUP, code="nvfp4")
+    return FourBitFormat(name=name, group=group) if kind == "int4" else None
 
 
 def _kv_cache(scheme: Any) -> str | None:
@@ -176,8 +189,12 @@ def _modelopt(values: Mapping[str, Any]) -> PackedFormat:
     algorithm = values.get("quant_algo")
     _check(values, "quant_algo", ("FP8", "NVFP4"))
     kv_cache = values.get("kv_cache_quant_algo") or _kv_cache(values.get("kv_cache_scheme"))
+    name = f"{algorithm} (ModelOpt)"
     return PackedFormat(
-        name=f"{algorithm} (ModelOpt)", activations=algorithm, kv_cache=kv_cache and f"{kv_cache}"
+        name=name,
+        activations=algorithm,
+        kept=_kept(name, "nvfp4", None) if algorithm == "NVFP4" else None,
+        kv_cache=kv_cache and f"{kv_cache}",
     )
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.parallel.shard import Shard
-from batchgen.kernels.four_bit.int4_weight import Int4Weight
+from batchgen.kernels.four_bit.layouts import GroupedWeight
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight, quantise_fp8, rows_of_scales
 
-CheckpointTensor = Tensor | FP8Weight | Int4Weight
+CheckpointTensor = Tensor | FP8Weight | GroupedWeight
 """What a checkpoint has under a name: values, or quantised ones with their scales."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -36,7 +36,7 @@ class WeightSlot:
     # reorders rows, of the values and of the scales of rows.
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
     dummy: float | None = None  # all elements without a checkpoint; None draws random values
-    form: FP8Format | None = None  # None: not in FP8; a source in FP8 or int4 is dequantised then
+    form: FP8Format | None = None  # None: not in FP8; a source in codes is dequantised then
     scales: Tensor | None = None  # of a parameter in FP8; each row's if `combine` is given
     shard: Shard | None = None  # the part of the checkpoint's tensor here; None: all
     elsewhere: bool = False  # other ranks hold the whole piece; `parameter` is empty
@@ -181,7 +181,7 @@ class WeightSlot:
     def _plain(self, tensor: CheckpointTensor) -> Tensor:
         if isinstance(tensor, Tensor):
             return tensor
-        if isinstance(tensor, Int4Weight):
+        if not isinstance(tensor, FP8Weight):
             return tensor.dequantise()
         device = self.parameter.device
         return FP8Weight(tensor.values.to(device), tensor.scales.to(device)).dequantise()

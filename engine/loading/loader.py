@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, Units, WeightFormat, units_of
-from batchgen.engine.layers.packed_format import Int4Format, PackedFormat
+from batchgen.engine.layers.packed_format import FourBitFormat, PackedFormat
 from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot
 from batchgen.engine.loading.config_file import LoadFormat, load_model_config
 from batchgen.engine.loading.packed_weights import packed_weights
@@ -42,7 +42,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     heads: Collection[str] = (),  # the model's heads to load with it
     quantization: Quantization | None = None,  # `fp8` rounds weights of layers that are not in FP8
-    # Keep FP8, MXFP4 or int4 instead of dequantising; None: what the device computes from.
+    # Keep FP8 or 4 bits instead of dequantising; None: what the device computes from.
     native_fp8: bool | None = None,
     parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
     vision: bool = False,  # load the tower that reads images
@@ -99,7 +99,7 @@ def chosen_form(
     `units` say from which formats products are computed; `quantization` is as for `load_model`.
     Raises ValueError if the weights are not rounded to FP8 as it asks for.
     """
-    form = config.form.int4 if isinstance(config.form, PackedFormat) else config.form
+    form = config.form.kept if isinstance(config.form, PackedFormat) else config.form
     if quantization is not None and isinstance(form, MXFP4Format):
         raise ValueError(
             f"model.quantization is {quantization}, and the checkpoint's experts are in MXFP4, "
@@ -110,7 +110,7 @@ def chosen_form(
     if form is None:
         return None
     native = units.fp8 if isinstance(form, FP8Format) else units.four_bits
-    if isinstance(form, Int4Format) and not native:
+    if isinstance(form, FourBitFormat) and not native:
         return None
     return replace(form, native=native)
 

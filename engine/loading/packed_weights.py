@@ -24,11 +24,19 @@ from torch import Tensor
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.layers.weight_slot import CheckpointTensor
 from batchgen.engine.loading.safetensors_files import open_by_name, tensor_names
+from batchgen.kernels.four_bit.fp4_weight import (
+    NVFP4_GROUP,
+    NVFP4Weight,
+    pack_codes,
+    unpack_codes,
+)
 from batchgen.kernels.four_bit.int4_weight import Int4Weight
-from batchgen.kernels.four_bit.mxfp4_weight import pack_codes, unpack_codes
+from batchgen.kernels.four_bit.layouts import GroupedWeight
 
 _FP8 = torch.float8_e4m3fn
 _WORDS = (".qweight", ".weight_packed")
+_SECOND = ".weight_scale_2"
+"""What ModelOpt has beside values in 4 bits alone."""
 _BESIDE = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_scale_2",
     "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
@@ -40,23 +48,21 @@ _UNUSED = (
 )  # fmt: skip
 """What is about activations and the cache, which stay in the model's dtype."""
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-_NVFP4_GROUP = 16
 
 
 def with_modules(form: PackedFormat, folder: Path) -> PackedFormat:
-    """Complete a format with the names of the modules that the checkpoint has in int4, which no
+    """Complete a format with the names of the modules that the checkpoint has in 4 bits, which no
     list of what is left out in config.json says as surely."""
-    if form.int4 is None:
+    if form.kept is None:
         return form
     names = (name.rpartition(".") for name in tensor_names(folder))
-    modules = frozenset(module for module, _, last in names if f".{last}" in _WORDS)
-    return replace(form, int4=replace(form.int4, modules=modules))
+    modules = frozenset(module for module, _, last in names if f".{last}" in (*_WORDS, _SECOND))
+    return replace(form, kept=replace(form.kept, modules=modules))
 
 
 def packed_weights(folder: Path, form: PackedFormat) -> Iterator[tuple[str, CheckpointTensor]]:
     """Yield the tensors of a checkpoint, those of quantised modules as one `weight` [N, K], or
-    [E, N, K] of experts: in int4 where groups are neighbours, otherwise in float32.
+    [E, N, K] of experts: in int4 where groups are neighbours, in NVFP4, otherwise in float32.
 
     Raises ValueError if one of a module's tensors is missing, or does not fit the others.
     """
@@ -84,7 +90,7 @@ def packed_weights(folder: Path, form: PackedFormat) -> Iterator[tuple[str, Chec
 
 def _of_experts(
     last: str, values: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
-) -> Tensor | Int4Weight:
+) -> Tensor | GroupedWeight:
     """The weight of a module, which may have those of all experts one after another."""
     if values.dim() != 3:
         return _weight(last, values, parts, form)
@@ -97,20 +103,18 @@ def _of_experts(
         if "weight_shape" in own:
             own["weight_shape"] = own["weight_shape"][-2:]
         each.append(_weight(last, expert, own, form))
-    if all(isinstance(weight, Int4Weight) for weight in each):
-        return Int4Weight(*map(torch.stack, zip(*each, strict=True)))
-    whole: Tensor = torch.stack([_plain(weight) for weight in each])
+    for kind in (Int4Weight, NVFP4Weight):
+        if all(isinstance(weight, kind) for weight in each):
+            return kind(*map(torch.stack, zip(*each, strict=True)))
+    plain = [weight if isinstance(weight, Tensor) else weight.dequantise() for weight in each]
+    whole: Tensor = torch.stack(plain)
     return whole
-
-
-def _plain(weight: Tensor | Int4Weight) -> Tensor:
-    return weight.dequantise() if isinstance(weight, Int4Weight) else weight
 
 
 def _weight(
     last: str, values: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
-) -> Tensor | Int4Weight:
-    """The weight [N, K] of a module, in float32 or in int4."""
+) -> Tensor | GroupedWeight:
+    """The weight [N, K] of a module, in float32 or in 4 bits."""
     if values.dim() != 2:
         raise ValueError(f"a quantised weight must have two axes, and has {list(values.shape)}")
     if last == "qweight":
@@ -246,16 +250,20 @@ def _bytes(words: Tensor) -> Tensor:
     return words.contiguous().view(torch.uint8)
 
 
-def _of_nvfp4(pairs: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
-    scales = _part(parts, "weight_scale").float()
-    if scales.shape != (len(codes), codes.shape[1] // _NVFP4_GROUP):
-        raise ValueError(f"weight_scale {list(scales.shape)} is not for {list(codes.shape)} values")
+def _of_nvfp4(pairs: Tensor, parts: Mapping[str, Tensor]) -> NVFP4Weight:
+    scales, shape = _part(parts, "weight_scale"), [len(pairs), 2 * pairs.shape[1]]
+    if list(scales.shape) != [shape[0], shape[1] / NVFP4_GROUP] or scales.dtype != _FP8:
+        raise ValueError(
+            f"weight_scale {list(scales.shape)} of {str(scales.dtype).removeprefix('torch.')} is "
+            f"not for {shape} values: there must be one in float8_e4m3fn for each {NVFP4_GROUP}"
+        )
     if "weight_scale_2" in parts:
-        scales = scales * parts["weight_scale_2"].float()
+        factor = parts["weight_scale_2"].double()
     else:
-        scales = scales / _part(parts, "weight_global_scale").float()
-    return _E2M1[codes.long()] * scales.repeat_interleave(_NVFP4_GROUP, 1)
+        factor = 1 / _part(parts, "weight_global_scale").double()
+    if factor.numel() != 1 or not 0 < float(factor) < torch.inf:
+        raise ValueError("its scale of the whole weight must be one number over 0")
+    return NVFP4Weight(pairs, scales, factor.reshape(1, 1).expand(scales.shape))
 
 
 def _part(parts: Mapping[str, Tensor], name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Turns layers to FP8, MXFP4 or int4 before their weights are loaded."""
+"""Turns layers to FP8 or 4 bits before their weights are loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchgen.engine.layers.weight_slot import named_parts
 
 def quantise_layer(layer: DecoderLayer, path: str, form: WeightFormat) -> None:
     """Keep the weights of a layer's projections and experts in FP8, as `FP8Format` says, or in
-    int4, or those of its experts alone in MXFP4.
+    4 bits, or those of its experts alone in MXFP4.
 
     They are not loaded yet, and `path` is the layer's name in checkpoints. Norms quantise results
     that only modules in FP8 read. Raises ValueError if only some modules that are computed together

@@ -22,7 +22,7 @@ from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.vision.vision_tower import VisionTower
-from batchgen.kernels.four_bit.mxfp4_layout import WORD_VALUES
+from batchgen.kernels.four_bit.panels import WORD_VALUES
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 

@@ -7,9 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.four_bit.mxfp4_layout import PANEL_WORDS
-from batchgen.kernels.four_bit.panels import FourBitPanels
-from batchgen.kernels.four_bit.unpack_triton import load_scales, scale_rows, unpack_panel
+from batchgen.kernels.four_bit.panels import PANEL_WORDS, FourBitPanels
+from batchgen.kernels.four_bit.unpack_triton import (
+    load_scales,
+    scale_rows,
+    times_factors,
+    unpack_panel,
+)
 from batchgen.kernels.moe.tiled_layout import PANEL
 
 _PANEL = tl.constexpr(PANEL)
@@ -64,6 +68,7 @@ def _dequantise(
         mask = is_row[:, None] & (panel * _WORDS + word < panels * _WORDS)[None, :]
         words = tl.load(words_ptr + of_row * _WORDS + word[None, :], mask=mask, other=0)
         weights = unpack_panel(words, scales, half, CODE, DTYPE, ROWS, INTERPRETED)
+        weights = times_factors(weights, source, panels, rows, CODE)
         column = tl.arange(0, _PANEL)
         mask = is_row[:, None] & (panel * _PANEL + column < panels * _PANEL)[None, :]
         of_row = expert * panels * rows * _PANEL + row.to(tl.int64)[:, None] * row_stride

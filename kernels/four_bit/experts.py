@@ -10,7 +10,8 @@ from batchgen.kernels.four_bit.experts_triton import (
     four_bit_mlp_parts_triton,
     four_bit_mlp_triton,
 )
-from batchgen.kernels.four_bit.panels import FourBitPanels, dequantise_reference
+from batchgen.kernels.four_bit.layouts import dequantise_reference
+from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp_reference

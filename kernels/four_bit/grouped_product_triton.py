@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.four_bit.mxfp4_layout import PANEL_WORDS
-from batchgen.kernels.four_bit.panels import FourBitPanels
+from batchgen.kernels.four_bit.panels import PANEL_WORDS, FourBitPanels
 from batchgen.kernels.four_bit.steps_triton import add_panel, add_steps, load_tokens
 from batchgen.kernels.four_bit.tiles import FourBitProductTiles
-from batchgen.kernels.four_bit.unpack_triton import load_scales, scale_rows
+from batchgen.kernels.four_bit.unpack_triton import load_scales, scale_rows, times_factors
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.slot_tile_triton import (
@@ -157,6 +156,8 @@ def _gate_up_tile(
                 DTYPE, EVEN, BLOCK_N, INTERPRETED,
             )  # fmt: skip
 
+    gate = times_factors(gate, scales, panels, rows, CODE)
+    up = times_factors(up, scales + inner, panels, rows, CODE)
     gate = with_bias(gate, bias_ptr, expert, rows, row, True)
     up = with_bias(up, bias_ptr, expert, rows, inner + row, True)
     result = tl.trans(gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty))
@@ -216,5 +217,6 @@ def _down_tile(
         x_ptr.dtype.element_ty, BLOCK_N, EVEN, INTERPRETED,
     )  # fmt: skip
 
+    acc = times_factors(acc, scales, panels, hidden, CODE)
     acc = with_bias(acc, bias_ptr, expert, hidden, row, True)
     store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, True)

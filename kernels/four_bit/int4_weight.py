@@ -12,20 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from batchgen.kernels.four_bit.mxfp4_weight import pack_codes, unpack_codes
+from batchgen.kernels.four_bit.fp4_weight import pack_codes, unpack_codes
 
 SYMMETRIC = 8
 """The zero point of weights that are quantised symmetrically."""
 _STEPS = 7.5
 """The steps from 0 to the largest value of a group: half of the 15 steps between the codes."""
-
-
-_VALUE_BYTES, _SCALE_BYTES = 0.5, 4
-
-
-def int4_value_bytes(group: int) -> float:
-    """Bytes of a value on a GPU, with its share of the scale and zero point of a group."""
-    return _VALUE_BYTES + _SCALE_BYTES / group
 
 
 class Int4Weight(NamedTuple):

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_rows
+from batchgen.kernels.four_bit.layouts import dequantise_reference
 from batchgen.kernels.four_bit.linear_triton import (
     four_bit_linear_parts_triton,
     four_bit_linear_triton,
 )
-from batchgen.kernels.four_bit.panels import FourBitPanels, dequantise_reference
+from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.kernels.four_bit.tiles import MOST_ROWS, four_bit_linear_tiles
 from batchgen.kernels.layers.linear import add_linear_
 from batchgen.kernels.rules import BY_BATCH, BitRules

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.four_bit.mxfp4_layout import PANEL_WORDS
-from batchgen.kernels.four_bit.panels import FourBitPanels
+from batchgen.kernels.four_bit.panels import PANEL_WORDS, FourBitPanels
 from batchgen.kernels.four_bit.steps_triton import add_steps
 from batchgen.kernels.four_bit.tiles import FourBitLinearTiles, four_bit_linear_tiles
+from batchgen.kernels.four_bit.unpack_triton import times_factors
 from batchgen.kernels.layers.add_splits_triton import add_splits
 from batchgen.kernels.moe.tiled_layout import PANEL
 from batchgen.kernels.rules import BY_BATCH, BitRules
@@ -105,7 +105,7 @@ def _linear(
         x_ptr.dtype.element_ty, BLOCK_N, EVEN, INTERPRETED,
     )  # fmt: skip
 
-    acc = tl.trans(acc)
+    acc = tl.trans(times_factors(acc, scales_ptr + own, panels, width, CODE))
     mask = is_token[:, None] & (column < width)[None, :]
     target = out_ptr + token.to(tl.int64)[:, None] * out_stride + column[None, :]
     if SPLIT:

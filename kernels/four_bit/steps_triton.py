@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchgen.kernels.four_bit.mxfp4_layout import PANEL_WORDS
+from batchgen.kernels.four_bit.panels import PANEL_WORDS
 from batchgen.kernels.four_bit.unpack_triton import load_scales, unpack_panel
 from batchgen.kernels.moe.tiled_layout import PANEL
 

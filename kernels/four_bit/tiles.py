@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from batchgen.kernels.four_bit.mxfp4_layout import SCALE_COLUMNS
+from batchgen.kernels.four_bit.panels import STEP_COLUMNS
 from batchgen.kernels.rules import BitRules, num_parts
 
 
@@ -71,7 +71,7 @@ class FourBitLinearTiles(NamedTuple):
     def num_splits(self, rows: int, width: int, depth: int) -> int:
         """In how many parts the sums of a product [rows, depth] × [width, depth]ᵀ are cut."""
         tiles = -(-rows // self.block_m) * -(-width // self.block_n)
-        return num_parts(tiles, -(-depth // SCALE_COLUMNS), self.programs)
+        return num_parts(tiles, -(-depth // STEP_COLUMNS), self.programs)
 
 
 MOST_ROWS = 512

@@ -1,7 +1,6 @@
 """Weights of 4 bits become 16-bit floats in registers, in Triton.
 
-Each operation works on the two values in the halves of a word (`mxfp4_layout.py`,
-`int4_layout.py`).
+Each operation works on the two values in the halves of a word (`fp4_layout.py`, `int4_layout.py`).
 
 int4: the last bits of the mantissa of 128 in bfloat16 and of 1024 in float16 are ones, so a code
 that is put there is added to it. What is added then takes this number and the zero point away,
@@ -11,6 +10,10 @@ MXFP4: shifted and masked, a code's sign and its three other bits stand where bf
 the last two bits of its exponent and the first one of its mantissa. That is the value times
 2**-126, a subnormal number for ±0.5. One multiplication by a power of two scales it and takes this
 factor back; nothing is rounded.
+
+NVFP4: the same, with a multiplication by the scale times 2**118, whose bits are those of a byte and
+a constant. A code has 2 significant bits and a scale 4, so nothing is rounded here either; sums of
+products are multiplied by the factor of the row, with 2**8 in it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ _REST = tl.constexpr(0x01C001C0)
 _ALL = tl.constexpr(-0x7FFF8000 | 0x01C001C0)
 _POWERS = tl.constexpr(0x00800080)
 """What turns an exponent into two powers of two."""
+_TWICE = tl.constexpr(0x00100010)
+"""What turns a byte of a scale into the last bits of exponents and the first ones of mantissas."""
+_EXPONENTS = tl.constexpr(0x75807580)
+"""235 in both exponents: 127 - 10 of `fp4_layout.py`, and 118."""
 
 
 @triton.jit
@@ -31,6 +38,8 @@ def scale_rows(panels, CODE: tl.constexpr, GROUP: tl.constexpr):
     """How many words of scales a row of a number of panels has."""
     if CODE == "mxfp4":
         count = tl.cdiv(panels, 2)
+    elif CODE == "nvfp4":
+        count = panels + 1
     elif GROUP == 128:
         count = panels // 2
     else:
@@ -44,6 +53,9 @@ def load_scales(source, offset, step, last, stride, CODE: tl.constexpr, GROUP: t
     `source`; `last` is the last panel."""
     if CODE == "mxfp4":
         scales: tl.tuple = (tl.load(source + step * stride + offset),)
+    elif CODE == "nvfp4":
+        low = tl.load(source + step * 2 * stride + offset)
+        scales = (low, tl.load(source + tl.minimum(step * 2 + 1, last) * stride + offset))
     elif GROUP == 128:
         word = tl.load(source + step * stride + offset)
         scales = (word, word, word, word)
@@ -71,11 +83,23 @@ def unpack_panel(
     """
     if CODE == "mxfp4":
         weights = _unpack_mxfp4(words, scales[0], HALF, ROWS, INTERPRETED)
+    elif CODE == "nvfp4":
+        weights = _unpack_nvfp4(words, scales[HALF], ROWS, INTERPRETED)
     elif INTERPRETED:
         weights = _interpret_int4(words, scales[2 * HALF], scales[2 * HALF + 1], DTYPE, ROWS)
     else:
         weights = _unpack_int4(words, scales[2 * HALF], scales[2 * HALF + 1], DTYPE, ROWS)
     return weights
+
+
+@triton.jit
+def times_factors(sums, scales, panels, stride, CODE: tl.constexpr):
+    """Multiply sums [ROWS, …] of products with weights by what each row has in common; `scales`
+    [ROWS] points to what the first panel has of the rows."""
+    if CODE == "nvfp4":
+        factors = tl.load(scales + panels * stride).to(tl.float32, bitcast=True)
+        sums = sums.to(tl.float32) * factors[:, None]
+    return sums
 
 
 @triton.jit
@@ -165,13 +189,42 @@ def _unpack_mxfp4(words, scales, HALF: tl.constexpr, ROWS: tl.constexpr, INTERPR
     """Unpack a panel; `scales` [ROWS] has those of 128 columns."""
     groups = tl.join((scales >> (16 * HALF)) & 0xFF, (scales >> (16 * HALF + 8)) & 0xFF)
     powers = tl.broadcast_to((groups * _POWERS).reshape([ROWS, 1, 2]), [ROWS, 4, 2])
+    bits = _code_bits(words, ROWS)
+    powers = _in_columns(powers, powers, powers, powers)
+    return _scaled_codes(bits, powers, ROWS, INTERPRETED)
+
+
+@triton.jit
+def _unpack_nvfp4(words, scales, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Unpack a panel; `scales` [ROWS] has those of its four groups of 16 columns. Weights are
+    2**-8 times what they stand for, without the factors of rows."""
+    first = _of_lanes(_scale_bits(scales, 0), _scale_bits(scales, 16), ROWS)
+    second = _of_lanes(_scale_bits(scales, 8), _scale_bits(scales, 24), ROWS)
+    bits = _code_bits(words, ROWS)
+    factors = _in_columns(first, first, second, second)
+    return _scaled_codes(bits, factors, ROWS, INTERPRETED)
+
+
+@triton.jit
+def _scale_bits(scales, SHIFT: tl.constexpr):
+    """Turn a byte of words into a pair of bfloat16, 2**118 times a scale each."""
+    return ((scales >> SHIFT) & 0xFF) * _TWICE + _EXPONENTS
+
+
+@triton.jit
+def _code_bits(words, ROWS: tl.constexpr):
+    """Turn words [ROWS, 8] of e2m1 values into pairs of bfloat16 that are 2**-126 times these."""
     words = words.reshape([ROWS, 4, 2])  # of four lanes, in two groups
     steps_0 = words & _ALL
     steps_1 = (words << 3) & _ALL
     steps_2 = ((words << 1) & _SIGNS) | ((words >> 3) & _REST)
     steps_3 = ((words << 2) & _SIGNS) | ((words << 6) & _REST)
-    bits = _in_columns(steps_0, steps_1, steps_2, steps_3)
-    powers = _in_columns(powers, powers, powers, powers)
+    return _in_columns(steps_0, steps_1, steps_2, steps_3)
+
+
+@triton.jit
+def _scaled_codes(bits, powers, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Multiply pairs of bfloat16 [ROWS, 2, 4, 4] by others, to values [ROWS, 64]."""
     if INTERPRETED:
         low = (bits << 16).to(tl.float32, bitcast=True) * (powers << 16).to(
             tl.float32, bitcast=True

@@ -10,6 +10,7 @@
     python scripts/bench/bench_engine.py price --models qwen3-8b,gpt-oss-20b [--layers 12]
     python scripts/bench/bench_engine.py price --models qwen3-8b --against qwen3-8b-int4
     python scripts/bench/bench_engine.py adapters --model qwen3-8b [--adapters 1,4,16] [--rank 16]
+    python scripts/bench/bench_engine.py unmasking [--model sdar-8b] [--in-flight 128]
     python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4] \\
         [--chunk-tokens 256,0] [--runs 2] [--profile]
 
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 import triton
 from measuring import Mode, Rates, commas, measure_rates, process_age, run_mode
-from modes import adapters, determinism, price, tensor_parallel
+from modes import adapters, determinism, price, tensor_parallel, unmasking
 from modes.engine_runs import Bench, Run
 from modes.routing import ROUTINGS
 from shapes import MODELS
@@ -222,6 +223,7 @@ MODES = {
     "determinism": Mode(determinism.add_arguments, determinism.run),
     "price": Mode(price.add_arguments, price.run),
     "adapters": Mode(adapters.add_arguments, adapters.run),
+    "unmasking": Mode(unmasking.add_arguments, unmasking.run),
     "tensor-parallel": Mode(tensor_parallel.add_arguments, tensor_parallel.run),
 }
 

@@ -2,7 +2,7 @@
 
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
     python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256] [--tune]
-    python scripts/bench/bench_kernels.py int4 [--tokens 1,32] [--tune]
+    python scripts/bench/bench_kernels.py int4 [--tokens 1,32] [--tune]     # and nvfp4
     python scripts/bench/bench_kernels.py lora
     python scripts/bench/bench_kernels.py experts --tune
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import experts, int4, lora, mxfp4
+from cases import experts, four_bits, lora, mxfp4
 from measuring import (
     DEVICE,
     Case,
@@ -38,6 +38,8 @@ from measuring import (
 from triton.runtime.errors import OutOfResources
 
 from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
+from batchgen.kernels.four_bit.fp4_layout import NVFP4
+from batchgen.kernels.four_bit.panels import Layout
 
 _WRONG = 0.02
 """The largest distance of two results, in units of the norm of one. Two roundings to bfloat16 make
@@ -56,10 +58,18 @@ class Section(NamedTuple):
 
 _EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
 _MXFP4_TOKENS = "1,8,32,128,256,1024,8192"
+
+
+def _linear_section(layout: Layout) -> Section:
+    cases = partial(four_bits.linear_cases, layout), partial(four_bits.linear_groups, layout)
+    return Section(*cases, "qwen3-8b", _MXFP4_TOKENS)
+
+
 SECTIONS = {
     "experts": Section(experts.expert_cases, experts.expert_groups, "30b-a3b", _EXPERT_TOKENS),
     "mxfp4": Section(mxfp4.mxfp4_cases, mxfp4.mxfp4_groups, "gpt-oss-20b", _MXFP4_TOKENS),
-    "int4": Section(int4.int4_cases, int4.int4_groups, "qwen3-8b", _MXFP4_TOKENS),
+    "int4": _linear_section(four_bits.INT4),
+    "nvfp4": _linear_section(NVFP4),
     "lora": Section(lora.lora_cases, lora.lora_groups, "qwen3-8b", "32,256,1024,2048,8192"),
 }
 

@@ -17,8 +17,8 @@ from batchgen.engine.models.hybrid import HybridConfig
 from batchgen.engine.models.mla_model import LatentConfig
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.moe_model import MoEConfig
-from batchgen.kernels.four_bit.int4_weight import int4_value_bytes
-from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES
+from batchgen.kernels.four_bit.fp4_layout import MXFP4
+from batchgen.kernels.four_bit.panels import Layout
 
 _BYTES_PER_VALUE = 2
 """Bytes of a weight, a key or a value in bfloat16."""
@@ -167,7 +167,7 @@ def floor_seconds(
     *,
     in_fp8: bool = False,
     in_mxfp4: bool = False,
-    in_int4: bool = False,  # with groups of 128
+    in_four_bits: Layout | None = None,
 ) -> Floor:
     """Compute the physical floor of a workload's time on one GPU, with all requests in flight.
 
@@ -175,12 +175,12 @@ def floor_seconds(
     attention, within its window if a layer has one. A decode step takes the longer of reading all
     weights once (experts that its rows go to, routed uniformly) and multiplying by them, then reads
     the keys and values that every row sees, and reads and writes its states. Layers in FP8 have
-    half the bytes and twice the rate; experts in MXFP4, and layers in int4, have fewer bytes and
+    half the bytes and twice the rate; experts in MXFP4, and layers in 4 bits, have fewer bytes and
     the usual rate.
     """
     speed = 2 if in_fp8 else 1
-    size = int4_value_bytes(128) if in_int4 else _BYTES_PER_VALUE / speed
-    expert_size = VALUE_BYTES if in_mxfp4 else size
+    size = _BYTES_PER_VALUE / speed if in_four_bits is None else in_four_bits.value_bytes
+    expert_size = MXFP4.value_bytes if in_mxfp4 else size
     body, experts = layer_params(config), expert_weights(config)
     head = config.hidden_size * config.vocab_size
     of_token = body + experts.of_token

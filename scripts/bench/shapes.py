@@ -93,6 +93,9 @@ _FP8 = {
 _INT4: dict[str, Any] = {
     "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}
 }
+_NVFP4: dict[str, Any] = {
+    "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+}
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
@@ -205,9 +208,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _8B,
     "qwen3-8b-fp8": _8B | _FP8,
     "qwen3-8b-int4": _8B | _INT4,
+    "qwen3-8b-nvfp4": _8B | _NVFP4,
     "qwen3-30b-a3b": _30B,
     "qwen3-30b-a3b-fp8": _30B | _FP8,
     "qwen3-30b-a3b-int4": _30B | _INT4,
+    "qwen3-30b-a3b-nvfp4": _30B | _NVFP4,
     "sdar-8b": _8B | _DIFFUSION | {"mask_token_id": 151669},
     # The shape of Qwen3.5-35B-A3B without its vision tower.
     "hybrid-35b-a3b": _QWEN3

@@ -39,6 +39,8 @@ WORKLOADS = {
     "prefill": Workload(512, (1024, 2048), (16, 16)),
     # Prompts much longer than the windows of models that have some.
     "long": Workload(64, (4096, 8192), (256, 256)),
+    # As questions of GSM8K and their answers are long.
+    "gsm8k": Workload(256, (40, 160), (100, 300)),
     "smoke": Workload(16, (20, 60), (16, 48)),
 }
 

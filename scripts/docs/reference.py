@@ -69,7 +69,7 @@ MODELS_HEAD = """# Models
 
 The families of models, by the `architectures` of their config.json. Checkpoints are safetensors or,
 where the table says so, GGUF; weights may be in FP8, those of gpt-oss in MXFP4, and those of AWQ,
-GPTQ, compressed-tensors and ModelOpt are kept in int4 or dequantised
+GPTQ, compressed-tensors and ModelOpt are kept in 4 bits or dequantised
 ([Sampling](../guides/sampling.md)). Families with experts write the column `routed_experts`.
 DeepseekV3 also loads R1, Moonlight and Kimi-K2, whose tokenizers are code of their repositories,
 which is never run: put a converted tokenizer.json into the folder. Glm4MoeLite is GLM-4.7-Flash.

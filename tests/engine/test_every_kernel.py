@@ -166,6 +166,7 @@ INT4 = QWEN3 | {
     "intermediate_size": 192,
     "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64},
 }
+NVFP4 = INT4 | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
 RUNS = (
     (QWEN3, torch.float32),
     (LLAMA, torch.float32),
@@ -183,6 +184,7 @@ RUNS = (
     (GEMMA4_SMALL, torch.float32),
     (MXFP4, torch.bfloat16),
     (INT4, torch.bfloat16),
+    (NVFP4, torch.bfloat16),
 )
 ELSEWHERE = (
     "fp8.", "four_bit.dequantise_triton.", "layers.add_splits_triton.", "parallel.",

@@ -59,6 +59,21 @@ def test_the_price_of_equal_bits() -> None:
     assert all(len(each["A"]) == len(each["B"]) == 2 for each in found)
 
 
+@ON_CPU
+@pytest.mark.thorough
+def test_the_cost_of_unmasking_rules() -> None:
+    """Rules with a number of steps unmask as many tokens as they say, but for the last block that
+    the row's end cuts; the others get confidences that pass their thresholds."""
+    arguments = ["--model", "tiny-sdar", "--workload", "smoke", "--requests", "2", "--runs", "1"]
+    arguments += ["--shared", "8", "--in-flight", "2", "--kv-cache-gib", "0.02"]
+    found = run_mode("", bench_engine.MODES, ["unmasking", *arguments])
+    forced = {each["rule"]: each["tokens_per_forward"] for each in found}
+    assert len(forced) == 7 and all(each["step_ms"] > 0 for each in found)
+    for count in (1, 2, 4):
+        assert 0.9 * count < forced[f"low_confidence_static, {count} a step"] <= count
+    assert 1 < forced["low_confidence_dynamic"] < 4
+
+
 @pytest.mark.quick(1)
 def test_prices_are_of_medians() -> None:
     found = price.compared([2.0, 1.0, 4.0], [3.0, 2.2, 1.0])

@@ -1,4 +1,5 @@
-"""The mean mark of the answers that have finished so far, for the bar of a job that grades."""
+"""The mean mark of the answers that have finished so far, for bar and trackers of a job that
+grades."""
 
 from __future__ import annotations
 
@@ -31,13 +32,16 @@ _LOOK_SECONDS = 5.0
 
 
 class RunningScore(Protocol):
-    """What the bar says of the answers so far."""
+    """What bar and trackers say of the answers so far."""
 
     def add(self, finished: Sequence[FinishedRow]) -> None:
         """Take rows that have finished."""
 
+    def mean(self) -> float | None:
+        """The mean mark; None as long as there is none."""
+
     def text(self) -> str:
-        """The mean mark; empty as long as there is none."""
+        """The mean mark for people; empty as long as there is none."""
 
     def close(self) -> None:
         """End what grades."""
@@ -62,7 +66,7 @@ def running_score(config: JobConfig, schema: OutputSchema, folder: Path) -> Runn
 
 
 class _Mean:
-    """The mean of numbers, for people."""
+    """The mean of numbers, also for people."""
 
     def __init__(self, column: str) -> None:
         self.column, self.sum, self.count = column, 0.0, 0
@@ -71,10 +75,12 @@ class _Mean:
         self.sum += float(sum(values))
         self.count += len(values)
 
+    def value(self) -> float | None:
+        return self.sum / self.count if self.count else None
+
     def text(self) -> str:
-        if not self.count:
+        if (mean := self.value()) is None:
             return ""
-        mean = self.sum / self.count
         return f"score {percent_text(mean) if self.column == MARK else number_text(mean)} so far"
 
 
@@ -139,6 +145,11 @@ class _OfRows:
             self._mean.add(self._future.result())
             self._future = None
 
+    def mean(self) -> float | None:
+        """See `RunningScore`."""
+        self._take()
+        return self._mean.value()
+
     def text(self) -> str:
         """See `RunningScore`."""
         self._take()
@@ -169,15 +180,24 @@ class _OfShards:
     def add(self, finished: Sequence[FinishedRow]) -> None:
         """See `RunningScore`; the rows come with the grades of their shard."""
 
+    def mean(self) -> float | None:
+        """See `RunningScore`."""
+        self._look()
+        return self._mean.value()
+
     def text(self) -> str:
         """See `RunningScore`."""
+        self._look()
+        return self._mean.text()
+
+    def _look(self) -> None:
+        """Read the grades that have come, every few seconds."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
             files = shard_files(self._grades) if self._grades.is_dir() else {}
             for shard in files.keys() - self._seen:
                 self._seen.add(shard)
                 self._read(files[shard])
-        return self._mean.text()
 
     def _read(self, path: Path) -> None:
         try:

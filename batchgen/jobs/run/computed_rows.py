@@ -55,18 +55,6 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         reuse,
         parts.name,
     )
-    of_rows = config.sampling.column is not None  # which may have longer answers than the job
-    shown = Progress(
-        metrics.attempt.rows_total,
-        writer.resumed,
-        config.progress.show,
-        parts.decode,
-        resumed_errors=metrics.tally.totals.error_rows,
-        longest=parts.max_model_len if of_rows else config.sampling.max_new_tokens,
-        batch_share=_GPU_SHARE if engine.memory.total is not None else _CPU_SHARE,
-        title=parts.name,
-        score=running_score(config, schema, attempt.folder.path),
-    )
     metrics.begin()
 
     def save_thumbnails() -> None:
@@ -78,10 +66,30 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         save_thumbnails()
 
     beside = nullcontext() if reuse is None else closing(reuse)
-    with closing(engine), closing(waves), beside, shown as progress:
+    with closing(engine), closing(waves), beside, _progress(attempt, engine) as progress:
         is_done = yield from generation.turns(attempt.todo, attempt.signals, progress, watch)
     save_thumbnails()
     return None if is_done else attempt.stopped()
+
+
+def _progress(attempt: JobAttempt, engine: Engine) -> Progress:
+    """The bar of the job, whose score trackers get too."""
+    config, parts, metrics = attempt.config, attempt.parts, attempt.metrics
+    score = running_score(config, attempt.rows.schema, attempt.folder.path)
+    if score is not None:
+        metrics.score_so_far = score.mean
+    of_rows = config.sampling.column is not None  # which may have longer answers than the job
+    return Progress(
+        metrics.attempt.rows_total,
+        attempt.writer.resumed,
+        config.progress.show,
+        parts.decode,
+        resumed_errors=metrics.tally.totals.error_rows,
+        longest=parts.max_model_len if of_rows else config.sampling.max_new_tokens,
+        batch_share=_GPU_SHARE if engine.memory.total is not None else _CPU_SHARE,
+        title=parts.name,
+        score=score,
+    )
 
 
 def _waves(attempt: JobAttempt) -> EverySample:

@@ -14,7 +14,7 @@ _WAITING, _END_SECONDS = 16, 10.0
 """The most reports that wait for a tracker, and how long the end of a job waits for it at most."""
 SENT = (
     *("rows", "error_rows", "prompt_tokens", "generated_tokens"),
-    *("in_flight", "tokens_per_s", "wall_s"),
+    *("in_flight", "tokens_per_s", "wall_s", "score_so_far"),
 )
 """The values of metrics.json that trackers get, besides those of scores."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config.compose.given_values import CHOICE
+from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.evals.graders.step import MARK
 from batchgen.pipelines.run.judge import JUDGE
 from batchgen.util.errors import ConfigError
@@ -111,6 +112,25 @@ def panel_steps(
         if not is_last:
             steps[judge_name] = step
     return found
+
+
+def check_panel(name: str, judges: Mapping[str, SamplingConfig]) -> None:
+    """Refuse judges that give an answer several marks.
+
+    Args:
+        name: the step with several judges.
+        judges: how the judges of this step sample, by the step of each.
+
+    Raises:
+        ConfigError: see above.
+    """
+    for judge, sampling in judges.items():
+        if sampling.n > 1 or sampling.until is not None:
+            key = "sampling.until" if sampling.until else f"sampling.n={sampling.n}"
+            raise ConfigError(
+                f"step {name}: {JUDGE}.{MODELS} takes one mark of each judge for an answer, and "
+                f"{judge} has {key}: leave that out, or name a model several times"
+            )
 
 
 def _model(value: Any, start: str) -> dict[str, Any]:

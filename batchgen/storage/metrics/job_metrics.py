@@ -98,6 +98,8 @@ class Metrics:
         in_flight: how many rows run in the engine, without waiting ones.
         was_complete: whether an earlier attempt completed the job.
         score: what the job's marks come to; None without marks.
+        score_so_far: gives the mean mark of the answers that this worker knows the marks of, as
+            long as the job has no score; None without marks.
         adapter_scores: the same of each adapter that rows run with, by its name.
         funnel: how many answers of other jobs each choice among them has left, if it reads any.
         budget: what is used of the job's budget; None without one.
@@ -131,6 +133,7 @@ class Metrics:
         self._earlier: list[dict[str, Any]] = []
         self.was_complete = False
         self.score: Mapping[str, Any] | None = None
+        self.score_so_far: Callable[[], float | None] = lambda: None
         self.adapter_scores: Mapping[str, Any] = {}
         self.funnel: Sequence[tuple[str, int]] = ()
         self.budget: Callable[[], Mapping[str, Any]] | None = None
@@ -211,6 +214,8 @@ class Metrics:
             summary["budget"] = self.budget()
         if self.score is not None:
             summary["score"] = self.score
+        elif not self.adapter_scores and (so_far := self.score_so_far()) is not None:
+            summary["score_so_far"] = so_far
         if self.adapter_scores:
             summary["adapter_scores"] = self.adapter_scores
         if self.funnel:

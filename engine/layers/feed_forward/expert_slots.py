@@ -8,11 +8,11 @@ from functools import partial
 
 from torch import Tensor
 
+from batchgen.engine.layers.four_bit_slot import FourBitSlot
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.int4_slot import Int4Slot
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.shard import Shard
-from batchgen.kernels.four_bit.int4_layout import Int4Panels
+from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.kernels.layers.activation import ExpertFunction
 from batchgen.kernels.moe.epilogues import ClampedGate
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
@@ -44,7 +44,7 @@ class Projections:
 
     name: str  # in checkpoints that hold all experts in one tensor
     parts: tuple[str, ...]  # the projections of an expert whose rows stand one after another
-    weight: Tensor  # [E, N, K], or panels; or the words of `MXFP4Panels`
+    weight: Tensor  # [E, N, K], or panels; or the words of `FourBitPanels`
     columns: int  # K
     scales: Tensor | None  # of weights in FP8 or MXFP4
     bias: Tensor | None  # [E, N]
@@ -107,16 +107,16 @@ def expert_slots(
     yield from bias_slots(path, projections, len(parts) if variant.interleaved else 1, shard)
 
 
-def int4_slots(
+def four_bit_slots(
     path: str,
     projections: Projections,
-    panels: Int4Panels,  # of this rank's experts
+    panels: FourBitPanels,  # of this rank's experts
     *,
     of: int,
     first: int,
     shard: Shard | None,
 ) -> Iterator[WeightSlot]:
-    """Yield the slots of `expert_slots` for weights in int4."""
+    """Yield the slots of `expert_slots` for weights in 4 bits."""
     parts, (own, rows, _) = projections.parts, panels.sizes
     size, pieces = rows // len(parts), list[str]()
     for expert in range(of):
@@ -127,12 +127,12 @@ def int4_slots(
             pieces.append(name)
             if elsewhere:
                 empty = panels.words.new_empty(0)
-                yield Int4Slot(empty, (name,), (name,), elsewhere=True)
+                yield FourBitSlot(empty, (name,), (name,), elsewhere=True)
                 continue
             its = panels.experts(place, place + 1).rows(index * size, (index + 1) * size)
-            yield Int4Slot(its.words, (name,), (name,), panels=its)
+            yield FourBitSlot(its.words, (name,), (name,), panels=its)
     source = (f"{path}.{projections.name}.weight",)
-    yield Int4Slot(panels.words, tuple(pieces), source, shard=shard, panels=panels, several=True)
+    yield FourBitSlot(panels.words, tuple(pieces), source, shard=shard, panels=panels, several=True)
     yield from bias_slots(path, projections, 1, shard)
 
 

@@ -15,14 +15,14 @@ from batchgen.engine.layers.feed_forward.expert_slots import (
     ExpertForm,
     Projections,
     expert_slots,
-    int4_slots,
+    four_bit_slots,
 )
 from batchgen.engine.layers.feed_forward.mxfp4_slots import mxfp4_slots
+from batchgen.engine.layers.four_bit_slot import four_bit_parameters
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.int4_slot import int4_parameters
 from batchgen.engine.layers.linear import empty_fp8, empty_parameter
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
-from batchgen.engine.layers.packed_format import Int4Format
+from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
@@ -30,11 +30,8 @@ from batchgen.kernels.four_bit.experts import (
     four_bit_mlp,
     four_bit_parts,
 )
-from batchgen.kernels.four_bit.int4_layout import Int4Panels
-from batchgen.kernels.four_bit.int4_weight import int4_value_bytes
-from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, empty_panels, takes_mxfp4
-from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES
-from batchgen.kernels.four_bit.panels import FourBitPanels
+from batchgen.kernels.four_bit.fp4_layout import MXFP4, takes_fp4
+from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
 from batchgen.kernels.four_bit.tiles import four_bit_tiles
 from batchgen.kernels.fp8.fp8_experts import fp8_grouped_mlp, fp8_grouped_parts
 from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
@@ -101,19 +98,19 @@ class Experts(nn.Module):
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self.form: FP8Format | MXFP4Format | None = None
-        self._groups: tuple[int, int] | None = None  # columns of a group of weights in int4
+        self._layouts: tuple[Layout, Layout] | None = None  # of weights in 4 bits
         self._dtype = where.dtype
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
 
     def quantise(self, form: WeightFormat, path: str) -> None:
-        """Keep the weights in FP8, MXFP4 or int4 from now on; they must not be loaded yet.
+        """Keep the weights in FP8 or 4 bits from now on; they must not be loaded yet.
 
         If I is a multiple of 128, 128 rows share a scale of FP8; else each row of gate and up has
         its own. `path` is this module's name in checkpoints. Raises ValueError if only some experts
         are excluded, and for FP8 of experts whose products have other epilogues.
         """
-        if isinstance(form, Int4Format):
-            self._keep_int4(form, path)
+        if isinstance(form, FourBitFormat):
+            self._keep_four_bits(form, path)
             return
         if form.excludes(path):
             return
@@ -121,9 +118,10 @@ class Experts(nn.Module):
             if self.variant.function == "relu2":
                 raise ValueError(f"{path} has experts without a gate, which MXFP4 does not have")
             self.form = form
-            if form.native and takes_mxfp4(self.gate_up_proj.dtype, self._hidden, self._inner):
+            if form.native and takes_fp4(self.gate_up_proj.dtype, self._hidden, self._inner):
                 self.gate_up_proj, self.gate_up_scales = _empty_mxfp4(self.gate_up_proj)
                 self.down_proj, self.down_scales = _empty_mxfp4(self.down_proj)
+                self._layouts = MXFP4, MXFP4
             return
         if self.variant != PLAIN_EXPERTS:
             raise ValueError(
@@ -141,8 +139,8 @@ class Experts(nn.Module):
             self.gate_up_proj, self.gate_up_scales = _empty_fp8(self.gate_up_proj, rows)
             self.down_proj, self.down_scales = _empty_fp8(self.down_proj, BLOCK)
 
-    def _keep_int4(self, form: Int4Format, path: str) -> None:
-        """Keep the weights in int4 if all experts are, in parts that our layout has."""
+    def _keep_four_bits(self, form: FourBitFormat, path: str) -> None:
+        """Keep the weights in 4 bits if all experts are, in parts that our layout has."""
         kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
         for whole, parts in kinds.items():
             names = (f"{path}.{i}.{part}" for i in range(self._num_experts) for part in parts)
@@ -152,13 +150,13 @@ class Experts(nn.Module):
             return
         weights = self.gate_up_proj, self.down_proj
         dtype, device = self._dtype, self.down_proj.device
-        found = [int4_parameters(form, matrix_sizes(each), dtype, device) for each in weights]
+        found = [four_bit_parameters(form, matrix_sizes(each), dtype, device) for each in weights]
         wide, narrow = found
         if wide is None or narrow is None:
             return
-        self.gate_up_proj, self.gate_up_scales, gate_up_group = wide
-        self.down_proj, self.down_scales, down_group = narrow
-        self._groups = gate_up_group, down_group
+        self.gate_up_proj, self.gate_up_scales, gate_up = wide
+        self.down_proj, self.down_scales, down = narrow
+        self._layouts = gate_up, down
 
     def sizes(self, name: str) -> tuple[int, int, int]:
         """Return the number of experts on all ranks, and the out and in features of one of their
@@ -174,16 +172,14 @@ class Experts(nn.Module):
 
     @property
     def computes_in_four_bits(self) -> bool:
-        """Whether kernels read the weights in MXFP4 or int4."""
-        return self.gate_up_scales is not None and not self.computes_in_fp8
+        """Whether kernels read the weights in 4 bits."""
+        return self._layouts is not None
 
     @property
     def value_bytes(self) -> float | None:
         """The bytes of a weight that kernels read in 4 bits, with its share of the scale; None if
         they read others."""
-        if not self.computes_in_four_bits:
-            return None
-        return VALUE_BYTES if self._groups is None else int4_value_bytes(self._groups[0])
+        return None if self._layouts is None else self._layouts[0].value_bytes
 
     @property
     def epilogues(self) -> Epilogues:
@@ -264,14 +260,12 @@ class Experts(nn.Module):
     def _in_four_bits(self) -> tuple[FourBitPanels, FourBitPanels] | None:
         """Return the weights of both products; None if they are not in 4 bits."""
         wide, narrow = self.gate_up_scales, self.down_scales
-        if wide is None or narrow is None or self.computes_in_fp8:
+        if wide is None or narrow is None or self._layouts is None:
             return None
-        if self._groups is None:
-            return MXFP4Panels(self.gate_up_proj, wide), MXFP4Panels(self.down_proj, narrow)
-        gate_up, down = self._groups
+        gate_up, down = self._layouts
         return (
-            Int4Panels(self.gate_up_proj, wide, gate_up, self._dtype),
-            Int4Panels(self.down_proj, narrow, down, self._dtype),
+            FourBitPanels(self.gate_up_proj, wide, gate_up),
+            FourBitPanels(self.down_proj, narrow, down),
         )
 
     def scratch_bytes(self, slots: int) -> int:
@@ -298,13 +292,11 @@ class Experts(nn.Module):
             Projections(name, both, self.gate_up_proj, self._hidden, *wide),
             Projections("down_proj", single, self.down_proj, self._inner, *narrow),
         ):
-            if self._groups is not None:
-                packed = self._in_four_bits()
-                assert packed is not None
+            packed = self._in_four_bits()
+            if packed is not None and not isinstance(self.form, MXFP4Format):
                 own = packed[0] if kind.parts == both else packed[1]
-                assert isinstance(own, Int4Panels)
                 of, first = self._num_experts, self._first
-                yield from int4_slots(path, kind, own, of=of, first=first, shard=shard)
+                yield from four_bit_slots(path, kind, own, of=of, first=first, shard=shard)
                 continue
             if isinstance(self.form, MXFP4Format):
                 rows = 2 * self._inner if kind.parts == both else self._hidden
@@ -339,8 +331,8 @@ class Experts(nn.Module):
 
 def _empty_mxfp4(weights: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
     """Make room for weights [E, N, K], or their panels, in MXFP4."""
-    panels = empty_panels(*matrix_sizes(weights), device=weights.device)
-    words, scales = (nn.Parameter(each, requires_grad=False) for each in panels)
+    panels = empty_panels(matrix_sizes(weights), MXFP4, device=weights.device)
+    words, scales = (nn.Parameter(each, requires_grad=False) for each in panels[:2])
     return words, scales
 
 

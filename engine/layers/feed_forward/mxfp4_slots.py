@@ -11,8 +11,10 @@ from torch import Tensor
 from batchgen.engine.layers.feed_forward.expert_slots import Projections, bias_slots
 from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot
 from batchgen.engine.parallel.shard import Shard
-from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, pack_panels
-from batchgen.kernels.four_bit.mxfp4_weight import GROUP, MXFP4Weight, quantise_mxfp4
+from batchgen.kernels.four_bit.fp4_layout import MXFP4
+from batchgen.kernels.four_bit.fp4_weight import MXFP4_GROUP, MXFP4Weight, quantise_mxfp4
+from batchgen.kernels.four_bit.layouts import pack_panels
+from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
 
 
@@ -21,7 +23,7 @@ class MXFP4Slot(WeightSlot):
     """The place of a projection of all experts, which a checkpoint holds in two tensors of bytes:
     blocks [E, N, K/32, 16] and scales [E, N, K/32].
 
-    `parameter` and `scales` are those of `MXFP4Panels`; without scales the parameter takes
+    `parameter` and `scales` are those of `FourBitPanels`; without scales the parameter takes
     dequantised weights [E, N, K] or [E, N, K/P, P]. One expert is read after another, so that
     little memory is needed besides.
     """
@@ -40,10 +42,10 @@ class MXFP4Slot(WeightSlot):
         """
         rows, columns = self.sizes
         found = []
-        for name, last in zip(self.sources, ((GROUP // 2,), ()), strict=True):
+        for name, last in zip(self.sources, ((MXFP4_GROUP // 2,), ()), strict=True):
             tensor = tensors[name]
             assert isinstance(tensor, Tensor)
-            expected = [self._all_experts, rows, columns // GROUP, *last]
+            expected = [self._all_experts, rows, columns // MXFP4_GROUP, *last]
             if list(tensor.shape) != expected:
                 raise ValueError(
                     f"tensor {name} has shape {list(tensor.shape)}, the configuration says "
@@ -82,7 +84,7 @@ class MXFP4Slot(WeightSlot):
         try:
             pack_panels(
                 MXFP4Weight(*(tensor[None] for tensor in weight)),
-                MXFP4Panels(self.parameter[own], self.scales[own]),
+                FourBitPanels(self.parameter[own], self.scales[own], MXFP4),
             )
         except ValueError as error:
             raise ValueError(f"tensor {self.sources[1]} {error}") from None

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
 from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
+from batchgen.kernels.four_bit.fp4_layout import MXFP4
 from batchgen.kernels.four_bit.grouped_product_triton import four_bit_down, four_bit_gate_up
-from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, empty_panels
-from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES
+from batchgen.kernels.four_bit.panels import FourBitPanels, empty_panels
 from batchgen.kernels.four_bit.tiles import FourBitProductTiles, FourBitTiles, four_bit_tiles
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
@@ -39,8 +39,8 @@ class Layer:
         self.dequantised = dequantise_panels(self.gate_up), dequantise_panels(self.down)
 
 
-def _random_panels(*shape: int) -> MXFP4Panels:
-    panels = empty_panels(*shape, device=DEVICE)
+def _random_panels(*shape: int) -> FourBitPanels:
+    panels = empty_panels(shape, MXFP4, device=DEVICE)
     torch.randint(-(2**31), 2**31, panels.words.shape, dtype=torch.int32, out=panels.words)
     panels.scales.fill_(_SCALES)
     return panels
@@ -53,7 +53,7 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
     layer, weights = Layer(shape), 3 * shape.hidden * shape.inner
     for tokens in options.tokens:
         batch = Batch(shape, tokens)
-        least = batch.touched * weights * VALUE_BYTES
+        least = batch.touched * weights * MXFP4.value_bytes
         flops = 2.0 * weights * batch.slots
 
         def run(kernel: Any, own: Any, tiles: Any, i: int, batch: Batch = batch) -> Tensor:
@@ -70,7 +70,7 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
         before = tiles_of_panels(batch.slots, shape.experts)
         yield case("  dequantised before", partial(run, kernel, own, before), least)
         in_bf16 = partial(run, grouped_mlp_triton, layer.dequantised, None)
-        yield case("  in bf16", in_bf16, least * 2 / VALUE_BYTES)
+        yield case("  in bf16", in_bf16, least * 2 / MXFP4.value_bytes)
         tiles = four_bit_tiles(batch.slots, shape.experts)
         if tiles is not None:
             gate_up, down = products(layer, batch, tiles.block_m)

@@ -28,13 +28,14 @@ from batchgen.engine.device.step_timing import PhaseSplit, StepTime, StepTimer
 from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig
 from batchgen.engine.layers.mxfp4_format import MXFP4Format
-from batchgen.engine.layers.packed_format import Int4Format
+from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.kernels.four_bit.layouts import layout_of
 from batchgen.strategies.ar.strategy import ARStrategy
 
 FULL_BATCH = 256
@@ -199,13 +200,15 @@ class Bench:
     def _floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
         form = self.weights.form
         native = form is not None and form.native
-        in_mxfp4, in_int4 = isinstance(form, MXFP4Format), isinstance(form, Int4Format)
+        in_mxfp4, in_four_bits = isinstance(form, MXFP4Format), None
+        if isinstance(form, FourBitFormat):
+            in_four_bits = layout_of(form.code, torch.bfloat16, 4096, form.group or 4096)
         return floor_seconds(
             self.model_config,
             load,
             rates,
-            in_fp8=native and not in_mxfp4 and not in_int4,
-            in_int4=in_int4,
+            in_fp8=native and not in_mxfp4 and in_four_bits is None,
+            in_four_bits=in_four_bits,
             in_mxfp4=native and in_mxfp4,
         )
 

@@ -20,12 +20,13 @@ from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
-from batchgen.kernels.four_bit.int4_layout import Int4Panels
-from batchgen.kernels.four_bit.panels import dequantise_reference
+from batchgen.kernels.four_bit.layouts import dequantise_reference
+from batchgen.kernels.four_bit.panels import FourBitPanels
 from tests.support.engine.packed_checkpoints import (
     Packed,
     awq,
     gptq,
+    nvfp4,
     pack_quantized,
     write_packed,
 )
@@ -47,6 +48,10 @@ INT4: dict[str, Any] = {
     },
 }  # fmt: skip
 CHANNEL = json.loads(json.dumps(INT4).replace('"group_size": 32', '"group_size": null'))
+NVFP4: dict[str, Any] = json.loads(
+    json.dumps(INT4).replace('"int", "group_size": 32', '"float", "group_size": 16')
+)
+MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32}
 
@@ -61,6 +66,8 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], Packed]]
     "symmetric": (INT4, pack_quantized),
     "zero points": (INT4, partial(pack_quantized, zero=True)),
     "a scale for each output": (CHANNEL, by_row),
+    "nvfp4": (NVFP4, nvfp4),
+    "nvfp4 of modelopt": (MODELOPT, partial(nvfp4, modelopt=True)),
 }
 
 
@@ -70,15 +77,14 @@ def load(
     return load_model(folder, device=CPU, native_fp8=native, dtype=dtype, **options)
 
 
-def panels(model: CausalLM) -> dict[str, Int4Panels]:
+def panels(model: CausalLM) -> dict[str, FourBitPanels]:
     """The weights in int4 of a model's linear layers and experts, by name."""
     found = {}
     for name, part in model.named_modules():
-        if isinstance(part, Linear) and (own := part.in_int4) is not None:
+        if isinstance(part, Linear) and (own := part.in_four_bits) is not None:
             found[name] = own
         if isinstance(part, Experts) and (both := part._in_four_bits()) is not None:
             for kind, each in zip(("gate_up_proj", "down_proj"), both, strict=True):
-                assert isinstance(each, Int4Panels)
                 found[f"{name}.{kind}"] = each
     return found
 
@@ -101,8 +107,8 @@ def test_a_model_in_int4_equals_its_dequantised_twin(
 ) -> None:
     folder, plain = write_packed(tiny_model("qwen3_moe", **MOE), tmp_path, *FORMS[form])
     # Kernels multiply by scales in the dtype of the activations.
-    dtype = torch.bfloat16 if FORMS[form][0]["quant_method"] == "compressed-tensors" else None
-    options: dict[str, Any] = {"dtype": dtype or torch.float16}
+    dtype = torch.float16 if form in ("gptq", "awq") else torch.bfloat16
+    options: dict[str, Any] = {"dtype": dtype}
     ours, twin = load(folder, **options), load(plain, **options)
     assert len(panels(ours)) == 4 * LAYERS
     assert ours.weight_bytes < 0.6 * twin.weight_bytes
@@ -138,7 +144,7 @@ def test_the_ranks_hold_every_value_once(
     down = "model.layers.1.mlp.down_proj.weight"
     if kind == "qwen3":
         assert torch.equal(torch.cat([rank[down] for rank in ranks], 1), whole[down])
-        assert panels(models[0])["model.layers.1.mlp.down_proj"].group == 64
+        assert panels(models[0])["model.layers.1.mlp.down_proj"].layout.group == 64
 
 
 def test_what_kernels_cannot_keep_is_dequantised(
@@ -238,10 +244,10 @@ def test_a_weight_that_does_not_fit_is_named(
 def test_names_of_modules_come_from_the_files(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder, _ = write_packed(tiny_model("mixtral", **WIDE), tmp_path, INT4, pack_quantized)
     form, dummy = load_model_config(folder).form, load_model_config(folder, "dummy").form
-    assert isinstance(form, PackedFormat) and form.int4 is not None and form.int4.modules
-    assert "model.layers.0.self_attn.q_proj" in form.int4.modules
-    assert isinstance(dummy, PackedFormat) and dummy.int4 is not None
-    assert dummy.int4.modules is None
+    assert isinstance(form, PackedFormat) and form.kept is not None and form.kept.modules
+    assert "model.layers.0.self_attn.q_proj" in form.kept.modules
+    assert isinstance(dummy, PackedFormat) and dummy.kept is not None
+    assert dummy.kept.modules is None
     assert len(panels(load(folder, parallel=ALONE))) == 4 * LAYERS
 
 

@@ -27,8 +27,10 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 from batchgen.engine.sampling.sampling_params import RequestParams
-from batchgen.kernels.four_bit.mxfp4_layout import MXFP4Panels, unpack_panels
-from batchgen.kernels.four_bit.mxfp4_weight import VALUE_BYTES, quantise_mxfp4
+from batchgen.kernels.four_bit.fp4_layout import MXFP4
+from batchgen.kernels.four_bit.fp4_weight import quantise_mxfp4
+from batchgen.kernels.four_bit.layouts import dequantise_reference, unpack_panels
+from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.strategies.ar.strategy import ARStrategy
 
 TinyModel = Callable[..., Path]
@@ -183,12 +185,12 @@ def test_weights_stay_in_mxfp4_where_kernels_are(
     assert held.num_parameters == plain.num_parameters
     of_experts = sum(e.gate_up_proj.numel() + e.down_proj.numel() for e in _experts(plain))
     saved = 2 * of_experts - (plain.weight_bytes - held.weight_bytes)
-    assert of_experts * VALUE_BYTES <= saved <= of_experts * VALUE_BYTES * 1.06
+    assert of_experts * MXFP4.value_bytes <= saved <= of_experts * MXFP4.value_bytes * 1.06
     for own, other in zip(_experts(held), _experts(plain), strict=True):
         assert own.gate_up_scales is not None and own.computes_in_four_bits
         assert not own.computes_in_fp8
-        panels = MXFP4Panels(own.gate_up_proj, own.gate_up_scales)
-        assert torch.equal(unpack_panels(panels).dequantise(torch.bfloat16), other.gate_up_proj)
+        panels = FourBitPanels(own.gate_up_proj, own.gate_up_scales, MXFP4)
+        assert torch.equal(dequantise_reference(panels), other.gate_up_proj)
     found, expected = (log_probabilities(model, run_paged) for model in (held, plain))
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
 
@@ -248,7 +250,7 @@ def test_dummy_weights(checkpoints: tuple[Path, Path], run_paged: RunPaged) -> N
 
     for held, plain in zip(_experts(load(True)), _experts(load(False)), strict=True):
         assert held.down_scales is not None
-        weight = unpack_panels(MXFP4Panels(held.down_proj, held.down_scales)).dequantise()
+        weight = unpack_panels(FourBitPanels(held.down_proj, held.down_scales, MXFP4)).dequantise()
         assert 0.015 < float(weight.std()) < 0.025
         assert torch.equal(weight.bfloat16(), plain.down_proj)
         assert not torch.equal(weight[0], weight[1])

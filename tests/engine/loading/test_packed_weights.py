@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchgen.engine.layers.packed_format import Int4Format, PackedFormat, packed_format
+from batchgen.engine.layers.packed_format import FourBitFormat, PackedFormat, packed_format
 from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from tests.support.engine.packed_checkpoints import (
@@ -145,7 +146,7 @@ def test_the_format_is_named_for_the_user() -> None:
         name="float8 (compressed-tensors)", activations="float8"
     )
     awq = "int4 (AWQ, groups of 32)"
-    assert names["awq"] == PackedFormat(name=awq, int4=Int4Format(name=awq, group=32))
+    assert names["awq"] == PackedFormat(name=awq, kept=FourBitFormat(name=awq, group=32))
 
 
 AT = "model.layers.0.self_attn.q_proj."
@@ -205,9 +206,11 @@ def test_a_damaged_checkpoint_is_named(
 def test_what_is_not_supported_is_refused_by_name(
     quantization: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    packed, _ = write_packed(tiny_model("qwen3"), tmp_path, quantization, pack_quantized)
+    config = json.loads((tiny_model("qwen3") / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
-        load_model_config(packed)
+        load_model_config(tmp_path)
 
 
 def test_forms_may_differ_between_modules(
@@ -253,7 +256,7 @@ def test_forms_may_differ_between_modules(
         expected = run_paged(load_model(twin, device=CPU), IDS, [40])
         assert torch.allclose(run_paged(ours, IDS, [40]), expected, rtol=1e-4)
     read = load_model_config(target).form
-    assert isinstance(read, PackedFormat) and read.int4 is None
+    assert isinstance(read, PackedFormat) and read.kept is None
     assert read.name == "int4 and int8 and float8 (compressed-tensors)"
     assert (read.activations, read.kv_cache) == ("float8", "FP8")
 

@@ -12,17 +12,12 @@ from torch import Tensor
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels, dequantise_rows
 from batchgen.kernels.four_bit.experts import four_bit_mlp_reference
 from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
-from batchgen.kernels.four_bit.int4_layout import (
-    Int4Panels,
-    empty_int4_panels,
-    group_in_panels,
-    pack_int4_panels,
-    unpack_int4_panels,
-)
+from batchgen.kernels.four_bit.int4_layout import int4_layout
 from batchgen.kernels.four_bit.int4_weight import Int4Weight, quantise_int4
+from batchgen.kernels.four_bit.layouts import dequantise_reference, pack_panels, unpack_panels
 from batchgen.kernels.four_bit.linear import four_bit_linear, is_dequantised
 from batchgen.kernels.four_bit.linear_triton import four_bit_linear_triton
-from batchgen.kernels.four_bit.panels import dequantise_reference
+from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
 from batchgen.kernels.four_bit.tiles import (
     LINEAR,
     MOST_ROWS,
@@ -53,11 +48,10 @@ def draw(experts: int, rows: int, columns: int, group: int, dtype: torch.dtype) 
     return Int4Weight(codes, scales.to(dtype), zeros)
 
 
-def panels_of(weight: Int4Weight, group: int, dtype: torch.dtype) -> Int4Panels:
-    experts, rows, columns = weight.shape
+def panels_of(weight: Int4Weight, group: int, dtype: torch.dtype) -> FourBitPanels:
     device = torch.device(DEVICE)
-    panels = empty_int4_panels(experts, rows, columns, group, dtype, device=device)
-    pack_int4_panels(weight, panels)
+    panels = empty_panels(weight.shape, Layout("int4", group, dtype), device=device)
+    pack_panels(weight, panels)
     return panels
 
 
@@ -78,7 +72,7 @@ def test_panels_hold_the_weight(size: tuple[int, int, int], dtype: torch.dtype) 
     weight = draw(2, rows, columns, group, dtype)
     panels = panels_of(weight, group, dtype)
     assert panels.sizes == (2, rows, columns)
-    for found, packed in zip(unpack_int4_panels(panels), weight, strict=True):
+    for found, packed in zip(unpack_panels(panels), weight, strict=True):
         assert torch.equal(found, packed)
     exact = weight.dequantise()
     assert torch.equal(dequantise_reference(panels), exact.to(dtype))
@@ -103,13 +97,15 @@ def test_larger_groups_repeat_their_scale() -> None:
 
 def test_which_weights_are_kept_in_panels() -> None:
     bf16 = torch.bfloat16
-    assert group_in_panels(bf16, 4096, 128) == 128
-    assert group_in_panels(bf16, 4096, 4096) == 128  # a scale for each output
-    assert group_in_panels(torch.float16, 192, 128) == 64  # a group cut where a rank's columns end
-    assert group_in_panels(bf16, 64, 32) == 32
-    assert group_in_panels(bf16, 96, 32) is None
-    assert group_in_panels(bf16, 128, 16) is None
-    assert group_in_panels(torch.float32, 128, 128) is None
+    assert int4_layout(bf16, 4096, 128) == Layout("int4", 128, bf16)
+    assert int4_layout(bf16, 4096, 4096) == Layout("int4", 128, bf16)  # a scale for each output
+    assert int4_layout(torch.float16, 192, 128) == Layout(
+        "int4", 64, torch.float16
+    )  # a group cut where a rank's columns end
+    assert int4_layout(bf16, 64, 32) == Layout("int4", 32, bf16)
+    assert int4_layout(bf16, 96, 32) is None
+    assert int4_layout(bf16, 128, 16) is None
+    assert int4_layout(torch.float32, 128, 128) is None
 
 
 def test_a_scale_that_the_dtype_does_not_have_is_an_error() -> None:

@@ -17,13 +17,10 @@ from batchgen.kernels.four_bit.experts import (
     four_bit_parts,
 )
 from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
-from batchgen.kernels.four_bit.mxfp4_layout import (
-    MXFP4Panels,
-    empty_panels,
-    pack_panels,
-    takes_mxfp4,
-)
-from batchgen.kernels.four_bit.mxfp4_weight import quantise_mxfp4
+from batchgen.kernels.four_bit.fp4_layout import MXFP4, takes_fp4
+from batchgen.kernels.four_bit.fp4_weight import quantise_mxfp4
+from batchgen.kernels.four_bit.layouts import pack_panels
+from batchgen.kernels.four_bit.panels import FourBitPanels, empty_panels
 from batchgen.kernels.four_bit.tiles import (
     MOST_SLOTS,
     TABLE,
@@ -53,8 +50,8 @@ class Case:
     """What the kernels take, on DEVICE."""
 
     x: Tensor
-    gate_up: MXFP4Panels
-    down: MXFP4Panels
+    gate_up: FourBitPanels
+    down: FourBitPanels
     ids: Tensor
     weights: Tensor
     epilogues: Epilogues
@@ -104,11 +101,10 @@ class Case:
         )
 
 
-def panels_of(weight: Tensor) -> MXFP4Panels:
-    panels = empty_panels(*weight.shape, device=weight.device)
+def panels_of(weight: Tensor) -> FourBitPanels:
+    panels = empty_panels(weight.shape, MXFP4, device=weight.device)
     for place, expert in enumerate(weight.split(1)):  # all at once need much memory
-        own = slice(place, place + 1)
-        pack_panels(quantise_mxfp4(expert), MXFP4Panels(panels.words[own], panels.scales[own]))
+        pack_panels(quantise_mxfp4(expert), panels.experts(place, place + 1))
     return panels
 
 
@@ -191,9 +187,9 @@ def test_tiles_are_chosen_by_the_mean_number_of_slots() -> None:
 
 
 def test_kernels_take_bfloat16_and_whole_panels() -> None:
-    assert takes_mxfp4(torch.bfloat16, 2880, 2880)
-    assert not takes_mxfp4(torch.bfloat16, 2880, 96)
-    assert not takes_mxfp4(torch.float32, 2880)
+    assert takes_fp4(torch.bfloat16, 2880, 2880)
+    assert not takes_fp4(torch.bfloat16, 2880, 96)
+    assert not takes_fp4(torch.float32, 2880)
 
 
 @pytest.mark.gpu

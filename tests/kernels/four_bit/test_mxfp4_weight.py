@@ -12,21 +12,17 @@ from hypothesis import strategies as st
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
-from batchgen.kernels.four_bit.mxfp4_layout import (
-    LARGEST_SCALE,
-    MXFP4Panels,
-    empty_panels,
-    pack_panels,
-    unpack_panels,
-)
-from batchgen.kernels.four_bit.mxfp4_weight import (
-    GROUP,
+from batchgen.kernels.four_bit.fp4_layout import LARGEST_SCALE, MXFP4
+from batchgen.kernels.four_bit.fp4_weight import (
+    MXFP4_GROUP,
     VALUES,
     MXFP4Weight,
     pack_codes,
     quantise_mxfp4,
     unpack_codes,
 )
+from batchgen.kernels.four_bit.layouts import pack_panels, unpack_panels
+from batchgen.kernels.four_bit.panels import FourBitPanels, empty_panels
 from batchgen.kernels.moe.tiled_layout import rows_of_panels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,12 +40,12 @@ def random_weight(*shape: int, least: int = 100, most: int = LARGEST_SCALE) -> M
     generator = torch.Generator().manual_seed(0)
     *left, columns = shape
     values = torch.randint(256, (*left, columns // 2), generator=generator)
-    scales = torch.randint(least, most + 1, (*left, columns // GROUP), generator=generator)
+    scales = torch.randint(least, most + 1, (*left, columns // MXFP4_GROUP), generator=generator)
     return MXFP4Weight(values.to(torch.uint8), scales.to(torch.uint8))
 
 
-def panels_of(weight: MXFP4Weight) -> MXFP4Panels:
-    panels = empty_panels(*weight.shape, device=torch.device(DEVICE))
+def panels_of(weight: MXFP4Weight) -> FourBitPanels:
+    panels = empty_panels(weight.shape, MXFP4, device=torch.device(DEVICE))
     pack_panels(weight, panels)
     return panels
 
@@ -60,7 +56,7 @@ def test_every_code_with_every_scale_is_what_transformers_and_arithmetic_say(
 ) -> None:
     weight = every_pair()
     found = weight.dequantise(dtype)[0]
-    blocks = weight.values.unflatten(-1, (-1, GROUP // 2))
+    blocks = weight.values.unflatten(-1, (-1, MXFP4_GROUP // 2))
     theirs = convert_moe_packed_tensors(blocks, weight.scales, dtype=dtype)[0].T
     assert found[255].isnan().all()
     assert torch.equal(found[:255], theirs[:255])
@@ -81,11 +77,11 @@ def test_half_precision_rounds_and_overflows_where_it_must() -> None:
 
 
 def test_a_weight_is_dequantised_in_place_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchgen.kernels.four_bit import mxfp4_weight
+    from batchgen.kernels.four_bit import fp4_weight
 
     weight = random_weight(3, 4, 64)
     whole = weight.dequantise()
-    monkeypatch.setattr(mxfp4_weight, "_PIECE", 64)
+    monkeypatch.setattr(fp4_weight, "_PIECE", 64)
     out = torch.full((3, 64, 4), torch.nan, dtype=torch.bfloat16).transpose(1, 2)
     assert weight.dequantise(out=out) is out
     assert torch.equal(out.float(), whole)
@@ -94,8 +90,8 @@ def test_a_weight_is_dequantised_in_place_and_in_pieces(monkeypatch: pytest.Monk
 @given(
     st.lists(
         st.floats(-(2.0**100), 2.0**100, width=32) | st.sampled_from([0.25, 2.5, -5.0, 3.5, 7.0]),
-        min_size=GROUP,
-        max_size=GROUP,
+        min_size=MXFP4_GROUP,
+        max_size=MXFP4_GROUP,
     )
 )
 def test_rounding_takes_the_nearest_value_and_keeps_what_is_exact(values: list[float]) -> None:
@@ -112,7 +108,7 @@ def test_rounding_takes_the_nearest_value_and_keeps_what_is_exact(values: list[f
 
 
 def test_ties_go_to_even_mantissas() -> None:
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(GROUP // 8)[None]
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(MXFP4_GROUP // 8)[None]
     expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
     assert quantise_mxfp4(ties).dequantise()[0, :8].tolist() == expected
     assert quantise_mxfp4(-ties).dequantise()[0, :8].tolist() == [-value for value in expected]

@@ -91,6 +91,7 @@ def walked() -> Iterator[tuple[str, str, Any]]:
             yield f"strategy={choice}", f"strategy.{key}", value
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize(("beside", "key", "value"), list(walked()))
 def test_a_key_that_can_change_a_token_tells_jobs_apart(beside: str, key: str, value: Any) -> None:
     """The others of the engine are those of the next test."""
@@ -139,7 +140,7 @@ def computed(out: Path, *overrides: str) -> pa.Table:
     return pq.read_table(out / "data/part-00000.parquet").replace_schema_metadata()
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 # test_lora_job.py has rows with adapters for lora_slots.
 @pytest.mark.parametrize("key", sorted({*_NOT_DECIDING["engine"]} - {"device", "lora_slots"}))
 def test_rows_are_equal_under_any_other_key_of_the_engine(

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,20 +204,34 @@ def _kill(job: UntilJob, rng: random.Random, workers: int) -> int:
     return sum(process.exitcode == -signal.SIGKILL for process in processes)
 
 
+GROWING: Any = {
+    "valid": [
+        {"valid": 1, "most": 5},
+        {"valid": 2, "most": 5},
+        {"most": 8},
+        {"valid": 3, "most": 8},
+    ],
+    "width": [{"width": w, "most": m} for w, m in ((0.65, 4), (0.6, 4), (0.6, 8), (0.5, 8))],
+}
+
+
 @pytest.mark.slow
-def test_kills_of_two_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", GROWING)
+def test_kills_of_two_workers(tmp_path: Path, rule: str) -> None:
+    """A job that grows by a stronger rule, again and again."""
     rng, killed = random.Random(3), 0
     every: Rows | None = None
-    for number, (valid, most) in enumerate([(1, 5), (2, 5), (2, 8), (3, 8)]):
+    for number, options in enumerate(GROWING[rule]):
         job = UntilJob(
-            str(tmp_path / "out"), rows=120, valid=valid, most=most, log=str(tmp_path / "log"),
-            rows_per_shard=25, max_num_seqs=6, stale_after=2.0,
+            str(tmp_path / "out"), rows=120, log=str(tmp_path / "log"), rows_per_shard=25,
+            max_num_seqs=6, stale_after=2.0, one_of=2 if rule == "width" else 3, **options,
         )  # fmt: skip
         for _ in range(4):
             killed += _kill(replace(job, step_s=0.01), rng, 1 + number % 2)
         job.run()
         every = every or every_sample(replace(job, most=8), tmp_path / "every")
-        assert rows_of(job.out) == expected(every, valid, most)
+        marked = partial(is_marked, one_of=job.one_of)
+        assert rows_of(job.out) == expected(every, job.valid, job.most, marked, job.width)
     computed = Counter(Path(job.log).read_text().split())
     assert killed >= 8
     # A kill costs what was in flight, and workers that share a shard may both begin a row.

@@ -64,19 +64,22 @@ def test_copied_rows_are_equal_to_the_byte(
 
 
 @pytest.mark.slow
-def test_samples_until_enough_are_valid_are_copied(model: Path, rows: Path, tmp_path: Path) -> None:
-    """From a job that asked for fewer valid ones, in another folder: the new samples alone are
-    computed."""
+@pytest.mark.parametrize(("key", "first", "then"), [("valid", 1, 2), ("width", 0.65, 0.5)])
+def test_samples_until_enough_are_valid_are_copied(
+    key: str, first: float, then: float, model: Path, rows: Path, tmp_path: Path
+) -> None:
+    """From a job that asked for fewer valid ones, or a wider interval, in another folder: the new
+    samples alone are computed."""
     old, new, whole = tmp_path / "old", tmp_path / "new", tmp_path / "whole"
 
-    def until(valid: int) -> list[str]:
-        rule = f"{{where: text|length > 11, valid: {valid}, most: 6}}"
+    def until(value: float) -> list[str]:
+        rule = f"{{where: text|length > 11, {key}: {value}, most: 6}}"
         return [f"sampling.until={rule}", "output.report=false"]
 
     given = [a for a in overrides(model, rows, old) if not a.startswith("sampling.n=")]
-    run([*given, *until(1), "output.reuse=[]"])
-    run([*given, *until(2), f"output.dir={whole}"])
-    args = [*given, *until(2), f"output.dir={new}", f"output.reuse=[{old}]"]
+    run([*given, *until(first), "output.reuse=[]"])
+    run([*given, *until(then), f"output.dir={whole}"])
+    args = [*given, *until(then), f"output.dir={new}", f"output.reuse=[{old}]"]
     before = finished(old)
     assert planned(args).reuse == PlannedReuse(before, len(ROWS), True)
     run(args)

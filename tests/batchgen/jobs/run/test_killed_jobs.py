@@ -23,13 +23,18 @@ from batchgen.jobs.run.run_jobs import SharingJob, run_jobs
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 from tests.support.jobs.following_job import STEPS, FollowingJob, written
 from tests.support.jobs.forked import fork_server
+from tests.support.jobs.until_job import UntilJob
 
 ENGINE_ROWS = 8
 KEYS = {"where": "num_generated_tokens > 3"}
 
 
-def draft_of(folder: Path, rows: int) -> FakeJob:
-    return FakeJob(str(folder / "draft"), rows=rows, rows_per_shard=8, bad=False)
+def draft_of(folder: Path, rows: int, width: float | None) -> FakeJob:
+    out = str(folder / "draft")
+    if width is None:
+        return FakeJob(out, rows=rows, rows_per_shard=8, bad=False)
+    where = "num_generated_tokens % 2 == 0"
+    return UntilJob(out, rows=rows, rows_per_shard=8, bad=False, where=where, width=width, most=5)
 
 
 def judge_of(folder: Path, *, follow: bool) -> FollowingJob:
@@ -37,8 +42,8 @@ def judge_of(folder: Path, *, follow: bool) -> FollowingJob:
     return FollowingJob(str(folder / "draft"), str(folder / "judge"), keys, STEPS)
 
 
-def _run(folder: Path, rows: int, step_s: float) -> None:
-    draft, judge = draft_of(folder, rows), judge_of(folder, follow=True)
+def _run(folder: Path, rows: int, width: float | None, step_s: float) -> None:
+    draft, judge = draft_of(folder, rows, width), judge_of(folder, follow=True)
     workers = WorkersConfig(heartbeat=0.2, stale_after=1.5)
     config = replace(draft.config(), workers=workers)
     parts = draft.parts()
@@ -58,20 +63,25 @@ def _run(folder: Path, rows: int, step_s: float) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("workers", "kills", "rows"), [(1, 4, 80), pytest.param(3, 25, 800, marks=pytest.mark.slow)]
+    ("workers", "kills", "rows", "width"),
+    [
+        (1, 4, 80, None),
+        pytest.param(3, 25, 800, None, marks=pytest.mark.slow),
+        pytest.param(2, 12, 100, 0.6, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_jobs_write_what_undisturbed_ones_write(
-    tmp_path: Path, workers: int, kills: int, rows: int
+    tmp_path: Path, workers: int, kills: int, rows: int, width: float | None
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
-    first, second = draft_of(whole, rows), judge_of(whole, follow=False)
+    first, second = draft_of(whole, rows, width), judge_of(whole, follow=False)
     execute_job(first.config(), first.parts())
     execute_job(second.config(), second.parts())
     rng, context, done = random.Random(kills), fork_server(), 0
     out.mkdir()
 
     def start(step_s: float) -> Any:
-        process = context.Process(target=_run, args=(out, rows, step_s))
+        process = context.Process(target=_run, args=(out, rows, width, step_s))
         process.start()
         return process
 
@@ -100,7 +110,8 @@ def test_killed_jobs_write_what_undisturbed_ones_write(
     lines = (out / "log").read_text().splitlines()
     computed = Counter(zip(lines[::2], lines[1::2], strict=True))
     answers = sum(len(content) for content in (_good(whole / "draft"), _good(whole / "judge")))
-    assert len(computed) == answers
+    # A row that ends by an interval may have samples under way, which then are not its own.
+    assert len(computed) == answers if width is None else len(computed) >= answers
     twice = computed.total() - len(computed)
     # What a step finished just before a kill; and rows that two workers compute at the end.
     assert twice <= (done + 4 * (workers - 1)) * ENGINE_ROWS

@@ -66,8 +66,8 @@ def test_a_job_that_goes_on_is_one_run_with_its_scores(tmp_path: Path, recorder:
     job = _Job(str(tmp_path / "out"), rows=20)
     with pytest.raises(RuntimeError):
         replace(job, fail_at_step=8).run()
-    told = len(recorder.values)
-    assert told and recorder.closed == 1 and "score" not in recorder.values[-1]
+    assert recorder.closed == 1 and "score" not in recorder.values[-1]
+    assert 0 < recorder.values[-1]["score_so_far"] < 1
     for result in in_threads([job, job]):
         assert not isinstance(result, Exception)
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
@@ -77,6 +77,7 @@ def test_a_job_that_goes_on_is_one_run_with_its_scores(tmp_path: Path, recorder:
     last = next(values for values in reversed(recorder.values) if "score" in values)
     assert last["rows"] == metrics["rows"]
     assert last["score"] == metrics["score"]["avg"]["value"]
+    assert "score_so_far" not in last and "score_so_far" not in metrics
     names = {name for values in recorder.values for name in values}
     assert all(name in (*SENT, "score") or name[:5] in ("pass@", "pass^", "maj@1", "maj@2")
                for name in names)  # fmt: skip
@@ -155,7 +156,8 @@ def test_a_line_of_json_a_minute(capsys: pytest.CaptureFixture[str], tmp_path: P
     beside.close()
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["rows"] == 0 and last["rows"] == 4 and last["score"] == 0.5
-    assert first["run"] == last["run"] and set(last) == {*SENT, "score", "run"} - {"in_flight"}
+    assert first["run"] == last["run"]
+    assert set(last) == {"score", "run", *SENT} & {"score", "run", *METRICS}
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +171,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 def _told(name: str) -> None:
     for rows in (1, 2):  # two attempts at one job
         beside = Trackers([name], "exams", "out")
-        beside.tell({**METRICS, "rows": rows})
+        beside.tell({**METRICS, "rows": rows, "score_so_far": 0.5})
         beside.tell({**METRICS, "rows": rows + 10, "score": {"avg": {"value": 0.25}}})
         beside.close()
 
@@ -187,6 +189,7 @@ def test_trackio_has_one_run_with_the_values_alone(
     assert len(runs) == 1 and runs[0].startswith("out-")
     rows = SQLiteStorage.get_logs("exams", runs[0])
     assert [row["rows"] for row in rows] == [1, 11, 2, 12] and rows[-1]["score"] == 0.25
+    assert [row.get("score_so_far") for row in rows] == [0.5, None] * 2
     assert {name for row in rows for name in row} <= {*SENT, "score", "step", "timestamp"}
 
 

@@ -217,18 +217,21 @@ def test_errors_that_are_retried_are_computed_and_what_follows_from_them(case: C
 
 
 @pytest.mark.slow
-def test_more_valid_samples_compute_what_is_missing(case: Case) -> None:
-    def until(valid: int) -> dict[str, Any]:
-        rule = {"where": "text|length > 2", "valid": valid, "most": 5}
+@pytest.mark.parametrize(("key", "first", "then"), [("valid", 1, 2), ("width", 0.65, 0.55)])
+def test_more_valid_samples_compute_what_is_missing(
+    case: Case, key: str, first: float, then: float
+) -> None:
+    def until(value: float) -> dict[str, Any]:
+        rule = {"where": "text|length > 2", key: value, "most": 5}
         given = case.changed("draft", **{"sampling.until": rule})
         del given["steps"]["draft"]["sampling.n"]
         given["output"]["dir"] = str(case.folder / "enough")
         return given
 
-    case.run(until(1))
+    case.run(until(first))
     before = shards(case.folder / "enough")
     number = sum(map(len, before["draft"].values()))
-    asked = case.run(until(2))
+    asked = case.run(until(then))
     after = shards(case.folder / "enough")
     more = sum(map(len, after["draft"].values())) - number
     # Samples that ran beside the last one that counts are computed, and trimmed.

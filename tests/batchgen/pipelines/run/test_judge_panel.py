@@ -105,6 +105,19 @@ def test_mistakes_are_refused(models: Any, step: dict[str, Any], says: str) -> N
         given({**MATCH, "models": models}, **step)
 
 
+def test_judges_of_several_marks_are_refused_before_anything_is_loaded() -> None:
+    judge = {**MATCH, "template": "hle", "models": {"a": "org/a", "b": "org/b"}}
+    for said, where in (
+        ("sampling.n=3", ("rate.sampling.n=3", "rate.sampling=sample")),
+        ("sampling.n=2", ("rate_a.sampling.n=2", "rate_a.sampling=sample")),
+        ("sampling.until", ("rate.sampling.until={where: mark == 1, width: 0.3, most: 9}",
+                            "rate.sampling=sample")),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"step rate: judge.models .* rate_a has {said}:"):
+            given(judge, where)
+    given({**MATCH, "models": ["org/a", "org/a"]})  # both draw their own random numbers
+
+
 def test_a_step_of_a_judge_has_a_name_of_its_own() -> None:
     found = values(Path("model"), Path("rows.jsonl"), Path("out"))
     judge = {**MATCH, "models": {"a": "org/a", "b": "org/b"}}

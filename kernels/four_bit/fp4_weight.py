@@ -1,7 +1,11 @@
-"""Weights in MXFP4 (OCP Microscaling Formats 1.0, 2023): values of 4 bits with shared exponents.
+"""Weights of e2m1 values: a sign, 2 bits of exponent, 1 of mantissa; ±0, 0.5, 1, 1.5, 2, 3, 4, 6.
 
-A value is e2m1: a sign, 2 bits of exponent, 1 of mantissa; ±0, 0.5, 1, 1.5, 2, 3, 4 or 6. Each 32
-neighbours of a row share a scale, 2**(s - 127) with a byte s (e8m0).
+MXFP4 (OCP Microscaling Formats 1.0, 2023): each 32 neighbours of a row share a scale, 2**(s - 127)
+with a byte s (e8m0).
+
+NVFP4: each 16 neighbours of a row share a scale in FP8 (e4m3), and a weight has one factor in
+float32. compressed-tensors publishes what divides (`weight_global_scale`), ModelOpt what multiplies
+(`weight_scale_2`).
 """
 
 from __future__ import annotations
@@ -12,15 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GROUP = 32
+MXFP4_GROUP, NVFP4_GROUP = 32, 16
 """Values of a row that share a scale."""
-VALUE_BYTES = (GROUP / 2 + 1) / GROUP
-"""Bytes of a value, with its share of the scale."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 """The values of the codes 0 to 15."""
 _BIAS = 127
 _NAN_SCALE = 255
+_LARGEST, _LARGEST_SCALE = 6.0, 448.0
+"""The largest values of e2m1 and of e4m3."""
 _PIECE = 2**24
 """Values that are dequantised at once, which bounds what is needed besides the result."""
 
@@ -52,6 +56,36 @@ class MXFP4Weight(NamedTuple):
         return out
 
 
+class NVFP4Weight(NamedTuple):
+    """A weight [..., N, K] in NVFP4; K is a multiple of 16."""
+
+    values: Tensor  # [..., N, K/2] uint8, as in `MXFP4Weight`
+    scales: Tensor  # [..., N, K/16] float8_e4m3fn
+    # [..., N, K/16], equal within a row; mostly expanded from one. In float64, in which a
+    # reciprocal is exact enough for a product to have the bits of the quotient in float32.
+    factors: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape [..., N, K] of the weight."""
+        *left, half = self.values.shape
+        return torch.Size((*left, 2 * half))
+
+    @property
+    def group(self) -> int:
+        """The columns that share a scale."""
+        return NVFP4_GROUP
+
+    def dequantise(self) -> Tensor:
+        """Compute the weight [..., N, K] in float32: codes times scales times the factor, of which
+        the last two are multiplied first."""
+        table = torch.tensor(VALUES, device=self.values.device)
+        codes: Tensor = table[unpack_codes(self.values).int()].unflatten(-1, (-1, NVFP4_GROUP))
+        scales = (self.scales.double() * self.factors).float()
+        weight: Tensor = (codes * scales.unsqueeze(-1)).flatten(-2)
+        return weight
+
+
 def _pieces(out: Tensor, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Cut along the leading axes until a piece has few values."""
     if out.ndim > 2 and out.numel() > _PIECE:
@@ -71,7 +105,7 @@ def _dequantised(values: Tensor, scales: Tensor) -> Tensor:
 def _times_power(values: Tensor, exponents: Tensor) -> Tensor:
     """Multiply float32 values [..., K] by 2**exponents [..., K/32], to groups [..., K/32, 32]: in
     two steps, because not all these powers are numbers of float32."""
-    groups: Tensor = values.unflatten(-1, (-1, GROUP))
+    groups: Tensor = values.unflatten(-1, (-1, MXFP4_GROUP))
     first = exponents // 2
     for part in (first, exponents - first):
         groups = groups * ((part + _BIAS) << 23).view(torch.float32).unsqueeze(-1)
@@ -100,12 +134,33 @@ def quantise_mxfp4(weight: Tensor) -> MXFP4Weight:
     """
     wide = weight.float()
     # frexp: the largest value is below 2**exponent, and at least half of that.
-    _, exponents = torch.frexp(wide.unflatten(-1, (-1, GROUP)).abs().amax(-1))
+    _, exponents = torch.frexp(wide.unflatten(-1, (-1, MXFP4_GROUP)).abs().amax(-1))
     scales = (exponents - 3 + _BIAS).clamp(0, _NAN_SCALE - 1)
     groups = _times_power(wide, _BIAS - scales)
-    table = torch.tensor(_MAGNITUDES, device=weight.device)
+    return MXFP4Weight(_nearest(groups), scales.to(torch.uint8))
+
+
+def quantise_nvfp4(weight: Tensor) -> NVFP4Weight:
+    """Round a weight [..., N, K] of finite values to NVFP4.
+
+    The largest value of the weight gets the largest code and the largest scale; ties go to the code
+    with an even mantissa.
+    """
+    groups = weight.float().unflatten(-1, (-1, NVFP4_GROUP))
+    most = groups.abs().amax(-1)
+    factor = most.amax((-2, -1), keepdim=True) / (_LARGEST * _LARGEST_SCALE)
+    factor = torch.where(factor > 0, factor, 1.0)
+    scales = (most / (_LARGEST * factor)).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+    steps = (scales.float() * factor).unsqueeze(-1)
+    codes = _nearest((groups / torch.where(steps > 0, steps, torch.inf)).clamp(-_LARGEST, _LARGEST))
+    return NVFP4Weight(codes, scales, factor.double().expand(scales.shape))
+
+
+def _nearest(groups: Tensor) -> Tensor:
+    """Round values [..., G, group] to the nearest of e2m1: bytes [..., K/2] of two codes each."""
+    table = torch.tensor(_MAGNITUDES, device=groups.device)
     bounds, size = (table[1:] + table[:-1]) / 2, groups.abs().contiguous()
     # At a bound between two codes, one search yields the lower and one the upper.
     lower, upper = torch.searchsorted(bounds, size), torch.searchsorted(bounds, size, right=True)
     codes = torch.where(upper % 2 == 0, upper, lower) + 8 * groups.signbit()
-    return MXFP4Weight(pack_codes(codes.to(torch.uint8).flatten(-2)), scales.to(torch.uint8))
+    return pack_codes(codes.to(torch.uint8).flatten(-2))

@@ -1,4 +1,4 @@
-"""Cases of bench_kernels.py: linear layers with random weights in int4."""
+"""Cases of bench_kernels.py: linear layers with random weights in int4 or NVFP4."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from measuring import DEVICE, Case, Group
 from torch import Tensor
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_rows
-from batchgen.kernels.four_bit.int4_layout import Int4Panels, empty_int4_panels
-from batchgen.kernels.four_bit.int4_weight import int4_value_bytes
 from batchgen.kernels.four_bit.linear_triton import four_bit_linear_triton
+from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
 from batchgen.kernels.four_bit.tiles import FourBitLinearTiles
 from batchgen.kernels.layers.linear import linear
 
-_GROUP = 128
-_SCALE = 0xC3083C00 - 2**32
-"""A scale of 2**-7, and a zero point of 8."""
+INT4 = Layout("int4", 128, DTYPE)
+_SCALES = {"int4": 0xC3083C00 - 2**32, "nvfp4": 0x50505050}
+"""A scale of 2**-7, and a zero point of 8; four scales of 1."""
+_FACTOR = 0x40000000
+"""A factor of 2**-7 in a row's last word, times 2**8."""
 _CACHE = 200 * 2**20
 """Bytes of weights that are read in turn, so that none is found in the L2 cache."""
 
@@ -46,18 +47,20 @@ SHAPES = {
 
 
 class Layer:
-    """A weight in int4, as often as the L2 cache is to be left."""
+    """A weight in 4 bits, as often as the L2 cache is to be left."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.num_bytes = shape.rows * shape.columns * int4_value_bytes(_GROUP)
+    def __init__(self, shape: Shape, layout: Layout) -> None:
+        self.shape, self.layout = shape, layout
+        self.num_bytes = shape.rows * shape.columns * layout.value_bytes
         self.count = int(_CACHE / self.num_bytes) + 1 if DEVICE.type == "cuda" else 1
         self.weights = [self._random() for _ in range(self.count)]
 
-    def _random(self) -> Int4Panels:
-        panels = empty_int4_panels(1, *self.shape, _GROUP, DTYPE, device=DEVICE)
+    def _random(self) -> FourBitPanels:
+        panels = empty_panels((1, *self.shape), self.layout, device=DEVICE)
         torch.randint(-(2**31), 2**31, panels.words.shape, dtype=torch.int32, out=panels.words)
-        panels.scales.fill_(_SCALE)
+        panels.scales.fill_(_SCALES[self.layout.code])
+        if self.layout.code == "nvfp4":
+            panels.scales[:, -1] = _FACTOR
         return panels
 
     def run(self, x: Tensor, out: Tensor, tiles: FourBitLinearTiles | None, i: int) -> Tensor:
@@ -65,11 +68,11 @@ class Layer:
         return out
 
 
-def int4_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Each layer in int4, as the table cuts it and with a weight that is dequantised before, and in
-    bfloat16."""
+def linear_cases(layout: Layout, options: argparse.Namespace) -> Iterator[Case]:
+    """Each layer in 4 bits, as the table cuts it and with a weight that is dequantised before, and
+    in bfloat16."""
     for name, shape in SHAPES[options.shape].items():
-        layer = Layer(shape)
+        layer = Layer(shape, layout)
         plain = [dequantise_rows(weight)[0] for weight in layer.weights]
         values = shape.rows * shape.columns
         for tokens in options.tokens:
@@ -92,9 +95,9 @@ def _plain(x: Tensor, weights: list[Tensor], _: object, i: int) -> Tensor:
     return linear(x, weights[i])
 
 
-def int4_groups(options: argparse.Namespace) -> Iterator[Group]:
+def linear_groups(layout: Layout, options: argparse.Namespace) -> Iterator[Group]:
     for name, shape in SHAPES[options.shape].items():
-        layer = Layer(shape)
+        layer = Layer(shape, layout)
         for tokens in options.tokens:
             x, out = random(tokens, shape.columns), random(tokens, shape.rows)
             run = partial(layer.run, x, out)
@@ -103,7 +106,7 @@ def int4_groups(options: argparse.Namespace) -> Iterator[Group]:
             def line(_: object, tiles: list[Any], tokens: int = tokens) -> object:
                 return tokens, *tiles
 
-            yield Group(f"{options.shape} {name}, {tokens} tokens", {"int4": cases}, line)
+            yield Group(f"{options.shape} {name}, {tokens} tokens", {layout.code: cases}, line)
 
 
 def candidates(tokens: int) -> list[FourBitLinearTiles]:

@@ -1,72 +1,76 @@
-"""The places of weights that stay in int4."""
+"""The places of weights that stay in 4 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.layers.packed_format import Int4Format
+from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot
-from batchgen.kernels.four_bit.int4_layout import (
-    Int4Panels,
-    empty_int4_panels,
-    group_in_panels,
-    pack_int4_panels,
-)
+from batchgen.kernels.four_bit.fp4_weight import quantise_nvfp4
 from batchgen.kernels.four_bit.int4_weight import Int4Weight, quantise_int4
+from batchgen.kernels.four_bit.layouts import GroupedWeight, layout_of, pack_panels
+from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
 
 _CODES = 2
 """Codes in a byte, along the columns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Slot(WeightSlot):
-    """The place of a weight [N, K] in int4, or of those [E, N, K] of all experts.
+class FourBitSlot(WeightSlot):
+    """The place of a weight [N, K] in 4 bits, or of those [E, N, K] of all experts.
 
     `parameter` are the words of `panels`. A group that ends on another rank has its scale on both.
     """
 
-    panels: Int4Panels | None = None  # what is filled; None only for a piece that is elsewhere
+    panels: FourBitPanels | None = None  # what is filled; None only for a piece that is elsewhere
     several: bool = False  # the source has all experts
 
     def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
         """Lay out this rank's part of the checkpoint's weight.
 
-        Raises ValueError if a shape differs, or the weight has other groups than the configuration
-        says.
+        Raises ValueError if a shape differs, or the weight has another code or other groups than
+        the configuration says.
         """
         if self.elsewhere:
             return
         assert self.panels is not None
         (name,) = self.sources
-        weight = tensors[name]
-        if not isinstance(weight, Int4Weight):
-            raise ValueError(f"tensor {name} is not in int4, as other parts of its layer are")
+        weight, layout = tensors[name], self.panels.layout
+        is_int4 = layout.code == "int4"
+        if (
+            not isinstance(weight, get_args(GroupedWeight))
+            or isinstance(weight, Int4Weight) != is_int4
+        ):
+            raise ValueError(
+                f"tensor {name} is not in {layout.code}, as other parts of its layer are"
+            )
         expected = self.source_shape
         if self.combine is None and list(weight.shape) != expected:
             raise ValueError(
                 f"tensor {name} has shape {list(weight.shape)}, the configuration says {expected}"
             )
-        if weight.group % self.panels.group:
+        if weight.group % layout.group:
             raise ValueError(
                 f"tensor {name} has groups of {weight.group} values, and quantization_config says "
                 "another size"
             )
-        weight = weight.regrouped(self.panels.group)
+        if isinstance(weight, Int4Weight):
+            weight = weight.regrouped(layout.group)
         own = [self._own(name, part, place) for place, part in enumerate(weight)]
         experts, rows, columns = self.panels.sizes
-        sizes = (columns // _CODES, *[columns // self.panels.group] * 2)
+        sizes = (columns // _CODES, *[columns // layout.group] * 2)
         for part, size in zip(own, sizes, strict=True):
             if part.shape[-2:] != (rows, size):
                 raise ValueError(
                     f"tensor {name} has {part.shape[-2]} rows, the configuration says {rows}"
                 )
-        values, scales, zeros = (part.expand(experts, -1, -1) for part in own)
         try:
-            pack_int4_panels(Int4Weight(values, scales, zeros), self.panels)
+            pack_panels(type(weight)(*(part.expand(experts, -1, -1) for part in own)), self.panels)
         except ValueError as error:
             raise ValueError(f"tensor {name} {error}") from None
 
@@ -77,7 +81,9 @@ class Int4Slot(WeightSlot):
         drawn = torch.empty(self.source_shape, device=device, dtype=torch.bfloat16)
         values(drawn)
         (name,) = self.sources
-        self.fill({name: quantise_int4(drawn, self.panels.group)})
+        layout = self.panels.layout
+        in_int4 = layout.code == "int4"
+        self.fill({name: quantise_int4(drawn, layout.group) if in_int4 else quantise_nvfp4(drawn)})
 
     @property
     def source_shape(self) -> list[int]:
@@ -92,7 +98,7 @@ class Int4Slot(WeightSlot):
         shard = self.shard
         if shard is not None:
             if shard.axis == (2 if self.several else 1):
-                shard = shard.of_blocks(self.panels.group if index else _CODES)
+                shard = shard.of_blocks(self.panels.layout.group if index else _CODES)
             try:
                 part = shard.take(part)
             except ValueError as error:
@@ -100,15 +106,15 @@ class Int4Slot(WeightSlot):
         return part if self.combine is None else self.combine({name: part})
 
 
-def int4_parameters(
-    form: Int4Format, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> tuple[nn.Parameter, nn.Parameter, int] | None:
-    """Make room for weights [E, N, K] in int4: words, scales and the columns of a group; None if
-    they cannot be kept in it."""
+def four_bit_parameters(
+    form: FourBitFormat, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Parameter, nn.Parameter, Layout] | None:
+    """Make room for weights [E, N, K] in 4 bits: words, scales and their layout; None if they
+    cannot be kept so."""
     experts, rows, columns = sizes
-    group = group_in_panels(dtype, columns, form.group or columns)
-    if group is None:
+    layout = layout_of(form.code, dtype, columns, form.group or columns)
+    if layout is None:
         return None
-    panels = empty_int4_panels(experts, rows, columns, group, dtype, device=device)
+    panels = empty_panels((experts, rows, columns), layout, device=device)
     words, scales = (nn.Parameter(each, requires_grad=False) for each in panels[:2])
-    return words, scales, group
+    return words, scales, layout
