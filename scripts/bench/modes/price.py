@@ -112,9 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=commas(str, MODELS), required=True)
     parser.add_argument("--against", type=commas(str, MODELS), help="B of each, without the mode")
     parser.add_argument("--workloads", type=commas(str, WORKLOADS), default=["mixed", "decode"])
-    parser.add_argument(
-        "--layers", type=int, default=12, help="the first N layers; 0: all"
-    )
+    parser.add_argument("--layers", type=int, default=12, help="the first N layers; 0: all")
     parser.add_argument("--requests", type=int, default=256, help="the most rows of a workload")
     parser.add_argument("--scored", action="store_true", help="answers are scored")
     parser.add_argument("--rounds", type=int, default=3)
