@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from batchgen.cli.options import Options, choice_folders
 from batchgen.cli.verb_table import VERBS
 from batchgen.config.compose.compose_config import Composed, compose_groups
@@ -19,6 +17,7 @@ from batchgen.pipelines.run.pipeline_file import read_pipeline, ready_pipeline
 from batchgen.pipelines.run.pipeline_values import PIPELINE, STEPS
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
+from batchgen.util.text.plain_yaml import yaml_text
 
 
 def composed(options: Options) -> JobConfig:
@@ -69,7 +68,7 @@ def show_config(options: Options) -> int:
         if package not in groups:
             raise ConfigError(f"--package {package}: choose among {', '.join(groups)}")
         groups = {package: groups[package]}
-    print(yaml.safe_dump(groups, sort_keys=False, allow_unicode=True), end="")
+    print(yaml_text(groups), end="")
     return 0
 
 

@@ -6,6 +6,8 @@ stays as it was typed and error messages are our own.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,29 +117,37 @@ def _composed(collected: UserValues) -> dict[str, Any]:
     overrides += [f"+{EXPERIMENT}={name}" for name in collected.experiments[:1]]
     if len(collected.experiments) > 1:
         raise ConfigError(f"experiment: choose one of {', '.join(collected.experiments)}")
+    from batchgen.config.compose.choice_files import search_path
+
+    overrides += search_path(collected.folders)
+    # Files of the user may have changed since they were last read.
+    read = _groups_of.__wrapped__ if collected.folders else _groups_of
+    groups, made = copy.deepcopy(read(tuple(overrides)))
+    for experiment in collected.experiments:
+        own_columns = "columns" in collected.named.get("output", ())
+        leave_out_others(groups, experiment, collected.choices, own_columns=own_columns)
+    collected.choices = {group: made[group] for group in GROUPS if group not in collected.whole}
+    return {**groups, **collected.whole}
+
+
+@functools.lru_cache(maxsize=64)
+def _groups_of(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The groups that Hydra composes of choices, and the choice of each."""
     # Hydra takes a tenth of a second to load, and what was refused until here does not need it.
     from hydra import compose as compose_choices
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
-    from batchgen.config.compose.choice_files import search_path
-
-    overrides += search_path(collected.folders)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("batchgen.conf", version_base="1.3"):
-            composed = compose_choices("config", overrides=overrides, return_hydra_config=True)
+            composed = compose_choices("config", overrides=[*overrides], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"the choices {' '.join(overrides)} do not fit: {error}") from None
     names = [str(name) for name in composed if name != "hydra"]
     groups = {name: OmegaConf.to_container(composed[name]) for name in names}
-    for experiment in collected.experiments:
-        own_columns = "columns" in collected.named.get("output", ())
-        leave_out_others(groups, experiment, collected.choices, own_columns=own_columns)
-    made = composed.hydra.runtime.choices
-    collected.choices = {group: made[group] for group in GROUPS if group not in collected.whole}
-    return {**groups, **collected.whole}
+    return groups, dict(composed.hydra.runtime.choices)
 
 
 def _set(groups: dict[str, Any], collected: UserValues, key: str, value: Any) -> None:

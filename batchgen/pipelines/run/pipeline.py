@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from batchgen.config.compose.compose_config import compose_groups
 from batchgen.config.compose.load_config import escaped_text, load_config, resolved
 from batchgen.config.compose.trust import Trust
@@ -30,6 +28,7 @@ from batchgen.pipelines.run.pipeline_values import (
 from batchgen.pipelines.run.written_sets import Export, Push, read_exports, read_pushes
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_folder
+from batchgen.util.text.plain_yaml import yaml_text
 
 _MOST_ERRORS = 0.05
 _PATH = "path"
@@ -121,7 +120,7 @@ class Pipeline:
         values[STEPS] = {name: step.values() for name, step in self.steps.items()}
         values |= {EXPORT: [one.values() for one in self.exports]} if self.exports else {}
         values |= {PUSH: [one.values() for one in self.pushes]} if self.pushes else {}
-        return yaml.safe_dump(escaped_text(values), sort_keys=False, allow_unicode=True)
+        return yaml_text(escaped_text(values))
 
 
 def compose_pipeline(
