@@ -12,7 +12,6 @@ from batchgen.kernels.four_bit.grouped_product_triton import four_bit_down, four
 from batchgen.kernels.four_bit.layouts import dequantise_reference
 from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.kernels.four_bit.tiles import FourBitTiles, four_bit_tiles
-from batchgen.kernels.fp8.quantise import RoundedRows
 from batchgen.kernels.moe.epilogues import Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp_reference
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
@@ -40,7 +39,7 @@ class FourBitExperts(NamedTuple):
 
     def multiply(
         self,
-        x: Tensor | RoundedRows,
+        x: Tensor,
         alignment: Alignment,
         tiles: FourBitTiles | MoETiles,
         weights: Tensor,
@@ -48,7 +47,6 @@ class FourBitExperts(NamedTuple):
         parts: Tensor,
     ) -> None:
         """Compute both products, as `ExpertWeights.multiply` says."""
-        assert isinstance(x, Tensor)
         gate_up, down = self
         (experts, hidden, inner), k = self.sizes, weights.shape[1]
         assert gate_up.sizes == (experts, 2 * inner, hidden)

@@ -13,7 +13,7 @@ from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_u
 from batchgen.kernels.fp8.fp8_linear import fp8_linear_reference
 from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
-from batchgen.kernels.fp8.quantise import RoundedRows, quantise_rows
+from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.layers.activation import silu_and_mul_reference
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
@@ -24,14 +24,14 @@ from batchgen.kernels.moe.tiled_layout import matrix_sizes
 class FP8Experts(NamedTuple):
     """`ExpertWeights` in FP8, without other epilogues than SwiGLU.
 
-    x and what is between the two products are quantised in groups of 128 values; x comes by
-    `powers_of_two` if it is quantised already. If 128 rows of a weight share a scale, I is a
-    multiple of 128.
+    x and what is between the two products are quantised in groups of 128 values. If 128 rows of a
+    weight share a scale, I is a multiple of 128.
     """
 
     gate_up: FP8Weight  # [E, 2·I, H]
     down: FP8Weight  # [E, H, I]
     powers_of_two: bool = False  # the scales of activations are powers of two
+    rows: FP8Rows | None = None  # x if it is quantised already
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -44,7 +44,7 @@ class FP8Experts(NamedTuple):
 
     def multiply(
         self,
-        x: Tensor | RoundedRows,
+        x: Tensor,
         alignment: Alignment,
         tiles: ExpertTiles,
         weights: Tensor,
@@ -52,15 +52,12 @@ class FP8Experts(NamedTuple):
         parts: Tensor,
     ) -> None:
         """Compute both products, as `ExpertWeights.multiply` says."""
-        gate_up, down, powers = self
+        gate_up, down, powers, rows = self
         (experts, hidden, inner), slots = self.sizes, len(parts)
         assert epilogues == PLAIN
         assert matrix_sizes(gate_up.values) == (experts, 2 * inner, hidden)
         assert gate_up.scale_rows == 1 or inner % BLOCK == 0
-        if isinstance(x, RoundedRows):
-            values, scales, _ = x.in_fp8
-        else:
-            values, scales = quantise_rows_triton(x, powers)
+        values, scales = quantise_rows_triton(x, powers) if rows is None else rows[:2]
         activated = torch.empty((slots, inner), dtype=FP8, device=parts.device)
         of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=parts.device)
         k = weights.shape[1]
@@ -70,7 +67,7 @@ class FP8Experts(NamedTuple):
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
         """Compute `grouped_mlp` in PyTorch, as plainly as it can be written."""
         assert epilogues == PLAIN
-        gate_up, down, powers = self
+        gate_up, down, powers, _ = self
         of_slots = torch.zeros((*ids.shape, x.shape[1]), device=x.device)
         for expert in ids[ids < len(gate_up.values)].unique().tolist():
             token, slot = (ids == expert).nonzero(as_tuple=True)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues, gated
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
@@ -24,7 +23,7 @@ from batchgen.kernels.moe.tiled_layout import are_panels, matrix_sizes
 
 
 def grouped_mlp(
-    x: Tensor | RoundedRows,  # [T, H]; rounded only for weights in FP8
+    x: Tensor,  # [T, H]
     experts: ExpertWeights,
     ids: Tensor,  # [T, k] int32, each in [0, E)
     weights: Tensor,  # [T, k] float32
@@ -57,11 +56,11 @@ def grouped_mlp(
             shared=shared,
             num_routed=num_routed,
         )
-    return add_up(experts.on_cpu(plain_rows(x), ids, weights, epilogues), residual, shared)
+    return add_up(experts.on_cpu(x, ids, weights, epilogues), residual, shared)
 
 
 def grouped_parts(
-    x: Tensor | RoundedRows,
+    x: Tensor,
     experts: ExpertWeights,
     ids: Tensor,
     weights: Tensor,
@@ -92,7 +91,7 @@ class PlainExperts(NamedTuple):
 
     def multiply(
         self,
-        x: Tensor | RoundedRows,
+        x: Tensor,
         alignment: Alignment,
         tiles: MoETiles,
         weights: Tensor,
@@ -100,7 +99,6 @@ class PlainExperts(NamedTuple):
         parts: Tensor,
     ) -> None:
         """Compute both products, as `ExpertWeights.multiply` says."""
-        assert isinstance(x, Tensor)
         (experts, hidden, inner), slots = self.sizes, len(parts)
         assert matrix_sizes(self.gate_up) == (experts, epilogues.parts * inner, hidden)
         assert self.gate_up.is_contiguous() and self.down.is_contiguous()

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows
 from batchgen.kernels.layers.partial_sums_triton import sum_parts
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
@@ -36,7 +35,7 @@ class ExpertWeights(Protocol):
 
     def multiply(
         self,
-        x: Tensor | RoundedRows,  # [T, H]
+        x: Tensor,  # [T, H]
         alignment: Alignment,  # of the T·k slots
         tiles: Any,
         weights: Tensor,  # [T, k] float32
@@ -51,7 +50,7 @@ class ExpertWeights(Protocol):
 
 
 def grouped_mlp_triton(
-    x: Tensor | RoundedRows,
+    x: Tensor,
     experts: ExpertWeights,
     ids: Tensor,
     weights: Tensor,
@@ -78,11 +77,11 @@ def grouped_mlp_triton(
         num_routed=num_routed,
         tiles=tiles,
     )
-    return sum_of_slots(parts, plain_rows(x), residual, ids, experts.sizes[0], num_routed, shared)
+    return sum_of_slots(parts, x, residual, ids, experts.sizes[0], num_routed, shared)
 
 
 def grouped_parts_triton(
-    x: Tensor | RoundedRows,
+    x: Tensor,
     experts: ExpertWeights,
     ids: Tensor,
     weights: Tensor,
@@ -93,13 +92,13 @@ def grouped_parts_triton(
 ) -> Tensor:
     """Compute what `grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
     their weights. There must be tokens. Nothing is written for slots whose expert is elsewhere."""
-    plain, (own, hidden, _) = plain_rows(x), experts.sizes
-    assert plain.shape[1] == hidden and plain.stride(1) == 1
-    assert weights.shape == ids.shape and len(ids) == len(plain) and weights.is_contiguous()
+    own, hidden, _ = experts.sizes
+    assert x.shape[1] == hidden and x.stride(1) == 1
+    assert weights.shape == ids.shape and len(ids) == len(x) and weights.is_contiguous()
     num_routed = num_routed or own
     tiles = tiles or experts.tiles(ids.numel() * own // num_routed)
     alignment = moe_align(ids, own, tiles.block_m, some_elsewhere=num_routed > own)
-    parts = torch.empty((ids.numel(), hidden), dtype=plain.dtype, device=plain.device)
+    parts = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
     experts.multiply(x, alignment, tiles, weights, epilogues, parts)
     return parts
 

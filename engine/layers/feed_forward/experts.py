@@ -32,7 +32,7 @@ from batchgen.kernels.four_bit.tiles import four_bit_tiles
 from batchgen.kernels.fp8.fp8_experts import FP8Experts
 from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
-from batchgen.kernels.fp8.quantise import RoundedRows
+from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
@@ -200,8 +200,8 @@ class Experts(nn.Module):
             out = grouped_mlp_cpu(x, *self._packed, ids, weights, *self.epilogues[2:])
             return add_up(out, residual, shared)
         return grouped_mlp(
-            x,
-            self._weights(),
+            plain_rows(x),
+            self._weights(x),
             ids,
             weights,
             residual,
@@ -221,14 +221,14 @@ class Experts(nn.Module):
         """Add `forward`'s sum to `residual` in place, now or when it is read; needs all experts."""
         parts = None
         if self._packed is None:
-            parts = grouped_parts(x, self._weights(), ids, weights, self.epilogues)
+            parts = grouped_parts(plain_rows(x), self._weights(x), ids, weights, self.epilogues)
         if parts is not None:
             return PendingParts(residual, parts, shared and shared())
         self(x, ids, weights, residual, shared)
         return residual
 
-    def _weights(self) -> ExpertWeights:
-        """Return the weights of both products in their format."""
+    def _weights(self, x: Tensor | RoundedRows) -> ExpertWeights:
+        """Return the weights of both products in their format, for these tokens."""
         if (packed := self.in_four_bits) is not None:
             return packed
         wide, narrow, form = self.gate_up_scales, self.down_scales, self.form
@@ -236,7 +236,8 @@ class Experts(nn.Module):
             return PlainExperts(self.gate_up_proj, self.down_proj)
         assert isinstance(form, FP8Format)
         gate_up, down = FP8Weight(self.gate_up_proj, wide), FP8Weight(self.down_proj, narrow)
-        return FP8Experts(gate_up, down, form.powers_of_two)
+        rows = x.in_fp8 if isinstance(x, RoundedRows) else None
+        return FP8Experts(gate_up, down, form.powers_of_two, rows)
 
     @property
     def in_four_bits(self) -> FourBitExperts | None:

@@ -12,7 +12,7 @@ from batchgen.kernels.fp8.fp8_experts import FP8Experts
 from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_up
 from batchgen.kernels.fp8.fp8_tiles import EXPERTS, ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_fp8
-from batchgen.kernels.fp8.quantise import FP8Rows, RoundedRows, quantise_rows
+from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.moe.epilogues import PLAIN
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
@@ -169,15 +169,15 @@ def test_every_line_of_the_table(in_panels: bool) -> None:
 
 def test_tokens_that_are_quantised_already() -> None:
     case = Case(9, 2, 3, 128, 128, False, in_panels=True)
-    arguments = FP8Experts(case.gate_up, case.down), case.ids, case.weights
+    routed, experts = (case.ids, case.weights), FP8Experts(case.gate_up, case.down)
     rows = FP8Rows(*quantise_rows_triton(case.x), 9)
     # Nothing but the dtype and the shape is read of what they were before.
-    both = RoundedRows(torch.full_like(case.x, torch.nan), rows)
-    found = grouped_mlp_triton(both, *arguments, tiles=COLUMNS)
-    assert torch.equal(found, grouped_mlp_triton(case.x, *arguments, tiles=COLUMNS))
-    in_rows = FP8Experts(*case.weights_in_rows), case.ids, case.weights
-    again = grouped_mlp(RoundedRows(case.x, rows), *in_rows)
-    assert torch.equal(again, grouped_mlp(case.x, *in_rows))
+    before, quantised = torch.full_like(case.x, torch.nan), experts._replace(rows=rows)
+    found = grouped_mlp_triton(before, quantised, *routed, tiles=COLUMNS)
+    assert torch.equal(found, grouped_mlp_triton(case.x, experts, *routed, tiles=COLUMNS))
+    in_rows = FP8Experts(*case.weights_in_rows)
+    again = grouped_mlp(case.x, in_rows._replace(rows=rows), *routed)
+    assert torch.equal(again, grouped_mlp(case.x, in_rows, *routed))
 
 
 @pytest.mark.gpu
