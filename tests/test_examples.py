@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,14 @@ def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     page = (ROOT / "docs" / "reference" / "output.md").read_text()
     inputs = {"id", "kind", "question", "target", "topic", "passage"}
     assert [column for column in {*found[0]} - inputs if f"`{column}`" not in page] == []
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_run(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        assert cell.get("outputs", []) == []
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert "16 answers" in capsys.readouterr().out

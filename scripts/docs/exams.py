@@ -23,7 +23,8 @@ compared is text, rules and graders.
 | exam | data, rows | licence | gate | prompt | grader | checked against |
 |---|---|---|---|---|---|---|"""
 _NOTES = """\
-`ruler` makes its rows by the step `Ruler`. Left out are its two tasks over SQuAD and HotpotQA.
+`ruler` makes its rows by the step `Ruler`, of generated text alone. So its two tasks over SQuAD and
+HotpotQA, which ask about texts of these data sets, are left out.
 Where the definition has essays and English words, it has sentences and words of ours, so that no
 text is needed and none of it was read in training; figures of these tasks are not to be compared
 with published ones. `vt` is asked without the example that stands before it in the definition.

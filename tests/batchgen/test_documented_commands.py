@@ -49,6 +49,7 @@ def _yaml_block(page: str, holds: str) -> str:
 
 
 FILES["pipeline.yaml"] = _yaml_block("docs/guides/pipelines.md", "steps:")
+FILES["data.yaml"] = _yaml_block("docs/guides/tutorial_data.md", "steps:")
 FILES["simpleqa.yaml"] = _yaml_block("docs/guides/evals.md", "template: simpleqa")
 FILES["judged.yaml"] = _yaml_block("docs/benchmarks/jobs.md", "judge: {template: match}")
 
@@ -76,7 +77,7 @@ def test_there_are_commands() -> None:
     assert len(_commands()) > 30
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("command", _commands())
 def test_a_documented_command_is_understood(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -218,8 +218,8 @@ def _short_value(key: str, value: str) -> str:
 
 
 def short_key(key: str) -> str:
-    """The last part of a key, but for models, whose path says most."""
-    return "model" if key == "model.path" else key.rpartition(".")[2]
+    """The last part of a key; of models, whose path says most, and of classes the group."""
+    return "model" if key == "model.path" else key.removesuffix("._target_").rpartition(".")[2]
 
 
 def table_csv(table: ArmTable, x: str | None = None) -> str:

@@ -100,7 +100,9 @@ def estimate_engine(
     heads = strategy_heads(opened.strategy, opened.model)
     ranks = config.engine.tensor_parallel
     target = bare(opened.model, dtype, heads, ranks, units=units)
-    target.weight_bytes += opened.model.adapter_bytes(dtype)
+    target.weight_bytes += opened.model.adapter_bytes(
+        target, config.engine.lora_slots, on_cpu=on == "cpu"
+    )
     others = {
         name: bare(other, dtype, [], ranks, units=units) for name, other in opened.others.items()
     }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
@@ -15,19 +16,27 @@ from batchgen.pages.viewer.disagreements import MOST_ANSWERS
 from batchgen.pages.viewer.jobs_below import JobBelow
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.shorten import beginning
 
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What the files of a stranger can raise where they are not those of a job."""
+_SHOWN_PROMPT = 120  # characters
 
 
 @dataclass(frozen=True)
 class Board:
-    """The arms of one exam; `fault` says why there is no table."""
+    """The arms of one exam.
+
+    Attributes:
+        fault: why there is no table.
+        prompt: how its prompt begins, where another exam has the same data set.
+    """
 
     dataset: str
     names: tuple[str, ...]
     table: ArmTable | None = None
     fault: str = ""
+    prompt: str = ""
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
@@ -77,8 +86,22 @@ def _boards(jobs: Sequence[JobBelow]) -> list[Board]:
     exams: dict[str, list[JobBelow]] = {}
     for job in jobs:
         exams.setdefault(_exam(job), []).append(job)
-    found = [_board(group) for group in exams.values()]
+    names = Counter(group[0].short_dataset for group in exams.values())
+    found = []
+    for group in exams.values():
+        board = _board(group)
+        several = names[board.dataset] > 1
+        found.append(replace(board, prompt=_prompt(group[0])) if several else board)
     return sorted(found, key=lambda board: -len(board.names))
+
+
+def _prompt(job: JobBelow) -> str:
+    """How the template of a job's prompt begins; empty if nothing says it."""
+    try:
+        prompt = JobFolderReader(job.path).config.get("prompt") or {}
+        return beginning(str(prompt.get("user") or prompt.get("text") or ""), _SHOWN_PROMPT)
+    except (ConfigError, JobError, *_DAMAGED):
+        return ""
 
 
 def _exam(job: JobBelow) -> str:

@@ -89,6 +89,7 @@ def test_experts_of_a_head_are_in_panels(tmp_path: Path, load_panels: Load) -> N
     expect_panels(2, ours, in_rows)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_rounding_to_fp8_while_loading(
     load_format: str, tiny_model: TinyModel, load_panels: Load

@@ -193,6 +193,7 @@ def test_dummy_weights_of_experts(tiny_model: TinyModel) -> None:
     assert (weights.std(1) - 0.02).abs().max() < 0.002
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_has_the_same_bits_in_any_batch(
     dtype: torch.dtype, tiny_model: TinyModel, run_paged: Callable[..., Tensor]

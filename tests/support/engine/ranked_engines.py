@@ -77,7 +77,8 @@ class Case:
                 **where,
             )
             if self.adapters:
-                add_adapters(model, {n: open_adapter(path) for n, path in self.adapters.items()})
+                adapters = {n: open_adapter(path) for n, path in self.adapters.items()}
+                add_adapters(model, adapters, slots=self.config.get("lora_slots"))
             yield LLMEngine(
                 model,
                 make_tokenizer() if self.has_text else None,

@@ -7,7 +7,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
@@ -21,6 +20,7 @@ from batchgen.evals.graders.grade_rows import Grader
 from batchgen.evals.graders.step import PostStep
 from batchgen.inputs.steps.split import Explode
 from batchgen.util.templates.row_templates import RowTemplate
+from batchgen.util.text.plain_yaml import load_yaml
 from tests.support.sandboxes import need_sandbox, sandbox_missing
 
 ROOT = Path(__file__).parents[4]
@@ -79,9 +79,10 @@ def made(specs: list[dict[str, Any]] | None) -> list[Any]:
     return steps
 
 
+@cache
 def golden(name: str) -> list[dict[str, Any]]:
     path = Path(__file__).with_name("exams") / f"{name}.yaml"
-    rows: list[dict[str, Any]] = yaml.safe_load(path.read_text())
+    rows: list[dict[str, Any]] = load_yaml(path.read_text(), name)
     return rows
 
 
@@ -122,6 +123,7 @@ def test_prompts_are_those_of_the_definition(name: str) -> None:
         )
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", sorted(set(EXAMS) - OTHERS))
 def test_targets_are_those_of_the_definition(name: str) -> None:
     """The grader finds the target of each row, says so, and takes the target itself for right."""
@@ -191,6 +193,7 @@ def test_choices_tell_what_is_true() -> None:
     assert found[20]["grade_error"]["type"] == "bad_target"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", EXAMS)
 def test_an_exam_takes_its_data_from_the_hub_or_from_a_file(name: str) -> None:
     hub, _ = composed(name)
@@ -227,20 +230,21 @@ def test_a_filter_changes_no_question_that_is_shuffled() -> None:
     assert alone == [row_fields(own, index, row) for index, row in enumerate(rows)][::-1]
 
 
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("name", EXAMS)
 def test_every_exam_has_a_dry_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Over rows in the data set's form, with the steps of the exam."""
     monkeypatch.chdir(tmp_path)
-    for name in EXAMS:
-        if name in BY_TESTS and sandbox_missing() is not None:
-            continue
-        rows = [json.dumps(row["fields"]) for row in golden(name)]
-        Path(f"{name}.jsonl").write_text("\n".join(rows).replace('"picture"', '"image"'))
-        overrides = ["dataset=files", f"dataset.path={name}.jsonl", "model=nano_hybrid"]
-        overrides += ["sampling.max_new_tokens=4", "prompt.too_long=truncate_left", "--dry-run"]
-        code = run_command([f"+experiment={name}", *overrides])
-        said = capsys.readouterr()
-        assert code == 0, (name, said.err)
-        assert "Nothing was run: this was --dry-run." in said.out, name
-        assert "10 rows" in said.out, (name, said.out)
+    if name in BY_TESTS and sandbox_missing() is not None:
+        pytest.skip("needs a sandbox")
+    rows = [json.dumps(row["fields"]) for row in golden(name)]
+    Path(f"{name}.jsonl").write_text("\n".join(rows).replace('"picture"', '"image"'))
+    overrides = ["dataset=files", f"dataset.path={name}.jsonl", "model=nano_hybrid"]
+    overrides += ["sampling.max_new_tokens=4", "prompt.too_long=truncate_left", "--dry-run"]
+    code = run_command([f"+experiment={name}", *overrides])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "Nothing was run: this was --dry-run." in said.out
+    assert "10 rows" in said.out, said.out

@@ -63,6 +63,7 @@ PAGES = {
     "compare": ("two", "row?n=1"),
     "flips": ("two", ""),
     "jobs": ("folder", ""),
+    "leaderboard": ("folder", "leaderboard"),
     "sorted jobs": ("folder", "?sort=score&text=s"),
 }
 

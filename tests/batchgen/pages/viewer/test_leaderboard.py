@@ -34,6 +34,7 @@ def test_each_exam_has_a_table_with_the_best_first(outputs: Path) -> None:
     averaged = page.text.index("averaged over sampling.seed 1, 2")
     assert best < page.text.index("90.0%") < page.text.index("45.0%") < averaged
     assert page.text.index("60.0%") > averaged and "bare" not in page.text
+    assert "So {{ question }}" in page.text  # which exam of this data set it is
     assert keys["large"] in page.links and keys["other"] in page.links
     assert "leaderboard" in read(FolderSite(outputs, "outputs"), "").links
 
