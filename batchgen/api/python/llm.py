@@ -14,12 +14,12 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.api.python.given_prompts import (
-    AskedPrompt,
+from batchgen.api.python.call_prompts import (
     Conversation,
     Prompt,
     PromptIds,
     ReadPrompt,
+    TokenizedPrompt,
     images_of,
     read_prompts,
 )
@@ -528,7 +528,7 @@ class LLM:
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:
-                found: AskedPrompt | RequestError = ids.of(prompt)
+                found: TokenizedPrompt | RequestError = ids.of(prompt)
             except RequestError as error:
                 found = error
             for sample in range(own.n):

@@ -32,6 +32,7 @@ from batchgen.engine.replicas import Leader
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.model_source import resolve_model
 from batchgen.util.shorten import some_names
+from batchgen.util.text.text_table import size_text
 
 DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -111,6 +112,14 @@ class OpenedModel:
             return f"dequantised {packed.name}{instead}"
         return f"{'' if form.native else 'dequantised '}{format_name(form)}{instead}"
 
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of the files of weights, of a GGUF file or of safetensors; 0 without any."""
+        if self.load_format == "dummy":
+            return 0
+        files = safetensors_files(self.path) if self.path.is_dir() else [self.path]
+        return sum(file.stat().st_size for file in files)
+
     def adapter_bytes(self, weights: CausalLM, slots: int | None, *, on_cpu: bool) -> int:
         """The bytes of the adapters on a device, in this many slots, beside the weights of a model
         without values."""
@@ -156,9 +165,9 @@ class OpenedModel:
             )
         if isinstance(packed, PackedFormat):
             kept = form is not None and self.quantization is None
+            instead = f"are dequantised to {name} ({size_text(self.file_bytes)} in the files)"
             print(
-                f"model: weights in {packed.name} "
-                f"{'stay in 4 bits' if kept else f'are dequantised to {name}'}"
+                f"model: weights in {packed.name} {'stay in 4 bits' if kept else instead}"
                 f"{unused_text(packed, torch_dtype) or f'; activations: {name}'}",
                 file=sys.stderr,
                 flush=True,
