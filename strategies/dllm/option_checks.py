@@ -10,7 +10,7 @@ from batchgen.strategies.dllm.rules.rule import Rule
 
 
 def check_length(
-    asked: int | None, sub_block_length: int | None, model: ModelConfig
+    block_length: int | None, sub_block_length: int | None, model: ModelConfig
 ) -> tuple[int, Diffusion]:
     """The length of a block, and how the model diffuses. Raises ValueError if it does not, if
     neither the option nor the model says the length, and if sub-blocks do not divide it."""
@@ -19,7 +19,7 @@ def check_length(
             f"strategy dllm needs a diffusion model, and {model.architecture} predicts next "
             "tokens: use strategy=ar"
         )
-    length = asked or model.diffusion.block_length
+    length = block_length or model.diffusion.block_length
     if length is None:
         raise ValueError(
             "block_length is null, and the model does not say for which it was trained: set "

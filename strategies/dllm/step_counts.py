@@ -70,7 +70,7 @@ def summary_lines(
 
 def count_forwards(
     blocks: BlockRows,
-    decided: KnownBlocks,
+    outcome: KnownBlocks,
     yielded: Tensor,
     ended: Tensor,
     guided: Tensor | None,
@@ -84,17 +84,17 @@ def count_forwards(
 
     Args:
         blocks: those that the step has read.
-        yielded: [B] bool, the rows whose block in `decided` is yielded.
+        yielded: [B] bool, the rows whose block in `outcome` is yielded.
         ended: [B] bool, the rows that end in the step.
         guided: [B] bool, the rows with a constraint; None if there are none.
         fused: whether commits may find room beside denoise steps.
         late: whether blocks are yielded by the forward that makes their KV final.
     """
-    forwards = torch.where(yielded, decided.denoised, 0)
+    forwards = torch.where(yielded, outcome.denoised, 0)
     forwards += torch.where(ended, blocks.denoised + 1, 0)
     if late:
         # Its last block is final in the first denoise step of the next, or alone.
-        first, last = (decided.starts == each for each in (blocks.first_starts, blocks.last_starts))
+        first, last = (outcome.starts == each for each in (blocks.first_starts, blocks.last_starts))
         alone = torch.ones_like(yielded) if not fused else guided
         extra, commits = yielded & first, yielded & last
         if alone is not None:
