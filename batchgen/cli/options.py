@@ -13,7 +13,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path, user_path
 
 FLAGS = {
-    "--help": "this help; --help GROUP, --help GROUP=CHOICE and --help KEY tell more",
+    "--help": "this help; also --help GROUP, --help GROUP=CHOICE and --help KEY",
     "--version": "the versions of batchgen and of what it computes with",
     "--dry-run": "show the first prompts as the model will read them, and load no weights",
     "--multirun": "run a job for each value of a=1,2,3 (choice(…), range(…) and glob(…) too)",
