@@ -208,7 +208,7 @@ def _check_no_verb(argument: str, helps: bool) -> None:
         return
     if argument in _RUNNING:
         raise ConfigError(
-            f"{argument} is no verb: a job runs without one: `batchgen job.yaml`, or "
+            f"{argument} is not a verb: a job runs without one: `batchgen job.yaml`, or "
             "`batchgen model.path=… dataset.path=…`"
         )
     from batchgen.config.groups.config_keys import nearest

@@ -52,7 +52,7 @@ def _plan(arguments: list[str]) -> int:
     options = parse_options(rest)
     of_one_job = {"--config-dir", "--config-path", "--config-name", "--trust"}
     if more := sorted(options.flags - of_one_job):
-        raise ConfigError(f"plan: {more[0]} is for jobs: a plan is of one job and runs nothing")
+        raise ConfigError(f"plan: {more[0]} does not apply: a plan is for one job and runs nothing")
     if (pipeline := composed_pipeline(options)) is not None:
         return _plan_steps(pipeline, settings, as_json="--json" in arguments)
     config = composed(options)
