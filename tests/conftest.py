@@ -57,7 +57,7 @@ torch.set_num_threads(1)
 # How many examples hypothesis tries, whatever time they take: "all" is for `scripts/test --all`.
 # Tests whose examples are dear take a share of the number.
 any_time = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", any_time, max_examples=40)
+settings.register_profile("quick", any_time, max_examples=25)
 settings.register_profile("all", any_time, max_examples=1000)
 settings.load_profile("quick")
 

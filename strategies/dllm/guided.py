@@ -8,16 +8,19 @@ of a row in this order, and stops where it must not go on:
 - The first position behind them draws its token under the mask of what the constraint allows.
 - The positions after it drew their tokens without the constraint. They are taken as long as the
   unmasking rule permits and the constraint allows them, and so is what is forced between them.
+- Tokens that the rule replaces are tried after that, one by one from left to right: the matcher
+  goes back to the first of them and walks the block again. A replacement is taken if the block with
+  it, up to the newest token, is still the beginning of a legal text.
 
 The log-probabilities of a token are of the distribution that it was drawn from. Behind the position
-that draws under the mask, that is the distribution without the constraint. A forced token has
-probability 1.
+that draws under the mask, and where a token is replaced, that is the distribution without the
+constraint. A forced token has probability 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +42,16 @@ class Taken:
     # ordinary unmasking rule.
     rows: npt.NDArray[np.bool_]
     places: npt.NDArray[np.bool_]  # [B, L] bool, the positions of these rows that the step unmasks
+    edited: npt.NDArray[np.bool_]  # [B, L] bool, those whose tokens it replaces
     # [B] bool, the rows in which no token was left at the position that had to draw one under the
     # mask.
     conflicts: npt.NDArray[np.bool_]
+
+    @classmethod
+    def nothing(cls, rows: int, length: int) -> Taken:
+        """A step of B rows with blocks of L positions that takes nothing yet."""
+        each, places = np.zeros((2, rows), np.bool_), np.zeros((2, rows, length), np.bool_)
+        return cls(each[0], places[0], places[1], each[1])
 
 
 @dataclass(slots=True)
@@ -52,13 +62,19 @@ class _Run:
     matcher: Matcher  # the row's matcher, which stands behind the row's last taken token
     start: int  # the index in the block of the first masked position
     room: int  # how many positions there are from there to the end of the block
-    token_ids: list[int]  # the tokens taken so far
-    forced: list[int]  # the indices in `token_ids` of the tokens that the constraint forced
+    token_ids: list[int] = field(default_factory=list)  # the tokens taken so far
+    # The indices in `token_ids` of the tokens that the constraint forced.
+    forced: list[int] = field(default_factory=list)
+
+    @property
+    def draws(self) -> bool:
+        """Whether there is a masked position behind the tokens taken so far."""
+        return len(self.token_ids) < self.room
 
     def force(self) -> None:
         """Take the tokens that the constraint forces next, as far as the block reaches."""
         count = len(self.token_ids)
-        if count < self.room and (token_ids := self.matcher.forced(self.room - count)):
+        if self.draws and (token_ids := self.matcher.forced(self.room - count)):
             self.token_ids += token_ids
             self.forced += range(count, len(self.token_ids))
 
@@ -85,6 +101,39 @@ class _Run:
             self.force()
             place = len(self.token_ids)
 
+    def edit(self, known: list[int], drawn: list[int], places: list[int]) -> list[int]:
+        """Replace tokens of the block by drawn ones where the constraint allows it; returns the
+        places of those that it allows. If the row ends in the block then, take whatever is drawn
+        behind that.
+
+        Args:
+            known: the token at each position that an earlier step has unmasked; elsewhere -1.
+            drawn: the token that was drawn at each position.
+            places: where the rule replaces tokens, from left to right.
+        """
+        first = self.start - sum(token_id >= 0 for token_id in known)
+        tokens, allowed = [*known[first : self.start], *self.token_ids], list[int]()
+        for place in places:
+            index = place - first
+            other = [*tokens[:index], drawn[place], *tokens[index + 1 :]]
+            if self._walk_from(index, other):
+                tokens = other
+                allowed.append(place)
+            else:
+                self._walk_from(index, tokens)
+        if self.matcher.terminated:
+            self.token_ids += drawn[self.start + len(self.token_ids) :]
+        return allowed
+
+    def _walk_from(self, index: int, tokens: list[int]) -> bool:
+        """Walk the block's tokens again from an index on; returns whether all are legal. Those
+        behind a stop id always are, as the row ends before them."""
+        committed = self.matcher.num_committed
+        kept = min(index, self.matcher.num_tokens - committed)
+        self.matcher.rewind(committed + kept)
+        walked = kept + self.matcher.walk(tokens[kept:])
+        return self.matcher.terminated or walked == len(tokens)
+
 
 def denoise(
     guide: Guide,
@@ -92,6 +141,8 @@ def denoise(
     logits: Tensor,
     draw: Callable[[TokenMask | None], Drawn],
     permit: Callable[[Drawn], Tensor],
+    editing: Collection[int],
+    edit: Callable[[Drawn], tuple[Tensor, Tensor]],
 ) -> tuple[Drawn, Taken]:
     """Decide what a denoise step takes of the constrained rows. Waits for the tokens that the
     device draws, unless everything is forced.
@@ -106,46 +157,69 @@ def denoise(
         draw: draws a token for each position under a mask, or freely if that is None.
         permit: says, given the draw, which positions [B, L] the unmasking rule lets be taken after
             the first one.
+        editing: the constrained rows whose rule replaces tokens.
+        edit: says, given the draw, what they replace: the tokens [B, L] int64 that
+            earlier steps have unmasked, elsewhere -1, and [B, L] bool where the drawn ones take
+            their places.
     """
     rows, length = masked.shape
-    taken = Taken(np.zeros(rows, np.bool_), np.zeros_like(masked), np.zeros(rows, np.bool_))
+    taken = Taken.nothing(rows, length)
     runs = []
     for row, matcher in guide.matchers:
         taken.rows[row] = True
-        if masked[row].any():
-            start = int(masked[row].argmax())
-            runs.append(_Run(row, matcher, start, length - start, [], []))
-            # If an earlier step took tokens of this block, it took what they force as well.
-            if matcher.num_tokens == matcher.num_committed:
+        edits = row in editing
+        if edits or masked[row].any():
+            start = int(masked[row].argmax()) if masked[row].any() else length
+            runs.append(_Run(row, matcher, start, length - start))
+            # If an earlier step took tokens of this block, it took what they force as well, but for
+            # those that it has replaced.
+            if edits or matcher.num_tokens == matcher.num_committed:
                 runs[-1].force()
-    drawing = [run for run in runs if len(run.token_ids) < run.room]
+    drawing = [run for run in runs if run.draws]
     masks = MaskBuilder(logits)
     masks.allow(
         [run.row * length + run.start + len(run.token_ids) for run in drawing],
         [run.matcher for run in drawing],
     )
     drawn = draw(masks.build() if drawing else None)
-    if drawing:
-        _take_drawn(drawn, permit(drawn), drawing, taken)
+    if drawing or editing:
+        _take_drawn(drawn, permit(drawn), edit(drawn) if editing else (), runs, taken)
     for run in runs:
         taken.places[run.row, run.start : run.start + len(run.token_ids)] = True
     return _with_forced(drawn, runs, length, masks, draw), taken
 
 
-def _take_drawn(drawn: Drawn, permitted: Tensor, runs: list[_Run], taken: Taken) -> None:
+def _take_drawn(
+    drawn: Drawn, permitted: Tensor, edits: tuple[Tensor, ...], runs: list[_Run], taken: Taken
+) -> None:
     """Wait for the drawn tokens and let each row take of them, unless its logits are broken or its
-    constraint conflicts. `permitted` is [B, L] bool, the positions that the unmasking rule lets be
-    taken."""
-    assert drawn.conflict is not None
+    constraint conflicts.
+
+    Args:
+        permitted: [B, L] bool, the positions that the unmasking rule lets be taken.
+        edits: what `edit` of `denoise` has said, or nothing.
+    """
     shape = taken.places.shape
-    flags = (permitted.flatten(), drawn.failed, drawn.conflict)
-    sent = Download(torch.stack((drawn.token_ids, *flags)))  # one copy, for one wait
-    token_ids, allowed, failed, conflict = sent.wait().reshape(4, *shape)
+    conflict = drawn.failed.new_zeros(()).expand_as(drawn.failed)
+    flags = (
+        permitted.flatten(),
+        drawn.failed,
+        conflict if drawn.conflict is None else drawn.conflict,
+    )
+    parts = (drawn.token_ids, *flags, *(each.flatten() for each in edits))
+    sent = Download(torch.stack(parts))  # one copy, for one wait
+    token_ids, allowed, failed, conflicts, *replaced = sent.wait().reshape(-1, *shape)
     for run in runs:
         row, place = run.row, run.start + len(run.token_ids)
-        taken.conflicts[row] = conflict[row, place]
-        if not (failed[row, place] or conflict[row, place]):
+        if run.draws:
+            taken.conflicts[row] = conflicts[row, place]
+            if failed[row, place] or conflicts[row, place]:
+                continue
             run.extend(token_ids[row, run.start :].tolist(), allowed[row, run.start :].tolist())
+        if replaced:
+            known, chosen = (each[row] for each in replaced)
+            places = chosen.nonzero()[0].tolist()
+            taken.edited[row, run.edit(known.tolist(), token_ids[row].tolist(), places)] = True
 
 
 def _with_forced(

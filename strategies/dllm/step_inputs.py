@@ -19,6 +19,7 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.interface.outputs import OutputColumn, StepOutput
 from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.sampling.sampler import Drawn
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
@@ -219,14 +220,14 @@ class DLLMStepInputs(StepInputs):
             draws[:, 0] = 0
         return draws
 
-    @property
-    def editable(self) -> Tensor:
-        """[B, L] bool, the positions whose tokens a rule may replace: those that the row's blocks
-        have unmasked so far."""
+    def edits(self, drawn: Drawn) -> tuple[Tensor, Tensor]:
+        """What the rules replace in the rows' blocks: the tokens [B, L] int64 that these have
+        unmasked so far, elsewhere -1, and [B, L] bool where the drawn ones take their places."""
         blocks = self.blocks
         places = torch.arange(self._length, device=blocks.prompt_tokens.device)
         own = (places >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
-        return own & ~blocks.masked
+        known = torch.where(own & ~blocks.masked, blocks.token_ids, -1)
+        return known, self.rules.edited(known, drawn)
 
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
         """The blocks after the rows in `rows` [B] bool have begun their next one, in which all

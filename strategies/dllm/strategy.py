@@ -31,7 +31,7 @@ from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
 from batchgen.strategies.dllm.block_rows import KnownBlocks, Writes
 from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.edits import EDIT_LOG, MOST_EDITS, edit_log
-from batchgen.strategies.dllm.guided import denoise
+from batchgen.strategies.dllm.guided import Taken, denoise
 from batchgen.strategies.dllm.replay import is_exact, next_step
 from batchgen.strategies.dllm.rules.named_rules import named_rule, rule_of_row
 from batchgen.strategies.dllm.rules.rule import Rule
@@ -242,11 +242,6 @@ class DLLMStrategy(Strategy):
                 "of the next token, of which a block's first one is drawn with the block before: "
                 "use strategy.unmasking=low_confidence_dynamic without a constraint, and generate"
             )
-        if rule.edits and params.constraint is not None:
-            raise ValueError(
-                f"unmasking {rule.name} replaces tokens that others were already drawn behind, and "
-                "a constraint cannot follow that: use strategy.unmasking=low_confidence_dynamic"
-            )
 
     def _check_log(self, rule: Rule) -> None:
         """Raise ValueError if a row with this rule has no log of edits, or may have too long a
@@ -349,11 +344,13 @@ class DLLMStrategy(Strategy):
         blocks, length = state.blocks, self._length
         conflicts: Tensor | None = None
         guided: Tensor | None = None
+        taken: Taken | None = None
         if guide is None:
             drawn = self._draw(output)
             transfer = state.rules.unmasked(state.candidates, blocks.denoised, drawn)
         else:
-            drawn, transfer, guided, conflicts = self._decide_guided(output, guide)
+            drawn, transfer, guided, taken = self._decide_guided(output, guide)
+            conflicts = upload(taken.conflicts, torch.bool, transfer.device)
         drawn, transfer = self._replay(output, drawn, transfer)
         failed = drawn.failed.view(-1, length)
         broken = (failed & blocks.masked).any(1)
@@ -364,7 +361,10 @@ class DLLMStrategy(Strategy):
         columns[STEP_MAP.name] = step_map
         token_ids, edited = drawn.token_ids.view(-1, length), None
         if state.rules.any_edits:
-            edited = state.rules.edited(state.editable, blocks.token_ids, drawn)
+            _, edited = state.edits(drawn)
+            if guided is not None and taken is not None:
+                own = upload(taken.edited, torch.bool, edited.device)
+                edited = torch.where(guided.unsqueeze(1), own, edited)
         writes = Writes(transfer, edited, token_ids)
         if state.logs_edits:
             most = length - 1 + state.rules.most_edit_steps
@@ -473,10 +473,10 @@ class DLLMStrategy(Strategy):
 
     def _decide_guided(
         self, output: ModelOutput, guide: Guide
-    ) -> tuple[Drawn, Tensor, Tensor, Tensor]:
+    ) -> tuple[Drawn, Tensor, Tensor, Taken]:
         """Decide a denoise step of a batch with constrained rows. Returns the drawn tokens; [B, L]
-        bool, the positions that are unmasked; and [B] bool each, the rows with constraints and
-        those that conflict with them."""
+        bool, the positions that are unmasked; [B] bool, the rows with constraints; and what is
+        taken of them."""
         state, device = self.step_inputs, output.logits.device
         rules, of_step = state.rules, (state.candidates, state.blocks.denoised)
         drawn, taken = denoise(
@@ -485,6 +485,8 @@ class DLLMStrategy(Strategy):
             output.logits,
             lambda mask: self._draw(output, mask),
             lambda drawn: rules.permitted(*of_step, drawn),
+            [row for row, _ in guide.matchers if rules.rules[row].edits],
+            state.edits,
         )
         guided = upload(taken.rows, torch.bool, device)
         transfer = torch.where(
@@ -492,7 +494,7 @@ class DLLMStrategy(Strategy):
             upload(taken.places, torch.bool, device),
             rules.unmasked(*of_step, drawn),
         )
-        return drawn, transfer, guided, upload(taken.conflicts, torch.bool, device)
+        return drawn, transfer, guided, taken
 
 
 def _shares(numbers: Mapping[int, int]) -> str:

@@ -118,17 +118,15 @@ class RuleRows(Batched):
             keys = own
         return keys
 
-    def edited(self, editable: Tensor, old: Tensor, drawn: Drawn) -> Tensor:
+    def edited(self, known: Tensor, drawn: Drawn) -> Tensor:
         """[B, L] bool, the positions whose tokens a step replaces by drawn ones.
 
         Args:
-            editable: [B, L] bool, the positions with a token that is not of the prompt.
-            old: [B, L] int64, these tokens.
+            known: [B, L] int64, the tokens that may be replaced; elsewhere -1.
             drawn: see `unmasked`.
         """
-        is_other = drawn.token_ids.view(old.shape) != old
-        sure = _of_blocks(drawn.confidence, old) > self.edit_threshold.unsqueeze(1)
-        return editable & is_other & sure
+        is_other = (known >= 0) & (drawn.token_ids.view(known.shape) != known)
+        return is_other & (_of_blocks(drawn.confidence, known) > self.edit_threshold.unsqueeze(1))
 
 
 def _of_blocks(values: Tensor | None, like: Tensor) -> Tensor:

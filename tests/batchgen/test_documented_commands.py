@@ -77,7 +77,7 @@ def test_there_are_commands() -> None:
     assert len(_commands()) > 30
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("command", _commands())
 def test_a_documented_command_is_understood(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

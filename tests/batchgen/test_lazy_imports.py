@@ -44,7 +44,7 @@ def test_the_command_is_imported_without_heavy_packages(tmp_path: Path) -> None:
     assert not loaded
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "code", "says", "light"),
     [
@@ -100,7 +100,7 @@ def test_a_mistake_in_the_model_is_found_before_the_libraries_of_the_data_load(
     assert not loaded & {"datasets", "pyarrow"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "arguments",
     [

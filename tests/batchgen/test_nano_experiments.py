@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,24 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The ready jobs, over the first rows."""
+def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`out(name)` → the folder of a ready job, over the first rows."""
     folder = tmp_path_factory.mktemp("nano")
-    for name in LEAST_PER_FORWARD:
+
+    @functools.cache
+    def ready(name: str) -> Path:
         run([f"+experiment={name}", *SMALL, f"output.dir={folder / name}"])
-    return {name: folder / name for name in LEAST_PER_FORWARD}
+        return folder / name
+
+    return ready
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", LEAST_PER_FORWARD)
 def test_a_job_answers_right_and_says_so(
-    outs: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]
+    out: Callable[[str], Path], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = rows_of(outs[name])
+    rows = rows_of(out(name))
     assert [row["finish_reason"] for row in rows] == ["stop"] * ROWS
     steps = sum(row["num_forwards"] - row.get("num_commit_forwards", 0) for row in rows)
     tokens = sum(len(row["token_ids"]) for row in rows)
@@ -45,7 +51,7 @@ def test_a_job_answers_right_and_says_so(
         len(row["step_map"]) == len(row["logprobs"]) == len(row["token_ids"]) for row in rows
     )
     capsys.readouterr()
-    assert run_command(["score", str(outs[name]), "score.subset=kind"]) == 0
+    assert run_command(["score", str(out(name)), "score.subset=kind"]) == 0
     said = capsys.readouterr().out
     assert "100.0%" in said and "a+b-c" in said  # of all, and by kind
 
@@ -64,9 +70,9 @@ def test_answers_in_json_are_graded_by_the_same_steps(
 
 @pytest.mark.thorough
 def test_rows_with_drafts_are_those_without_and_can_be_compared(
-    outs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    out: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, drafted = tmp_path / "plain", outs["nano_hybrid"]
+    folder, drafted = tmp_path / "plain", out("nano_hybrid")
     plain = [
         "strategy=ar", "model=nano_hybrid", "dataset=nano_eval", "prompt=chat", "sampling=greedy",
         "prompt.user='{{ question }}'", "sampling.max_new_tokens=80",

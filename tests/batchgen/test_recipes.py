@@ -144,6 +144,7 @@ def test_each_recipe_is_a_file_too() -> None:
     assert all(f"`examples/pipelines/{path.name}`" in page for path in FILES)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_pipeline_of_a_recipe_is_understood(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -268,7 +268,7 @@ def test_chunking_preemption_and_caching_change_nothing(
     assert bool(mixed_steps) == (changes.get("chunk_tokens") != 0)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @on_every_device([{}, {"max_num_seqs": 40, "block_size": 16}], on_gpu=2)
 @pytest.mark.parametrize(
     ("chunk_tokens", "used"),
@@ -479,7 +479,7 @@ def test_stop_strings_end_rows_at_the_same_token_in_any_loop(
     assert engine.generated_tokens == sum(len(output.token_ids) for output in outputs)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @both_loops
 @pytest.mark.usefixtures("hopeful")
 def test_tokens_are_counted_once_and_dropped_ones_never(
@@ -542,7 +542,7 @@ def test_a_row_as_large_as_the_cache_runs(tiny: CausalLM) -> None:
     assert [len(output.token_ids) for output in outputs] == [24] * 4
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @on_every_device([{}], on_gpu=1)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_row_with_nan_fails_alone(

@@ -6,15 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from batchgen.cli.conf_files import Entry, read_choice
 from batchgen.cli.verb_table import VerbParser
 from batchgen.config.compose.compose_config import Composed, compose_groups
-from batchgen.config.compose.given_values import CHOICE
+from batchgen.config.compose.user_values import CHOICE
 from batchgen.config.groups.config_keys import STEP_LISTS, choice_values, choices
 from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.paths import user_path
+from batchgen.util.text.plain_yaml import yaml_text
 
 _HEAD = """\
 # A job of batchgen. This runs it, and goes on with it if it was stopped:
@@ -49,7 +48,7 @@ def new_job_file(composed: Composed, file: str) -> str:
     for group, values in composed.groups.items():
         if group in STEP_LISTS:
             if values:
-                parts.append(yaml.safe_dump({group: values}, sort_keys=False, allow_unicode=True))
+                parts.append(yaml_text({group: values}))
             continue
         name = composed.choices[group]
         choice = read_choice(group, name)
@@ -72,5 +71,5 @@ def _key_lines(entry: Entry | None, key: str, value: Any, defaults: Mapping[str,
     if isinstance(value, str):  # JSON text is YAML, and shows the ends of lines
         text = f"{key}: {json.dumps(value, ensure_ascii=False)}"
     else:
-        text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=10_000)
+        text = yaml_text({key: value}, width=10_000)
     return [*comment, *(f"  {line}" for line in text.splitlines())]

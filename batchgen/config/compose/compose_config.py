@@ -1,11 +1,13 @@
-"""Makes a job's configuration of what a user gives: a job file, a mapping, `key=value` texts.
+"""Composes a job's configuration from a job file or mapping and from `key=value` arguments.
 
-Hydra composes the choices of the groups and the ready jobs; the keys are then set here, so that a
-text stays as it was typed and a mistake is named in words of our own.
+Hydra composes the choices of groups and the ready jobs. The keys are set here instead, so that text
+stays as it was typed and error messages are our own.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,32 +17,34 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.config.compose.experiments import leave_out_others
-from batchgen.config.compose.given_values import Given
 from batchgen.config.compose.group_choices import inferred_choice
 from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.overrides import Override, parse_override
 from batchgen.config.compose.trust import TYPED
+from batchgen.config.compose.user_values import UserValues
 from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, PARTS, STEP_LISTS
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.util.errors import ConfigError
 
 
 def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
-    """The configuration of one job.
+    """Return the configuration of one job.
 
-    `values` are a job as a job file has it, and the word of the program, so they may name any code.
-    A key is a group with its choice ("model": "hf"), a group with its keys ("model": {"path": "…"},
-    and "choice": "hf" among them if need be), one key with its full name ("sampling.n": 4), or a
-    list of steps ("post": […]). `overrides` are arguments `key=value` as on the command line; they
-    go before `values`, and a choice among them replaces all that `values` says of its group.
+    Args:
+        values: the job as in a job file. They come from the calling program, so they may name any
+            code. A key is a group with its choice ("model": "hf"), a group with its keys ("model":
+            {"path": "…"}, where "choice": "hf" can be one of them), one key with its full name
+            ("sampling.n": 4), or a list of steps ("post": […]).
+        overrides: arguments `key=value` as on the command line. They win over `values`, and a
+            choice among them replaces everything that `values` sets in its group.
     """
     return load_config(compose_groups(values, overrides).groups, TYPED)
 
 
 @dataclass(frozen=True)
 class Composed:
-    """The groups of a job with all their keys, not checked yet, and the choice that each began as.
-    A class of the user's own has no choice."""
+    """The groups of a job with all their keys, not yet checked, and each group's choice. A class of
+    the user's own has no choice."""
 
     groups: dict[str, Any]
     choices: dict[str, str]
@@ -51,11 +55,13 @@ def compose_groups(
     overrides: Sequence[str] = (),
     *,
     folders: Sequence[Path] = (),
-    places: Mapping[str, str] | None = None,
+    locations: Mapping[str, str] | None = None,
 ) -> Composed:
-    """Put the choices and keys of a job together, from what `compose` takes, folders with further
-    choices (laid out as conf/ is), and the places of keys in a job file, for error messages."""
-    given, parsed = collect_values(values, overrides, folders=folders, places=places)
+    """Merge the choices and keys of a job; see `compose` for `values` and `overrides`.
+
+    `folders` have further choices and are laid out like conf/; `locations` says where keys stand in
+    a job file, for error messages."""
+    given, parsed = collect_values(values, overrides, folders=folders, locations=locations)
     groups = _composed(given)
     for key, value in given.keys.items():
         _set(groups, given, key, value)
@@ -72,10 +78,10 @@ def collect_values(
     overrides: Sequence[str] = (),
     *,
     folders: Sequence[Path] = (),
-    places: Mapping[str, str] | None = None,
-) -> tuple[Given, list[Override]]:
-    """What a user has said, with the choices that follow from it, and the arguments in parts."""
-    given = Given(folders, places or {})
+    locations: Mapping[str, str] | None = None,
+) -> tuple[UserValues, list[Override]]:
+    """Return the user's values with the choices that they imply, and the parsed arguments."""
+    given = UserValues(folders, locations or {})
     given.add_values(values)
     parsed = [parse_override(argument) for argument in overrides]
     for override in parsed:
@@ -89,8 +95,8 @@ def collect_values(
     return given, parsed
 
 
-def _check_greedy(collected: Given, parsed: Sequence[Override]) -> None:
-    """Refuse a temperature beside `sampling=greedy`, which is the name of having none."""
+def _check_greedy(collected: UserValues, parsed: Sequence[Override]) -> None:
+    """Refuse a temperature together with `sampling=greedy`, which means that there is none."""
     key = "sampling.temperature"
     typed = [override.value() for override in parsed if override.key == key and override.text]
     value = [collected.keys.get(key), *typed][-1]
@@ -105,38 +111,46 @@ def _check_greedy(collected: Given, parsed: Sequence[Override]) -> None:
         )
 
 
-def _composed(collected: Given) -> dict[str, Any]:
+def _composed(collected: UserValues) -> dict[str, Any]:
     """The groups with their choices, before the keys are set."""
     overrides = [f"{group}={choice}" for group, choice in collected.choices.items()]
     overrides += [f"+{EXPERIMENT}={name}" for name in collected.experiments[:1]]
     if len(collected.experiments) > 1:
         raise ConfigError(f"experiment: choose one of {', '.join(collected.experiments)}")
+    from batchgen.config.compose.choice_files import search_path
+
+    overrides += search_path(collected.folders)
+    # Files of the user may have changed since they were last read.
+    read = _groups_of.__wrapped__ if collected.folders else _groups_of
+    groups, made = copy.deepcopy(read(tuple(overrides)))
+    for experiment in collected.experiments:
+        own_columns = "columns" in collected.named.get("output", ())
+        leave_out_others(groups, experiment, collected.choices, own_columns=own_columns)
+    collected.choices = {group: made[group] for group in GROUPS if group not in collected.whole}
+    return {**groups, **collected.whole}
+
+
+@functools.lru_cache(maxsize=64)
+def _groups_of(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The groups that Hydra composes of choices, and the choice of each."""
     # Hydra takes a tenth of a second to load, and what was refused until here does not need it.
     from hydra import compose as compose_choices
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
-    from batchgen.config.compose.choice_files import search_path
-
-    overrides += search_path(collected.folders)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("batchgen.conf", version_base="1.3"):
-            composed = compose_choices("config", overrides=overrides, return_hydra_config=True)
+            composed = compose_choices("config", overrides=[*overrides], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"the choices {' '.join(overrides)} do not fit: {error}") from None
     names = [str(name) for name in composed if name != "hydra"]
     groups = {name: OmegaConf.to_container(composed[name]) for name in names}
-    for experiment in collected.experiments:
-        own_columns = "columns" in collected.named.get("output", ())
-        leave_out_others(groups, experiment, collected.choices, own_columns=own_columns)
-    made = composed.hydra.runtime.choices
-    collected.choices = {group: made[group] for group in GROUPS if group not in collected.whole}
-    return {**groups, **collected.whole}
+    return groups, dict(composed.hydra.runtime.choices)
 
 
-def _set(groups: dict[str, Any], collected: Given, key: str, value: Any) -> None:
+def _set(groups: dict[str, Any], collected: UserValues, key: str, value: Any) -> None:
     """Set a key of the job file."""
     group, _, name = key.partition(".")
     if name not in groups[group] and name.partition(".")[0] in groups[group]:
@@ -147,7 +161,7 @@ def _set(groups: dict[str, Any], collected: Given, key: str, value: Any) -> None
     groups[group][name] = value
 
 
-def _apply(groups: dict[str, Any], collected: Given, override: Override) -> None:
+def _apply(groups: dict[str, Any], collected: UserValues, override: Override) -> None:
     """Set, add or take away a key, as an argument says."""
     start, key = f"{override.argument}: ", override.key
     if override.sign == "~" and not override.names:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -49,6 +48,7 @@ from batchgen.config.groups.model_sampling import with_model_values
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError
+from batchgen.util.text.plain_yaml import yaml_text
 
 _NOT_DECIDING: Mapping[str, Collection[str]] = {
     "model": {"name", "path", "revision", "lora"},
@@ -59,6 +59,7 @@ _NOT_DECIDING: Mapping[str, Collection[str]] = {
         *("device", "tensor_parallel", "max_num_seqs", "max_batched_tokens", "chunk_tokens"),
         *("image_tokens", "block_size", "prefix_caching", "kv_cache_gib", "state_checkpoints"),
         *("row_tokens", "gpu_memory_utilization", "cuda_graph", "overlap"),
+        "lora_slots",
         "deterministic",  # the contract of a job with it is a fingerprint
     },
     "output": {
@@ -285,7 +286,7 @@ def job_file_text(config: JobConfig) -> str:
     """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
     groups = resolved(config)
     groups["workers"]["name"] = None  # that of one process
-    return yaml.safe_dump(escaped_text(groups), sort_keys=False, allow_unicode=True)
+    return yaml_text(escaped_text(groups))
 
 
 def escaped_text(value: Any) -> Any:

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from batchgen.config.compose.job_file import read_job_file
 from batchgen.config.groups.convert_value import plain_value
 from batchgen.util.errors import ConfigError
+from batchgen.util.text.plain_yaml import yaml_text
 
 LOCK, PROOF, STEPS, VERSIONS = "batchgen_lock", "proof", "steps", "versions"
 FORMAT_VERSION = 1
@@ -78,7 +77,7 @@ class LockFile:
         }
         values = {LOCK: FORMAT_VERSION, VERSIONS: dict(self.versions)}
         values |= {STEPS: plain_value(self.steps), PROOF: plain_value(proof)}
-        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=200)
+        return yaml_text(values, width=200)
 
     @classmethod
     def read(cls, path: Path) -> Self:

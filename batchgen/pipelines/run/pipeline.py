@@ -7,15 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from batchgen.config.compose.compose_config import compose_groups
 from batchgen.config.compose.load_config import escaped_text, load_config, resolved
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.early_checks import check_early
-from batchgen.pipelines.run.given_pipeline import (
+from batchgen.pipelines.run.judge_panel import check_panel
+from batchgen.pipelines.run.pipeline_values import (
     AFTER,
     COMPLETE,
     EXPORT,
@@ -23,13 +22,13 @@ from batchgen.pipelines.run.given_pipeline import (
     MOST_ERRORS,
     PUSH,
     STEPS,
-    GivenPipeline,
     GivenStep,
+    PipelineValues,
 )
-from batchgen.pipelines.run.judge_panel import check_panel
 from batchgen.pipelines.run.written_sets import Export, Push, read_exports, read_pushes
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_folder
+from batchgen.util.text.plain_yaml import yaml_text
 
 _MOST_ERRORS = 0.05
 _PATH = "path"
@@ -121,11 +120,11 @@ class Pipeline:
         values[STEPS] = {name: step.values() for name, step in self.steps.items()}
         values |= {EXPORT: [one.values() for one in self.exports]} if self.exports else {}
         values |= {PUSH: [one.values() for one in self.pushes]} if self.pushes else {}
-        return yaml.safe_dump(escaped_text(values), sort_keys=False, allow_unicode=True)
+        return yaml_text(escaped_text(values))
 
 
 def compose_pipeline(
-    pipeline: GivenPipeline, trust: Trust, folders: Sequence[Path] = ()
+    pipeline: PipelineValues, trust: Trust, folders: Sequence[Path] = ()
 ) -> Pipeline:
     """The pipeline with all its jobs checked; ConfigError for a mistake in one of them, or in what
     they read of each other. `folders` have further choices."""
@@ -176,12 +175,12 @@ def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _composed(
-    source: GivenStep, pipeline: GivenPipeline, out: str, trust: Trust, folders: Sequence[Path]
+    source: GivenStep, pipeline: PipelineValues, out: str, trust: Trust, folders: Sequence[Path]
 ) -> PipelineStep:
     for parent in source.parents:
-        _refuse_unknown(parent, pipeline, source.places.get(FROM, FROM))
+        _refuse_unknown(parent, pipeline, source.locations.get(FROM, FROM))
     groups = compose_groups(
-        source.values, source.overrides, folders=folders, places=source.places
+        source.values, source.overrides, folders=folders, locations=source.locations
     ).groups
     if source.parents:
         paths = [f"{out}/{parent}" for parent in source.parents]
@@ -212,7 +211,7 @@ def _options(step: Any) -> Any:
     return step
 
 
-def _refuse_unknown(name: Any, pipeline: GivenPipeline, start: str) -> None:
+def _refuse_unknown(name: Any, pipeline: PipelineValues, start: str) -> None:
     if name not in pipeline.steps:
         known = ", ".join(pipeline.steps)
         raise ConfigError(f"{start}: there is no step {name!r}: choose among {known}")

@@ -1,5 +1,6 @@
 """The manifest of an output folder: what decides its content, and how another job differs."""
 
+import functools
 import json
 import platform
 import time
@@ -286,7 +287,8 @@ def _text(value: str | None) -> str:
     return "(not set)" if value is None else json.dumps(value)
 
 
-def _versions() -> dict[str, str]:
+@functools.cache
+def _versions() -> Mapping[str, str]:
     found = {name: text for name in _PACKAGES if (text := _version(name)) is not None}
     return {"python": platform.python_version(), **found}
 

@@ -26,6 +26,7 @@ _TAGS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null", "m
 _IMPLICIT = {f"{_CORE}{name}" for name in ("int", "float", "bool", "null", "merge")}
 _SIXTIES = re.compile(r"[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$")
 _BASE: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
 class _Loader(_BASE):  # type: ignore[misc]
@@ -81,6 +82,14 @@ def read_yaml(content: str | bytes, name: str) -> YamlDocument:
 def load_yaml(content: str | bytes, name: str) -> Any:
     """The values of a file of YAML; see `read_yaml`."""
     return read_yaml(content, name).values()
+
+
+def yaml_text(values: dict[str, Any], width: int = 80) -> str:
+    """The values as YAML, in their order."""
+    options: Any = {"sort_keys": False, "allow_unicode": True, "width": width}
+    text: str = yaml.dump(values, Dumper=_DUMPER, **options)
+    # libyaml escapes emoji.
+    return yaml.safe_dump(values, **options) if "\\U" in text else text
 
 
 def at_line(name: str, mark: Any) -> str:

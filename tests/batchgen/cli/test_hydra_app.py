@@ -67,7 +67,7 @@ def test_the_basic_launcher_by_its_name(jobs: Jobs, capsys: pytest.CaptureFixtur
     assert lines[-1].split() == ["sampling.seed=3", "3", "2", "0", "5", "o/sampling.seed=3"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "folders"),
     [
@@ -92,6 +92,7 @@ def test_the_folder_of_a_sweep_is_found_again(jobs: Jobs, tmp_path: Path) -> Non
     assert Path(jobs.folders[0]).parts[:2] == ("outputs", "multirun")
 
 
+@pytest.mark.thorough
 def test_hydra_run_dir(jobs: Jobs) -> None:
     assert run_command(["hydra.run.dir=r", "sampling.seed=0"]) == 0
     assert run_command(["hydra.run.dir=r", "sampling.seed=3", "output.dir=o"]) == 3

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.engine.constraint.compile_pool import DaemonPool
+from tests.support.cases import thorough
 
 SECONDS = 60.0
 """More than enough for anything that does not wait for queued work."""
@@ -152,8 +153,8 @@ futures = [compiler.prepare(Constraint("regex", "a" * n)) for n in range(1, 201)
         pytest.param(POOL, "", 0, marks=pytest.mark.slow),
         pytest.param(POOL, "raise SystemExit(3)", 3, marks=pytest.mark.slow),
         pytest.param(POOL, "pool.close()", 0, marks=pytest.mark.slow),
-        pytest.param(POOL, "futures[-1].result()", -signal.SIGINT, marks=pytest.mark.slow),
-        (COMPILER, "futures[-1].result()", -signal.SIGINT),
+        (POOL, "futures[-1].result()", -signal.SIGINT),
+        *thorough((COMPILER, "futures[-1].result()", -signal.SIGINT)),
     ],
 )
 def test_a_process_ends_without_waiting_for_what_is_queued(made: str, end: str, code: int) -> None:

@@ -153,7 +153,7 @@ def test_chunking_preemption_and_caching_change_nothing(
 ) -> None:
     expect_short_rows(monkeypatch)
     requests, expected = simple(0)
-    requests, expected = requests[:32], expected[:32]
+    requests, expected = requests[:20], expected[:20]
     engine = make_engine(tiny, small_cache(tiny, 96, overlap=overlap, **changes))
     outputs = run(engine, requests)
     for one, other in zip(expected, outputs, strict=True):
@@ -609,7 +609,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @both_loops
 @pytest.mark.usefixtures("no_collector")
 def test_matchers_die_with_their_rows(

@@ -65,10 +65,11 @@ def test_sizes_are_ascending_and_end_with_the_largest() -> None:
 def test_sizes_fill_up_little() -> None:
     for most in range(1, 601):
         shapes = GraphShapes(most, 10, 256, 0)
-        for rows in range(1, most + 1):
-            fitting = next(size for size in shapes.decode_sizes if size >= rows)
-            assert fitting - rows <= max(rows // 2, 16)
-            assert next(size for size in shapes.mixed_sizes if size >= rows) - rows < 32
+        rows = np.arange(1, most + 1)
+        decode, mixed = (np.array(sorted(s)) for s in (shapes.decode_sizes, shapes.mixed_sizes))
+        fitting = decode[np.searchsorted(decode, rows)]
+        assert (fitting - rows <= np.maximum(rows // 2, 16)).all()
+        assert (mixed[np.searchsorted(mixed, rows)] - rows < 32).all()
 
 
 def test_prefills_that_the_host_holds_up_are_captured() -> None:

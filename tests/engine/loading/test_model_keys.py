@@ -98,6 +98,7 @@ def read_by_engine(folder: Path) -> set[str]:
     return seen - before
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_transformers_reads_is_honoured_inert_or_refused(
     kind: str, tiny_model: TinyModel
@@ -138,6 +139,7 @@ def test_keys_that_change_any_model_are_refused(
             place.pop(key) if before is None else place.update({key: before})
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_layers_that_a_model_lacks_are_named(
     kind: str, tiny_model: TinyModel, tmp_path: Path
@@ -194,6 +196,7 @@ def test_partial_rotation_of_qwen3_vl_is_refused(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_key_of_transformers_is_strange(
     kind: str, tiny_model: TinyModel, tmp_path: Path

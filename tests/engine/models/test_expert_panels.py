@@ -18,8 +18,9 @@ from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
-from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_parts_triton
+from batchgen.kernels.fp8.fp8_experts import FP8Experts
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
+from batchgen.kernels.moe.experts import PlainExperts
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.kernels.moe.tiled_layout import keeps_panels, rows_of_panels
 from tests.support.engine.qwen_mtp import TheirHead
@@ -88,6 +89,7 @@ def test_experts_of_a_head_are_in_panels(tmp_path: Path, load_panels: Load) -> N
     expect_panels(2, ours, in_rows)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_rounding_to_fp8_while_loading(
     load_format: str, tiny_model: TinyModel, load_panels: Load
@@ -168,11 +170,12 @@ def test_the_kernels_read_them(
         with torch.inference_mode():
             if experts.gate_up_scales is None or experts.down_scales is None:
                 assert quantization is None
-                found.append(grouped_parts_triton(x, gate_up, down, ids, weights))
+                own = PlainExperts(gate_up, down)
+                found.append(grouped_parts_triton(x, own, ids, weights))
             else:
                 wide = FP8Weight(gate_up, experts.gate_up_scales)
                 narrow = FP8Weight(down, experts.down_scales)
-                found.append(fp8_grouped_parts_triton(x, wide, narrow, ids, weights))
+                found.append(grouped_parts_triton(x, FP8Experts(wide, narrow), ids, weights))
     torch.testing.assert_close(*found, rtol=0.02, atol=0.01)
 
 

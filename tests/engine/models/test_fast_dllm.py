@@ -83,6 +83,7 @@ def test_rows_equal_a_plain_loop(
         assert output.counts["num_commit_forwards"] == begun
 
 
+@pytest.mark.thorough
 def test_preempted_rows_go_on_as_if_nothing_had_happened(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

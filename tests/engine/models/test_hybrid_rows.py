@@ -208,6 +208,7 @@ def folded_states(engine: LLMEngine) -> list[Tensor]:
     return found
 
 
+@pytest.mark.thorough
 def test_ngram_drafts(alone: Alone, folder: Path) -> None:
     rows = requests(seed=40, count=4, lengths=(20,))
     strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False, ngram_min=1)
@@ -248,6 +249,7 @@ def test_generated_tokens_in_a_prompt_are_read_as_a_prompt(alone: Alone, folder:
     assert engine.stats.cached_tokens == 64 + 2 * 128
 
 
+@pytest.mark.thorough
 def test_a_row_that_is_read_again_does_not_start_from_a_prompt_of_its_own_words(
     alone: Alone, folder: Path
 ) -> None:

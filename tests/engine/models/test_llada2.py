@@ -167,6 +167,7 @@ def test_rows_equal_a_plain_loop(tiny_model: TinyModel, rule: dict[str, Any]) ->
         check(output, generate(Plain(folder, 8), prompt, params, options), params)
 
 
+@pytest.mark.thorough
 def test_edits_beside_the_experts_that_tokens_went_through(tiny_model: TinyModel) -> None:
     """Whose column needs a block's last forward to have read its final tokens: same tokens, and one
     place more of experts for each."""

@@ -92,6 +92,7 @@ def test_rows_that_lose_their_caches(
     assert engine.stats.preemptions > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fold", [1, pytest.param(8, marks=pytest.mark.thorough)])
 def test_drafts_that_fall_anywhere_are_taken_back(
     alone: Alone,

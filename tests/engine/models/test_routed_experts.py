@@ -131,7 +131,7 @@ def test_nothing_is_kept_if_nobody_can_ask(tiny_model: TinyModel) -> None:
         engine.add_request("0", [1], RequestParams(columns=(ROUTED_EXPERTS,)))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("proposer", "k"),
     [
@@ -206,6 +206,7 @@ def test_dllm(
     assert bool(engine.stats.preemptions) == (kind == "overfull")
 
 
+@pytest.mark.thorough
 def test_counts_of_diffusion_depend_on_the_row_alone(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

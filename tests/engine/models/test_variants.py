@@ -181,6 +181,7 @@ def test_logits_equal_transformers(
 DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss", *CLASSES)
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("kind", [*DUMMY, "gemma4_moe", "gemma4_e2b"])
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")

@@ -90,7 +90,7 @@ def same(one: Sequence[RequestOutput], other: Sequence[RequestOutput]) -> None:
             np.testing.assert_array_equal(a.columns[name], b.columns[name])
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_equal_transformers(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = bare_folder(tiny_model(kind, **options(kind)), tmp_path / "bare")
@@ -128,6 +128,7 @@ def mixed(vocab: int = 120) -> list[Request | Scored]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
 def test_rows_of_a_mixed_batch_equal_each_alone(
     kind: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +146,7 @@ def test_rows_of_a_mixed_batch_equal_each_alone(
     same(found, expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_rows_keep_what_was_read(
     overlap: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch

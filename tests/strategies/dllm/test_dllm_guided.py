@@ -38,8 +38,7 @@ from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.dllm.strategy import DLLMStrategy
-from tests.strategies.dllm.test_dllm import RULES as ALL_RULES
-from tests.strategies.dllm.test_dllm import RULES_AND_OVERLAP, Request, check, run
+from tests.strategies.dllm.test_dllm import RULES, RULES_AND_OVERLAP, Request, check, run
 from tests.support.cases import some_slow
 from tests.support.engine.dllm_reference import Forward, Language, Options, generate, model_forward
 from tests.support.engine.engine_rows import expect_short_rows
@@ -56,7 +55,6 @@ from tests.support.engine.grammars import (
 from tests.support.engine.routers import router_ids
 from tests.support.engine.schemas import SCHEMAS, random_schema
 
-RULES = [rule for rule in ALL_RULES if rule["unmasking"] != "joint_threshold"]
 MASK = WIDTH - 1
 """Beyond the tokenizer."""
 MODEL: dict[str, Any] = {"vocab_size": WIDTH, "mask_token_id": MASK}
@@ -166,7 +164,7 @@ def same(found: RequestOutput, wanted: RequestOutput) -> None:
     ("length", "rule"),
     some_slow(
         itertools.product([2, 4, 8, 32], RULES),
-        quick=list(zip([4, 2, 32, 2, 8, 4, 8, 4, 8], RULES, strict=True)),
+        quick=list(zip([4, 2, 32, 2, 8, 4, 8, 4, 8, 8, 4, 8], RULES, strict=True)),
     ),
     ids=str,
 )

@@ -85,6 +85,15 @@ class Language:
         text = self.texts[token_id] if token_id < len(self.texts) else b""
         return bool(text) and self._begins(self.text(ids) + text)
 
+    def begins(self, ids: Sequence[int], stop_ids: set[int]) -> bool:
+        """Whether all of these may follow each other, up to the first stop id."""
+        for i, token_id in enumerate(ids):
+            if not self.legal(ids[:i], token_id, stop_ids):
+                return False
+            if token_id in stop_ids:
+                break
+        return True
+
     def forced(self, ids: Sequence[int], stop_ids: set[int]) -> list[int]:
         """The tokens of what every text that goes on has next, as far as it is whole characters
         and no stop id is among them."""
@@ -287,22 +296,48 @@ def denoise_guided(
     language: Language,
 ) -> list[dict[int, Token]]:
     """`denoise` of a row in a language. The last step may leave positions masked: of the tokens
-    that the language allows at the first of them, the parameters leave none."""
+    that the language allows at the first of them, the parameters leave none. What a rule would
+    replace is tried from left to right, beside all that the step has taken."""
     start, length = len(ids), options.block_length
     block, steps, conflict = list(known), list[dict[int, Token]](), False
-    while len(block) < length and not conflict:
+    edits, without_mask = options.unmasking == "joint_threshold", 0
+    while not conflict and (
+        (is_masked := len(block) < length) or (edits and without_mask < options.max_edit_steps)
+    ):
+        without_mask += not is_masked
         first = start + len(block)
         inputs = block + [options.mask_token_id] * (length - len(block))
-        logits = unmasked(forward([*ids, *inputs])[first : start + length], options)
-        banned = [stop_ids if first + i < prompt_len + params.min_new_tokens else set()
-                  for i in range(len(logits))]  # fmt: skip
-        draw_at = partial(_draw_at, logits, first, len(steps), banned, params)
-        history = [*ids, *block][prompt_len:]
+        logits = unmasked(forward([*ids, *inputs])[start : start + length], options)
+        banned = [stop_ids if start + i < prompt_len + params.min_new_tokens else set()
+                  for i in range(length)]  # fmt: skip
+        draw_at = partial(_draw_at, logits, start, len(steps), banned, params)
+        history, done = [*ids, *block][prompt_len:], len(block)
         run, conflict = run_in(
-            language, history, len(logits), draw_at, partial(permits, options, len(steps)), stop_ids
-        )
+            language, history, length - done, partial(_shifted, draw_at, done),
+            partial(permits, options, len(steps)), stop_ids,
+        )  # fmt: skip
         steps.append({first + i: token for i, token in enumerate(run)})
         block += [token.token_id for token in run]
+        places = range(len(known), done) if edits and not conflict else ()
+        for place in places:
+            token = draw_at(place, None)
+            assert token is not None
+            other = [*block[:place], token.token_id, *block[place + 1 :]]
+            if (
+                token.token_id != block[place]
+                and token.confidence > float(torch.tensor(options.edit_threshold))
+                and language.begins([*ids, *other][prompt_len:], stop_ids)
+            ):
+                block = other
+                steps[-1][start + place] = token
+        if stop_ids.intersection([*ids, *block][prompt_len:]):
+            for place in range(len(block), length):
+                token = draw_at(place, None)
+                assert token is not None
+                block.append(token.token_id)
+                steps[-1][start + place] = token
+        if not is_masked and not steps[-1]:
+            break
     return steps
 
 
@@ -355,6 +390,15 @@ def run_in(
     return run, False
 
 
+def _shifted(
+    draw_at: Callable[[int, set[int] | None], Token | None],
+    start: int,
+    place: int,
+    allowed: set[int] | None,
+) -> Token | None:
+    return draw_at(start + place, allowed)
+
+
 def _draw_at(
     logits: Tensor,
     first: int,
@@ -370,7 +414,7 @@ def _draw_at(
 def permits(options: Options, step: int, place: int, token: Token, before: float) -> bool:
     """Whether a step of a guided row may take a token, so many places behind the first masked, with
     so much entropy at the places between."""
-    if options.unmasking == "low_confidence_dynamic":
+    if options.unmasking in ("low_confidence_dynamic", "joint_threshold"):
         is_sure = token.confidence > float(torch.tensor(options.confidence_threshold))
         return is_sure or place < options.min_tokens_per_step
     if options.unmasking == "entropy_bound":

@@ -26,12 +26,9 @@ def words(codes: np.ndarray[Any, Any], bits: int = 4, order: list[int] | None = 
     an order, the code that stands i-th is that of this place among eight."""
     per = 32 // bits
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % per)))
-    out = np.zeros((codes.shape[0], codes.shape[1] // per), np.uint32)
-    for row in range(out.shape[0]):
-        for word in range(out.shape[1]):
-            for i in range(per):
-                place = word * per + (i if order is None else order[i])
-                out[row, word] |= np.uint32(int(codes[row, place]) << (bits * i))
+    wide = codes.reshape(codes.shape[0], -1, per).astype(np.uint32)
+    wide = wide if order is None else wide[:, :, order]
+    out = np.bitwise_or.reduce(wide << np.arange(0, 32, bits, dtype=np.uint32), axis=2)
     return torch.from_numpy(out.view(np.int32).copy())
 
 

@@ -31,6 +31,7 @@ MODEL: dict[str, Any] = {
     "dtype": "bfloat16", "load_format": "gguf", "quantization": "fp8", "trust_remote_code": True,
     "path": "other", "name": "other", "revision": "other", "lora": "other",
     "lora_column": "other", "lora_grid": True, "lora_fold": True,
+    "lora_template": "adapter",
 }  # fmt: skip
 PRINTED = ("path", "name", "revision", "lora")
 """What these decide, the fingerprints of the files of model and adapters say."""
@@ -41,6 +42,7 @@ ENGINE: dict[str, Any] = {
     "image_tokens": 64, "max_model_len": 300, "block_size": 4, "prefix_caching": False,
     "kv_cache_gib": 0.02, "state_checkpoints": 2, "row_tokens": [10, 90], "cuda_graph": False,
     "gpu_memory_utilization": 0.5, "overlap": True, "deterministic": True, "tensor_parallel": 2,
+    "lora_slots": 2,
 }  # fmt: skip
 STRATEGY: dict[str, dict[str, Any]] = {
     "ar": {},
@@ -89,6 +91,7 @@ def walked() -> Iterator[tuple[str, str, Any]]:
             yield f"strategy={choice}", f"strategy.{key}", value
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize(("beside", "key", "value"), list(walked()))
 def test_a_key_that_can_change_a_token_tells_jobs_apart(beside: str, key: str, value: Any) -> None:
     """The others of the engine are those of the next test."""
@@ -137,8 +140,9 @@ def computed(out: Path, *overrides: str) -> pa.Table:
     return pq.read_table(out / "data/part-00000.parquet").replace_schema_metadata()
 
 
-@pytest.mark.quick(4)
-@pytest.mark.parametrize("key", sorted({*_NOT_DECIDING["engine"]} - {"device"}))
+@pytest.mark.quick(2)
+# test_lora_job.py has rows with adapters for lora_slots.
+@pytest.mark.parametrize("key", sorted({*_NOT_DECIDING["engine"]} - {"device", "lora_slots"}))
 def test_rows_are_equal_under_any_other_key_of_the_engine(
     key: str, rows: pa.Table, tmp_path: Path
 ) -> None:

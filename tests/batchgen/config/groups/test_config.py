@@ -77,7 +77,7 @@ HAS_OWN_COLUMN = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 CHOICES = [path for path in sorted(CONF.glob("*/*.yaml")) if path.parent.name != "pipeline"]
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda p: f"{p.parent.name}={p.stem}")
 def test_every_choice_loads(choice: Path) -> None:
     group = choice.parent.name
@@ -150,7 +150,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "engine.max_num_seq is not a key: choose among max_num_seqs, max_batched_tokens, "
         "chunk_tokens, image_tokens, max_model_len, block_size, prefix_caching, kv_cache_gib, "
         "state_checkpoints, row_tokens, gpu_memory_utilization, cuda_graph, overlap, "
-        "deterministic, tensor_parallel, device",
+        "deterministic, tensor_parallel, lora_slots, device",
     ),
     ("group gone", ["~engine"], "engine is missing: set it with engine=…"),
     ("key gone", ["~output.dir"], "output.dir is missing: set it with output.dir=…"),

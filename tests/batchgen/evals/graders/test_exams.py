@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
@@ -27,6 +26,7 @@ from batchgen.evals.graders.grade_rows import Grader
 from batchgen.evals.graders.step import PostStep
 from batchgen.inputs.steps.split import Explode
 from batchgen.util.templates.row_templates import RowTemplate
+from batchgen.util.text.plain_yaml import load_yaml
 from tests.support.sandboxes import need_sandbox
 
 ROOT = Path(__file__).parents[4]
@@ -85,9 +85,10 @@ def made(specs: list[dict[str, Any]] | None) -> list[Any]:
     return steps
 
 
+@cache
 def golden(name: str) -> list[dict[str, Any]]:
     path = Path(__file__).with_name("exams") / f"{name}.yaml"
-    rows: list[dict[str, Any]] = yaml.safe_load(path.read_text())
+    rows: list[dict[str, Any]] = load_yaml(path.read_text(), name)
     return rows
 
 
@@ -128,6 +129,7 @@ def test_prompts_are_those_of_the_definition(name: str) -> None:
         )
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", sorted(set(EXAMS) - OTHERS))
 def test_targets_are_those_of_the_definition(name: str) -> None:
     """The grader finds the target of each row, says so, and takes the target itself for right."""
@@ -197,6 +199,7 @@ def test_choices_tell_what_is_true() -> None:
     assert found[20]["grade_error"]["type"] == "bad_target"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", EXAMS)
 def test_an_exam_takes_its_data_from_the_hub_or_from_a_file(name: str) -> None:
     hub, _ = composed(name)

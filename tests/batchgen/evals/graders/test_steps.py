@@ -222,6 +222,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.timeout(120)  # quadratic time would be hours
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_no_text_takes_long(piece: str) -> None:

@@ -151,6 +151,7 @@ def coverage(draw: Draw, interval: Callable[[Floats], Interval | None], times: i
     return held / times
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "draw",
     [

@@ -123,7 +123,7 @@ FILES: list[tuple[pa.Table, pa.Table]] = [
 ]
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(6)
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("number", range(len(FILES)))

@@ -78,6 +78,7 @@ def source(value: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.thorough
 def test_a_hundred_bad_pictures(vl_model: Path, tmp_path: Path) -> None:
     """Five of each kind stand among good ones; each has its error, and the good ones answers."""
     folder = tmp_path / "set"

@@ -63,6 +63,7 @@ def test_bands_give_the_pixels_of_the_whole(kind: str, monkeypatch: pytest.Monke
         assert (decode_image(data, 32, 40) == whole).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(not STATUS.exists(), reason="the most memory of a process is read from Linux")
 @pytest.mark.parametrize("kind", ["RGBA", "WebP", "one colour", "turned"])
 def test_decoding_takes_no_more_than_it_counts(kind: str) -> None:

@@ -234,6 +234,7 @@ def test_answers_of_another_job_are_joined(job: SteppedJob, tmp_path: Path) -> N
         replace(job, steps=[{"Join": join}]).run()
 
 
+@pytest.mark.thorough
 def test_a_job_in_a_bucket_keeps_its_index_there(
     job: SteppedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_a_stopped_job_goes_on_with_what_it_has_begun(
     assert not (out / "journal").exists() and told[-1]["rows_recorded"] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "strategy",
     some_slow(["ar", "ar_spec", "constraint", "until", "reasoning"], quick=["constraint"]),
@@ -221,6 +222,7 @@ def test_no_records_on_request(model: Path, rows: Path, tmp_path: Path) -> None:
     assert not records(out)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_costs_the_records_alone(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ def read(folder: Path) -> pa.Table:
     return pq.read_table(folder / "data", partitioning=None)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ar", "ar_spec"])
 def test_a_job_that_is_cut_off_writes_the_same_values(
     toy: Path, rows: Path, tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch

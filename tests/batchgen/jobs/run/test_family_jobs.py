@@ -152,7 +152,7 @@ def test_a_model_with_windows_hears_how_long_the_rows_are(
     assert job.recipe(given).config.row_tokens == (5, 9)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [*WITH_HEAD, "qwen3_5 below a vision tower"])
 def test_heads_for_multi_token_prediction_draft(kind: str, rows: Path, tmp_path: Path) -> None:
     """In checkpoints with the published names; the rows are those of strategy=ar."""
@@ -167,6 +167,7 @@ def test_heads_for_multi_token_prediction_draft(kind: str, rows: Path, tmp_path:
     assert sum(drafted["num_draft_tokens"].to_pylist()) > 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
 def test_a_job_of_a_checkpoint_in_fp8(
     kind: str, tiny_model: TinyModel, rows: Path, tmp_path: Path

@@ -131,7 +131,7 @@ def test_the_day_of_the_job_stays(harmony: Path, rows: Path, tmp_path: Path) -> 
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ar", "ar_spec"])
 def test_a_constraint_holds_in_the_final_channel(
     harmony: Path, tmp_path: Path, strategy: str
@@ -171,6 +171,7 @@ def test_a_constraint_of_all_rows(harmony: Path, rows: Path, tmp_path: Path) -> 
     assert report.counts["valid"] == len(done) and not report.counts["invalid"]
 
 
+@pytest.mark.thorough
 def test_the_text_may_stay_whole(harmony: Path, rows: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     few = "dataset.limit=4"

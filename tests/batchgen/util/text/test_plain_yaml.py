@@ -1,4 +1,5 @@
 import ast
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from batchgen.pages.viewer.jobs_below import config_fault
 from batchgen.pipelines.proof.lock_file import LockFile
 from batchgen.pipelines.publish.trainers.conversations import _parsed
 from batchgen.util.errors import ConfigError
-from batchgen.util.text.plain_yaml import DEEPEST, MOST_BYTES, MOST_VALUES, load_yaml
+from batchgen.util.text.plain_yaml import DEEPEST, MOST_BYTES, MOST_VALUES, load_yaml, yaml_text
 
 ROOT = Path(__file__).parents[4]
 
@@ -112,7 +113,9 @@ def test_one_loader_reads_all_yaml() -> None:
     found = set()
     for folder in ("batchgen", "engine", "strategies", "kernels", "conf"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            if re.search("yaml|OmegaConf", text := path.read_text()) is None:
+                continue
+            for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.ImportFrom) and node.module == "yaml":
                     found.add(path.name)
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -152,3 +155,12 @@ def test_references_within_the_bounds_are_resolved() -> None:
     config = compose({"prompt.template_kwargs": values, "dataset.path": "rows.jsonl"})
     values |= {"a": "0-x", "b": 0, "d": "${sampling.seed}" * 100}
     assert resolved(config)["prompt"]["template_kwargs"] == values
+
+
+def test_what_is_written_is_read_as_it_was() -> None:
+    values = {
+        "b": [1, 1.5, None, "1", "yes", " a ", "${x}\n"],
+        "a": {"text": "é 😀", "": "x " * 60},
+    }
+    assert load_yaml(yaml_text(values), "f") == values
+    assert "é 😀" in yaml_text(values)
