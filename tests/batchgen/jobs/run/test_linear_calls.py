@@ -58,6 +58,7 @@ def read(out: Path) -> None:
     assert len(list(reader.rows())) == len(list(reader.rows(["text"])))
 
 
+@pytest.mark.thorough
 def test_calls_are_linear_in_shards(tmp_path: Path) -> None:
     """Each look at the leases read the names of all shards again: 18 ms for each of 6,000."""
 
