@@ -14,6 +14,7 @@ from batchgen.engine.engine_models import check_products, chunk_multiple, planne
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.interface.engine_config import EngineConfig, bit_rules
+from batchgen.engine.layers.lora import num_slots
 from batchgen.engine.memory.largest_steps import max_scored_tokens
 from batchgen.engine.memory.memory_plan import plan_memory
 from batchgen.engine.memory.model_use import ModelUse
@@ -21,6 +22,7 @@ from batchgen.engine.memory.window_plan import window_needs
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.requests import ImageLimits, Requests
 from batchgen.engine.rows.context_reader import ContextReader
+from batchgen.engine.scheduling.adapter_slots import AdapterSlots
 from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.prefill_policy import BatchLimits
@@ -32,6 +34,9 @@ from batchgen.kernels.rules import BY_ROW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_PATIENCE = 4
+"""How often as many rows as can run at once start before one whose adapter waits for a slot."""
 
 
 class EngineParts:
@@ -75,6 +80,7 @@ class EngineParts:
             most = self.config.image_tokens
             self.images = ImageStore(model.visual, most, model.device, model.parallel)
             limits_of_images = ImageLimits(model.visual.config.rules, most)
+        self._adapters = _adapter_slots(model, config.lora_slots, max_num_seqs)
         self.requests = Requests(
             tokenizer,
             eos_token_ids,
@@ -92,7 +98,14 @@ class EngineParts:
         rows, windows = max_scored_tokens(model, self.config), manager.window is not None
         runner = self.runners[TARGET]
         self.launcher = StepLauncher(
-            strategy, runner, rows, timer, self.images, windows=windows, rules=self.config.rules
+            strategy,
+            runner,
+            rows,
+            timer,
+            self.images,
+            self._adapters,
+            windows=windows,
+            rules=self.config.rules,
         )
 
     def _block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
@@ -133,6 +146,7 @@ class EngineParts:
             counts=[count.name for count in strategy.counts],
             before_free=ContextReader(columns, config.block_size).read,
             images=self.images,
+            adapters=self._adapters,
         )
 
     def _runner(self, use: ModelUse) -> ModelRunner:
@@ -150,3 +164,18 @@ class EngineParts:
         if config.cuda_graph:
             runner.capture(use.graph_shapes(config))
         return runner
+
+
+def _adapter_slots(
+    model: CausalLM, lora_slots: int | None, max_num_seqs: int
+) -> AdapterSlots | None:
+    """Make what chooses the adapters in the slots; None for a model without adapters. ValueError if
+    the model was not loaded with as many slots as are asked for."""
+    lora = model.lora
+    number = 0 if lora is None else num_slots(len(lora.names), lora_slots)
+    if lora_slots is not None and (lora is None or lora.num_slots != number):
+        has = "no adapters beside its weights" if lora is None else f"{lora.num_slots} slots"
+        raise ValueError(f"lora_slots is {lora_slots}, and the model has {has}: set it to null")
+    if lora is None:
+        return None
+    return AdapterSlots(len(lora.names), lora.num_slots, _PATIENCE * max_num_seqs)

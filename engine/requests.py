@@ -186,8 +186,8 @@ class Requests:
         self._max_model_len = max_model_len
         self._cache_capacity = cache_capacity
         self._images = images
-        slots: dict[str | None, int] = {} if lora is None else lora.slots
-        self._lora_slots = {None: 0, **slots}
+        numbers: dict[str | None, int] = {} if lora is None else lora.numbers
+        self._adapters = {None: 0, **numbers}
         self._context_columns = tuple(context_columns)
         self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
 
@@ -219,7 +219,7 @@ class Requests:
         answer = None if to_score is None else answer_ids(to_score)
         if (answer is not None) != params.scores_answer:
             raise ValueError(_ANSWER_OR_TOKENS[answer is None])
-        slot = self._lora_slot(params.lora)
+        adapter = self._adapter(params.lora)
         self._check_prompt(prompt, answer, params)
         spans = self._spans(prompt, images, answer)
         rule = self._stop_rule(prompt, params)
@@ -237,7 +237,7 @@ class Requests:
         columns = output_columns(params, self._strategy, self._config, self._context_columns)
         never = () if self._images is None else self._images.rules.never_sampled
         seq = Sequence(
-            request_id, prompt + known, params, rule, columns, len(known), spans, never, slot,
+            request_id, prompt + known, params, rule, columns, len(known), spans, never, adapter,
             trajectory,
         )  # fmt: skip
         if params.pooling is not None:
@@ -278,16 +278,16 @@ class Requests:
             return False
         return True
 
-    def _lora_slot(self, name: str | None) -> int:
-        """Return the slot of an adapter. Raises RequestError if there is none of this name."""
-        if name not in self._lora_slots:
-            known = ", ".join(repr(known) for known in self._lora_slots if known is not None)
+    def _adapter(self, name: str | None) -> int:
+        """Return the number of an adapter. Raises RequestError if there is none of this name."""
+        if name not in self._adapters:
+            known = ", ".join(repr(known) for known in self._adapters if known is not None)
             raise RequestError(
                 "unknown_adapter",
                 f"there is no adapter {name!r}: "
                 + (f"choose among {known}" if known else "the engine was made without adapters"),
             )
-        return self._lora_slots[name]
+        return self._adapters[name]
 
     def _spans(
         self, prompt: list[int], images: abc.Sequence[Image], answer: list[int] | None

@@ -19,6 +19,7 @@ from batchgen.engine.rows.scheduled_batch import (
     StateBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.adapter_slots import AdapterSlots
 from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.prefill_inputs import (
     block_tables,
@@ -46,6 +47,7 @@ class StepLauncher:
         score_rows: how many hidden states are scored or pooled at once.
         timer: measures the steps; None measures nothing.
         images: the images that rows are about to read; None if the model reads none.
+        adapters: which adapters are in the model's slots; None if it has none.
         windows: whether some model has layers with a window.
         rules: what the bits of a row may depend on.
     """
@@ -57,12 +59,14 @@ class StepLauncher:
         score_rows: int,
         timer: StepTimer | None,
         images: ImageStore | None = None,
+        adapters: AdapterSlots | None = None,
         *,
         windows: bool = False,
         rules: BitRules = BY_BATCH,
     ) -> None:
         self._strategy, self._runner, self.timer = strategy, runner, timer
         self._images, self._windows, self._replay = images, windows, rules.replay
+        self._adapters = adapters
         self._states = StateReader(runner, score_rows)
 
     def launch(self, batch: ScheduledBatch, catch_up: Callable[[], None]) -> list[Launched]:
@@ -75,6 +79,8 @@ class StepLauncher:
         Returns:
             The parts of the batch that yield tokens or score them, each with what it produces.
         """
+        if self._adapters is not None:
+            self._load_adapters(self._adapters)
         if isinstance(batch, DecodeBatch):
             with timed(self.timer, "decode", batch.num_rows):
                 step, _ = self._decode(batch, None, catch_up)
@@ -93,6 +99,13 @@ class StepLauncher:
             step, prefilled = self._decode(decode, inputs, catch_up)
             states = self._states.read(prefill, prefilled)
             return [(decode, step), *states, *self._join(prefill, inputs, prefilled)]
+
+    def _load_adapters(self, adapters: AdapterSlots) -> None:
+        """Put adapters into slots from which the rows of earlier steps have none any more."""
+        lora = self._runner.model.lora
+        assert lora is not None
+        for slot, adapter in adapters.take_loads():
+            lora.load(slot, adapter)
 
     def _decode(
         self, batch: DecodeBatch, prefill: PrefillInputs | None, catch_up: Callable[[], None]

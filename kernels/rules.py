@@ -10,10 +10,13 @@ the tile is, so tiles decide nothing. These choices do:
   generated are read again in the form that read them first is a rule (`BitRules.replay`);
 - whether latent attention expands the latents of a prompt;
 - chunks of recurrent layers begin at absolute multiples of 64, and their states are written back
-each `FOLDED` tokens behind the prompt, in any batch; - where the library (`kernels/library.py`) and
-products of weights in FP8 and 4 bits
+  each `FOLDED` tokens behind the prompt, in any batch;
+- where the library (`kernels/library.py`) and products of weights in FP8 and 4 bits
   (`BitRules.cut_sums`) cut a sum. Products of adapters cut it by the layer's in features alone,
-  and add the parts in their order, under any rule.
+  and add the parts in their order, under any rule;
+- whether weights in 4 bits are dequantised for a step of many tokens. What kernels multiply by has
+  the same values, but for NVFP4, which is exact in products and rounded where it is dequantised:
+  its experts never are, and its linear layers are not under `BY_ROW`.
 
 `BY_BATCH` may choose what is fastest for a batch. Under `BY_ROW` a choice depends on the row and on
 the shapes of the model alone, so a row has the same bits in every batch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,24 @@ def test_every_page_is_in_the_menu() -> None:
     docs = ROOT / "docs"
     pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
     assert pages == set(re.findall(r": (\S+\.md)$", menu, re.MULTILINE))
+
+
+def test_guides_lead_from_one_to_the_next() -> None:
+    """In the order of the menu, and the home page names all of them."""
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    names = re.findall(r"guides/(\w+\.md)", menu)
+    home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert [name for name in names if f"guides/{name}" not in home] == []
+    ends = {
+        name: (ROOT / "docs/guides" / name).read_text(encoding="utf-8").splitlines()[-1]
+        for name in names
+    }
+    lost = [a for a, b in pairwise(names) if not _leads_to(ends[a], b)]
+    assert lost == []
+
+
+def _leads_to(line: str, name: str) -> bool:
+    return line.startswith("Next: [") and f"]({name})" in line
 
 
 def test_pictures_are_small() -> None:

@@ -15,7 +15,7 @@ from typing import Literal, get_args, get_origin
 from batchgen.cli.options import FLAGS
 from batchgen.cli.verb_table import VERBS
 from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, all_keys, choices, declared_type
-from batchgen.pipelines.run.given_pipeline import PIPELINE
+from batchgen.pipelines.run.pipeline_values import PIPELINE
 from batchgen.util.errors import ConfigError
 
 _BASH = """\

@@ -21,7 +21,7 @@ from batchgen.config.groups.config_keys import (
     nearest,
     nearest_key,
 )
-from batchgen.pipelines.run.given_pipeline import PIPELINE
+from batchgen.pipelines.run.pipeline_values import PIPELINE
 from batchgen.util.errors import ConfigError
 
 _WIDTH = 100

@@ -143,8 +143,10 @@ def _first(argument: str) -> str:
 
 def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
     """The choices and keys that are the same for all jobs."""
-    values, places = job_file(options)
-    given, parsed = collect_values(values, first, folders=choice_folders(options), places=places)
+    values, locations = job_file(options)
+    given, parsed = collect_values(
+        values, first, folders=choice_folders(options), locations=locations
+    )
     moving = {argument.partition("=")[0].lstrip("+") for argument in varied}
     found = [f"~{group}" for group in given.whole]
     found += [f"{group}={name}" for group, name in given.choices.items() if group not in moving]

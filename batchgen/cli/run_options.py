@@ -12,9 +12,9 @@ from batchgen.config.compose.job_file import read_job_file
 from batchgen.config.compose.load_config import load_config, resolved
 from batchgen.config.compose.trust import TYPED, Trust
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.pipelines.run.given_pipeline import PIPELINE, STEPS
 from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
 from batchgen.pipelines.run.pipeline_file import read_pipeline, ready_pipeline
+from batchgen.pipelines.run.pipeline_values import PIPELINE, STEPS
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
 from batchgen.util.text.plain_yaml import yaml_text
@@ -29,8 +29,8 @@ def composed(options: Options) -> JobConfig:
 def compose_options(options: Options, overrides: Sequence[str]) -> Composed:
     """The choices and keys of a job, with values that are not checked yet. `overrides` of one job
     of a sweep are others than those of the options."""
-    values, places = job_file(options)
-    return compose_groups(values, overrides, folders=choice_folders(options), places=places)
+    values, locations = job_file(options)
+    return compose_groups(values, overrides, folders=choice_folders(options), locations=locations)
 
 
 def composed_pipeline(options: Options) -> Pipeline | None:
@@ -41,14 +41,14 @@ def composed_pipeline(options: Options) -> Pipeline | None:
     if named:
         if options.job_file is not None:
             raise ConfigError(f"{named[-1]}: {options.job_file} says what is run: leave one out")
-        values, places = ready_pipeline(named[-1].partition("=")[2], folders)
+        values, locations = ready_pipeline(named[-1].partition("=")[2], folders)
         overrides = [one for one in overrides if one not in named]
     else:
-        values, places = job_file(options)
+        values, locations = job_file(options)
         if STEPS not in values:
             return None
     trust = trust_of(options, overrides)
-    return compose_pipeline(read_pipeline(values, places, overrides, VERBS), trust, folders)
+    return compose_pipeline(read_pipeline(values, locations, overrides, VERBS), trust, folders)
 
 
 def show_config(options: Options) -> int:

@@ -95,9 +95,9 @@ def run_forward(
     if model.lora is not None:
         # The layers read this while the forward is launched.
         slots = _joined([_lora_slots(part) for part in parts])
-        model.lora.tokens = lora_tokens(slots, len(model.lora.names))
+        model.lora.tokens = lora_tokens(slots, model.lora.num_slots)
         if outputs is not None and len(outputs.index) != len(slots):
-            model.lora.outputs = lora_tokens(slots[outputs.index], len(model.lora.names))
+            model.lora.outputs = lora_tokens(slots[outputs.index], model.lora.num_slots)
     hidden_inputs = [part.inputs.hidden for part in parts if part.inputs.hidden is not None]
     context = ForwardContext(
         caches.layers,

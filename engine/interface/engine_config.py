@@ -132,6 +132,9 @@ class EngineConfig:
     # The number of GPUs between which each layer's weights are divided, or of processes on a CPU.
     # Whoever makes the engine starts them.
     tensor_parallel: int = 1
+    # How many adapters are on the device at once, in slots of one size; None keeps all of them
+    # there. The others are in the host's memory until rows need them.
+    lora_slots: int | None = None
 
     def __post_init__(self) -> None:
         checks = (
@@ -176,6 +179,7 @@ class EngineConfig:
                 self.row_tokens is None or 1 <= self.row_tokens[0] <= self.row_tokens[1],
                 "two numbers of tokens from 1, the smaller one first",
             ),
+            ("lora_slots", self.lora_slots is None or self.lora_slots >= 1, "at least 1"),
             ("tensor_parallel", 1 <= self.tensor_parallel <= 64, "1 to 64"),
             (
                 "gpu_memory_utilization",

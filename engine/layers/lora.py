@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -59,12 +59,16 @@ class Factors:
 
 @dataclass
 class LoRAState:
-    """The adapters of a model, and those of the tokens of the forward that runs.
+    """The adapters of a model, which of them are in its adapter slots, and those of the tokens of
+    the forward that runs.
 
     Attributes:
-        names: the adapters; adapter i is in slot i + 1.
+        names: the adapters, which are numbered from 1 on; 0 is the model without one.
         ranks: the highest rank of each.
         default: the adapter of rows that ask for none; None: they have none.
+        in_slots: the number of the adapter in each slot; slots are numbered from 1 on, too.
+        layers: the linear layers that have adapters.
+        num_bytes: what the adapters take of the device's memory.
         tokens: which adapters the tokens have; None if no token has any.
         outputs: the same of the tokens whose results are wanted, which are all that the end of the
             last layer computes; None if their number is that of all tokens.
@@ -72,16 +76,39 @@ class LoRAState:
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-    default: str | None = None
-    num_bytes: int = 0
+    default: str | None
+    in_slots: list[int]
+    layers: list[LayerLoRA] = field(default_factory=list, repr=False)
     tokens: LoRATokens | None = field(default=None, repr=False)
     outputs: LoRATokens | None = field(default=None, repr=False)
 
     @property
-    def slots(self) -> dict[str | None, int]:
-        """The slot of each adapter by the name that rows ask for it by."""
-        own: dict[str | None, int] = {name: slot for slot, name in enumerate(self.names, 1)}
+    def numbers(self) -> dict[str | None, int]:
+        """The number of each adapter by the name that rows ask for it by."""
+        own: dict[str | None, int] = {name: number for number, name in enumerate(self.names, 1)}
         return {None: 0 if self.default is None else own[self.default], BASE: 0, **own}
+
+    @property
+    def num_slots(self) -> int:
+        """How many adapters the rows of one forward can have."""
+        return len(self.in_slots)
+
+    @property
+    def swaps(self) -> bool:
+        """Whether there are more adapters than slots."""
+        return len(self.names) > self.num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """What the adapters take of the device's memory."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+    def load(self, slot: int, adapter: int) -> None:
+        """Put the adapter of this number into a slot, for the forwards that are launched from now
+        on, without waiting for the device."""
+        self.in_slots[slot - 1] = adapter
+        for layer in self.layers:
+            layer.load(slot, adapter)
 
 
 class ChoosesProduct(Protocol):
@@ -112,20 +139,27 @@ class LayerLoRA:
     ) -> None:
         self._state = state
         self._products: list[list[LoRAProducts]] = []
-        self._cut: list[list[tuple[LoRAPart, Tensor, Tensor]]] = []
-        parts = list(dict.fromkeys(place.part for place in places if _any(place, factors)))
-        on_cpu = device.type == "cpu"
-        self._stacked = self._empty(parts, width, depth, dtype, device, on_cpu)
-        for slot, own in enumerate(factors):
+        self._cut: list[list[_Cut]] = []
+        # On the host: what goes into an adapter slot, if there are more adapters than slots.
+        self._apart: list[tuple[Tensor, Tensor]] = []
+        parts = adapted_parts(places, factors)
+        stacked = stacks(device)
+        self._stacked = self._empty(parts, width, depth, dtype, device, stacked)
+        for index, own in enumerate(factors):
             cut = [
                 (place.part, *own_factors(place, own[place.name], depth, dtype))
                 for place in places
                 if place.name in own
             ]
-            if on_cpu:
+            if not stacked:
                 self._cut.append(cut)
+            elif state.swaps:
+                self._apart.append(self._on_host(parts, cut))
             else:
-                self._stack(slot, parts, cut)
+                _stack(parts, cut, self._stacked.down[index], self._stacked.up[index])
+        if self._apart:
+            for slot, number in enumerate(state.in_slots, 1):
+                self.load(slot, number)
         self.num_bytes = sum(t.nbytes for t in self._stacked[:2]) + sum(
             down.nbytes + up.nbytes for cut in self._cut for _, down, up in cut
         )
@@ -137,12 +171,11 @@ class LayerLoRA:
         depth: int,
         dtype: torch.dtype,
         device: torch.device,
-        on_cpu: bool,
+        stacked: bool,
     ) -> StackedFactors:
         """Make the factors for a GPU, all zeros; a CPU computes with those of each adapter."""
-        highest = max((_FEWEST_RANKS, *self._state.ranks))
-        rank = 1 << (highest - 1).bit_length()
-        count = 0 if on_cpu else len(self._state.names)
+        rank = stacked_rank(self._state.ranks)
+        count = self._state.num_slots if stacked else 0
         blocks = [
             (first, min(first + BLOCK_N, part.start + part.size), index * rank)
             for index, part in enumerate(parts)
@@ -154,16 +187,26 @@ class LayerLoRA:
             torch.tensor(blocks, dtype=torch.int32, device=device),
         )
 
-    def _stack(
-        self, slot: int, parts: list[LoRAPart], cut: Sequence[tuple[LoRAPart, Tensor, Tensor]]
-    ) -> None:
-        """Write an adapter's factors into its slot."""
-        rank = self._stacked.up.shape[2]
-        for part, down, up in cut:
-            at = parts.index(part) * rank
-            self._stacked.down[slot, at : at + len(down)].copy_(down)
-            rows = slice(part.start, part.start + part.size)
-            self._stacked.up[slot, rows, : up.shape[1]].copy_(up)
+    def _on_host(self, parts: list[LoRAPart], cut: Sequence[_Cut]) -> tuple[Tensor, Tensor]:
+        """Return an adapter's factors as an adapter slot has them, in memory that a GPU reads while
+        the host goes on."""
+        down, up = (
+            torch.zeros(t.shape[1:], dtype=t.dtype, pin_memory=t.is_cuda) for t in self._stacked[:2]
+        )
+        _stack(parts, cut, down, up)
+        return down, up
+
+    def load(self, slot: int, adapter: int) -> None:
+        """Put the adapter of this number into a slot, see `LoRAState.load`. A CPU has all of them
+        in memory, and reads which are in slots."""
+        if self._apart:
+            for target, source in zip(self._stacked[:2], self._apart[adapter - 1], strict=True):
+                target[slot - 1].copy_(source, non_blocking=True)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where the device has the factors of the slots, which a CUDA graph has written into it."""
+        return self._stacked.down.data_ptr(), self._stacked.up.data_ptr()
 
     def pack(self, products: ChoosesProduct) -> None:
         """Choose how a CPU computes, so that a token's bits do not depend on the batch."""
@@ -187,11 +230,45 @@ class LayerLoRA:
         if outputs is not None and len(outputs.slots) == len(x):
             tokens = outputs
         assert len(tokens.slots) == len(x), "the rows of this layer are not the forward's tokens"
-        return add_lora_(out, x, tokens, self._stacked, self._products)
+        products = [self._products[number - 1] for number in self._state.in_slots if self._products]
+        return add_lora_(out, x, tokens, self._stacked, products)
 
 
-def _any(site: LoRAPlace, factors: Sequence[Mapping[str, Factors]]) -> bool:
-    return any(site.name in own for own in factors)
+_Cut = tuple[LoRAPart, Tensor, Tensor]
+"""A part of a layer with this rank's A and scale · B of one adapter."""
+
+
+def stacks(device: torch.device) -> bool:
+    """Whether a device computes with the factors of all adapter slots in one launch."""
+    return device.type != "cpu"
+
+
+def adapted_parts(places: Sequence[LoRAPlace], factors: Sequence[Container[str]]) -> list[LoRAPart]:
+    """Return the parts of a layer that some adapter adds to; `factors` has the names of the places
+    that each adapts."""
+    own = [place for place in places if any(place.name in names for names in factors)]
+    return list(dict.fromkeys(place.part for place in own))
+
+
+def num_slots(num_adapters: int, slots: int | None) -> int:
+    """Return how many adapter slots there are if `slots` are asked for."""
+    return num_adapters if slots is None else min(slots, num_adapters)
+
+
+def stacked_rank(ranks: Sequence[int]) -> int:
+    """Return the rank that adapters are filled up to in adapter slots."""
+    highest = max((_FEWEST_RANKS, *ranks))
+    return 1 << (highest - 1).bit_length()
+
+
+def _stack(parts: list[LoRAPart], cut: Sequence[_Cut], down: Tensor, up: Tensor) -> None:
+    """Write an adapter's factors into those of a slot, [P · R, in_features] and [out_features, R],
+    which are zeros."""
+    rank = up.shape[1]
+    for part, own_down, own_up in cut:
+        at = parts.index(part) * rank
+        down[at : at + len(own_down)].copy_(own_down)
+        up[part.start : part.start + part.size, : own_up.shape[1]].copy_(own_up)
 
 
 def own_factors(

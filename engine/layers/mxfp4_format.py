@@ -42,6 +42,14 @@ class Units(NamedTuple):
 
     fp8: bool
     four_bits: bool  # there are kernels for weights in 4 bits
+    dtype: torch.dtype = torch.bfloat16  # of activations
+
+    def computes_from(self, form: WeightFormat) -> bool:
+        """Whether there are kernels for this format: none multiply e2m1 by float16."""
+        if isinstance(form, FP8Format):
+            return self.fp8
+        in_int4 = isinstance(form, FourBitFormat) and form.code == "int4"
+        return self.four_bits and (in_int4 or self.dtype != torch.float16)
 
 
 _FOUR_BITS = (8, 0)
@@ -51,9 +59,9 @@ _FOUR_BITS = (8, 0)
 def units_of(device: torch.device, dtype: torch.dtype) -> Units:
     """From which formats this device computes with activations of this dtype."""
     if device.type != "cuda":
-        return Units(fp8=False, four_bits=False)
+        return Units(fp8=False, four_bits=False, dtype=dtype)
     four_bits = torch.cuda.get_device_capability(device) >= _FOUR_BITS and dtype.itemsize == 2
-    return Units(has_fp8_units(device), four_bits)
+    return Units(has_fp8_units(device), four_bits, dtype)
 
 
 def format_name(form: WeightFormat) -> str:

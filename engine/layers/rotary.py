@@ -34,10 +34,10 @@ class DefaultRope:
             if field.type == "bool":
                 fits, kind = isinstance(value, bool), "true or false"
             else:
-                least = _LEAST.get(field.name, 0.0)
+                minimum = _LEAST.get(field.name, 0.0)
                 numbers = value if isinstance(value, tuple) else (value,)
-                fits = all(_is_between(least, number, _MOST) for number in numbers)
-                kind = f"a number over {least:g}"
+                fits = all(_is_between(minimum, number, _MOST) for number in numbers)
+                kind = f"a number over {minimum:g}"
             if not fits and not (value is None and field.default is None):
                 raise ValueError(
                     f"rotary embedding: {field.name} is {value!r:.60}, and must be {kind}"
@@ -54,9 +54,9 @@ class DefaultRope:
         return 1.0
 
 
-def _is_between(least: float, value: object, upper: float) -> bool:
+def _is_between(minimum: float, value: object, upper: float) -> bool:
     """Whether a value is a number between two others."""
-    return isinstance(value, int | float) and type(value) is not bool and least < value < upper
+    return isinstance(value, int | float) and type(value) is not bool and minimum < value < upper
 
 
 @dataclass(frozen=True, slots=True)

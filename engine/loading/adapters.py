@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from batchgen.engine.layers.decoder_layer import DecoderLayer, HasInputProjection
 from batchgen.engine.layers.linear import Linear
-from batchgen.engine.layers.lora import Factors, LoRAPlace, LoRAState
+from batchgen.engine.layers.lora import (
+    Factors,
+    LoRAPlace,
+    LoRAState,
+    adapted_parts,
+    num_slots,
+    stacked_rank,
+)
 from batchgen.engine.layers.weight_slot import named_parts
 from batchgen.engine.loading.folding import check_fold, fold_adapter
 from batchgen.engine.loading.peft_files import FOLD_IT, AdapterFile
@@ -68,12 +75,14 @@ def add_adapters(
     default: str | None = None,
     *,
     fold: bool = False,
+    slots: int | None = None,
 ) -> None:
     """Read adapters, by their names, and put them beside a model's layers, before it is packed.
 
-    Rows that ask for no adapter have `default`. With `fold` there is one adapter, which is added to
-    the weights instead; all of them are in the model's dtype. Raises ValueError as `check_adapter`
-    does.
+    Rows that ask for no adapter have `default`. There are `slots` adapter slots, or one for each
+    adapter; with fewer, the others wait in the host's memory. With `fold` there is one adapter,
+    which is added to the weights instead; all of them are in the model's dtype. Raises ValueError
+    as `check_adapter` does.
     """
     if fold:
         (only,) = adapters.values()
@@ -86,14 +95,27 @@ def add_adapters(
         read = adapter.read()
         factors.append({_piece_name(module, model): own for module, own in read.items()})
     ranks = tuple(max(one.rank for one in own.values()) for own in factors)
-    model.lora = state = LoRAState(tuple(adapters), ranks, default)
+    in_slots = list(range(1, num_slots(len(adapters), slots) + 1))
+    model.lora = state = LoRAState(tuple(adapters), ranks, default, in_slots)
     for layer, path in _layers(model):
         layer.add_lora(path, factors, state)
         if layer.lora is not None:
-            state.num_bytes += layer.lora.num_bytes
+            state.layers.append(layer.lora)
     for part in model.layers:
         _read_unquantised(part)
     model.weight_bytes += state.num_bytes
+
+
+def slot_numbers(model: CausalLM, adapters: Sequence[AdapterFile]) -> int:
+    """Return how many numbers an adapter slot has on a GPU, for adapters that fit the model, whose
+    parameters need no values."""
+    names = [{_piece_name(module, model) for module in one.modules()} for one in adapters]
+    rank = stacked_rank([one.highest_rank for one in adapters])
+    found = 0
+    for layer, path in _layers(model):
+        if parts := adapted_parts(list(layer.lora_places(path)), names):
+            found += rank * (len(parts) * layer.in_features + layer.out_features)
+    return found
 
 
 def _read_unquantised(layer: DecoderLayer) -> None:

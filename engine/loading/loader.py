@@ -60,7 +60,7 @@ def load_model(
     kind = model_class(config.architecture, path)
     release_cached_memory(device)
     dtype = dtype or config.dtype
-    units = units_of(device, dtype) if native_fp8 is None else Units(native_fp8, native_fp8)
+    units = units_of(device, dtype) if native_fp8 is None else Units(native_fp8, native_fp8, dtype)
     form = chosen_form(config, quantization, units)
     model = kind(
         config,
@@ -109,7 +109,7 @@ def chosen_form(
         form = FP8Format(at_load=True)
     if form is None:
         return None
-    native = units.fp8 if isinstance(form, FP8Format) else units.four_bits
+    native = units.computes_from(form)
     if isinstance(form, FourBitFormat) and not native:
         return None
     return replace(form, native=native)

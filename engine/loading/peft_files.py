@@ -81,6 +81,11 @@ class AdapterFile:
         """The numbers in all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
+    @property
+    def highest_rank(self) -> int:
+        """The highest rank of its factors, which stand beside the weights."""
+        return max(self.shapes[down][0] for down, _ in self.modules().values())
+
     def modules(self) -> dict[str, tuple[str, str]]:
         """Return the names of A and B in the file by the name of the module of the base model that
         they stand beside. Raises ValueError if one of the two is missing, or a tensor is neither.

@@ -66,10 +66,10 @@ def window_blocks(
     Raises:
         ValueError: there is no room for the windows of one row.
     """
-    least = needs.row_blocks + 1
-    if least * needs.block_bytes > room:
+    minimum = needs.row_blocks + 1
+    if minimum * needs.block_bytes > room:
         raise ValueError(
-            f"the windows of one row need {least * needs.block_bytes / 2**30:.3f} GiB of the KV "
+            f"the windows of one row need {minimum * needs.block_bytes / 2**30:.3f} GiB of the KV "
             f"cache, which would have {max(room, 0) / 2**30:.3f} GiB: {advice}"
         )
     if not block_bytes:
@@ -89,7 +89,7 @@ def window_blocks(
     others = (held + 1) * block_bytes
     if not config.is_len_asked_for and config.row_tokens is None:
         others = min(others, room // 2)
-    number = max(least, min(number, (room - others) // needs.block_bytes))
+    number = max(minimum, min(number, (room - others) // needs.block_bytes))
     most_others = (config.max_num_seqs * config.row_blocks + 1) * block_bytes
     unused = room - number * needs.block_bytes - most_others
     return min(needs.most_blocks, number + max(unused, 0) // needs.block_bytes)

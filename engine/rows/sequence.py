@@ -91,10 +91,11 @@ class Sequence:
     num_answer_tokens: int = 0
     spans: tuple[ImageSpan, ...] = ()  # the prompt's images, in their order
     banned_ids: tuple[int, ...] = ()  # tokens that are never sampled
-    lora_slot: int = 0  # of the row's adapter; 0: the model without one
+    adapter: int = 0  # the number of the row's adapter; 0: the model without one
     # What the row replays: its tokens come as if they were drawn, each in its step.
     trajectory: Trajectory | None = None
     batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
+    lora_slot: int = 0  # the adapter slot that has the row's adapter while it runs; 0: it has none
     matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
     # What the row owns of the caches; state slot 0 is none.
     block_table: list[int] = field(default_factory=list)
@@ -157,7 +158,7 @@ class Sequence:
     @property
     def prefix_root(self) -> bytes:
         """What rows must have in common besides their tokens to share what the model keeps."""
-        return b"" if not self.lora_slot else b"lora %d" % self.lora_slot
+        return b"" if not self.adapter else b"lora %d" % self.adapter
 
     @property
     def num_tokens(self) -> int:

@@ -22,6 +22,7 @@ from batchgen.engine.rows.scheduled_batch import (
     StateBatch,
 )
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.adapter_slots import AdapterSlots
 from batchgen.engine.scheduling.admission import Admission
 from batchgen.engine.scheduling.block_manager import BlockManager
 from batchgen.engine.scheduling.image_store import ImageStore
@@ -60,6 +61,7 @@ class Scheduler:
         before_free: called with each row that ends or is preempted, while it still owns its
             blocks, and with one that is flushed.
         images: the images that rows are about to read; None if the model reads none.
+        adapters: which adapters the rows of a step may have; None if the model has none.
     """
 
     def __init__(
@@ -72,12 +74,13 @@ class Scheduler:
         counts: Iterable[str] = (),
         before_free: Callable[[Sequence], None] = lambda seq: None,
         images: ImageStore | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._multiple = lcm(chunk_multiple, pacing.prefill_multiple)
         check_chunk_sizes(limits.max_batched_tokens, limits.chunk_tokens, self._multiple)
         chunk_tokens = min(limits.chunk_tokens, limits.max_batched_tokens)
         self.limits = replace(limits, chunk_tokens=chunk_tokens)
-        self._before_free, self._images = before_free, images
+        self._before_free, self._images, self._adapters = before_free, images, adapters
         self._broken: list[Sequence] = []
         self._pacing = pacing
         self._admission = Admission(block_manager)
@@ -177,8 +180,14 @@ class Scheduler:
         """The rows that can start now, if the cache has room."""
         cut = [] if self._cut is None else [self._cut]
         free = self.limits.max_num_seqs - len(self.running)
-        rows = [*cut, *islice(self._waiting, free)]
+        rows = [*cut, *islice(self._startable(), free)]
         return Candidates(rows, bool(cut), len(self._waiting) <= free)
+
+    def _startable(self) -> Iterable[Sequence]:
+        """The waiting rows whose adapters are in adapter slots, or can be put there."""
+        if self._adapters is None:
+            return self._waiting
+        return self._adapters.startable(self._waiting, self.running)
 
     def _staying(self) -> npt.NDArray[np.bool_]:
         """[B] bool, which rows that the strategy's StepInputs hold have to decode on: they have not
@@ -227,17 +236,22 @@ class Scheduler:
         return broken
 
     def _admit_next(self) -> Sequence | None:
-        """Admit the first waiting row and give it the blocks of all its known tokens."""
+        """Admit the first waiting row that can start, and give it the blocks of all its known
+        tokens."""
         if not self._waiting or len(self.running) == self.limits.max_num_seqs:
             return None
-        seq = self._waiting[0]
+        if (seq := next(iter(self._startable()), None)) is None:
+            return None
         # Each running row may soon need a block. If none were left free for it, rows would be
         # preempted at once.
         if not self._admission.will_fit(seq, self.running, self.limits.chunk_tokens):
             return None
         if not self.block_manager.admit(seq, headroom=len(self.running)):
             return None
-        self._newest = self._waiting.popleft()
+        if self._adapters is not None:
+            self._adapters.start(seq, self.running, is_first=seq is self._waiting[0])
+        self._newest = seq
+        self._waiting.remove(seq)
         self.running.add(seq, self.block_manager.room_of(seq))
         self.num_cached_tokens += seq.num_computed_tokens
         if not seq.num_preemptions:

@@ -80,14 +80,14 @@ class VisionAttention(nn.Module):
         self.proj = make(config.width, config.width)
         self._heads = config.num_heads
 
-    def forward(self, x: Tensor, places: PatchPlaces) -> Tensor:
+    def forward(self, x: Tensor, layout: PatchPlaces) -> Tensor:
         """Compute [N, width] from the patches [N, width] of all images."""
         qkv, heads = self.qkv(x), self._heads
         # A paged cache of one block, for this forward alone: one launch rotates and writes.
         cache = KVCache(*qkv.new_empty((2, heads, 1, len(x), qkv.shape[1] // (3 * heads))))
-        q = prepare_qkv(qkv, None, None, _EPS, places.cos_sin, cache, places.slots, heads, heads)
+        q = prepare_qkv(qkv, None, None, _EPS, layout.cos_sin, cache, layout.slots, heads, heads)
         k, v = (part.squeeze(1).transpose(0, 1) for part in cache)
-        attended: Tensor = self.proj(full_attention(q, k, v, places.images).flatten(1))
+        attended: Tensor = self.proj(full_attention(q, k, v, layout.images).flatten(1))
         return attended
 
 
@@ -115,8 +115,8 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(config, where=where)
         self.mlp = VisionMLP(config, where=where)
 
-    def forward(self, x: Tensor, places: PatchPlaces) -> Tensor:
-        x = x + self.attn(self.norm1(x), places)
+    def forward(self, x: Tensor, layout: PatchPlaces) -> Tensor:
+        x = x + self.attn(self.norm1(x), layout)
         result: Tensor = x + self.mlp(self.norm2(x))
         return result
 
@@ -183,10 +183,10 @@ class VisionTower(nn.Module):
         lengths = [len(position.taps) for position in positions]
         starts = upload([0, *accumulate(lengths)], torch.int32, self.device)
         slots = torch.arange(len(x), device=self.device)
-        places = PatchPlaces(Segments(tuple(lengths), starts), cos_sin, slots)
+        layout = PatchPlaces(Segments(tuple(lengths), starts), cos_sin, slots)
         features = []
         for index, block in enumerate(self.blocks):
-            x = block(x, places)
+            x = block(x, layout)
             if index in config.deepstack:
                 features.append(self.deepstack_merger_list[config.deepstack.index(index)](x))
         return torch.stack([self.merger(x), *features])
@@ -220,9 +220,9 @@ class VisionTower(nn.Module):
 class PositionTable(nn.Module):
     """The learned positions, a square of vectors."""
 
-    def __init__(self, places: int, width: int, *, where: Placement) -> None:
+    def __init__(self, layout: int, width: int, *, where: Placement) -> None:
         super().__init__()
-        self.weight = empty_parameter(places, width, device=where.device, dtype=where.dtype)
+        self.weight = empty_parameter(layout, width, device=where.device, dtype=where.dtype)
 
     def forward(self, taps: Tensor, weights: Tensor) -> Tensor:
         """Return the sums [N, width] of the vectors at `taps` [N, 4], each times its weight."""

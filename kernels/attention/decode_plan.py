@@ -1,4 +1,4 @@
-"""How the contexts of rows are cut into splits for decode attention, on the device."""
+"""Cuts the contexts of rows into splits for decode attention, on the device."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ UNIT_FIELDS = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """How the contexts of B rows are cut into splits; all layers of a forward share it.
+    """The splits of the contexts of B rows; all layers of a forward share them.
 
-    A line of `units` is a split: its row, its first position, the position after its last, and the
-    index of its partial result, or -1 if the row has one split. Long splits come first. Only
-    `count` lines are set.
+    Each line of `units` is one split: its row, its first position, the position after its last, and
+    the index of its partial result (-1 if the row has only one split). Longer splits come first.
+    Lines from `count` on are not set.
     """
 
     units: Tensor  # [B · max_splits, 4] int32
     count: Tensor  # [1] int32, the splits of all rows
     splits: Tensor  # [B] int32, the splits of each row
     width: int  # W, the queries of each row
-    max_splits: int  # the most that a row with these block tables can have
+    max_splits: int  # the maximum for a row with block tables of this size
 
 
 def plan_decode(
@@ -44,10 +44,10 @@ def plan_decode(
 ) -> DecodePlan:
     """Cut the contexts of B rows into splits of `cut.tokens` tokens, on the device.
 
-    A longer context than cut.most · cut.tokens is cut into at most `cut.most` equal splits, whose
-    length is rounded up to a multiple of 128. A context ends at its row's last query, and at
-    N · block_size tokens. With a window it begins at the last multiple of 128 before what the
-    row's first query sees.
+    A context of more than cut.max_splits · cut.tokens tokens is cut into at most `cut.max_splits`
+    equal splits, whose length is rounded up to a multiple of 128. A context ends at its row's last
+    query, or at N · block_size tokens. With a window it begins at the last multiple of 128 that is
+    not behind the first token the row's first query sees.
     """
     rows, blocks = block_tables.shape
     assert positions.numel() == rows * width and positions.is_contiguous()

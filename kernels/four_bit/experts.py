@@ -2,74 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from batchgen.kernels.four_bit.experts_triton import (
-    four_bit_mlp_parts_triton,
-    four_bit_mlp_triton,
-)
+from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
+from batchgen.kernels.four_bit.grouped_product_triton import four_bit_down, four_bit_gate_up
 from batchgen.kernels.four_bit.layouts import dequantise_reference
 from batchgen.kernels.four_bit.panels import FourBitPanels
-from batchgen.kernels.layers.shared_part import SharedPart, add_up
-from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
+from batchgen.kernels.four_bit.tiles import FourBitTiles, four_bit_tiles
+from batchgen.kernels.moe.epilogues import Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp_reference
+from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
+from batchgen.kernels.moe.moe_align_triton import Alignment
+from batchgen.kernels.moe.moe_tiles import MoETiles, tiles_of_panels
 
 
-def four_bit_mlp(
-    x: Tensor,  # [T, H], bfloat16, or the dtype of the scales of int4
-    gate_up: FourBitPanels,  # [E, 2·I, H]
-    down: FourBitPanels,  # [E, H, I]
-    ids: Tensor,
-    weights: Tensor,
-    residual: Tensor | None = None,
-    *,
-    epilogues: Epilogues = PLAIN,
-    shared: Callable[[], SharedPart] | None = None,
-    num_routed: int | None = None,
-) -> Tensor:
-    """Compute `moe/experts.grouped_mlp` with weights in 4 bits, as if they were dequantised."""
-    if x.is_cuda:
-        return four_bit_mlp_triton(
-            x,
-            gate_up,
-            down,
-            ids,
-            weights,
-            residual,
-            epilogues=epilogues,
-            shared=shared,
-            num_routed=num_routed,
+class FourBitExperts(NamedTuple):
+    """`ExpertWeights` in 4 bits, multiplied by tokens in the dtype of the panels as if they were
+    dequantised."""
+
+    gate_up: FourBitPanels  # [E, 2·I, H]
+    down: FourBitPanels  # [E, H, I]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, H and I."""
+        return self.down.sizes
+
+    def tiles(self, num_slots: int) -> FourBitTiles | MoETiles:
+        """Look up how to cut the products of this many slots: tiles of `moe` say that weights are
+        dequantised before."""
+        experts, layout = self.sizes[0], self.down.layout
+        return four_bit_tiles(num_slots, experts, layout) or tiles_of_panels(num_slots, experts)
+
+    def multiply(
+        self,
+        x: Tensor,
+        alignment: Alignment,
+        tiles: FourBitTiles | MoETiles,
+        weights: Tensor,
+        epilogues: Epilogues,
+        parts: Tensor,
+    ) -> None:
+        """Compute both products, as `ExpertWeights.multiply` says."""
+        gate_up, down = self
+        (experts, hidden, inner), k = self.sizes, weights.shape[1]
+        assert gate_up.sizes == (experts, 2 * inner, hidden)
+        assert x.dtype == gate_up.dtype == down.dtype
+        activated = torch.empty((len(parts), inner), dtype=x.dtype, device=x.device)
+        bias = epilogues.down_bias
+        if isinstance(tiles, FourBitTiles):
+            four_bit_gate_up(x, gate_up, alignment, tiles.gate_up, k, activated, epilogues)
+            four_bit_down(activated, down, weights, alignment, tiles.down, parts, bias)
+            return
+        # The first matrix is freed before the second one needs memory.
+        gate_up_product(
+            x, dequantise_panels(gate_up), alignment, tiles.gate_up, k, activated, epilogues
         )
-    out = four_bit_mlp_reference(x, gate_up, down, ids, weights, epilogues)
-    return add_up(out, residual, shared)
+        down_product(
+            activated, dequantise_panels(down), weights, alignment, tiles.down, parts, bias
+        )
 
-
-def four_bit_parts(
-    x: Tensor,
-    gate_up: FourBitPanels,
-    down: FourBitPanels,
-    ids: Tensor,
-    weights: Tensor,
-    epilogues: Epilogues = PLAIN,
-) -> Tensor | None:
-    """Compute what `four_bit_mlp` adds up: [k, T, H], dtype of x, the last axis contiguous;
-    None where parts are not computed, which is on a CPU and without tokens."""
-    if not x.is_cuda or not len(x):
-        return None
-    parts = four_bit_mlp_parts_triton(x, gate_up, down, ids, weights, epilogues=epilogues)
-    return parts.view(*weights.shape, -1).transpose(0, 1)
-
-
-def four_bit_mlp_reference(
-    x: Tensor,
-    gate_up: FourBitPanels,
-    down: FourBitPanels,
-    ids: Tensor,
-    weights: Tensor,
-    epilogues: Epilogues = PLAIN,
-) -> Tensor:
-    """`four_bit_mlp` in PyTorch, as plainly as it can be written."""
-    wide, narrow = (dequantise_reference(panels).to(x.dtype) for panels in (gate_up, down))
-    return grouped_mlp_reference(x, wide, narrow, ids, weights, epilogues)
+    def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
+        """Compute `grouped_mlp` in PyTorch, as plainly as it can be written."""
+        wide, narrow = (dequantise_reference(panels).to(x.dtype) for panels in self)
+        return grouped_mlp_reference(x, wide, narrow, ids, weights, epilogues)

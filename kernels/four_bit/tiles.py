@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from batchgen.kernels.four_bit.panels import STEP_COLUMNS
+from batchgen.kernels.four_bit.panels import STEP_COLUMNS, Layout
 from batchgen.kernels.rules import BitRules, num_parts
 
 
@@ -51,10 +51,14 @@ TABLE = (
 """(The most slots of an expert, on average, tiles), tuned with MXFP4."""
 
 
-def four_bit_tiles(num_slots: int, num_experts: int) -> FourBitTiles | None:
+def four_bit_tiles(num_slots: int, num_experts: int, layout: Layout) -> FourBitTiles | None:
     """Look up how to cut the products of this many slots; None if the weights are to be
-    dequantised. How slots are routed is not known on the host."""
-    if num_slots > MOST_SLOTS * num_experts:
+    dequantised. How slots are routed is not known on the host.
+
+    Experts in NVFP4 never are: rounded to bfloat16 they would have other values than in steps of
+    few tokens.
+    """
+    if num_slots > MOST_SLOTS * num_experts and layout.code != "nvfp4":
         return None
     return next(tiles for most, tiles in TABLE if num_slots <= most * num_experts)
 

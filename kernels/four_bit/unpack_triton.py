@@ -1,19 +1,21 @@
-"""Weights of 4 bits become 16-bit floats in registers, in Triton.
+"""Turn 4-bit weights into 16-bit floats in registers, in Triton.
 
-Each operation works on the two values in the halves of a word (`fp4_layout.py`, `int4_layout.py`).
+A word holds two 16-bit halves, and each operation works on the two values in them
+(`fp4_layout.py`, `int4_layout.py` describe the layouts).
 
-int4: the last bits of the mantissa of 128 in bfloat16 and of 1024 in float16 are ones, so a code
-that is put there is added to it. What is added then takes this number and the zero point away,
-which leaves an exact integer, and the scale is multiplied, with one rounding.
+int4: the lowest bit of the mantissa of 128 in bfloat16, and of 1024 in float16, has the value 1. So
+writing a code (0 to 15) into the low bits of that number's mantissa gives number + code. Adding
+-(number + zero point) leaves the exact integer code - zero point, and one multiplication by the
+scale rounds once.
 
-MXFP4: shifted and masked, a code's sign and its three other bits stand where bfloat16 has its sign,
-the last two bits of its exponent and the first one of its mantissa. That is the value times
-2**-126, a subnormal number for ±0.5. One multiplication by a power of two scales it and takes this
-factor back; nothing is rounded.
+MXFP4: a code is e2m1. Shifts and masks move its sign, exponent and mantissa to where bfloat16 has
+its sign, the last two bits of its exponent and the first bit of its mantissa. That is the value
+times 2**-126 (subnormal for ±0.5). Multiplying by scale · 2**126, a power of two, restores it;
+nothing is rounded.
 
-NVFP4: the same, with a multiplication by the scale times 2**118, whose bits are those of a byte and
-a constant. A code has 2 significant bits and a scale 4, so nothing is rounded here either; sums of
-products are multiplied by the factor of the row, with 2**8 in it.
+NVFP4: as MXFP4, but the factor is scale · 2**118, where the scale is e4m3: its bits are the scale's
+byte shifted, plus a constant. A code has 2 significant bits and a scale 4, so the product is exact.
+The missing 2**8 is part of each row's own factor, which `times_factors` multiplies sums by.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _EXPONENTS = tl.constexpr(0x75807580)
 
 @triton.jit
 def scale_rows(panels, CODE: tl.constexpr, GROUP: tl.constexpr):
-    """How many words of scales a row of a number of panels has."""
+    """Return how many words of scales a row of `panels` panels has."""
     if CODE == "mxfp4":
         count = tl.cdiv(panels, 2)
     elif CODE == "nvfp4":
@@ -49,8 +51,9 @@ def scale_rows(panels, CODE: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def load_scales(source, offset, step, last, stride, CODE: tl.constexpr, GROUP: tl.constexpr):
-    """Load what `unpack_panel` needs for the 128 columns of a step, of the rows `offset` behind
-    `source`; `last` is the last panel."""
+    """Load the scales that `unpack_panel` needs for the 128 columns of a step.
+
+    The rows are at `source` + `offset`; `last` is the index of the last panel."""
     if CODE == "mxfp4":
         scales: tl.tuple = (tl.load(source + step * stride + offset),)
     elif CODE == "nvfp4":
@@ -78,7 +81,7 @@ def unpack_panel(
 ):  # fmt: skip
     """Turn the words [ROWS, 8] of a panel into weights [ROWS, 64] in DTYPE.
 
-    The panel is the first or the second HALF of the 128 columns of which `scales` are. The
+    The panel is the first (HALF = 0) or second half of the 128 columns that `scales` belong to. The
     interpreter gets float32, because it multiplies the bits of bfloat16 as integers.
     """
     if CODE == "mxfp4":
@@ -94,8 +97,10 @@ def unpack_panel(
 
 @triton.jit
 def times_factors(sums, scales, panels, stride, CODE: tl.constexpr):
-    """Multiply sums [ROWS, …] of products with weights by what each row has in common; `scales`
-    [ROWS] points to what the first panel has of the rows."""
+    """Multiply sums [ROWS, …] of products by each row's factor, which only NVFP4 has.
+
+    `scales` [ROWS] points to the scales of the rows in the first panel; the factors lie behind
+    those of the last one."""
     if CODE == "nvfp4":
         factors = tl.load(scales + panels * stride).to(tl.float32, bitcast=True)
         sums = sums.to(tl.float32) * factors[:, None]
@@ -104,7 +109,7 @@ def times_factors(sums, scales, panels, stride, CODE: tl.constexpr):
 
 @triton.jit
 def _of_lanes(first, second, ROWS: tl.constexpr):
-    """Spread what two groups of 32 columns have [ROWS] over their words [ROWS, 4, 2]."""
+    """Broadcast one value [ROWS] per group of 32 columns to the groups' words [ROWS, 4, 2]."""
     return tl.broadcast_to(tl.join(first, second).reshape([ROWS, 1, 2]), [ROWS, 4, 2])
 
 
@@ -196,8 +201,9 @@ def _unpack_mxfp4(words, scales, HALF: tl.constexpr, ROWS: tl.constexpr, INTERPR
 
 @triton.jit
 def _unpack_nvfp4(words, scales, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Unpack a panel; `scales` [ROWS] has those of its four groups of 16 columns. Weights are
-    2**-8 times what they stand for, without the factors of rows."""
+    """Unpack a panel; `scales` [ROWS] has those of its four groups of 16 columns.
+
+    The weights are still without their rows' factors, and 2**-8 times too small."""
     first = _of_lanes(_scale_bits(scales, 0), _scale_bits(scales, 16), ROWS)
     second = _of_lanes(_scale_bits(scales, 8), _scale_bits(scales, 24), ROWS)
     bits = _code_bits(words, ROWS)
@@ -213,7 +219,7 @@ def _scale_bits(scales, SHIFT: tl.constexpr):
 
 @triton.jit
 def _code_bits(words, ROWS: tl.constexpr):
-    """Turn words [ROWS, 8] of e2m1 values into pairs of bfloat16 that are 2**-126 times these."""
+    """Turn words [ROWS, 8] of e2m1 values into pairs of bfloat16, 2**-126 times the values."""
     words = words.reshape([ROWS, 4, 2])  # of four lanes, in two groups
     steps_0 = words & _ALL
     steps_1 = (words << 3) & _ALL

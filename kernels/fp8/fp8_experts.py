@@ -1,86 +1,79 @@
-"""Experts whose weights are in FP8."""
+"""Experts whose weights are in FP8: tokens are quantised before the first product, which quantises
+its own result for the second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton, fp8_grouped_parts_triton
+from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_up
 from batchgen.kernels.fp8.fp8_linear import fp8_linear_reference
-from batchgen.kernels.fp8.fp8_weight import FP8Weight
-from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows, quantise_rows
+from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, expert_tiles
+from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
+from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
+from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
 from batchgen.kernels.layers.activation import silu_and_mul_reference
-from batchgen.kernels.layers.shared_part import SharedPart, add_up
+from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
+from batchgen.kernels.moe.moe_align_triton import Alignment
+from batchgen.kernels.moe.tiled_layout import matrix_sizes
 
 
-def fp8_grouped_mlp(
-    x: Tensor | RoundedRows,  # quantised by `powers_of_two` if it comes as `RoundedRows`
-    gate_up: FP8Weight,
-    down: FP8Weight,
-    ids: Tensor,
-    weights: Tensor,
-    residual: Tensor | None = None,
-    *,
-    shared: Callable[[], SharedPart] | None = None,
-    powers_of_two: bool = False,  # the scales of activations are powers of two
-    num_routed: int | None = None,
-) -> Tensor:
-    """Compute `moe/experts.grouped_mlp` with weights in FP8.
+class FP8Experts(NamedTuple):
+    """`ExpertWeights` in FP8, without other epilogues than SwiGLU.
 
     x and what is between the two products are quantised in groups of 128 values. If 128 rows of a
     weight share a scale, I is a multiple of 128.
     """
-    plain = plain_rows(x)
-    if plain.is_cuda:
-        return fp8_grouped_mlp_triton(
-            x,
-            gate_up,
-            down,
-            ids,
-            weights,
-            residual,
-            shared=shared,
-            powers_of_two=powers_of_two,
-            num_routed=num_routed,
-        )
-    out = fp8_grouped_mlp_reference(plain, gate_up, down, ids, weights, powers_of_two)
-    return add_up(out, residual, shared)
 
+    gate_up: FP8Weight  # [E, 2·I, H]
+    down: FP8Weight  # [E, H, I]
+    powers_of_two: bool = False  # the scales of activations are powers of two
+    rows: FP8Rows | None = None  # x if it is quantised already
 
-def fp8_grouped_parts(
-    x: Tensor | RoundedRows,
-    gate_up: FP8Weight,
-    down: FP8Weight,
-    ids: Tensor,
-    weights: Tensor,
-    *,
-    powers_of_two: bool = False,
-) -> Tensor | None:
-    """Compute what `fp8_grouped_mlp` adds up: [k, T, H], dtype of x, the last axis contiguous; None
-    where parts are not computed, which is on a CPU and without tokens."""
-    if not weights.is_cuda or not len(weights):
-        return None
-    parts = fp8_grouped_parts_triton(x, gate_up, down, ids, weights, powers_of_two=powers_of_two)
-    return parts.view(*weights.shape, -1).transpose(0, 1)
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, H and I."""
+        return matrix_sizes(self.down.values)
 
+    def tiles(self, num_slots: int) -> ExpertTiles:
+        """Look up how to cut the products of this many slots."""
+        return expert_tiles(num_slots, self.sizes[0])
 
-def fp8_grouped_mlp_reference(
-    x: Tensor,
-    gate_up: FP8Weight,
-    down: FP8Weight,
-    ids: Tensor,
-    weights: Tensor,
-    powers_of_two: bool = False,
-) -> Tensor:
-    """`fp8_grouped_mlp` in PyTorch, as plainly as it can be written."""
-    of_slots = torch.zeros((*ids.shape, x.shape[1]), device=x.device)
-    for expert in ids[ids < len(gate_up.values)].unique().tolist():
-        token, slot = (ids == expert).nonzero(as_tuple=True)
-        wide, narrow = (FP8Weight(w.values[expert], w.scales[expert]) for w in (gate_up, down))
-        tokens = quantise_rows(x[token], powers_of_two=powers_of_two)
-        inner = silu_and_mul_reference(fp8_linear_reference(tokens, wide))
-        inner_rows = quantise_rows(inner, powers_of_two=powers_of_two)
-        of_slots[token, slot] = fp8_linear_reference(inner_rows, narrow)
-    return (of_slots * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    def multiply(
+        self,
+        x: Tensor,
+        alignment: Alignment,
+        tiles: ExpertTiles,
+        weights: Tensor,
+        epilogues: Epilogues,
+        parts: Tensor,
+    ) -> None:
+        """Compute both products, as `ExpertWeights.multiply` says."""
+        gate_up, down, powers, rows = self
+        (experts, hidden, inner), slots = self.sizes, len(parts)
+        assert epilogues == PLAIN
+        assert matrix_sizes(gate_up.values) == (experts, 2 * inner, hidden)
+        assert gate_up.scale_rows == 1 or inner % BLOCK == 0
+        values, scales = quantise_rows_triton(x, powers) if rows is None else rows[:2]
+        activated = torch.empty((slots, inner), dtype=FP8, device=parts.device)
+        of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=parts.device)
+        k = weights.shape[1]
+        fp8_gate_up(values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers)
+        fp8_down(activated, of_groups, down, weights, alignment, tiles, parts)
+
+    def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
+        """Compute `grouped_mlp` in PyTorch, as plainly as it can be written."""
+        assert epilogues == PLAIN
+        gate_up, down, powers, _ = self
+        of_slots = torch.zeros((*ids.shape, x.shape[1]), device=x.device)
+        for expert in ids[ids < len(gate_up.values)].unique().tolist():
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            wide, narrow = (FP8Weight(w.values[expert], w.scales[expert]) for w in (gate_up, down))
+            tokens = quantise_rows(x[token], powers_of_two=powers)
+            inner = silu_and_mul_reference(fp8_linear_reference(tokens, wide))
+            inner_rows = quantise_rows(inner, powers_of_two=powers)
+            of_slots[token, slot] = fp8_linear_reference(inner_rows, narrow)
+        return (of_slots * weights.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -1,7 +1,11 @@
-"""Which of a CPU's matrix products give a row the same bits in any batch: found out by trying.
+"""Chooses a CPU matrix product that gives a row the same bits in any batch, by trying each one.
 
-What a library does depends on the make of the CPU, the dtype, the shape and the number of threads,
-and it promises nothing. `linear` computes few shapes, so all of them can be tried.
+The result of a library depends on the CPU, the dtype, the shape and the number of threads, and no
+library promises anything. `linear` computes only a few shapes, so all of them can be tried.
+
+The trial uses sums that cancel: a row is followed by its own mirror image with the opposite sign
+(`_opposite`), and the weight is symmetric (`_mirrored`), so the exact result is zero. What comes
+out is rounding alone, and any other order of summation changes it.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
     """Find the fastest way to compute x·Wᵀ + b in which a row's bits do not depend on other rows,
     with torch's present threads.
 
-    It costs as much as a product of 800 rows (350 with a large weight), if the fastest way is
-    right.
+    If the fastest way is right, that costs as much as a product of 800 rows (350 with a large
+    weight).
     """
     if weight.dtype != torch.float32:
         weight = _mirrored(weight)
@@ -75,7 +79,7 @@ def few_keep_bits(weight: Tensor, product: CPUProduct) -> bool:
 
 
 def _mirrored(weight: Tensor) -> Tensor:
-    """Make a weight whose products with rows of `product_keeps_bits` are zero but for rounding."""
+    """Make a weight whose second half of columns mirrors the first; see the module's docstring."""
     out_features, in_features = weight.shape
     half = _numbers(64, -(-in_features // 2))
     rows = torch.cat((half, half[:, : in_features // 2].flip(1)), dim=1).to(weight.dtype)
@@ -83,7 +87,7 @@ def _mirrored(weight: Tensor) -> Tensor:
 
 
 def _ways(weight: Tensor) -> Iterator[tuple[bool, int, Tensor]]:
-    """(packed, most_rows, the weight), the fastest way first."""
+    """Yield (packed, most_rows, the weight in that layout), the fastest way first."""
     packed, size = pack_weight(weight), weight.numel()
     layouts = [(False, weight)]
     if packed is not weight:
@@ -112,7 +116,7 @@ def product_keeps_bits(
 
 
 def _opposite(rows: int, columns: int) -> Tensor:
-    """Make columns whose second half is the first one backwards with the opposite sign."""
+    """Make rows whose second half of columns is the first one reversed, with the opposite sign."""
     half = _numbers(rows, columns // 2)
     middle = half.new_zeros((rows, columns % 2))
     return torch.cat((half, middle, -half.flip(1)), dim=1)

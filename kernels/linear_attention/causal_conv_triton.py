@@ -73,7 +73,11 @@ def _conv_step(
     TAPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, FOLD: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes BLOCK channels of one row, and per token what its TAPS taps see."""
+    """Each program convolves BLOCK channels of one row for its WIDTH tokens.
+
+    A tap reads one of the step's own tokens, or before these a pending record, or before these the
+    window. The step's tokens become records; a full group of pending ones is folded into the
+    window."""
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     channel = (tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK))[None, :]
     slot = tl.load(slots_ptr + row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,13 +11,20 @@ from torch import Tensor
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues, gated
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
-from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, grouped_parts_triton
+from batchgen.kernels.moe.experts_triton import (
+    ExpertWeights,
+    grouped_mlp_triton,
+    grouped_parts_triton,
+)
+from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
+from batchgen.kernels.moe.moe_align_triton import Alignment
+from batchgen.kernels.moe.moe_tiles import MoETiles, choose_moe_tiles
+from batchgen.kernels.moe.tiled_layout import are_panels, matrix_sizes
 
 
 def grouped_mlp(
     x: Tensor,  # [T, H]
-    gate_up: Tensor,  # [E, 2·I, H]: the I rows of gate, then of up; [E, I, H] without a gate
-    down: Tensor,  # [E, H, I]
+    experts: ExpertWeights,
     ids: Tensor,  # [T, k] int32, each in [0, E)
     weights: Tensor,  # [T, k] float32
     residual: Tensor | None = None,  # [T, H], dtype of x
@@ -31,18 +39,16 @@ def grouped_mlp(
     The float32 sum over j has an order that depends on the token alone: the columns of `ids` on a
     GPU, where a call gives the same bits every time, and the experts' order on a CPU. If
     `num_routed`, the number of experts that tokens choose from, is above E, the id E stands for an
-    expert that is elsewhere, and is left out. Weights of experts on a GPU may be tiled
-    (`tiled_layout.py`), both or none. A NaN in x or weights stays in its row.
+    expert that is elsewhere, and is left out. A NaN in x or weights stays in its row.
 
     `residual`, contiguous, gets the result added in place and is returned; else a new [T, H] is.
     `shared` is called once and last, and what it returns is added too; a GPU rounds the sum of all
     once.
     """
-    if x.is_cuda:
+    if weights.is_cuda:
         return grouped_mlp_triton(
             x,
-            gate_up,
-            down,
+            experts,
             ids,
             weights,
             residual,
@@ -50,28 +56,66 @@ def grouped_mlp(
             shared=shared,
             num_routed=num_routed,
         )
-    products = (
-        ExpertProducts(gate_up.unbind(), bias=epilogues.gate_up_bias),
-        ExpertProducts(down.unbind(), bias=epilogues.down_bias),
-    )
-    out = grouped_mlp_cpu(x, *products, ids, weights, *epilogues[2:])
-    return add_up(out, residual, shared)
+    return add_up(experts.on_cpu(x, ids, weights, epilogues), residual, shared)
 
 
 def grouped_parts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    experts: ExpertWeights,
     ids: Tensor,
     weights: Tensor,
     epilogues: Epilogues = PLAIN,
 ) -> Tensor | None:
     """Compute what `grouped_mlp` adds up: [k, T, H], dtype of x, the last axis contiguous; None
     where parts are not computed, which is on a CPU and without tokens."""
-    if not x.is_cuda or not len(x):
+    if not weights.is_cuda or not len(weights):
         return None
-    parts = grouped_parts_triton(x, gate_up, down, ids, weights, epilogues=epilogues)
+    parts = grouped_parts_triton(x, experts, ids, weights, epilogues=epilogues)
     return parts.view(*weights.shape, -1).transpose(0, 1)
+
+
+class PlainExperts(NamedTuple):
+    """`ExpertWeights` in the dtype of tokens, on a GPU maybe in panels (`tiled_layout.py`)."""
+
+    gate_up: Tensor  # [E, 2·I, H]: the I rows of gate, then of up; [E, I, H] without a gate
+    down: Tensor  # [E, H, I]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, H and I."""
+        return matrix_sizes(self.down)
+
+    def tiles(self, num_slots: int) -> MoETiles:
+        """Look up how to cut the products of this many slots."""
+        return choose_moe_tiles(num_slots, self.gate_up)
+
+    def multiply(
+        self,
+        x: Tensor,
+        alignment: Alignment,
+        tiles: MoETiles,
+        weights: Tensor,
+        epilogues: Epilogues,
+        parts: Tensor,
+    ) -> None:
+        """Compute both products, as `ExpertWeights.multiply` says."""
+        (experts, hidden, inner), slots = self.sizes, len(parts)
+        assert matrix_sizes(self.gate_up) == (experts, epilogues.parts * inner, hidden)
+        assert self.gate_up.is_contiguous() and self.down.is_contiguous()
+        assert are_panels(self.gate_up) == are_panels(self.down)
+        assert x.dtype == self.gate_up.dtype == self.down.dtype
+        activated = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
+        k, bias = weights.shape[1], epilogues.down_bias
+        gate_up_product(x, self.gate_up, alignment, tiles.gate_up, k, activated, epilogues)
+        down_product(activated, self.down, weights, alignment, tiles.down, parts, bias)
+
+    def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
+        """Compute `grouped_mlp` of plain rows on a CPU."""
+        products = (
+            ExpertProducts(self.gate_up.unbind(), bias=epilogues.gate_up_bias),
+            ExpertProducts(self.down.unbind(), bias=epilogues.down_bias),
+        )
+        return grouped_mlp_cpu(x, *products, ids, weights, *epilogues[2:])
 
 
 def grouped_mlp_reference(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -16,19 +17,41 @@ from torch import Tensor
 from batchgen.kernels.layers.partial_sums_triton import sum_parts
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
-from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
-from batchgen.kernels.moe.moe_align_triton import moe_align
-from batchgen.kernels.moe.moe_tiles import MoETiles, choose_moe_tiles
-from batchgen.kernels.moe.tiled_layout import are_panels, matrix_sizes
+from batchgen.kernels.moe.moe_align_triton import Alignment, moe_align
 
 _CHUNK = 1024
 """Columns of a token that a program adds up."""
 
 
+class ExpertWeights(Protocol):
+    """The weights of experts in one format: how it cuts and computes their two products."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, the number of experts on this rank, H and I."""
+
+    def tiles(self, num_slots: int) -> Any:
+        """Look up how to cut the products of this many slots; `block_m` are the slots of a tile."""
+
+    def multiply(
+        self,
+        x: Tensor,  # [T, H]
+        alignment: Alignment,  # of the T·k slots
+        tiles: Any,
+        weights: Tensor,  # [T, k] float32
+        epilogues: Epilogues,
+        parts: Tensor,  # [T·k, H], contiguous
+    ) -> None:
+        """Compute the results of slots times their weights into `parts`, in the order of slots.
+        Tensors are contiguous, x in its last axis."""
+
+    def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
+        """Compute `grouped_mlp` of plain rows on a CPU, without what is added to it."""
+
+
 def grouped_mlp_triton(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    experts: ExpertWeights,
     ids: Tensor,
     weights: Tensor,
     residual: Tensor | None = None,
@@ -36,55 +59,47 @@ def grouped_mlp_triton(
     epilogues: Epilogues = PLAIN,
     shared: Callable[[], SharedPart] | None = None,
     num_routed: int | None = None,
-    tiles: MoETiles | None = None,
+    tiles: Any = None,
 ) -> Tensor:
-    """Compute `experts.grouped_mlp` in four launches, six if there are many tokens.
+    """Compute `experts.grouped_mlp` in four launches, six if there are many tokens; more if tokens
+    are quantised before, or weights dequantised.
 
-    Tensors are contiguous, x in its last axis. That ids are in range is not checked on a GPU.
-    `tiles` says how the products are cut; None chooses from the table.
+    That ids are in range is not checked on a GPU. `tiles` says how the products are cut, as the
+    format of the weights has them; None chooses from its table.
     """
     parts = partial(
         grouped_parts_triton,
         x,
-        gate_up,
-        down,
+        experts,
         ids,
         weights,
         epilogues=epilogues,
         num_routed=num_routed,
         tiles=tiles,
     )
-    return sum_of_slots(parts, x, residual, ids, len(gate_up), num_routed, shared)
+    return sum_of_slots(parts, x, residual, ids, experts.sizes[0], num_routed, shared)
 
 
 def grouped_parts_triton(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    experts: ExpertWeights,
     ids: Tensor,
     weights: Tensor,
     *,
     epilogues: Epilogues = PLAIN,
     num_routed: int | None = None,
-    tiles: MoETiles | None = None,
+    tiles: Any = None,
 ) -> Tensor:
     """Compute what `grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
     their weights. There must be tokens. Nothing is written for slots whose expert is elsewhere."""
-    tokens, hidden = x.shape
-    (experts, _, inner), k = matrix_sizes(down), ids.shape[1]
-    assert matrix_sizes(gate_up) == (experts, epilogues.parts * inner, hidden)
-    assert gate_up.is_contiguous()
-    assert matrix_sizes(down) == (experts, hidden, inner) and down.is_contiguous()
-    assert are_panels(gate_up) == are_panels(down)
-    assert x.dtype == gate_up.dtype == down.dtype and x.stride(1) == 1
-    assert weights.shape == ids.shape == (tokens, k) and weights.is_contiguous()
-    num_routed = num_routed or experts
-    tiles = tiles or choose_moe_tiles(ids.numel() * experts // num_routed, gate_up)
-    alignment = moe_align(ids, experts, tiles.block_m, some_elsewhere=num_routed > experts)
-    activated = torch.empty((tokens * k, inner), dtype=x.dtype, device=x.device)
-    gate_up_product(x, gate_up, alignment, tiles.gate_up, k, activated, epilogues)
-    parts = torch.empty((tokens * k, hidden), dtype=x.dtype, device=x.device)
-    down_product(activated, down, weights, alignment, tiles.down, parts, epilogues.down_bias)
+    own, hidden, _ = experts.sizes
+    assert x.shape[1] == hidden and x.stride(1) == 1
+    assert weights.shape == ids.shape and len(ids) == len(x) and weights.is_contiguous()
+    num_routed = num_routed or own
+    tiles = tiles or experts.tiles(ids.numel() * own // num_routed)
+    alignment = moe_align(ids, own, tiles.block_m, some_elsewhere=num_routed > own)
+    parts = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
+    experts.multiply(x, alignment, tiles, weights, epilogues, parts)
     return parts
 
 

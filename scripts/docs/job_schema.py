@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from batchgen.cli.conf_files import read_choice
-from batchgen.config.compose.given_values import CHOICE
+from batchgen.config.compose.user_values import CHOICE
 from batchgen.config.groups.class_names import CLASSES
 from batchgen.config.groups.config_keys import (
     EXPERIMENT,
@@ -17,7 +17,7 @@ from batchgen.config.groups.config_keys import (
     choices,
     declared_type,
 )
-from batchgen.pipelines.run.given_pipeline import AFTER, COMPLETE, FROM, KEYS, STEPS
+from batchgen.pipelines.run.pipeline_values import AFTER, COMPLETE, FROM, KEYS, STEPS
 from batchgen.storage.folder.pipeline_record import STEP_NAME
 
 Schema = dict[str, Any]

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from batchgen.api.python.given_prompts import Prompt, PromptIds, ReadPrompt
+from batchgen.api.python.call_prompts import Prompt, PromptIds, ReadPrompt
 from batchgen.api.python.output import Output
 from batchgen.api.python.params import SamplingParams
 from batchgen.engine.interface.outputs import RequestError

@@ -14,12 +14,12 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from batchgen.api.python.given_prompts import (
-    AskedPrompt,
+from batchgen.api.python.call_prompts import (
     Conversation,
     Prompt,
     PromptIds,
     ReadPrompt,
+    TokenizedPrompt,
     images_of,
     read_prompts,
 )
@@ -35,7 +35,7 @@ from batchgen.api.python.output import Output
 from batchgen.api.python.params import SamplingOptions, SamplingParams
 from batchgen.api.python.scored import Answer, Score, pairs_of, read_answers, score_answers
 from batchgen.api.python.streams import StreamRequest, Streams
-from batchgen.config.groups.adapter_names import LoRA
+from batchgen.config.groups.adapter_names import LoRA, LoRATemplate
 from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.hidden_columns import (
@@ -88,6 +88,8 @@ class LLM:
             a prompt has the one that its parameters name (`lora`), and otherwise none.
         lora_fold: whether the only adapter is added to the weights, which is as fast as without
             one, and rounds otherwise.
+        lora_template: whose tokenizer and chat template the LLM has; `adapter` takes those in the
+            folder of the only adapter.
         hidden_layers: the layers behind which `SamplingParams(columns=["hidden_states"])` gives the
             hidden states: 0 is the embedding of tokens, -1 the last layer with the norm.
         **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
@@ -119,6 +121,7 @@ class LLM:
         max_pixels: int | None = None,
         lora: LoRA = None,
         lora_fold: bool = False,
+        lora_template: LoRATemplate = "base",
         hidden_layers: Sequence[int] = (),
         **engine: Any,
     ) -> None:
@@ -129,7 +132,8 @@ class LLM:
         opened = open_model(model, revision, load_format, quantization)
         self._images = images_of(opened, max_pixels) if images else None
         opened = replace(opened, with_vision=self._images is not None)
-        opened = with_adapters(opened, lora, fold=lora_fold).with_hidden_layers(hidden_layers)
+        opened = with_adapters(opened, lora, fold=lora_fold, template=lora_template)
+        opened = opened.with_hidden_layers(hidden_layers)
         strategy = ARStrategy() if strategy is None else copy.deepcopy(strategy)
         longest = config.model_len(opened.config.max_position_embeddings)
         max_model_len = strategy.model_len(longest, opened.config)
@@ -524,7 +528,7 @@ class LLM:
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:
-                found: AskedPrompt | RequestError = ids.of(prompt)
+                found: TokenizedPrompt | RequestError = ids.of(prompt)
             except RequestError as error:
                 found = error
             for sample in range(own.n):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from batchgen.api.python.given_prompts import AskedPrompt, PromptIds, ReadPrompt, is_token_id
+from batchgen.api.python.call_prompts import PromptIds, ReadPrompt, TokenizedPrompt, is_token_id
 from batchgen.api.python.output import MOST_SHOWN
 from batchgen.api.python.streams import StreamRequest, Streams
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
@@ -133,7 +133,7 @@ def score_answers(
     progress: bool,
 ) -> list[Score]:
     """Score the answers, and return their scores in order."""
-    known: dict[int, AskedPrompt | RequestError] = {}
+    known: dict[int, TokenizedPrompt | RequestError] = {}
     requests = []
     for index, (prompt, answer) in enumerate(pairs):
         if id(prompt) not in known:
@@ -157,7 +157,7 @@ def score_answers(
     return [scores[index] for index in range(len(pairs))]
 
 
-def _ids(ids: PromptIds, prompt: ReadPrompt) -> AskedPrompt | RequestError:
+def _ids(ids: PromptIds, prompt: ReadPrompt) -> TokenizedPrompt | RequestError:
     try:
         return ids.of(prompt)
     except RequestError as error:

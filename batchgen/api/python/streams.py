@@ -8,7 +8,7 @@ from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from threading import RLock
 
-from batchgen.api.python.given_prompts import AskedPrompt
+from batchgen.api.python.call_prompts import TokenizedPrompt
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.sampling.sampling_params import RequestParams
@@ -21,7 +21,7 @@ class StreamRequest:
 
     prompt_index: int
     sample_index: int
-    prompt: AskedPrompt | RequestError
+    prompt: TokenizedPrompt | RequestError
     params: RequestParams
     answer: list[int] | None = None
 

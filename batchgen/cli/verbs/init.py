@@ -9,7 +9,7 @@ from typing import Any
 from batchgen.cli.conf_files import Entry, read_choice
 from batchgen.cli.verb_table import VerbParser
 from batchgen.config.compose.compose_config import Composed, compose_groups
-from batchgen.config.compose.given_values import CHOICE
+from batchgen.config.compose.user_values import CHOICE
 from batchgen.config.groups.config_keys import STEP_LISTS, choice_values, choices
 from batchgen.storage.stores.whole_file import write_atomic
 from batchgen.util.paths import user_path

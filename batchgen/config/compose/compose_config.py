@@ -1,7 +1,7 @@
-"""Makes a job's configuration of what a user gives: a job file, a mapping, `key=value` texts.
+"""Composes a job's configuration from a job file or mapping and from `key=value` arguments.
 
-Hydra composes the choices of the groups and the ready jobs; the keys are then set here, so that a
-text stays as it was typed and a mistake is named in words of our own.
+Hydra composes the choices of groups and the ready jobs. The keys are set here instead, so that text
+stays as it was typed and error messages are our own.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchgen.config.compose.experiments import leave_out_others
-from batchgen.config.compose.given_values import Given
 from batchgen.config.compose.group_choices import inferred_choice
 from batchgen.config.compose.load_config import load_config
 from batchgen.config.compose.overrides import Override, parse_override
 from batchgen.config.compose.trust import TYPED
+from batchgen.config.compose.user_values import UserValues
 from batchgen.config.groups.config_keys import EXPERIMENT, GROUPS, PARTS, STEP_LISTS
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.util.errors import ConfigError
 
 
 def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
-    """The configuration of one job.
+    """Return the configuration of one job.
 
-    `values` are a job as a job file has it, and the word of the program, so they may name any code.
-    A key is a group with its choice ("model": "hf"), a group with its keys ("model": {"path": "…"},
-    and "choice": "hf" among them if need be), one key with its full name ("sampling.n": 4), or a
-    list of steps ("post": […]). `overrides` are arguments `key=value` as on the command line; they
-    go before `values`, and a choice among them replaces all that `values` says of its group.
+    Args:
+        values: the job as in a job file. They come from the calling program, so they may name any
+            code. A key is a group with its choice ("model": "hf"), a group with its keys ("model":
+            {"path": "…"}, where "choice": "hf" can be one of them), one key with its full name
+            ("sampling.n": 4), or a list of steps ("post": […]).
+        overrides: arguments `key=value` as on the command line. They win over `values`, and a
+            choice among them replaces everything that `values` sets in its group.
     """
     return load_config(compose_groups(values, overrides).groups, TYPED)
 
 
 @dataclass(frozen=True)
 class Composed:
-    """The groups of a job with all their keys, not checked yet, and the choice that each began as.
-    A class of the user's own has no choice."""
+    """The groups of a job with all their keys, not yet checked, and each group's choice. A class of
+    the user's own has no choice."""
 
     groups: dict[str, Any]
     choices: dict[str, str]
@@ -53,11 +55,13 @@ def compose_groups(
     overrides: Sequence[str] = (),
     *,
     folders: Sequence[Path] = (),
-    places: Mapping[str, str] | None = None,
+    locations: Mapping[str, str] | None = None,
 ) -> Composed:
-    """Put the choices and keys of a job together, from what `compose` takes, folders with further
-    choices (laid out as conf/ is), and the places of keys in a job file, for error messages."""
-    given, parsed = collect_values(values, overrides, folders=folders, places=places)
+    """Merge the choices and keys of a job; see `compose` for `values` and `overrides`.
+
+    `folders` have further choices and are laid out like conf/; `locations` says where keys stand in
+    a job file, for error messages."""
+    given, parsed = collect_values(values, overrides, folders=folders, locations=locations)
     groups = _composed(given)
     for key, value in given.keys.items():
         _set(groups, given, key, value)
@@ -74,10 +78,10 @@ def collect_values(
     overrides: Sequence[str] = (),
     *,
     folders: Sequence[Path] = (),
-    places: Mapping[str, str] | None = None,
-) -> tuple[Given, list[Override]]:
-    """What a user has said, with the choices that follow from it, and the arguments in parts."""
-    given = Given(folders, places or {})
+    locations: Mapping[str, str] | None = None,
+) -> tuple[UserValues, list[Override]]:
+    """Return the user's values with the choices that they imply, and the parsed arguments."""
+    given = UserValues(folders, locations or {})
     given.add_values(values)
     parsed = [parse_override(argument) for argument in overrides]
     for override in parsed:
@@ -91,8 +95,8 @@ def collect_values(
     return given, parsed
 
 
-def _check_greedy(collected: Given, parsed: Sequence[Override]) -> None:
-    """Refuse a temperature beside `sampling=greedy`, which is the name of having none."""
+def _check_greedy(collected: UserValues, parsed: Sequence[Override]) -> None:
+    """Refuse a temperature together with `sampling=greedy`, which means that there is none."""
     key = "sampling.temperature"
     typed = [override.value() for override in parsed if override.key == key and override.text]
     value = [collected.keys.get(key), *typed][-1]
@@ -107,7 +111,7 @@ def _check_greedy(collected: Given, parsed: Sequence[Override]) -> None:
         )
 
 
-def _composed(collected: Given) -> dict[str, Any]:
+def _composed(collected: UserValues) -> dict[str, Any]:
     """The groups with their choices, before the keys are set."""
     overrides = [f"{group}={choice}" for group, choice in collected.choices.items()]
     overrides += [f"+{EXPERIMENT}={name}" for name in collected.experiments[:1]]
@@ -146,7 +150,7 @@ def _groups_of(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, st
     return groups, dict(composed.hydra.runtime.choices)
 
 
-def _set(groups: dict[str, Any], collected: Given, key: str, value: Any) -> None:
+def _set(groups: dict[str, Any], collected: UserValues, key: str, value: Any) -> None:
     """Set a key of the job file."""
     group, _, name = key.partition(".")
     if name not in groups[group] and name.partition(".")[0] in groups[group]:
@@ -157,7 +161,7 @@ def _set(groups: dict[str, Any], collected: Given, key: str, value: Any) -> None
     groups[group][name] = value
 
 
-def _apply(groups: dict[str, Any], collected: Given, override: Override) -> None:
+def _apply(groups: dict[str, Any], collected: UserValues, override: Override) -> None:
     """Set, add or take away a key, as an argument says."""
     start, key = f"{override.argument}: ", override.key
     if override.sign == "~" and not override.names:

@@ -32,11 +32,11 @@ def read_job_text(content: str | bytes, path: Path) -> tuple[dict[str, Any], dic
         return {}, {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: a job file has keys and values, such as `model: hf`")
-    places: dict[str, str] = {}
-    _note(root, "", path, places)
+    locations: dict[str, str] = {}
+    _note(root, "", path, locations)
     _keep_names(root)
     values: dict[str, Any] = document.values()
-    return values, places
+    return values, locations
 
 
 def _keep_names(root: yaml.Node) -> None:
@@ -56,7 +56,7 @@ def _keep_names(root: yaml.Node) -> None:
             nodes += node.value
 
 
-def _note(node: yaml.MappingNode, prefix: str, path: Path, places: dict[str, str]) -> None:
+def _note(node: yaml.MappingNode, prefix: str, path: Path, locations: dict[str, str]) -> None:
     """Note the places of the keys of a mapping, and of the mappings in it."""
     for key, value in node.value:
         where = at_line(str(path), key.start_mark)
@@ -68,8 +68,8 @@ def _note(node: yaml.MappingNode, prefix: str, path: Path, places: dict[str, str
         name = prefix + key.value
         if len(name) > _LONGEST:
             raise ConfigError(f"{where}: no key has a name of more than {_LONGEST} characters")
-        if name in places:
+        if name in locations:
             raise ConfigError(f"{where}: the key {name} is there twice")
-        places[name] = f"{where}: {name}"
+        locations[name] = f"{where}: {name}"
         if isinstance(value, yaml.MappingNode):
-            _note(value, f"{name}.", path, places)
+            _note(value, f"{name}.", path, locations)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from typing import Literal
 
 from batchgen.engine.sampling.sampling_params import BASE
 from batchgen.util.errors import ConfigError
@@ -15,6 +16,10 @@ ADAPTER = "adapter"
 LoRA = str | Sequence[str] | Mapping[str, str] | None
 """Adapters as users name them: a place, several places, or places by name. A place is a folder or
 a hub name, which may end with @REVISION; `base` is the model without an adapter."""
+
+
+LoRATemplate = Literal["base", "adapter"]
+"""Whose tokenizer and chat template a job has."""
 
 
 def named_places(adapters: LoRA) -> dict[str, str]:

@@ -12,7 +12,13 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from batchgen.config.groups.adapter_names import ADAPTER, check_choice, named_places, only_one
+from batchgen.config.groups.adapter_names import (
+    ADAPTER,
+    LoRATemplate,
+    check_choice,
+    named_places,
+    only_one,
+)
 from batchgen.config.groups.class_names import CLASSES, class_short_name
 from batchgen.config.groups.constraint_config import (
     ChoiceConstraintConfig,
@@ -62,13 +68,19 @@ class ModelGroup:
     lora_column: str | None = None
     lora_grid: bool = False
     lora_fold: bool = False
+    lora_template: LoRATemplate = "base"
 
     def __post_init__(self) -> None:
         check_choice(self.lora, self.lora_column, self.lora_grid)
-        if self.lora_fold and (self.adapter_column is not None or not only_one(self.lora)):
+        if self.lora_fold and not self.has_one_adapter:
             raise ConfigError(
                 "model.lora_fold adds one adapter to the weights of the whole job: give "
                 "model.lora=PATH alone, or set it to false"
+            )
+        if self.lora_template == "adapter" and not self.has_one_adapter:
+            raise ConfigError(
+                "model.lora_template=adapter takes the tokenizer and chat template of the only "
+                "adapter of the job: give model.lora=PATH alone, or set it to base"
             )
         check(bool(self.path), "model.path", "a folder, a .gguf file or a hub name", self.path)
         if self.trust_remote_code:
@@ -76,6 +88,11 @@ class ModelGroup:
                 "model.trust_remote_code must be false: batchgen never runs code that comes with "
                 "a model; models it knows need none"
             )
+
+    @property
+    def has_one_adapter(self) -> bool:
+        """Whether all rows have the same adapter."""
+        return self.adapter_column is None and only_one(self.lora)
 
     @property
     def adapter_column(self) -> str | None:
@@ -90,7 +107,7 @@ class ModelGroup:
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of several adapters, `base` among them; empty if all rows have the same."""
-        if self.adapter_column is None and only_one(self.lora):
+        if self.has_one_adapter:
             return ()
         return tuple(named_places(self.lora))
 

@@ -79,11 +79,11 @@ def check_workers(workers: int | None, limit: int) -> None:
         raise ConfigError(f"launcher.workers must be 1 to {limit:,}, got {workers}")
 
 
-def at_least(least: int, **values: float | None) -> None:
+def at_least(minimum: int, **values: float | None) -> None:
     """Raise ConfigError for a key with a lower value."""
     for key, value in values.items():
-        if value is not None and value < least:
-            raise ConfigError(f"launcher.{key} must be at least {least}, got {value}")
+        if value is not None and value < minimum:
+            raise ConfigError(f"launcher.{key} must be at least {minimum}, got {value}")
 
 
 def workers_text(count: int | None) -> str:

@@ -140,17 +140,17 @@ class StepChain:
             step.prepare()
 
 
-def _at(column: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
+def _at(column: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
     """The values of a column at some places, which ascend."""
-    return column if len(places) == len(column) else [column[place] for place in places]
+    return column if len(indices) == len(column) else [column[place] for place in indices]
 
 
-def _put(column: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
+def _put(column: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
     """The column with other values at some places, which ascend."""
-    if len(places) == len(column):
+    if len(indices) == len(column):
         return values
     changed = list(column)
-    for place, value in zip(places, values, strict=True):
+    for place, value in zip(indices, values, strict=True):
         changed[place] = value
     return changed
 

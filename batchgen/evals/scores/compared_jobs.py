@@ -59,8 +59,8 @@ def comparison_lines(comparison: Comparison, column: str = MARK) -> list[tuple[s
         tested = _tested(comparison.same_questions, comparison.same_questions_p, column)
         lines.append(("", f"{tested} (same questions)"))
     if not math.isnan(comparison.detectable):
-        least = f"{_size(comparison.detectable, column)}{' points' if column == MARK else ''}"
-        lines.append(("noticeable", f"differences of {least} or more"))
+        minimum = f"{_size(comparison.detectable, column)}{' points' if column == MARK else ''}"
+        lines.append(("noticeable", f"differences of {minimum} or more"))
     wins, ties, losses = (
         f"{len(x):,}" for x in (comparison.wins, comparison.ties, comparison.losses)
     )

@@ -1,4 +1,4 @@
-"""The scores of a job that still runs or was stopped, from the answers that are there."""
+"""Scores of a job that is still running or was stopped, from the answers it has so far."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ _TOKENS, _REASON = "num_generated_tokens", "finish_reason"
 
 
 def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig) -> dict[str, Any]:
-    """The scores of the rows that are finished, which are graded in memory, with `so_far`: what
-    they are of, and how far they may be from those of all rows.
+    """Grade the finished rows in memory and score them.
 
-    - `answers`: how many there are; `of`: how many there will be, None if that is not known.
-    - `shorter`, `longer`: the mean mark of the half of the answers with fewer tokens, and of the
-      other one; None with fewer than two. Short answers end first, so that a difference between
-      these is a bias of the score. `tokens`: the most that an answer of the first half has.
-    - `bounds`: the mean mark if all answers that are missing were wrong, or right.
+    The result has a further entry `so_far`, which says how far these scores may be from the final
+    ones:
+
+    - `answers`: the number of finished answers; `of`: the final number, None if unknown.
+    - `shorter`, `longer`: the mean marks of the shorter and of the longer half of the answers, by
+      their tokens; absent for fewer than two answers. Short answers finish first, so a difference
+      between the two means that the score is biased. `tokens`: the length of the longest answer in
+      the shorter half.
+    - `bounds`: the mean mark if all missing answers were wrong, and if all were right.
 
     Raises:
-        ConfigError: no row is finished, or there is no column of a name in `config`.
+        ConfigError: no row is finished, or a column named in `config` does not exist.
         JobError: a file is damaged.
     """
     if (grid := job.grid_column) is not None:
@@ -65,7 +68,7 @@ def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig
 def _graded(
     job: GradedJob, steps: Sequence[PostStep], samples: Samples, config: ScoreConfig
 ) -> Iterator[tuple[pa.Table, pa.Table]]:
-    """The finished rows in batches, with their grades."""
+    """Yield the finished rows in batches, each with its grades."""
     fields = [step.field_names for step in steps]
     read = job.columns[: job.columns.index(job.text_column)] if None in fields else []
     read += [name for names in fields for name in names or ()]
@@ -106,7 +109,7 @@ def _so_far(job: GradedJob, table: pa.Table, tokens: Any, *, bounded: bool) -> d
 
 
 def so_far_lines(scores: Mapping[str, Any]) -> list[Line]:
-    """What the scores are of, and what they are biased by, in words and figures."""
+    """Return lines that say how many answers a score covers and how biased it may be."""
     found, shown = scores["so_far"], score_value(scores)
     answers, total = found["answers"], found["of"]
     text = counted(answers, "answer")

@@ -1,4 +1,4 @@
-"""The columns of choices that are scored, and the tokens of these."""
+"""The columns for scored choices, and the token ids of choices."""
 
 import json
 from collections.abc import Callable
@@ -17,8 +17,8 @@ CHOICE_SCORES = OutputColumn("choice_scores", np.dtype(np.float64), scope="choic
 def choice_ids(
     constraint: Constraint | None, encode: Callable[[str], list[int]], end: int | None
 ) -> list[list[int]]:
-    """Return the token ids of each choice of a row's constraint, with the id `end` behind them if
-    it is given; none for a row without choices."""
+    """Return the token ids of each choice of a row's constraint, each followed by `end` if that is
+    not None; an empty list for a row without choices."""
     if constraint is None or constraint.kind != "choice":
         return []
     behind = [] if end is None else [end]

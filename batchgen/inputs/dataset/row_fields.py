@@ -1,4 +1,4 @@
-"""The fields of rows, made of the tables in which a data set keeps them."""
+"""Reads the fields of rows from the Arrow tables of a data set."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ class RowFields(Protocol):
     """How the rows of a data set are kept.
 
     Attributes:
-        columns: the columns that are read for the fields, as the data set calls them.
+        columns: the stored columns that the fields are read from, by their names in the data set.
     """
 
     @property
     def columns(self) -> Sequence[str]: ...
 
     def of_table(self, table: pa.Table) -> list[dict[str, Any]]:
-        """The fields of each row of a table that has the `columns`."""
+        """Return the fields of each row of a table of the stored `columns`."""
         ...
 
     def typed(self, table: pa.Table) -> pa.Table:
-        """A table that has the `columns` as one of the columns that users see."""
+        """Convert a table of the stored `columns` into one of the columns that users see."""
         ...
 
 
 class ArrowFields:
-    """Rows that lie in Arrow columns: JSON in text is parsed, and of structs the fields are left
-    out that are null, since Arrow gives each the fields of all."""
+    """Rows in Arrow columns.
+
+    JSON text is parsed. Null fields of structs are left out, because Arrow gives every struct of a
+    column the fields of all of them."""
 
     def __init__(self, features: Features) -> None:
         self.columns = list(features)
@@ -55,7 +57,7 @@ class ArrowFields:
         return _read(table.to_pylist(), readers)
 
     def of_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The fields of rows, as Python has what is in their columns."""
+        """Return the fields of rows that are already Python values."""
         return _read(rows, self._readers)
 
     def typed(self, table: pa.Table) -> pa.Table:
@@ -64,12 +66,12 @@ class ArrowFields:
 
 
 class JsonFields:
-    """Rows that are kept as JSON text, each of which is parsed for itself."""
+    """Rows that are stored as one JSON text each."""
 
     columns = (ROW_TEXT,)
 
     def __init__(self, columns: JsonColumns, names: Mapping[str, str]) -> None:
-        """`names` are those that the columns have in the files, by those that users see."""
+        """`names` maps the name that users see to the column's name in the files."""
         self._json, self._names = columns, names
         self._same = tuple(names) if list(names) == list(names.values()) else None
 
@@ -95,8 +97,7 @@ def _read(
 
 
 def _has_padding(array: pa.Array) -> bool:
-    """Whether a struct in an array has a field that is null. It costs much less than to look into
-    each value."""
+    """Whether a struct in an array has a null field, found without looking into each value."""
     kind = array.type
     if pa.types.is_struct(kind):
         parts = array.flatten()  # null where the struct is

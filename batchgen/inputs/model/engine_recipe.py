@@ -72,6 +72,12 @@ class EngineRecipe:
                 f"tensor_parallel is {size}, and the adapter is of DoRA, which needs whole rows of "
                 "weights that ranks divide: set it to 1, or merge the adapter into the model"
             )
+        if self.config.lora_slots is not None and (self.model.folds or not self.model.adapters):
+            what = "the adapter is added to the weights" if self.model.folds else "there are none"
+            raise ValueError(
+                f"lora_slots is {self.config.lora_slots}, which counts adapters beside the "
+                f"weights, and {what}: set it to null"
+            )
         if self.config.deterministic:
             refuse_unkept(
                 device_of(self.device),
@@ -117,7 +123,8 @@ class EngineRecipe:
         if self.config.deterministic and device_of(self.device).type == "cuda":
             keep_one_order()
         heads = strategy_heads(self.strategy, self.model)
-        return self.model.load(self.dtype, self.device, heads, parallel)
+        slots = self.config.lora_slots
+        return self.model.load(self.dtype, self.device, heads, parallel, slots)
 
     def load_others(self, weights: CausalLM) -> dict[str, CausalLM]:
         """Load the weights of the other models, beside those of the target."""

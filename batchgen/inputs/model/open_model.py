@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.device.host_limits import usable_cores
 from batchgen.engine.interface.engine_config import EngineConfig
+from batchgen.engine.layers.lora import num_slots
 from batchgen.engine.layers.mxfp4_format import Units, WeightFormat, format_name, units_of
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.engine.loading.adapters import add_adapters
+from batchgen.engine.loading.adapters import add_adapters, slot_numbers
 from batchgen.engine.loading.config_file import LoadFormat, load_model_config, strange_keys
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.loading.peft_files import AdapterFile
@@ -31,6 +32,7 @@ from batchgen.engine.replicas import Leader
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.model_source import resolve_model
 from batchgen.util.shorten import some_names
+from batchgen.util.text.text_table import size_text
 
 DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -49,6 +51,7 @@ class OpenedModel:
         with_vision: whether the tower that reads images is loaded, too.
         adapters: those that stand beside the weights, by their names.
         folds: whether the only adapter is added to the weights when they are loaded.
+        adapter_template: whether tokenizer and chat template are those of the only adapter.
         default_adapter: that of rows which ask for none; None: they have none.
     """
 
@@ -62,6 +65,7 @@ class OpenedModel:
     adapters: Mapping[str, AdapterFile] = field(default_factory=dict)
     default_adapter: str | None = None
     folds: bool = False
+    adapter_template: bool = False
 
     def with_hidden_layers(self, indices: Sequence[int]) -> OpenedModel:
         """The model that records the hidden states behind these layers, of which negative ones
@@ -108,11 +112,25 @@ class OpenedModel:
             return f"dequantised {packed.name}{instead}"
         return f"{'' if form.native else 'dequantised '}{format_name(form)}{instead}"
 
-    def adapter_bytes(self, dtype: torch.dtype) -> int:
-        """The bytes of the adapters that stand beside the weights, in this dtype."""
-        if self.folds:
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of the files of weights, of a GGUF file or of safetensors; 0 without any."""
+        if self.load_format == "dummy":
             return 0
-        return sum(one.num_parameters for one in self.adapters.values()) * dtype.itemsize
+        files = safetensors_files(self.path) if self.path.is_dir() else [self.path]
+        return sum(file.stat().st_size for file in files)
+
+    def adapter_bytes(self, weights: CausalLM, slots: int | None, *, on_cpu: bool) -> int:
+        """The bytes of the adapters on a device, in this many slots, beside the weights of a model
+        without values."""
+        adapters = list(self.adapters.values())
+        if self.folds or not adapters:
+            return 0
+        if on_cpu:
+            numbers = sum(one.num_parameters for one in adapters)
+        else:
+            numbers = slot_numbers(weights, adapters) * num_slots(len(adapters), slots)
+        return numbers * weights.dtype.itemsize
 
     def load(
         self,
@@ -120,8 +138,10 @@ class OpenedModel:
         device: DeviceName,
         heads: Collection[str] = (),
         parallel: TensorParallel = ALONE,
+        lora_slots: int | None = None,
     ) -> CausalLM:
-        """Load the model with its weights and some of its heads.
+        """Load the model with its weights and some of its heads, and with `lora_slots` slots for
+        its adapters, see `EngineConfig`.
 
         On a CPU this also limits torch to as many threads as can run at once. If weights in FP8 or
         MXFP4 are dequantised, because the device does not compute from them, stderr says so.
@@ -145,9 +165,9 @@ class OpenedModel:
             )
         if isinstance(packed, PackedFormat):
             kept = form is not None and self.quantization is None
+            instead = f"are dequantised to {name} ({size_text(self.file_bytes)} in the files)"
             print(
-                f"model: weights in {packed.name} "
-                f"{'stay in 4 bits' if kept else f'are dequantised to {name}'}"
+                f"model: weights in {packed.name} {'stay in 4 bits' if kept else instead}"
                 f"{unused_text(packed, torch_dtype) or f'; activations: {name}'}",
                 file=sys.stderr,
                 flush=True,
@@ -164,7 +184,9 @@ class OpenedModel:
             hidden_layers=self.config.hidden_layers,
         )
         if self.adapters:
-            add_adapters(model, self.adapters, self.default_adapter, fold=self.folds)
+            add_adapters(
+                model, self.adapters, self.default_adapter, fold=self.folds, slots=lora_slots
+            )
         return model
 
     def load_beside(self, model: CausalLM) -> CausalLM:

@@ -158,11 +158,13 @@ def token_places(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
     return [start for start, _ in offsets], [end for _, end in offsets]
 
 
-def _cut(text: str, least: int, limit: int) -> int:
+def _cut(text: str, minimum: int, limit: int) -> int:
     """The best place for a cut behind `least` and not behind `limit`, the last one of its kind."""
     for kind in _BREAKS:
         # A place that ends behind `most` may begin before it.
-        found = [match.end() for match in kind.finditer(text, least, limit) if match.end() > least]
+        found = [
+            match.end() for match in kind.finditer(text, minimum, limit) if match.end() > minimum
+        ]
         if found:
             return found[-1]
     return limit

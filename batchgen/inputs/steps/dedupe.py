@@ -136,8 +136,8 @@ class _Vectors:
 
     full = False
 
-    def __init__(self, name: str, least: float) -> None:
-        self._name, self._least = name, least
+    def __init__(self, name: str, minimum: float) -> None:
+        self._name, self._least = name, minimum
         self._ids: list[str] = []
         self._kept = np.empty((0, 0), np.float32)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Explode(SplittingStep):
     """Makes a row of each item of a list, with `#0`, `#1` … behind its id.
 
-    An empty list has no rows. The list itself is not copied to the output any more, and prompts
-    have it still. A row without a list becomes an error row.
+    An empty list gives no rows. The list itself is no longer copied to the output, but prompts can
+    still read it. A row without a list becomes an error row.
 
     Attributes:
         column: the list. The path of a list inside a struct has dots: `plan.questions`.

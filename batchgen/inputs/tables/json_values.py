@@ -91,8 +91,8 @@ class SeenValues:
             return pa.float64() if exact else pa.string()
         return feature.pa_type
 
-    def _fits(self, least: int, limit: int) -> bool:
-        return least <= self._least and self._most <= limit
+    def _fits(self, minimum: int, limit: int) -> bool:
+        return minimum <= self._least and self._most <= limit
 
 
 def has_json(feature: Any) -> bool:

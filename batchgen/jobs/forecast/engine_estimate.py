@@ -36,6 +36,7 @@ class EngineEstimate:
     uses: dict[str, ModelUse]
     settings: ResolvedConfig
     sizes: ModelSizes
+    file_bytes: int  # of the target's weights as the checkpoint holds them; 0 if that is not here
 
     def memory(self, gpu_bytes: int | None) -> MemoryPlan:
         """The memory plan to expect, as `expected_memory` says and refuses."""
@@ -57,7 +58,8 @@ class EngineEstimate:
             return text
         kept = sum(each.nbytes for each in parameters if each.dtype == torch.int32)
         form = f"{size_text(kept)} of it in" if kept else "dequantised from"
-        return f"{text}, {form} {packed.name}"
+        files = f" ({size_text(self.file_bytes)} in the files)" if self.file_bytes else ""
+        return f"{text}, {form} {packed.name}{files}"
 
     @property
     def token_bytes(self) -> int:
@@ -98,7 +100,9 @@ def estimate_engine(
     heads = strategy_heads(opened.strategy, opened.model)
     ranks = config.engine.tensor_parallel
     target = bare(opened.model, dtype, heads, ranks, units=units)
-    target.weight_bytes += opened.model.adapter_bytes(dtype)
+    target.weight_bytes += opened.model.adapter_bytes(
+        target, config.engine.lora_slots, on_cpu=on == "cpu"
+    )
     others = {
         name: bare(other, dtype, [], ranks, units=units) for name, other in opened.others.items()
     }
@@ -111,7 +115,7 @@ def estimate_engine(
         width=max(uses[TARGET].widths),
     )
     settings = opened.engine_config(config).resolve(torch.device(on), sizes, opened.max_model_len)
-    return EngineEstimate(uses, settings, ModelSizes.of(uses[TARGET]))
+    return EngineEstimate(uses, settings, ModelSizes.of(uses[TARGET]), opened.model.file_bytes)
 
 
 def _dtype(model: OpenedModel, config: JobConfig, on: str) -> torch.dtype:

@@ -91,7 +91,7 @@ class Work:
     exact: bool
     width: int
     least: int
-    places: Capacity
+    capacity: Capacity
     weight_bytes: int
     seen: Calibration | None = None
     compiled: bool = True
@@ -114,7 +114,7 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
     for lengths, tokens, share in zip(answers, per_forward, spread, strict=True):
         total = max(round(work.rows * work.samples * share), 1)
         run = run_time(
-            cost, work.places, work.prompts, lengths, total, per_forward=tokens, width=work.width
+            cost, work.capacity, work.prompts, lengths, total, per_forward=tokens, width=work.width
         )
         runs.append(run)
         generated.append(float(lengths.mean()) * total)

@@ -45,7 +45,7 @@ class RunTime:
 
 def run_time(
     cost: StepCost,
-    places: Capacity,
+    capacity: Capacity,
     prompts: Ints,
     answers: Ints,
     total: int,
@@ -61,7 +61,7 @@ def run_time(
     are taken until nothing waits; then the rows that run end one after the other.
     """
     prompt, answer = float(prompts.mean()), float(np.maximum(answers, 1).mean())
-    rows = int(max(min(places.rows, total, places.tokens // (prompt + answer)), 1))
+    rows = int(max(min(capacity.rows, total, capacity.tokens // (prompt + answer)), 1))
     lasting = np.sort(np.maximum(np.ceil(answers / per_forward), 1))
     tail = _tail(lasting, rows, waited=total > rows)
     refilled = rows - (-(-rows // _REFILL_SHARE) - 1) / 2  # places that are taken on average
@@ -71,7 +71,7 @@ def run_time(
     for ended, steps in enumerate(np.diff(tail, prepend=0.0)):
         decode += steps * cost.decode(rows - ended, (rows - ended) * context, width)
     steps = full + float(tail[-1])
-    seconds = _prefill(cost, places, prompts, total, rows) + decode
+    seconds = _prefill(cost, capacity, prompts, total, rows) + decode
     return RunTime(seconds, steps, (full * refilled + float(tail.sum())) / steps)
 
 
@@ -89,14 +89,14 @@ def _tail(lasting: npt.NDArray[np.float64], rows: int, *, waited: bool) -> npt.N
     return left
 
 
-def _prefill(cost: StepCost, places: Capacity, prompts: Ints, total: int, rows: int) -> float:
+def _prefill(cost: StepCost, capacity: Capacity, prompts: Ints, total: int, rows: int) -> float:
     """Seconds of reading the prompts; what they share with earlier ones is in the cache."""
-    again = np.maximum(places.prefix, (prompts - 1) // places.block * places.block)
-    shares = ((1 / places.samples, places.prefix), (1 - 1 / places.samples, again))
-    tokens, pairs = float(places.prefix), 0.0
+    again = np.maximum(capacity.prefix, (prompts - 1) // capacity.block * capacity.block)
+    shares = ((1 / capacity.samples, capacity.prefix), (1 - 1 / capacity.samples, again))
+    tokens, pairs = float(capacity.prefix), 0.0
     for share, known in shares:
         new = np.maximum(prompts - known, 1)
         tokens += total * share * float(new.mean())
         pairs += total * share * float((new * (prompts + known)).mean()) / 2
     refills = 1 + (total - rows) / -(-rows // _REFILL_SHARE)
-    return cost.prefill(tokens, total, pairs, max(tokens / places.batched_tokens, refills, 1))
+    return cost.prefill(tokens, total, pairs, max(tokens / capacity.batched_tokens, refills, 1))

@@ -55,7 +55,7 @@ def job_work(
     block = settings.block_size
     prompts = [read.ids for read in scan.sample[:_COMPARED]]
     prefix = common_prefix(prompts) // block * block if settings.prefix_caching else 0
-    places = Capacity(
+    capacity = Capacity(
         rows=min(settings.max_num_seqs, memory.window_rows or settings.max_num_seqs),
         tokens=memory.kv_tokens,
         batched_tokens=settings.max_batched_tokens,
@@ -79,7 +79,7 @@ def job_work(
         exact=sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids),
         width=room.width,
         least=opened.strategy.least_tokens,
-        places=places,
+        capacity=capacity,
         weight_bytes=room.weight_bytes,
         seen=seen,
         compiled=compiled,

@@ -16,7 +16,7 @@ from batchgen.jobs.launchers.process import End, Output, StartedWorker
 from batchgen.util.signals import StopSignals
 
 if TYPE_CHECKING:
-    from batchgen.jobs.launchers.shown import Shown
+    from batchgen.jobs.launchers.launch_progress import LaunchProgress
 
 _LOOK_SECONDS = 0.2
 _LAST_LINES = 15
@@ -94,7 +94,7 @@ class Supervisor:
         """Each worker has its files in `outputs`, is started by `start` and again at most
         `restarts` times. Workers that were told to stop are waited for `patience` seconds."""
         self._folder = folder
-        self._places = [WorkerSlot(number, output) for number, output in enumerate(outputs)]
+        self._slots = [WorkerSlot(number, output) for number, output in enumerate(outputs)]
         self._start_process = start
         self._restarts = restarts
         self._title = title
@@ -104,14 +104,14 @@ class Supervisor:
     def run(self) -> Launched:
         """Run the job to its end, or until a signal. ConfigError if a worker cannot run where it
         was put."""
-        from batchgen.jobs.launchers.shown import Shown  # loads pyarrow
+        from batchgen.jobs.launchers.launch_progress import LaunchProgress  # loads pyarrow
 
         with StopSignals() as signals:
             signals.deferred = True
-            with Shown(self._folder, self._title) as shown:
+            with LaunchProgress(self._folder, self._title) as shown:
                 try:
-                    for place in self._places:
-                        self._start(place)
+                    for slot in self._slots:
+                        self._start(slot)
                     self._watch(signals, shown)
                 finally:
                     self._stop(signal.SIGTERM)
@@ -123,27 +123,27 @@ class Supervisor:
         slot.starts += 1
         slot.end, slot.stopped = None, False
 
-    def _watch(self, signals: StopSignals, output: Shown) -> None:
+    def _watch(self, signals: StopSignals, output: LaunchProgress) -> None:
         """Wait for the end of all workers."""
-        while running := [place for place in self._places if place.is_running]:
+        while running := [slot for slot in self._slots if slot.is_running]:
             self._folder.hold()
-            for place in running:
+            for slot in running:
                 if signals.received is not None:
                     self._stop(signals.received)
                     return
-                self._look(place, output)
+                self._look(slot, output)
             self._stop_the_needless()
-            output.show(sum(p.is_running and not p.process.has_begun() for p in self._places))
+            output.show(sum(p.is_running and not p.process.has_begun() for p in self._slots))
             time.sleep(_LOOK_SECONDS)
 
-    def _look(self, slot: WorkerSlot, output: Shown) -> None:
+    def _look(self, slot: WorkerSlot, output: LaunchProgress) -> None:
         """See whether the process of a place has ended, and start it again if that may help."""
         slot.end = slot.process.poll()
         if slot.end is None or slot.is_clean or slot.stopped:
             return
         end, killed = slot.end, slot.end.code is None
         slot.came_late = end.code == 1 and self._folder.is_complete()
-        over = any(other.is_clean for other in self._places)
+        over = any(other.is_clean for other in self._slots)
         # A worker that failed before its first row would fail again.
         helps = killed or (end.code == 1 and self._folder.has_rows_of(end.process))
         again = helps and not over and slot.starts <= self._restarts
@@ -155,36 +155,36 @@ class Supervisor:
 
     def _stop_the_needless(self) -> None:
         """Once the job is complete, stop who waits for a machine, and later all who still run."""
-        if not any(place.is_clean for place in self._places):
+        if not any(slot.is_clean for slot in self._slots):
             return
         now = time.monotonic()
         self._complete_since = self._complete_since or now
-        for place in self._places:
+        for slot in self._slots:
             late = now - self._complete_since > _GRACE_SECONDS
-            if place.is_running and (late or not place.process.has_begun()):
-                place.stop(signal.SIGTERM)
+            if slot.is_running and (late or not slot.process.has_begun()):
+                slot.stop(signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
         """Stop the workers that run, and wait for them: each finishes its step first."""
-        for place in self._places:
-            place.stop(number)
+        for slot in self._slots:
+            slot.stop(number)
         until = time.monotonic() + self._patience
-        while running := [place for place in self._places if place.is_running]:
+        while running := [slot for slot in self._slots if slot.is_running]:
             if time.monotonic() > until:
-                names = ", ".join(place.name for place in running)
+                names = ", ".join(slot.name for slot in running)
                 print(f"{names}: told to stop, and not heard of since", file=sys.stderr)
                 return
-            for place in running:
-                place.end = place.process.poll()
+            for slot in running:
+                slot.end = slot.process.poll()
             time.sleep(_LOOK_SECONDS / 4)
 
     def _result(self, stopped_by: int | None) -> Launched:
-        clean = [place for place in self._places if place.is_clean]
+        clean = [slot for slot in self._slots if slot.is_clean]
         if clean:
-            code = min(place.end.code or 0 for place in clean if place.end is not None)
+            code = min(slot.end.code or 0 for slot in clean if slot.end is not None)
             # The worker that completed the job has the whole summary.
-            texts = [place.printed(0) for place in clean if place.end and place.end.code == code]
-            _print_last_lines([place for place in self._places if place.has_failed])
+            texts = [slot.printed(0) for slot in clean if slot.end and slot.end.code == code]
+            _print_last_lines([slot for slot in self._slots if slot.has_failed])
             return Launched(code, None, min(texts, key=_is_of_bystander).rstrip("\n"))
         if stopped_by is not None:
             rows, _ = counted_rows(self._folder.beats())
@@ -193,22 +193,22 @@ class Supervisor:
                 f"{self._folder.path}; run the same command to go on from there."
             )
             return Launched(128 + stopped_by, stopped_by, message)
-        if spent := [place for place in self._places if place.is_out_of_budget]:
-            _print_last_lines([place for place in self._places if place.has_failed])
+        if spent := [slot for slot in self._slots if slot.is_out_of_budget]:
+            _print_last_lines([slot for slot in self._slots if slot.has_failed])
             return Launched(SPENT, None, "\n".join(spent[-1].printed(1).splitlines()[-2:]))
-        _print_last_lines(self._places)
-        codes = {None if place.end is None else place.end.code for place in self._places}
+        _print_last_lines(self._slots)
+        codes = {None if slot.end is None else slot.end.code for slot in self._slots}
         return Launched(
             2 if codes == {2} else 1, None, "No worker could complete the job; see above."
         )
 
 
-def _print_last_lines(places: Sequence[WorkerSlot]) -> None:
+def _print_last_lines(slots: Sequence[WorkerSlot]) -> None:
     """Show what workers that failed have printed at last."""
-    for place in places:
-        how = "has not ended" if place.end is None else place.end.how
-        lines = place.printed(1).splitlines()[-_LAST_LINES:]
-        print(f"── {place.name} {how}:", *lines, sep="\n", file=sys.stderr)
+    for slot in slots:
+        how = "has not ended" if slot.end is None else slot.end.how
+        lines = slot.printed(1).splitlines()[-_LAST_LINES:]
+        print(f"── {slot.name} {how}:", *lines, sep="\n", file=sys.stderr)
 
 
 def _is_of_bystander(text: str) -> bool:

@@ -114,7 +114,7 @@ class _Planner:
         units = (
             units_of(torch.device("cuda"), opened.dtype)
             if device is None
-            else Units(device.fp8, device.is_gpu and four_bits)
+            else Units(device.fp8, device.is_gpu and four_bits, opened.dtype)
         )
         engine = estimate_engine(opened, config, gpu_bytes, units)
         memory = self._memory(engine, gpu_bytes)

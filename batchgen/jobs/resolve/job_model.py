@@ -27,7 +27,7 @@ def open_job_model(config: JobConfig) -> OpenedModel:
     with mistakes_in("model"):
         group = config.model
         model = open_model(group.path, group.revision, group.load_format, group.quantization)
-        model = with_adapters(model, group.lora, fold=group.lora_fold)
+        model = with_adapters(model, group.lora, fold=group.lora_fold, template=group.lora_template)
     with mistakes_in("output"):
         return model.with_hidden_layers(config.output.hidden_layers)
 
@@ -75,7 +75,11 @@ def _adapter_fingerprints(config: JobConfig, model: OpenedModel) -> dict[str, st
     """The digests of adapters: of the only one, or of several with their names, whose order that of
     a grid's rows follows."""
     names = config.model.adapters
-    digests = {name: fingerprint_files(adapter_files(a)) for name, a in model.adapters.items()}
+    with_template = model.adapter_template
+    digests = {
+        name: fingerprint_files(adapter_files(adapter, with_template=with_template))
+        for name, adapter in model.adapters.items()
+    }
     if not names:
         return dict(zip([OF_ADAPTER] * len(digests), digests.values(), strict=True))
     return {

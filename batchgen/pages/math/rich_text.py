@@ -101,9 +101,9 @@ def formulas(text: str) -> list[tuple[int, int, str, bool]]:
     """
     marks = [match for match in _MARKS.finditer(text) if match[0] != "\\\\"]
     closing_braces = _closing_braces(text) if "\\boxed{" in text else {}
-    places: dict[str, list[int]] = {}
+    offsets: dict[str, list[int]] = {}
     for i, match in enumerate(marks):
-        places.setdefault(match[0], []).append(i)
+        offsets.setdefault(match[0], []).append(i)
     found, i = [], 0
     while i < len(marks):
         opening = marks[i]
@@ -123,7 +123,7 @@ def formulas(text: str) -> list[tuple[int, int, str, bool]]:
         end = kind.replace("begin", "end") if is_environment else _ENDS.get(kind)
         if kind.startswith("`"):  # code
             end = kind
-        at = _after(places.get(end or "", []), i)
+        at = _after(offsets.get(end or "", []), i)
         if end is None or at is None:
             i += 1
             continue
@@ -153,9 +153,9 @@ def _closing_braces(text: str) -> dict[int, int]:
     return closing
 
 
-def _after(places: Sequence[int], i: int) -> int | None:
-    at = bisect_left(places, i + 1)
-    return places[at] if at < len(places) else None
+def _after(offsets: Sequence[int], i: int) -> int | None:
+    at = bisect_left(offsets, i + 1)
+    return offsets[at] if at < len(offsets) else None
 
 
 def _is_formula(kind: str, inside: str, behind: str) -> bool:

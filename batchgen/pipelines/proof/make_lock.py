@@ -17,7 +17,7 @@ from batchgen.inputs.upstream.other_job import OtherJob
 from batchgen.inputs.upstream.read_jobs import read_jobs
 from batchgen.pipelines.proof.folder_proof import step_proof
 from batchgen.pipelines.proof.lock_file import LockFile, StepProof
-from batchgen.pipelines.run.given_pipeline import FROM
+from batchgen.pipelines.run.pipeline_values import FROM
 from batchgen.pipelines.trace.source_places import places_beside
 from batchgen.storage.folder.open_folder import open_folder, refuse_incomplete
 from batchgen.storage.folder.pipeline_record import STEP_NAME, step_of

@@ -7,7 +7,7 @@ from collections import Counter
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.pipelines.run.given_pipeline import MOST_ERRORS
+from batchgen.pipelines.run.pipeline_values import MOST_ERRORS
 from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import JobError

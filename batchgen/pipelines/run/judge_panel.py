@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.config.compose.given_values import CHOICE
+from batchgen.config.compose.user_values import CHOICE
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.evals.graders.step import MARK
 from batchgen.pipelines.run.judge import JUDGE

@@ -13,7 +13,8 @@ from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.convert_value import convert
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.early_checks import check_early
-from batchgen.pipelines.run.given_pipeline import (
+from batchgen.pipelines.run.judge_panel import check_panel
+from batchgen.pipelines.run.pipeline_values import (
     AFTER,
     COMPLETE,
     EXPORT,
@@ -21,10 +22,9 @@ from batchgen.pipelines.run.given_pipeline import (
     MOST_ERRORS,
     PUSH,
     STEPS,
-    GivenPipeline,
     GivenStep,
+    PipelineValues,
 )
-from batchgen.pipelines.run.judge_panel import check_panel
 from batchgen.pipelines.run.written_sets import Export, Push, read_exports, read_pushes
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import user_folder
@@ -124,7 +124,7 @@ class Pipeline:
 
 
 def compose_pipeline(
-    pipeline: GivenPipeline, trust: Trust, folders: Sequence[Path] = ()
+    pipeline: PipelineValues, trust: Trust, folders: Sequence[Path] = ()
 ) -> Pipeline:
     """The pipeline with all its jobs checked; ConfigError for a mistake in one of them, or in what
     they read of each other. `folders` have further choices."""
@@ -175,12 +175,12 @@ def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _composed(
-    source: GivenStep, pipeline: GivenPipeline, out: str, trust: Trust, folders: Sequence[Path]
+    source: GivenStep, pipeline: PipelineValues, out: str, trust: Trust, folders: Sequence[Path]
 ) -> PipelineStep:
     for parent in source.parents:
-        _refuse_unknown(parent, pipeline, source.places.get(FROM, FROM))
+        _refuse_unknown(parent, pipeline, source.locations.get(FROM, FROM))
     groups = compose_groups(
-        source.values, source.overrides, folders=folders, places=source.places
+        source.values, source.overrides, folders=folders, locations=source.locations
     ).groups
     if source.parents:
         paths = [f"{out}/{parent}" for parent in source.parents]
@@ -211,7 +211,7 @@ def _options(step: Any) -> Any:
     return step
 
 
-def _refuse_unknown(name: Any, pipeline: GivenPipeline, start: str) -> None:
+def _refuse_unknown(name: Any, pipeline: PipelineValues, start: str) -> None:
     if name not in pipeline.steps:
         known = ", ".join(pipeline.steps)
         raise ConfigError(f"{start}: there is no step {name!r}: choose among {known}")

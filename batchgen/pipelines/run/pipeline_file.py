@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.compose.given_values import CHOICE
 from batchgen.config.compose.job_file import read_job_file, read_job_text
 from batchgen.config.compose.overrides import WORKER, parse_override
+from batchgen.config.compose.user_values import CHOICE
 from batchgen.config.groups.config_keys import (
     EXPERIMENT,
     GROUPS,
@@ -21,7 +21,9 @@ from batchgen.config.groups.config_keys import (
     choices,
     nearest,
 )
-from batchgen.pipelines.run.given_pipeline import (
+from batchgen.pipelines.run.judge import JUDGE, judge_values
+from batchgen.pipelines.run.judge_panel import MODELS, Panel, panel_steps
+from batchgen.pipelines.run.pipeline_values import (
     AFTER,
     COMPLETE,
     DIR,
@@ -29,12 +31,10 @@ from batchgen.pipelines.run.given_pipeline import (
     KEYS,
     PIPELINE,
     STEPS,
-    GivenPipeline,
     GivenStep,
+    PipelineValues,
     add_override,
 )
-from batchgen.pipelines.run.judge import JUDGE, judge_values
-from batchgen.pipelines.run.judge_panel import MODELS, Panel, panel_steps
 from batchgen.storage.folder.pipeline_record import STEP_NAME
 from batchgen.util.errors import ConfigError
 
@@ -60,20 +60,20 @@ def ready_pipeline(
 
 def read_pipeline(
     values: Mapping[str, Any],
-    places: Mapping[str, str],
+    locations: Mapping[str, str],
     overrides: Sequence[str],
     reserved: Collection[str] = (),
-) -> GivenPipeline:
+) -> PipelineValues:
     """Sort what a file and arguments say; ConfigError for what no step can be.
 
     Args:
         reserved: names that no step may have, besides those of groups and keys.
     """
     defaults = {key: value for key, value in values.items() if key not in (STEPS, *KEYS)}
-    common = _flat(defaults, places, "")
+    common = _flat(defaults, locations, "")
     given = values[STEPS]
     if not isinstance(given, dict) or not given:
-        raise ConfigError(f"{places.get(STEPS, STEPS)}: give each step by its name and its keys")
+        raise ConfigError(f"{locations.get(STEPS, STEPS)}: give each step by its name and its keys")
     taken = {
         *GROUPS,
         *STEP_LISTS,
@@ -87,9 +87,11 @@ def read_pipeline(
         *reserved,
     }
     for name in given:
-        _check_name(name, places, taken)
+        _check_name(name, locations, taken)
     out = [common.pop(DIR)] if DIR in common else []
-    pipeline = GivenPipeline({}, "", {key: values[key] for key in KEYS if key in values}, places)
+    pipeline = PipelineValues(
+        {}, "", {key: values[key] for key in KEYS if key in values}, locations
+    )
     for name, step in given.items():
         _add_steps(pipeline, name, step, common, given)
     for argument in overrides:
@@ -103,8 +105,8 @@ def read_pipeline(
     return pipeline
 
 
-def _check_name(name: Any, places: Mapping[str, str], taken: Collection[str]) -> None:
-    start = places.get(f"{STEPS}.{name}", f"{STEPS}.{name}")
+def _check_name(name: Any, locations: Mapping[str, str], taken: Collection[str]) -> None:
+    start = locations.get(f"{STEPS}.{name}", f"{STEPS}.{name}")
     if not isinstance(name, str) or not STEP_NAME.fullmatch(name):
         raise ConfigError(
             f"{start}: {name!r} is no name of a step: up to 41 letters, digits, _ and -, the first "
@@ -115,26 +117,26 @@ def _check_name(name: Any, places: Mapping[str, str], taken: Collection[str]) ->
 
 
 def _add_steps(
-    pipeline: GivenPipeline,
+    pipeline: PipelineValues,
     name: str,
     value: Any,
     common: Mapping[str, Any],
     others: Mapping[str, Any],
 ) -> None:
     """Add a step of the file, or the steps of the judges that it has."""
-    places, prefix = pipeline.places, f"{STEPS}.{name}"
-    start = places.get(prefix, prefix)
+    locations, prefix = pipeline.locations, f"{STEPS}.{name}"
+    start = locations.get(prefix, prefix)
     if not isinstance(value, dict):
         raise ConfigError(f"{start} must be a mapping of keys, got {value!r:.50}")
     judge = value.get(JUDGE)
     if not isinstance(judge, dict) or MODELS not in judge:
-        pipeline.steps[name] = _step(name, value, common, places)
+        pipeline.steps[name] = _step(name, value, common, locations)
         return
-    found = panel_steps(name, value, places.get(f"{prefix}.{JUDGE}", f"{prefix}.{JUDGE}"))
+    found = panel_steps(name, value, locations.get(f"{prefix}.{JUDGE}", f"{prefix}.{JUDGE}"))
     for one, (values, panel) in found.items():
         if one != name:
-            _check_name(one, places, others)
-        step = _step(name, values, common, places, panel)
+            _check_name(one, locations, others)
+        step = _step(name, values, common, locations, panel)
         pipeline.steps[one] = replace(step, name=one)
     pipeline.panels[name] = [*found]
 
@@ -143,29 +145,31 @@ def _step(
     name: str,
     options: Mapping[str, Any],
     common: Mapping[str, Any],
-    places: Mapping[str, str],
+    locations: Mapping[str, str],
     panel: Panel | None = None,
 ) -> GivenStep:
     """A step with the defaults that it does not replace, and for the last of several judges the
     others."""
     prefix = f"{STEPS}.{name}."
     values = dict(options)
-    parents = _parents(values.pop(FROM, ()), places.get(prefix + FROM, prefix + FROM))
+    parents = _parents(values.pop(FROM, ()), locations.get(prefix + FROM, prefix + FROM))
     judged = values.pop(JUDGE, None)
-    waits = _waits(values.pop(AFTER, None), parents, places.get(prefix + AFTER, prefix + AFTER))
-    own = _flat(values, places, prefix)
+    waits = _waits(values.pop(AFTER, None), parents, locations.get(prefix + AFTER, prefix + AFTER))
+    own = _flat(values, locations, prefix)
     if judged is not None:
-        own, parents = _with_judge(own, judged, parents, places.get(prefix + JUDGE, prefix + JUDGE))
+        own, parents = _with_judge(
+            own, judged, parents, locations.get(prefix + JUDGE, prefix + JUDGE)
+        )
         own = own if panel is None else panel.values(own)
     if DIR in own:
         raise ConfigError(
-            f"{places.get(prefix + DIR, prefix + DIR)}: a step writes into a folder below the "
+            f"{locations.get(prefix + DIR, prefix + DIR)}: a step writes into a folder below the "
             f"pipeline's: leave it out, and give {DIR} above steps"
         )
     if parents and ("dataset.path" in own or own.get("dataset", "job") != "job"):
         key = "dataset.path" if "dataset.path" in own else "dataset"
         raise ConfigError(
-            f"{places.get(prefix + key, prefix + key)}: the step has rows {FROM} {parents[0]}: "
+            f"{locations.get(prefix + key, prefix + key)}: the step has rows {FROM} {parents[0]}: "
             f"leave out {FROM} or {key}"
         )
     whole = {key for key in own if key in GROUPS}
@@ -173,8 +177,8 @@ def _step(
         whole.add("dataset")
         own["dataset"] = "job"
     kept = {key: value for key, value in common.items() if key.partition(".")[0] not in whole}
-    of_file = {key: place for key, place in places.items() if not key.startswith(f"{STEPS}.")}
-    of_step = {k.removeprefix(prefix): v for k, v in places.items() if k.startswith(prefix)}
+    of_file = {key: place for key, place in locations.items() if not key.startswith(f"{STEPS}.")}
+    of_step = {k.removeprefix(prefix): v for k, v in locations.items() if k.startswith(prefix)}
     return GivenStep(name, parents, {**kept, **own}, {**of_file, **of_step}, waits)
 
 
@@ -212,14 +216,14 @@ def _waits(value: Any, parents: tuple[str, ...], start: str) -> bool:
     return True
 
 
-def _flat(values: Mapping[str, Any], places: Mapping[str, str], prefix: str) -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], locations: Mapping[str, str], prefix: str) -> dict[str, Any]:
     """The values with keys of groups by their full names, and choices under those of groups. A
     group with a class of its own stays whole."""
     found: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:
         if key in found:
-            raise ConfigError(f"{places.get(prefix + key, prefix + key)}: {key} is there twice")
+            raise ConfigError(f"{locations.get(prefix + key, prefix + key)}: {key} is there twice")
         found[key] = value
 
     for key, value in values.items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.config_keys import nearest
-from batchgen.pipelines.run.given_pipeline import EXPORT, FROM, PUSH, GivenPipeline
+from batchgen.pipelines.run.pipeline_values import EXPORT, FROM, PUSH, PipelineValues
 from batchgen.storage.folder.export_record import EXPORTS, MADE
 from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
@@ -61,7 +61,7 @@ class Push:
         return {FROM: self.source, "to": self.repo, "private": self.private}
 
 
-def read_exports(pipeline: GivenPipeline, steps: Collection[str]) -> list[Export]:
+def read_exports(pipeline: PipelineValues, steps: Collection[str]) -> list[Export]:
     """The exports of a pipeline; ConfigError for an unknown step, an option that does not fit, or
     two that would write one file."""
     start = pipeline.at(EXPORT)
@@ -117,7 +117,7 @@ def _export(values: Any, start: str, steps: Collection[str]) -> Export:
 
 
 def read_pushes(
-    pipeline: GivenPipeline, steps: Mapping[str, Any], exports: Sequence[Export], trust: Trust
+    pipeline: PipelineValues, steps: Mapping[str, Any], exports: Sequence[Export], trust: Trust
 ) -> list[Push]:
     """The pushes of a pipeline. One in a stranger's file would publish rows in the user's name, so
     that it needs his word; ConfigError without it, and for what cannot be pushed."""
@@ -167,7 +167,7 @@ def _refuse_unknown_step(step: Any, start: str, steps: Collection[str]) -> None:
         )
 
 
-def _list_of(pipeline: GivenPipeline, key: str) -> list[Any]:
+def _list_of(pipeline: PipelineValues, key: str) -> list[Any]:
     """What a key gives, as a list; a single thing may stand without one."""
     value = pipeline.keys.get(key)
     return [] if value is None else value if isinstance(value, list) else [value]

@@ -188,8 +188,8 @@ def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Lin
     for one in lines:
         # As Parquet gives it back: lists and fields of their types.
         table = None if is_json else pa.Table.from_pylist([one], schema=lines.schema)
-        places = list(lines.made_of)
-        yield one if table is None else table.to_pylist()[0], partial(_at, rows, places)
+        addresses = list(lines.made_of)
+        yield one if table is None else table.to_pylist()[0], partial(_at, rows, addresses)
 
 
 def _of_columns(
@@ -226,12 +226,12 @@ def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Or
     return lambda: [Origin(rows.user_path, row[_ROW], row[_SAMPLE])]
 
 
-def _at(rows: FinishedRows, places: Sequence[tuple[int, int]]) -> list[Origin]:
+def _at(rows: FinishedRows, addresses: Sequence[tuple[int, int]]) -> list[Origin]:
     """The rows at some places."""
     found = []
     names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
-    for shard, place in places:
-        for table, _ in rows.tables(shard, names, places=np.array([place])):
+    for shard, place in addresses:
+        for table, _ in rows.tables(shard, names, addresses=np.array([place])):
             found += _origins(rows, table.select(names).to_pylist()[0])()
     return found
 

@@ -1,4 +1,8 @@
-"""Lengths of a regular expression's matches, its restriction to some, and its pattern."""
+"""Operations on trees of regular expressions (`regex_syntax.py`).
+
+`width` measures the lengths of matches, `bounded` restricts them, `other_than` excludes words, and
+`write` turns a tree into a pattern for xgrammar.
+"""
 
 from batchgen.engine.constraint.regex.characters import (
     JSON_ESCAPES,
@@ -15,7 +19,7 @@ _MOST_COPIES = 64
 
 
 def width(node: Node) -> tuple[int, int | None]:
-    """Return the least and the greatest length of a match; None without a limit."""
+    """Return the minimum and maximum length of a match; None if there is no maximum."""
     match node:
         case Chars():
             return 1, 1
@@ -36,10 +40,10 @@ def width(node: Node) -> tuple[int, int | None]:
 
 
 def bounded(node: Node, low: int, high: int | None) -> Node | None:
-    """Return a tree for the matches of `low` to `high` characters; None where counts cannot say it.
+    """Return a tree for only those matches that have `low` to `high` characters.
 
-    They can if all matches have such a length, or if each outermost branch has at most one part of
-    varying length, which must repeat one character.
+    That needs every match to have such a length already, or at most one part of varying length in
+    each outermost branch, which repeats one character class. Otherwise the result is None.
     """
     least, most = width(node)
     if least >= low and (high is None or (most is not None and most <= high)):
@@ -83,20 +87,20 @@ def other_than(words: list[str], alphabet: Ranges = JSON_PLAIN) -> Node:
 
 
 def write(node: Node, json: bool = False) -> str:
-    """Write the pattern of a tree as xgrammar reads it, with `json` for between a string's quotes.
+    """Write a tree as a pattern for xgrammar; with `json`, for the inside of a JSON string.
 
-    Then a class with characters that JSON writes as they are loses its others (quotes, backslashes,
-    line ends): a mask takes microseconds for a class, and 0.1 s for a choice of escapes under a
-    count.
+    In JSON, a class that contains plain characters drops those that need an escape (quotes,
+    backslashes, line ends), because a mask takes microseconds for a class of plain characters but
+    0.1 s for a repeated choice between escapes.
     """
     text = _write(node, json)
     if not json or (
         text.isascii() and not _has_escapes(node) and _num_copies(node) <= _MOST_COPIES
     ):
         return text
-    # xgrammar compiles an ASCII pattern of a JSON string into an automaton. That takes time
-    # quadratic in counts and leaves out every match with an escaped character. The character
-    # beyond ASCII, which is to occur zero times, makes it write rules of a grammar instead.
+    # xgrammar compiles an ASCII pattern of a JSON string into an automaton, in time quadratic in
+    # counts, and loses every match with an escaped character. A character beyond ASCII, here
+    # repeated zero times, makes it write grammar rules instead.
     return text + "é{0}"
 
 

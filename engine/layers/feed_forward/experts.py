@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -26,30 +25,21 @@ from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
-from batchgen.kernels.four_bit.experts import (
-    four_bit_mlp,
-    four_bit_parts,
-)
+from batchgen.kernels.four_bit.experts import FourBitExperts
 from batchgen.kernels.four_bit.fp4_layout import MXFP4, takes_fp4
 from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
 from batchgen.kernels.four_bit.tiles import four_bit_tiles
-from batchgen.kernels.fp8.fp8_experts import fp8_grouped_mlp, fp8_grouped_parts
+from batchgen.kernels.fp8.fp8_experts import FP8Experts
 from batchgen.kernels.fp8.fp8_tiles import copy_engine_reads
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
-from batchgen.kernels.fp8.quantise import RoundedRows
+from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
-from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
+from batchgen.kernels.moe.experts import PlainExperts, grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
+from batchgen.kernels.moe.experts_triton import ExpertWeights
 from batchgen.kernels.moe.tiled_layout import keeps_panels, matrix_sizes, panels_shape
-
-
-class _Options(TypedDict):
-    """The options of all kinds of products."""
-
-    shared: Callable[[], SharedPart] | None
-    num_routed: int
 
 
 class Experts(nn.Module):
@@ -203,23 +193,22 @@ class Experts(nn.Module):
         It is added to `residual` in place if that is given. `shared` is called last, and once, and
         what it returns is added too.
         """
-        options = _Options(shared=shared, num_routed=self._num_experts)
         if self._parallel.size > 1:
             ids = self._own_ids(ids)
-        if (in_fp8 := self._in_fp8()) is not None:
-            wide, narrow, powers = in_fp8
-            return fp8_grouped_mlp(
-                x, wide, narrow, ids, weights, residual, powers_of_two=powers, **options
-            )
-        assert isinstance(x, Tensor)
-        own = self.epilogues
-        if (packed := self._in_four_bits()) is not None:
-            return four_bit_mlp(x, *packed, ids, weights, residual, epilogues=own, **options)
-        if self._packed is None:
-            products = self.gate_up_proj, self.down_proj
-            return grouped_mlp(x, *products, ids, weights, residual, epilogues=own, **options)
-        out = grouped_mlp_cpu(x, *self._packed, ids, weights, *own[2:])
-        return add_up(out, residual, shared)
+        if self._packed is not None:
+            assert isinstance(x, Tensor)
+            out = grouped_mlp_cpu(x, *self._packed, ids, weights, *self.epilogues[2:])
+            return add_up(out, residual, shared)
+        return grouped_mlp(
+            plain_rows(x),
+            self._weights(x),
+            ids,
+            weights,
+            residual,
+            epilogues=self.epilogues,
+            shared=shared,
+            num_routed=self._num_experts,
+        )
 
     def add_to(
         self,
@@ -230,40 +219,34 @@ class Experts(nn.Module):
         shared: Callable[[], SharedPart] | None = None,
     ) -> Stream:
         """Add `forward`'s sum to `residual` in place, now or when it is read; needs all experts."""
-        parts = self._parts(x, ids, weights)
+        parts = None
+        if self._packed is None:
+            parts = grouped_parts(plain_rows(x), self._weights(x), ids, weights, self.epilogues)
         if parts is not None:
             return PendingParts(residual, parts, shared and shared())
         self(x, ids, weights, residual, shared)
         return residual
 
-    def _parts(self, x: Tensor | RoundedRows, ids: Tensor, weights: Tensor) -> Tensor | None:
-        """Compute what `forward` adds up, [k, T, H]; None where that is added right away."""
-        if (in_fp8 := self._in_fp8()) is not None:
-            gate_up, down, powers = in_fp8
-            return fp8_grouped_parts(x, gate_up, down, ids, weights, powers_of_two=powers)
-        assert isinstance(x, Tensor)
-        if (packed := self._in_four_bits()) is not None:
-            return four_bit_parts(x, *packed, ids, weights, self.epilogues)
-        if self._packed is not None:
-            return None
-        products = self.gate_up_proj, self.down_proj
-        return grouped_parts(x, *products, ids, weights, self.epilogues)
-
-    def _in_fp8(self) -> tuple[FP8Weight, FP8Weight, bool] | None:
-        """Return the weights of both products and `powers_of_two`; None if they are not in FP8."""
+    def _weights(self, x: Tensor | RoundedRows) -> ExpertWeights:
+        """Return the weights of both products in their format, for these tokens."""
+        if (packed := self.in_four_bits) is not None:
+            return packed
         wide, narrow, form = self.gate_up_scales, self.down_scales, self.form
-        if wide is None or narrow is None or not isinstance(form, FP8Format):
-            return None
+        if wide is None or narrow is None:
+            return PlainExperts(self.gate_up_proj, self.down_proj)
+        assert isinstance(form, FP8Format)
         gate_up, down = FP8Weight(self.gate_up_proj, wide), FP8Weight(self.down_proj, narrow)
-        return gate_up, down, form.powers_of_two
+        rows = x.in_fp8 if isinstance(x, RoundedRows) else None
+        return FP8Experts(gate_up, down, form.powers_of_two, rows)
 
-    def _in_four_bits(self) -> tuple[FourBitPanels, FourBitPanels] | None:
-        """Return the weights of both products; None if they are not in 4 bits."""
+    @property
+    def in_four_bits(self) -> FourBitExperts | None:
+        """The weights of both products, if they are kept in 4 bits."""
         wide, narrow = self.gate_up_scales, self.down_scales
         if wide is None or narrow is None or self._layouts is None:
             return None
         gate_up, down = self._layouts
-        return (
+        return FourBitExperts(
             FourBitPanels(self.gate_up_proj, wide, gate_up),
             FourBitPanels(self.down_proj, narrow, down),
         )
@@ -272,7 +255,7 @@ class Experts(nn.Module):
         """Return the bytes of the weights that are dequantised at once if the experts of all ranks
         compute this many slots."""
         experts, rows, columns = len(self.gate_up_proj), 2 * self._inner, self._hidden
-        if not self.computes_in_four_bits or four_bit_tiles(slots, self._num_experts) is not None:
+        if self._layouts is None or four_bit_tiles(slots, self._num_experts, self._layouts[1]):
             return 0
         return experts * rows * columns * torch.bfloat16.itemsize
 
@@ -292,7 +275,7 @@ class Experts(nn.Module):
             Projections(name, both, self.gate_up_proj, self._hidden, *wide),
             Projections("down_proj", single, self.down_proj, self._inner, *narrow),
         ):
-            packed = self._in_four_bits()
+            packed = self.in_four_bits
             if packed is not None and not isinstance(self.form, MXFP4Format):
                 own = packed[0] if kind.parts == both else packed[1]
                 of, first = self._num_experts, self._first

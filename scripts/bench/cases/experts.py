@@ -12,6 +12,7 @@ import torch
 from measuring import Case, Group, Launch, microseconds, random_normal
 from torch import Tensor
 
+from batchgen.kernels.moe.experts import PlainExperts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, moe_combine
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
 from batchgen.kernels.moe.moe_align_triton import moe_align
@@ -106,7 +107,7 @@ def expert_cases(options: argparse.Namespace) -> Iterator[Case]:
         gate_up, down = products(layer, batch, tiles.block_m)
 
         def whole(i: int, batch: Batch = batch) -> Tensor:
-            return grouped_mlp_triton(batch.x, *layer, *batch.route(i))
+            return grouped_mlp_triton(batch.x, PlainExperts(*layer), *batch.route(i))
 
         yield batch.layer_case(f"{options.shape}, {batch.touched:.1f} experts", whole, 2)
         yield batch.case("  route", batch.route)

@@ -14,13 +14,14 @@ from measuring import DEVICE, Case, Group, Launch
 from torch import Tensor
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
-from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
+from batchgen.kernels.four_bit.experts import FourBitExperts
 from batchgen.kernels.four_bit.fp4_layout import MXFP4
 from batchgen.kernels.four_bit.grouped_product_triton import four_bit_down, four_bit_gate_up
 from batchgen.kernels.four_bit.panels import FourBitPanels, empty_panels
 from batchgen.kernels.four_bit.tiles import FourBitProductTiles, FourBitTiles, four_bit_tiles
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
-from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
+from batchgen.kernels.moe.experts import PlainExperts
+from batchgen.kernels.moe.experts_triton import ExpertWeights, grouped_mlp_triton
 from batchgen.kernels.moe.moe_tiles import tiles_of_panels
 
 _SCALES = 0xF6F6F6F6 - 2**32
@@ -56,22 +57,22 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
         least = batch.touched * weights * MXFP4.value_bytes
         flops = 2.0 * weights * batch.slots
 
-        def run(kernel: Any, own: Any, tiles: Any, i: int, batch: Batch = batch) -> Tensor:
+        def run(own: ExpertWeights, tiles: Any, i: int, batch: Batch = batch) -> Tensor:
             inputs = batch.ids[i], batch.weights[i]
-            out: Tensor = kernel(batch.x, *own, *inputs, epilogues=layer.epilogues, tiles=tiles)
-            return out
+            options = {"epilogues": layer.epilogues, "tiles": tiles}
+            return grouped_mlp_triton(batch.x, own, *inputs, **options)
 
         def case(name: str, launch: Callable[[int], object], num_bytes: float) -> Case:
             return replace(batch.case(name, launch), num_bytes=num_bytes, flops=flops)  # noqa: B023
 
-        own, kernel = (layer.gate_up, layer.down), four_bit_mlp_triton
+        own = FourBitExperts(layer.gate_up, layer.down)
         name = f"{options.shape}, {batch.touched:.1f} experts"
-        yield case(f"{name}, MXFP4", partial(run, kernel, own, None), least)
+        yield case(f"{name}, MXFP4", partial(run, own, None), least)
         before = tiles_of_panels(batch.slots, shape.experts)
-        yield case("  dequantised before", partial(run, kernel, own, before), least)
-        in_bf16 = partial(run, grouped_mlp_triton, layer.dequantised, None)
+        yield case("  dequantised before", partial(run, own, before), least)
+        in_bf16 = partial(run, PlainExperts(*layer.dequantised), None)
         yield case("  in bf16", in_bf16, least * 2 / MXFP4.value_bytes)
-        tiles = four_bit_tiles(batch.slots, shape.experts)
+        tiles = four_bit_tiles(batch.slots, shape.experts, MXFP4)
         if tiles is not None:
             gate_up, down = products(layer, batch, tiles.block_m)
             flops, least = flops * 2 / 3, least * 2 / 3

@@ -28,7 +28,7 @@ from batchgen.strategies.dllm.strategy import DLLMStrategy
 
 @dataclass(frozen=True)
 class Timed:
-    """What an engine of its own runs: the first rows of workloads, on the first layers of a model.
+    """What one engine runs: the first rows of workloads, on the first layers of a model.
 
     Attributes:
         layers: how many layers; 0 is all.
@@ -44,7 +44,7 @@ class Timed:
     scored: bool
 
     def serve(self, deterministic: bool, calls: Connection[Any, Any]) -> None:
-        """Run each workload once, say so, and then send the seconds of each that is asked for."""
+        """Run each workload once, report ready, then time each workload that is requested."""
         if deterministic and DEVICE.type == "cuda":
             keep_one_order()
         changes = fewer_layers(self.model, self.layers) if self.layers else {}
@@ -84,7 +84,7 @@ class Timed:
 
 
 class Process:
-    """An engine in a process of its own, as a product's order is settled for a whole process."""
+    """An engine in a separate process, because the mode is set for a whole process."""
 
     def __init__(self, timed: Timed, deterministic: bool) -> None:
         context = get_context("spawn")
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=commas(str, MODELS), required=True)
     parser.add_argument("--against", type=commas(str, MODELS), help="B of each, without the mode")
     parser.add_argument("--workloads", type=commas(str, WORKLOADS), default=["mixed", "decode"])
-    parser.add_argument("--layers", type=int, default=12, help="the first so many; 0: all")
+    parser.add_argument("--layers", type=int, default=12, help="the first N layers; 0: all")
     parser.add_argument("--requests", type=int, default=256, help="the most rows of a workload")
     parser.add_argument("--scored", action="store_true", help="answers are scored")
     parser.add_argument("--rounds", type=int, default=3)
@@ -120,12 +120,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time workloads without the mode (A) and with it, or of another model (B), in turn: A B A B A
-    B. Both engines are on the same card, and one of them runs at a time. Tokens go to random
-    experts.
+    """Time workloads without the mode (A), and with it or on another model (B): A B A B A B.
 
-    Printed are the difference of the medians, and beside it the spread of A: the largest less the
-    smallest, of the median. The models' processes start at once and run one model after the other.
+    Both engines are on the same card and take turns. Tokens go to random experts. The output is the
+    difference between the medians and the spread of A, (maximum - minimum) / median. The processes
+    of all models start at once and run one model after the other.
     """
     workloads = tuple(options.workloads)
     pairs = []

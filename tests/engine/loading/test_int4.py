@@ -83,7 +83,7 @@ def panels(model: CausalLM) -> dict[str, FourBitPanels]:
     for name, part in model.named_modules():
         if isinstance(part, Linear) and (own := part.in_four_bits) is not None:
             found[name] = own
-        if isinstance(part, Experts) and (both := part._in_four_bits()) is not None:
+        if isinstance(part, Experts) and (both := part.in_four_bits) is not None:
             for kind, each in zip(("gate_up_proj", "down_proj"), both, strict=True):
                 found[f"{name}.{kind}"] = each
     return found

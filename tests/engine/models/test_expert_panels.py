@@ -18,8 +18,9 @@ from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
-from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_parts_triton
+from batchgen.kernels.fp8.fp8_experts import FP8Experts
 from batchgen.kernels.fp8.fp8_weight import FP8Weight
+from batchgen.kernels.moe.experts import PlainExperts
 from batchgen.kernels.moe.experts_triton import grouped_parts_triton
 from batchgen.kernels.moe.tiled_layout import keeps_panels, rows_of_panels
 from tests.support.engine.qwen_mtp import TheirHead
@@ -170,11 +171,12 @@ def test_the_kernels_read_them(
         with torch.inference_mode():
             if experts.gate_up_scales is None or experts.down_scales is None:
                 assert quantization is None
-                found.append(grouped_parts_triton(x, gate_up, down, ids, weights))
+                own = PlainExperts(gate_up, down)
+                found.append(grouped_parts_triton(x, own, ids, weights))
             else:
                 wide = FP8Weight(gate_up, experts.gate_up_scales)
                 narrow = FP8Weight(down, experts.down_scales)
-                found.append(fp8_grouped_parts_triton(x, wide, narrow, ids, weights))
+                found.append(grouped_parts_triton(x, FP8Experts(wide, narrow), ids, weights))
     torch.testing.assert_close(*found, rtol=0.02, atol=0.01)
 
 

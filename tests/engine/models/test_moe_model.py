@@ -30,7 +30,7 @@ from batchgen.engine.models.moe_model import MoEConfig
 from batchgen.engine.parallel.tensor_parallel import PendingParts
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.moe.epilogues import Epilogues
-from batchgen.kernels.moe.experts_triton import grouped_parts_triton
+from batchgen.kernels.moe.experts_triton import ExpertWeights, grouped_parts_triton
 from batchgen.strategies.ar.strategy import ARStrategy
 from tests.support.engine.engine_rows import expect_short_rows
 
@@ -280,9 +280,9 @@ def test_the_next_norm_adds_the_results_of_experts(
     held: list[weakref.ref[Tensor]] = []
 
     def parts(
-        x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues
+        x: Tensor, experts: ExpertWeights, ids: Tensor, weights: Tensor, epilogues: Epilogues
     ) -> Tensor:
-        found = grouped_parts_triton(x, gate_up, down, ids, weights, epilogues=epilogues)
+        found = grouped_parts_triton(x, experts, ids, weights, epilogues=epilogues)
         found = found.view(*weights.shape, -1).transpose(0, 1)
         held.append(weakref.ref(found))
         return found

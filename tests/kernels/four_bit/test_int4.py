@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels, dequantise_rows
-from batchgen.kernels.four_bit.experts import four_bit_mlp_reference
-from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
+from batchgen.kernels.four_bit.experts import FourBitExperts
 from batchgen.kernels.four_bit.int4_layout import int4_layout
 from batchgen.kernels.four_bit.int4_weight import Int4Weight, quantise_int4
 from batchgen.kernels.four_bit.layouts import dequantise_reference, pack_panels, unpack_panels
@@ -26,6 +25,8 @@ from batchgen.kernels.four_bit.tiles import (
     FourBitTiles,
     four_bit_linear_tiles,
 )
+from batchgen.kernels.moe.epilogues import PLAIN
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 from batchgen.kernels.moe.moe_tiles import MoETiles
 from batchgen.kernels.moe.moe_tiles import ProductTiles as PanelTiles
 from batchgen.kernels.moe.tiled_layout import rows_of_panels
@@ -196,11 +197,12 @@ def test_experts_equal_the_reference(
     hidden, inner, group = size
     gate_up = panels_of(draw(3, 2 * inner, hidden, group, dtype), group, dtype)
     down = panels_of(draw(3, hidden, inner, group, dtype), group, dtype)
+    experts = FourBitExperts(gate_up, down)
     x = torch.randn(9, hidden, device=DEVICE).to(dtype)
     ids = torch.rand(9, 3, device=DEVICE).topk(2).indices.int()
     weights = torch.rand(9, 2, device=DEVICE)
-    found = four_bit_mlp_triton(x, gate_up, down, ids, weights, tiles=tiles)
-    expected = four_bit_mlp_reference(x.double(), gate_up, down, ids, weights)
+    found = grouped_mlp_triton(x, experts, ids, weights, tiles=tiles)
+    expected = experts.on_cpu(x.double(), ids, weights, PLAIN)
     assert found.dtype == dtype
     assert (found.double() - expected).norm() < 6 * torch.finfo(dtype).eps * expected.norm()
 

@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
-from batchgen.kernels.four_bit.experts import (
-    four_bit_mlp,
-    four_bit_mlp_reference,
-    four_bit_parts,
-)
-from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
-from batchgen.kernels.four_bit.fp4_layout import MXFP4, takes_fp4
+from batchgen.kernels.four_bit.experts import FourBitExperts
+from batchgen.kernels.four_bit.fp4_layout import MXFP4, NVFP4, takes_fp4
 from batchgen.kernels.four_bit.fp4_weight import quantise_mxfp4
 from batchgen.kernels.four_bit.layouts import pack_panels
 from batchgen.kernels.four_bit.panels import FourBitPanels, empty_panels
@@ -30,7 +25,12 @@ from batchgen.kernels.four_bit.tiles import (
 )
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
-from batchgen.kernels.moe.experts import grouped_mlp_reference
+from batchgen.kernels.moe.experts import (
+    PlainExperts,
+    grouped_mlp,
+    grouped_mlp_reference,
+    grouped_parts,
+)
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 from batchgen.kernels.moe.moe_tiles import MoETiles, tiles_of_panels
 from batchgen.kernels.moe.moe_tiles import ProductTiles as PanelTiles
@@ -85,10 +85,14 @@ class Case:
             ),
         )
 
+    @property
+    def experts(self) -> FourBitExperts:
+        return FourBitExperts(self.gate_up, self.down)
+
     def run(self, tiles: FourBitTiles | MoETiles | None, residual: Tensor | None = None) -> Tensor:
-        return four_bit_mlp_triton(
-            self.x, self.gate_up, self.down, self.ids, self.weights, residual,
-            epilogues=self.epilogues, tiles=tiles,
+        return grouped_mlp_triton(
+            self.x, self.experts, self.ids, self.weights, residual, epilogues=self.epilogues,
+            tiles=tiles,
         )  # fmt: skip
 
     def reference(self, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -96,9 +100,7 @@ class Case:
         wide, narrow = own.gate_up_bias, own.down_bias
         if wide is not None and narrow is not None:
             own = own._replace(gate_up_bias=wide.to(dtype), down_bias=narrow.to(dtype))
-        return four_bit_mlp_reference(
-            self.x.to(dtype), self.gate_up, self.down, self.ids, self.weights, own
-        )
+        return self.experts.on_cpu(self.x.to(dtype), self.ids, self.weights, own)
 
 
 def panels_of(weight: Tensor) -> FourBitPanels:
@@ -141,15 +143,15 @@ def test_a_residual_a_shared_part_and_experts_elsewhere() -> None:
     case = Case.make(5, 2, 2, 64, 64)
     residual, shared = torch.randn_like(case.x), torch.randn_like(case.x)
     expected = case.reference() + residual.double() + shared.double()
-    found = four_bit_mlp(
-        case.x, case.gate_up, case.down, case.ids, case.weights, residual.clone(),
+    found = grouped_mlp(
+        case.x, case.experts, case.ids, case.weights, residual.clone(),
         epilogues=case.epilogues, shared=lambda: SharedPart(shared, None),
     )  # fmt: skip
     assert (found.double() - expected).norm() < 0.02 * expected.norm()
     alone = case.ids.clone()
     alone[:, 0] = 2
-    some = four_bit_mlp_triton(
-        case.x, case.gate_up, case.down, alone, case.weights, epilogues=case.epilogues,
+    some = grouped_mlp_triton(
+        case.x, case.experts, alone, case.weights, epilogues=case.epilogues,
         num_routed=3,
     )  # fmt: skip
     case.weights[:, 0] = 0
@@ -159,9 +161,9 @@ def test_a_residual_a_shared_part_and_experts_elsewhere() -> None:
 def test_a_call_without_tokens() -> None:
     case = Case.make(1, 1, 2, 64, 64)
     none = torch.empty((0, 1), device=DEVICE)
-    out = four_bit_mlp_triton(case.x[:0], case.gate_up, case.down, none.int(), none)
+    out = grouped_mlp_triton(case.x[:0], case.experts, none.int(), none)
     assert out.shape == (0, 64)
-    assert four_bit_parts(case.x[:0], case.gate_up, case.down, none.int(), none) is None
+    assert grouped_parts(case.x[:0], case.experts, none.int(), none) is None
 
 
 def test_the_reference_is_that_of_dequantised_weights() -> None:
@@ -171,18 +173,17 @@ def test_the_reference_is_that_of_dequantised_weights() -> None:
     )
     x = case.x.bfloat16()
     expected = grouped_mlp_reference(x, wide, narrow, case.ids, case.weights, case.epilogues)
-    found = four_bit_mlp_reference(
-        x, case.gate_up, case.down, case.ids, case.weights, case.epilogues
-    )
+    found = case.experts.on_cpu(x, case.ids, case.weights, case.epilogues)
     assert torch.equal(found, expected)
 
 
 def test_tiles_are_chosen_by_the_mean_number_of_slots() -> None:
     means = [most for most, _ in TABLE]
     assert means == sorted(means)
-    assert four_bit_tiles(1, 32) == TABLE[0][1]
-    assert four_bit_tiles(MOST_SLOTS * 32, 32) == TABLE[-1][1]
-    assert four_bit_tiles(MOST_SLOTS * 32 + 1, 32) is None
+    assert four_bit_tiles(1, 32, MXFP4) == TABLE[0][1]
+    assert four_bit_tiles(MOST_SLOTS * 32, 32, MXFP4) == TABLE[-1][1]
+    assert four_bit_tiles(MOST_SLOTS * 32 + 1, 32, MXFP4) is None
+    assert four_bit_tiles(MOST_SLOTS * 32 + 1, 32, NVFP4) == TABLE[-1][1]
     assert tiles_of_panels(MOST_SLOTS * 32 + 1, 32).down.persistent
 
 
@@ -196,9 +197,9 @@ def test_kernels_take_bfloat16_and_whole_panels() -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 32, 128, 256, 1024, 4200])
 def test_the_shape_of_gpt_oss_on_a_gpu(tokens: int) -> None:
     case = Case.make(tokens, 4, 32, 2880, 2880, limit=7.0)
-    dequantised = (dequantise_panels(case.gate_up), dequantise_panels(case.down))
+    dequantised = PlainExperts(dequantise_panels(case.gate_up), dequantise_panels(case.down))
     expected = grouped_mlp_triton(
-        case.x, *dequantised, case.ids, case.weights, epilogues=case.epilogues
+        case.x, dequantised, case.ids, case.weights, epilogues=case.epilogues
     )
     for tiles in [None, *(tiles for _, tiles in TABLE)]:
         found = case.run(tiles)

@@ -95,13 +95,13 @@ def test_a_weight_is_dequantised_in_place_and_in_pieces(monkeypatch: pytest.Monk
     )
 )
 def test_rounding_takes_the_nearest_value_and_keeps_what_is_exact(values: list[float]) -> None:
-    given_values = torch.tensor([values], dtype=torch.float64).float()
-    weight = quantise_mxfp4(given_values)
+    user_values = torch.tensor([values], dtype=torch.float64).float()
+    weight = quantise_mxfp4(user_values)
     found, scale = weight.dequantise()[0].double(), 2.0 ** (int(weight.scales) - 127)
     table = torch.tensor(VALUES, dtype=torch.float64) * scale
-    errors = (given_values[0].double()[:, None] - table).abs()
-    assert torch.equal((given_values[0].double() - found).abs(), errors.amin(1))
-    largest = given_values.abs().max()
+    errors = (user_values[0].double()[:, None] - table).abs()
+    assert torch.equal((user_values[0].double() - found).abs(), errors.amin(1))
+    largest = user_values.abs().max()
     assert largest == 0 or int(weight.scales) == 0 or 4 * scale <= largest < 8 * scale
     again = quantise_mxfp4(found[None].float())
     assert torch.equal(again.dequantise()[0].double(), found)

@@ -9,20 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels, dequantise_rows
-from batchgen.kernels.four_bit.experts import four_bit_mlp_reference
-from batchgen.kernels.four_bit.experts_triton import four_bit_mlp_triton
+from batchgen.kernels.four_bit.experts import FourBitExperts
 from batchgen.kernels.four_bit.fp4_layout import NVFP4
 from batchgen.kernels.four_bit.fp4_weight import NVFP4_GROUP, VALUES, NVFP4Weight, quantise_nvfp4
+from batchgen.kernels.four_bit.int4_weight import quantise_int4
 from batchgen.kernels.four_bit.layouts import layout_of, pack_panels, unpack_panels
 from batchgen.kernels.four_bit.linear import four_bit_linear
 from batchgen.kernels.four_bit.linear_triton import four_bit_linear_triton
-from batchgen.kernels.four_bit.panels import FourBitPanels, empty_panels
+from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
 from batchgen.kernels.four_bit.tiles import (
     LINEAR,
     FourBitLinearTiles,
     FourBitProductTiles,
     FourBitTiles,
 )
+from batchgen.kernels.moe.epilogues import PLAIN
+from batchgen.kernels.moe.experts import grouped_mlp
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 from batchgen.kernels.moe.moe_tiles import MoETiles
 from batchgen.kernels.moe.moe_tiles import ProductTiles as PanelTiles
 from batchgen.kernels.moe.tiled_layout import rows_of_panels
@@ -166,12 +169,13 @@ def test_cut_sums_are_added_up() -> None:
 @pytest.mark.parametrize("size", [(128, 64), (64, 192)])
 def test_experts_equal_the_reference(size: tuple[int, int], tiles: FourBitTiles | MoETiles) -> None:
     hidden, inner = size
-    gate_up, down = panels_of(draw(3, 2 * inner, hidden)), panels_of(draw(3, hidden, inner))
+    wide, narrow = draw(3, 2 * inner, hidden), draw(3, hidden, inner)
+    experts = FourBitExperts(panels_of(wide), panels_of(narrow))
     x = torch.randn(9, hidden, device=DEVICE).bfloat16()
     ids = torch.rand(9, 3, device=DEVICE).topk(2).indices.int()
     weights = torch.rand(9, 2, device=DEVICE)
-    found = four_bit_mlp_triton(x, gate_up, down, ids, weights, tiles=tiles)
-    expected = four_bit_mlp_reference(x.double(), gate_up, down, ids, weights)
+    found = grouped_mlp_triton(x, experts, ids, weights, tiles=tiles)
+    expected = experts.on_cpu(x.double(), ids, weights, PLAIN)
     assert found.dtype == torch.bfloat16
     assert (found.double() - expected).norm() < 6 * EPS * expected.norm()
 
@@ -194,3 +198,23 @@ def test_a_row_has_the_same_bits_in_any_batch(size: tuple[int, int]) -> None:
             out = torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16)
             four_bit_linear_triton(x[:rows], panels, out, tiles=tiles._replace(programs=0))
             assert torch.equal(out[:1], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [NVFP4, Layout("int4", 128, torch.bfloat16)])
+def test_a_token_of_experts_has_the_same_bits_in_any_batch(layout: Layout) -> None:
+    """int4 is dequantised for the largest, to the same values; NVFP4 never is."""
+    hidden, inner, panels = 512, 256, []
+    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+        drawn = torch.randn(8, rows, columns, device=DEVICE).bfloat16() / columns**0.5
+        weight = quantise_int4(drawn, 128) if layout.code == "int4" else quantise_nvfp4(drawn)
+        panels.append(empty_panels(weight.shape, layout, device=torch.device(DEVICE)))
+        pack_panels(weight, panels[-1])
+    experts = FourBitExperts(*panels)
+    x = torch.randn(4096, hidden, device=DEVICE).bfloat16()
+    ids = torch.rand(4096, 8, device=DEVICE).topk(2).indices.int()
+    weights = torch.rand(4096, 2, device=DEVICE)
+    alone = grouped_mlp(x[:1], experts, ids[:1], weights[:1])
+    for rows in (7, 40, 400, 4096):
+        found = grouped_mlp(x[:rows], experts, ids[:rows], weights[:rows])
+        assert torch.equal(found[:1], alone), rows

@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels.fp8.fp8_experts import (
-    fp8_grouped_mlp,
-    fp8_grouped_mlp_reference,
-    fp8_grouped_parts,
-)
-from batchgen.kernels.fp8.fp8_experts_triton import fp8_grouped_mlp_triton
+from batchgen.kernels.fp8.fp8_experts import FP8Experts
 from batchgen.kernels.fp8.fp8_grouped_product_triton import fp8_down, fp8_gate_up
 from batchgen.kernels.fp8.fp8_tiles import EXPERTS, ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_fp8
-from batchgen.kernels.fp8.quantise import FP8Rows, RoundedRows, quantise_rows
+from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
+from batchgen.kernels.moe.epilogues import PLAIN
+from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 from batchgen.kernels.moe.moe_align_triton import moe_align
 from batchgen.kernels.moe.tiled_layout import to_panels
 from tests.support.kernels.product_bounds import product_bound
@@ -73,11 +71,11 @@ def test_experts_elsewhere_are_left_out(tokens: int, in_panels: bool) -> None:
     case = Case(tokens, 4, 6, 128, 128, False, in_panels)
     ids = case.ids.clamp(max=3)
     gate_up, down = (FP8Weight(w.values[:3], w.scales[:3]) for w in (case.gate_up, case.down))
-    found = fp8_grouped_mlp_triton(case.x, gate_up, down, ids, case.weights, num_routed=6)
+    found = grouped_mlp_triton(case.x, FP8Experts(gate_up, down), ids, case.weights, num_routed=6)
     gate_up, down = (FP8Weight(w.values[:3], w.scales[:3]) for w in case.weights_in_rows)
-    reference = fp8_grouped_mlp_reference(case.x, gate_up, down, ids, case.weights)
+    reference = FP8Experts(gate_up, down).on_cpu(case.x, ids, case.weights, PLAIN)
     kept = case.weights * (case.ids < 3)
-    of_all = fp8_grouped_mlp_reference(case.x, *case.weights_in_rows, case.ids, kept)
+    of_all = FP8Experts(*case.weights_in_rows).on_cpu(case.x, case.ids, kept, PLAIN)
     torch.testing.assert_close(reference, of_all)
     assert (found - reference).abs().max() <= 0.03 * reference.abs().max()
 
@@ -146,12 +144,12 @@ def test_both_products_are_near_float64(
 @pytest.mark.parametrize("powers_of_two", [False, True])
 def test_the_whole_is_near_the_reference(powers_of_two: bool) -> None:
     case = Case(40, 2, 3, 144, 128, False)
-    arguments = case.x, case.gate_up, case.down, case.ids, case.weights
+    experts, routed = FP8Experts(case.gate_up, case.down, powers_of_two), (case.ids, case.weights)
     residual = torch.randn_like(case.x)
-    expected = residual + fp8_grouped_mlp_reference(*arguments, powers_of_two)
-    for run in (partial(fp8_grouped_mlp_triton, tiles=SWAPPED), fp8_grouped_mlp):
+    expected = residual + experts.on_cpu(case.x, *routed, PLAIN)
+    for run in (partial(grouped_mlp_triton, tiles=SWAPPED), grouped_mlp):
         out = residual.clone()
-        found = run(*arguments, out, powers_of_two=powers_of_two)
+        found = run(case.x, experts, *routed, out)
         assert found is out
         # A value between the products may be rounded to the other neighbour, 2**-3 apart.
         assert float((found - expected).norm() / expected.norm()) < 2**-6
@@ -164,45 +162,45 @@ def test_every_line_of_the_table(in_panels: bool) -> None:
     for most, _ in EXPERTS:
         case = Case(int(min(most, 100) * 2), 3, 6, hidden, inner, False, in_panels)
         routed = case.ids, case.weights
-        expected = fp8_grouped_mlp_reference(case.x, *case.weights_in_rows, *routed)
-        found = fp8_grouped_mlp_triton(case.x, case.gate_up, case.down, *routed)
+        expected = FP8Experts(*case.weights_in_rows).on_cpu(case.x, *routed, PLAIN)
+        found = grouped_mlp_triton(case.x, FP8Experts(case.gate_up, case.down), *routed)
         assert float((found - expected).norm() / expected.norm()) < 2**-6
 
 
 def test_tokens_that_are_quantised_already() -> None:
     case = Case(9, 2, 3, 128, 128, False, in_panels=True)
-    arguments = case.gate_up, case.down, case.ids, case.weights
+    routed, experts = (case.ids, case.weights), FP8Experts(case.gate_up, case.down)
     rows = FP8Rows(*quantise_rows_triton(case.x), 9)
     # Nothing but the dtype and the shape is read of what they were before.
-    both = RoundedRows(torch.full_like(case.x, torch.nan), rows)
-    found = fp8_grouped_mlp_triton(both, *arguments, tiles=COLUMNS)
-    assert torch.equal(found, fp8_grouped_mlp_triton(case.x, *arguments, tiles=COLUMNS))
-    in_rows = *case.weights_in_rows, case.ids, case.weights
-    again = fp8_grouped_mlp(RoundedRows(case.x, rows), *in_rows)
-    assert torch.equal(again, fp8_grouped_mlp(case.x, *in_rows))
+    before, quantised = torch.full_like(case.x, torch.nan), experts._replace(rows=rows)
+    found = grouped_mlp_triton(before, quantised, *routed, tiles=COLUMNS)
+    assert torch.equal(found, grouped_mlp_triton(case.x, experts, *routed, tiles=COLUMNS))
+    in_rows = FP8Experts(*case.weights_in_rows)
+    again = grouped_mlp(case.x, in_rows._replace(rows=rows), *routed)
+    assert torch.equal(again, grouped_mlp(case.x, in_rows, *routed))
 
 
 @pytest.mark.gpu
 def test_parts_lie_by_choice_of_the_token() -> None:
     case = Case(9, 3, 4, 144, 128, False)
-    arguments = case.x, case.gate_up, case.down, case.ids, case.weights
-    parts = fp8_grouped_parts(*arguments)
+    arguments = case.x, FP8Experts(case.gate_up, case.down), case.ids, case.weights
+    parts = grouped_parts(*arguments)
     assert parts is not None and parts.shape == (3, 9, 144)
-    torch.testing.assert_close(parts.sum(0), fp8_grouped_mlp(*arguments), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(parts.sum(0), grouped_mlp(*arguments), rtol=1e-5, atol=1e-6)
 
 
 def test_no_tokens() -> None:
     case = Case(0, 2, 4, 128, 128, False)
-    run = fp8_grouped_mlp_triton
-    assert run(case.x, case.gate_up, case.down, case.ids, case.weights).shape == (0, 128)
+    experts = FP8Experts(case.gate_up, case.down)
+    assert grouped_mlp_triton(case.x, experts, case.ids, case.weights).shape == (0, 128)
 
 
 def test_a_value_that_is_not_finite_stays_in_its_row() -> None:
     case = Case(9, 3, 4, 128, 128, False)
-    arguments = case.gate_up, case.down, case.ids, case.weights
-    clean = fp8_grouped_mlp_triton(case.x, *arguments, tiles=SWAPPED)
+    arguments = FP8Experts(case.gate_up, case.down), case.ids, case.weights
+    clean = grouped_mlp_triton(case.x, *arguments, tiles=SWAPPED)
     case.x[4, 7] = float("nan")
-    found = fp8_grouped_mlp_triton(case.x, *arguments, tiles=SWAPPED)
+    found = grouped_mlp_triton(case.x, *arguments, tiles=SWAPPED)
     others = [row for row in range(9) if row != 4]
     assert found[4].isnan().all() and torch.equal(found[others], clean[others])
 
@@ -216,14 +214,13 @@ def test_rows_of_one_expert_do_not_depend_on_the_others() -> None:
     case = Case(9, 1, 4, 128, 128, False)
     rows = quantise_rows(case.x)
     assert rows.num_rows == 9
+    experts = FP8Experts(case.gate_up, case.down)
     alone = [
-        fp8_grouped_mlp_triton(
-            case.x[i : i + 1], case.gate_up, case.down, case.ids[i : i + 1],
+        grouped_mlp_triton(
+            case.x[i : i + 1], experts, case.ids[i : i + 1],
             case.weights[i : i + 1], tiles=SWAPPED,
         )
         for i in range(9)
     ]  # fmt: skip
-    together = fp8_grouped_mlp_triton(
-        case.x, case.gate_up, case.down, case.ids, case.weights, tiles=SWAPPED
-    )
+    together = grouped_mlp_triton(case.x, experts, case.ids, case.weights, tiles=SWAPPED)
     assert torch.equal(torch.cat(alone), together)

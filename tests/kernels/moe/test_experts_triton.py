@@ -18,7 +18,12 @@ from torch import Tensor
 from batchgen.kernels.layers.shared_part import SharedPart
 from batchgen.kernels.moe import moe_align_triton as alignment_triton
 from batchgen.kernels.moe.epilogues import PLAIN, ClampedGate, Epilogues
-from batchgen.kernels.moe.experts import grouped_mlp, grouped_mlp_reference, grouped_parts
+from batchgen.kernels.moe.experts import (
+    PlainExperts,
+    grouped_mlp,
+    grouped_mlp_reference,
+    grouped_parts,
+)
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, moe_combine
 from batchgen.kernels.moe.moe_tiles import MoETiles, ProductTiles
 from batchgen.kernels.moe.tiled_layout import (
@@ -103,8 +108,12 @@ class Case:
         )
         return replace(self, epilogues=Epilogues(wide, narrow, ClampedGate(0.75, 1.702)))
 
+    @property
+    def experts(self) -> PlainExperts:
+        return PlainExperts(self.gate_up, self.down)
+
     def run(self, tiles: MoETiles | None, residual: Tensor | None = None) -> Tensor:
-        arguments = self.x, self.gate_up, self.down, self.ids, self.weights, residual
+        arguments = self.x, self.experts, self.ids, self.weights, residual
         return grouped_mlp_triton(*arguments, epilogues=self.epilogues, tiles=tiles)
 
     def reference(self) -> tuple[Tensor, Tensor]:
@@ -236,9 +245,10 @@ def test_biases_and_another_gate(tiles: MoETiles, gate: str) -> None:
         case = replace(case, epilogues=Epilogues(bias, case.epilogues.down_bias, function="relu2"))
     _assert_near(case.run(tiles), case)
     if not in_panels:
-        arguments = case.x, case.gate_up, case.down, case.ids, case.weights
-        _assert_near(grouped_mlp(*arguments, epilogues=case.epilogues), case)
-        _assert_near(grouped_mlp_reference(*arguments, case.epilogues), case)
+        routed = case.ids, case.weights
+        found = grouped_mlp(case.x, case.experts, *routed, epilogues=case.epilogues)
+        _assert_near(found, case)
+        _assert_near(grouped_mlp_reference(case.x, *case.experts, *routed, case.epilogues), case)
 
 
 @pytest.mark.parametrize("sizes", [(33, 20), (20, 33)])
@@ -301,7 +311,7 @@ def test_what_a_shared_expert_made_is_added(
     added = values.double() * (1 if gate is None else torch.sigmoid(gate.double()))
     expected = expected + added + (residual.double() if on_residual else 0)
     scale = scale + added.norm(dim=-1) + residual.double().norm(dim=-1) * on_residual
-    arguments = case.x, case.gate_up, case.down, case.ids, case.weights
+    arguments = case.x, case.experts, case.ids, case.weights
     asked: list[int] = []
 
     def shared() -> SharedPart:
@@ -367,7 +377,7 @@ def test_every_line_of_the_table(shape: tuple[int, int, int, int], tokens: int, 
 @pytest.mark.gpu
 def test_parts_lie_by_choice_of_the_token() -> None:
     case = Case.make(9, 3, 4, 144, 128, torch.float32)
-    arguments = case.x, case.gate_up, case.down, case.ids, case.weights
+    arguments = case.x, case.experts, case.ids, case.weights
     parts = grouped_parts(*arguments)
     assert parts is not None and parts.shape == (3, 9, 144)
     torch.testing.assert_close(parts.sum(0), grouped_mlp(*arguments), rtol=1e-5, atol=1e-6)
@@ -457,13 +467,11 @@ def test_experts_of_other_ranks_are_left_out(
         places = case.ids - first
         places = places.masked_fill((places < 0) | (places >= 3), 3)
         gate_up, down = (w[first : first + 3].contiguous() for w in (case.gate_up, case.down))
-        weights = places, case.weights
-        run = functools.partial(grouped_mlp, case.x, gate_up, down, *weights, num_routed=experts)
+        weights, own = (places, case.weights), PlainExperts(gate_up, down)
+        run = functools.partial(grouped_mlp, case.x, own, *weights, num_routed=experts)
         alone = grouped_mlp_reference(case.x, gate_up, down, *weights)
         torch.testing.assert_close(run(), alone, rtol=1e-4, atol=1e-4)
-        triton = grouped_mlp_triton(
-            case.x, gate_up, down, *weights, residual.clone(), num_routed=experts
-        )
+        triton = grouped_mlp_triton(case.x, own, *weights, residual.clone(), num_routed=experts)
         torch.testing.assert_close(triton, residual + alone, rtol=1e-4, atol=1e-4)
         residual = triton
     torch.testing.assert_close(residual, whole, rtol=1e-4, atol=1e-4)

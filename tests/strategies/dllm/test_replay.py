@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,11 @@ Asked = tuple[list[int], RequestParams, Trajectory | None]
 COLUMNS = ("step_map", "tail_token_ids", "tail_step_map")
 LENGTHS = (4, 5, 8)
 RULES = [rule for rule in ALL_RULES if rule["unmasking"] != "joint_threshold"]
-EDITING = {"unmasking": "joint_threshold", "confidence_threshold": 0.05, "edit_threshold": 0.1}
+EDITING: dict[str, Any] = {
+    "unmasking": "joint_threshold",
+    "confidence_threshold": 0.05,
+    "edit_threshold": 0.1,
+}
 
 
 def generated(seed: int, count: int) -> list[Request]:
@@ -120,11 +125,13 @@ def test_bits_after_preemptions(tiny_model: TinyModel, monkeypatch: pytest.Monke
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["sdar", "sdar_moe"])
-def test_constrained_rows(kind: str, tiny_model: TinyModel) -> None:
+@pytest.mark.parametrize(
+    ("rule", "kind"), [(RULES[4], "sdar"), (RULES[4], "sdar_moe"), *((r, "sdar") for r in RULES)]
+)
+def test_constrained_rows(rule: dict[str, Any], kind: str, tiny_model: TinyModel) -> None:
     """Raw log-probabilities know of no constraint, whatever it has forced or excluded. A row that
     ended in a conflict has positions that were never unmasked."""
-    rule, experts = RULES[4], (ROUTED_EXPERTS,) if kind == "sdar_moe" else ()
+    experts = (ROUTED_EXPERTS,) if kind == "sdar_moe" else ()
     columns = (*COLUMNS, "entropy", *experts)
     asked = [
         (prompt, replace(params, columns=columns, logprobs_mode="raw"))
@@ -178,24 +185,44 @@ def test_a_tail_that_is_not_known_is_said(tiny_model: TinyModel) -> None:
         )
 
 
-def test_edited_rows_are_replayed_by_their_last_writes(tiny_model: TinyModel) -> None:
-    """The tokens are final from their first step on, and no step edits them."""
-    params = RequestParams(
-        temperature=1.0, max_new_tokens=40, ignore_eos=True, logprobs=True,
-        columns=("step_map", "edit_log"),
-    )  # fmt: skip
+@pytest.mark.parametrize("constrained", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_edited_rows_are_replayed_by_their_last_writes(
+    constrained: bool, tiny_model: TinyModel
+) -> None:
+    """The tokens are final from their first step on, and no step edits them. Where nothing was
+    replaced in a block, its log-probabilities have their bits, whatever was replaced before."""
+    columns = (*COLUMNS, "edit_log")
+    params = RequestParams(temperature=1.0, max_new_tokens=40, logprobs=True, columns=columns)
+    free = replace(params, ignore_eos=True)
+    rows: list[Asked] = [([3, 4, 5], replace(free, seed=seed), None) for seed in range(4)]
     engine = make_engine(tiny_model, 8, EDITING)
-    (made,) = run_all(engine, [([3, 4, 5], params, None)])
-    steps = made.columns["step_map"].tolist()
-    edits = made.columns["edit_log"].tolist()
-    assert edits and len(steps) == 40
-    newest = {place: (step, new) for place, step, _, new in edits}
-    for place, (step, new) in newest.items():
-        assert (steps[place], made.token_ids[place]) == (step, new)
-    answer = Trajectory(made.token_ids, steps)
-    (found,) = run_all(engine, [([3, 4, 5], as_replay(params), answer)])
-    assert found.replay_exact is False and found.answer_token_ids == made.token_ids
-    assert np.isfinite(found.columns["answer_logprobs"]).all()
+    if constrained:
+        rows = [
+            (prompt, replace(params, constraint=asked.constraint, seed=seed), None)
+            for seed, (prompt, asked) in enumerate(test_dllm_guided.requests(3, 12))
+        ]
+        engine = test_dllm_guided.make_engine(tiny_model, 8, EDITING, overlap=True)
+    made = [each for each in run_all(engine, rows) if each.token_ids]
+    again: list[Asked] = [
+        (each.prompt_token_ids, as_replay(params), trajectory(each)) for each in made
+    ]
+    exact = edited = 0
+    for output, found in zip(made, run_all(engine, again), strict=True):
+        steps, edits = output.columns["step_map"].tolist(), output.columns["edit_log"].tolist()
+        newest = {place: (step, new) for place, step, _, new in edits}
+        for place, (step, new) in newest.items():
+            assert (steps[place], output.token_ids[place]) == (step, new)
+        assert found.replay_exact is False and found.answer_token_ids == output.token_ids
+        before = len(output.prompt_token_ids)
+        whole = (before + len(steps)) // 8 * 8 - before  # the last block may have lost edits
+        touched = {(before + place) // 8 for place in newest}
+        same = [at for at in range(max(whole, 0)) if (before + at) // 8 not in touched]
+        np.testing.assert_array_equal(
+            found.columns["answer_logprobs"][same], output.columns["logprobs"][same]
+        )
+        assert np.isfinite(found.columns["answer_logprobs"]).all()
+        exact, edited = exact + len(same), edited + len(touched)
+    assert exact and edited
 
 
 def test_steps_that_no_row_can_have_had(tiny_model: TinyModel) -> None:

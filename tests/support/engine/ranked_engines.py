@@ -54,13 +54,15 @@ class Case:
     vision: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
     native_fp8: bool = False  # weights in FP8, which are rounded while they load if they are not
+    in_four_bits: torch.dtype | None = None  # weights stay in 4 bits, for activations in this dtype
 
     @contextmanager
     def engine(
         self, parallel: TensorParallel = ALONE, leader: Leader | None = None
     ) -> Iterator[LLMEngine]:
         options: dict[str, Any] = {"max_model_len": 200, "kv_cache_gib": 0.01, "max_num_seqs": 6}
-        where: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "parallel": parallel}
+        where: dict[str, Any] = {"device": CPU, "parallel": parallel}
+        where["dtype"] = self.in_four_bits or torch.float32
         others = {} if self.draft is None else {"draft": load_model(self.draft, **where)}
         with pytest.MonkeyPatch.context() as patch:
             if self.short_rows:
@@ -70,12 +72,13 @@ class Case:
                 load_format=self.load_format,
                 heads=self.heads,
                 quantization="fp8" if self.native_fp8 else None,
-                native_fp8=self.native_fp8,
+                native_fp8=self.native_fp8 or self.in_four_bits is not None,
                 vision=self.vision,
                 **where,
             )
             if self.adapters:
-                add_adapters(model, {n: open_adapter(path) for n, path in self.adapters.items()})
+                adapters = {n: open_adapter(path) for n, path in self.adapters.items()}
+                add_adapters(model, adapters, slots=self.config.get("lora_slots"))
             yield LLMEngine(
                 model,
                 make_tokenizer() if self.has_text else None,

@@ -150,7 +150,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
         "engine.max_num_seq is not a key: choose among max_num_seqs, max_batched_tokens, "
         "chunk_tokens, image_tokens, max_model_len, block_size, prefix_caching, kv_cache_gib, "
         "state_checkpoints, row_tokens, gpu_memory_utilization, cuda_graph, overlap, "
-        "deterministic, tensor_parallel, device",
+        "deterministic, tensor_parallel, lora_slots, device",
     ),
     ("group gone", ["~engine"], "engine is missing: set it with engine=…"),
     ("key gone", ["~output.dir"], "output.dir is missing: set it with output.dir=…"),

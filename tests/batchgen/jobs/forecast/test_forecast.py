@@ -38,7 +38,7 @@ WORK = Work(
     exact=False,
     width=1,
     least=1,
-    places=Capacity(64, 10**6, 8192),
+    capacity=Capacity(64, 10**6, 8192),
     weight_bytes=10**9,
 )
 
@@ -131,7 +131,7 @@ def test_answers_of_known_length_have_no_range() -> None:
 def run(factor: float, answers: np.ndarray) -> Calibration:
     """What a run of WORK's rows shows on a device that takes `factor` times what the model says."""
     prompts = WORK.prompts
-    played = run_time(of().scaled(factor), WORK.places, prompts, answers, 100)
+    played = run_time(of().scaled(factor), WORK.capacity, prompts, answers, 100)
     counts = RunCounts(
         played.seconds,
         rows=100,
@@ -148,7 +148,7 @@ def run(factor: float, answers: np.ndarray) -> Calibration:
 def test_an_earlier_run_corrects_speed_and_lengths(factor: float) -> None:
     answers = np.random.default_rng(0).integers(1, 200, 100)
     found = forecast(of(), replace(WORK, seen=run(factor, answers)))
-    truth = run_time(of().scaled(factor), WORK.places, WORK.prompts, answers, 100).seconds
+    truth = run_time(of().scaled(factor), WORK.capacity, WORK.prompts, answers, 100).seconds
     assert found.generated.likely == answers.sum()
     assert found.seconds.likely == pytest.approx(truth + 7, rel=0.15)
     assert found.start_s == 7.0

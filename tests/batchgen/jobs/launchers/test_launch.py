@@ -12,10 +12,10 @@ from batchgen.config.compose.compose_config import compose
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.launcher_config import Launched, Launcher, job_launcher
 from batchgen.jobs.launchers import launch as module
-from batchgen.jobs.launchers import shown as shown_module
+from batchgen.jobs.launchers import launch_progress
 from batchgen.jobs.launchers.launch import check_launcher, launch, launcher_text
+from batchgen.jobs.launchers.launch_progress import LaunchProgress
 from batchgen.jobs.launchers.launched import LaunchedFolder, make_logs, remove_logs
-from batchgen.jobs.launchers.shown import Shown
 from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.folder.refused_folder import refuse_foreign_files
 from batchgen.storage.stores.job_storage import FolderStorage
@@ -123,8 +123,8 @@ def test_the_line_of_a_launcher_counts_errors(
     folder = LaunchedFolder(tmp_path)
     beats = [beat(5, 0), {"ended": None}, beat(4, 1, "complete")]
     monkeypatch.setattr(folder, "beats", lambda: beats)
-    monkeypatch.setattr(shown_module, "_LINE_SECONDS", 0.0)
-    with Shown(folder, "title") as shown:
+    monkeypatch.setattr(launch_progress, "_LINE_SECONDS", 0.0)
+    with LaunchProgress(folder, "title") as shown:
         shown.show(waiting=0)
         beats[0] = beat(5, 0)
         beats[2] = beat(4, 0)

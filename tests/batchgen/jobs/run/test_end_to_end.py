@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import LLM, SamplingParams
-from batchgen.api.python.given_prompts import PromptIds, ReadPrompt
+from batchgen.api.python.call_prompts import PromptIds, ReadPrompt
 from batchgen.cli.job_outcome import report
 from batchgen.engine.requests import derive_seed
 from batchgen.util.errors import ConfigError

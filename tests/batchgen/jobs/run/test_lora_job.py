@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from batchgen.cli.verbs import compare, score
 from batchgen.inputs.model.model_adapters import with_adapters
@@ -69,6 +68,8 @@ def test_a_grid_is_each_adapter_by_itself(
         shutil.copy(model / name, merged)
     run(overrides(merged, rows, tmp_path / "two"))
     assert found["two"] == answers(tmp_path / "two")
+    run(overrides(model, rows, tmp_path / "slots", *grid(adapters), "engine.lora_slots=1"))
+    assert by_adapter(tmp_path / "slots") == found
     before = contents(tmp_path / "grid")
     result = run(overrides(model, rows, tmp_path / "grid", *grid(adapters)))
     assert "nothing was computed" in str(result)
@@ -80,8 +81,11 @@ def test_the_plan_counts_the_memory_of_adapters(model: Path, adapters: dict[str,
     given = {name: str(path) for name, path in adapters.items()}
     beside, alone = with_adapters(opened, given), opened.load("float32", "cpu")
     loaded = beside.load("float32", "cpu")
-    assert loaded.weight_bytes - alone.weight_bytes == beside.adapter_bytes(torch.float32) > 0
-    assert with_adapters(opened, given["one"], fold=True).adapter_bytes(torch.float32) == 0
+    assert loaded.lora is not None
+    assert loaded.weight_bytes - alone.weight_bytes == loaded.lora.num_bytes
+    assert loaded.lora.num_bytes == beside.adapter_bytes(alone, 1, on_cpu=True) > 0
+    folded = with_adapters(opened, given["one"], fold=True)
+    assert folded.adapter_bytes(alone, None, on_cpu=True) == 0
 
 
 def test_a_column_names_each_row_s_adapter(
@@ -217,6 +221,17 @@ def test_adapters_have_scores_of_their_own(
         (["model.lora_fold=true"], "model.lora_fold adds one adapter to the weights"),
         (["model.lora=[{one},{two}]", "model.lora_grid=true", "model.lora_fold=true"], "adds one"),
         (["model.lora={one}", "model.lora_fold=true", "model.quantization=fp8"], "in 16 or 32"),
+        (["model.lora_template=adapter"], "model.lora_template=adapter takes the tokenizer"),
+        (
+            ["model.lora=[{one},{two}]", "model.lora_grid=true", "model.lora_template=adapter"],
+            "model.lora_template=adapter takes the tokenizer and chat template of the only",
+        ),
+        (["engine.lora_slots=2"], "engine: lora_slots is 2, which counts adapters beside the"),
+        (
+            ["model.lora={one}", "model.lora_fold=true", "engine.lora_slots=1"],
+            "and the adapter is added to the weights: set it to null",
+        ),
+        (["engine.lora_slots=0"], "engine.lora_slots must be at least 1, got 0"),
         (["model.lora=nowhere"], "adapter nowhere: nowhere does not exist"),
     ],
 )

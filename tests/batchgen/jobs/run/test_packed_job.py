@@ -14,6 +14,7 @@ from batchgen.config.compose.compose_config import compose
 from batchgen.jobs.planning.plan_settings import PlanSettings
 from batchgen.jobs.planning.plan_text import plan_text
 from batchgen.jobs.planning.planner import make_plan
+from batchgen.util.text.text_table import size_text
 from tests.support.engine.packed_checkpoints import pack_quantized, write_packed
 from tests.support.jobs.real_job import VOCAB, overrides, run, save_tokenizer
 
@@ -44,8 +45,9 @@ def test_a_job_says_what_it_does_not_compute_with(
     packed: Path, rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run(overrides(packed, rows, tmp_path / "out"))
-    said = f"model: weights in {NAME} are dequantised to float32; {UNUSED}\n"
-    assert said in capfd.readouterr().err
+    size = size_text((packed / "model.safetensors").stat().st_size)
+    text = f"weights in {NAME} are dequantised to float32 ({size} in the files); {UNUSED}"
+    assert f"model: {text}\n" in capfd.readouterr().err
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["fingerprints"]["weights"] == f"dequantised {NAME}; {UNUSED}"
     assert UNUSED in (tmp_path / "out" / "report.html").read_text()
@@ -61,5 +63,6 @@ def test_a_plan_says_how_large_weights_are_in_which_form(
         texts[device] = " ".join(plan_text(plan).split())
         sizes[device] = plan.engine.weight_bytes
     assert f"of it in {NAME}" in texts["A100"]
-    assert f"dequantised from {NAME}" in texts["cpu"]
+    files = f"({size_text((packed / 'model.safetensors').stat().st_size)} in the files)"
+    assert f"dequantised from {NAME} {files}" in texts["cpu"]
     assert sizes["A100"] < 0.6 * sizes["cpu"]

@@ -1,4 +1,4 @@
-"""What a user has said of a job, collected from a job file or mapping and from arguments."""
+"""The values that a user gives for a job, from a job file or mapping and from arguments."""
 
 from __future__ import annotations
 
@@ -26,13 +26,21 @@ CHOICE = "choice"
 
 
 @dataclass
-class Given:
-    """What a user has said, before it meets the defaults: the choices of groups, ready jobs, keys
-    of the job file by full name, groups that are taken as given without a choice, lists of steps,
-    and for each group the names of the keys that are given, on the command line too."""
+class UserValues:
+    """A user's values for a job, before they are merged with the defaults.
+
+    Attributes:
+        folders: folders with further choices.
+        locations: where each key stands in the job file, for error messages.
+        choices: the choice of each group. experiments: the ready jobs.
+        keys: keys of the job file by their full names.
+        whole: groups that are a class of the user's own, without a choice.
+        steps: the lists of steps.
+        named: the keys of each group that the job file or the command line sets.
+    """
 
     folders: Sequence[Path]
-    places: Mapping[str, str]
+    locations: Mapping[str, str]
     choices: dict[str, str] = field(default_factory=dict)
     experiments: list[str] = field(default_factory=list)
     keys: dict[str, Any] = field(default_factory=dict)
@@ -41,8 +49,8 @@ class Given:
     named: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """Where a key of the job file stands, as the beginning of a message."""
-        return f"{self.places.get(key, key)}: "
+        """Return where a key stands in the job file, as the beginning of a message."""
+        return f"{self.locations.get(key, key)}: "
 
     def add_values(self, values: Mapping[str, Any]) -> None:
         if not isinstance(values, Mapping):
@@ -124,12 +132,12 @@ class Given:
         self.keys = {key: v for key, v in self.keys.items() if key.partition(".")[0] != group}
 
     def unknown_key(self, key: str) -> str:
-        """The message, without the place, for a key that the job does not have."""
+        """Return the message, without its location, for a key that the job does not have."""
         others = list(all_keys().get(key, ()))
         return unknown_key(key, self.choices.get(key.partition(".")[0]), others)
 
     def _is_nowhere(self, key: str) -> bool:
-        """Whether no choice has a key. This is known at once, before Hydra loads."""
+        """Whether no choice has this key; checked before Hydra is loaded."""
         group, _, name = key.partition(".")
         known = f"{group}.{name.partition('.')[0]}" in all_keys()
         return not (known or self.folders or group in self.whole)
@@ -149,7 +157,7 @@ class Given:
 
 
 def _unknown(override: Override) -> str:
-    """The message for a group that is not there: it may have been left out of a key."""
+    """Return the message for an unknown group, which may also be a key without its group."""
     if not override.names:
         group, underscore, name = override.key.partition("_")
         if underscore and f"{group}.{name}" in all_keys():  # output_dir

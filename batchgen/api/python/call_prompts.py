@@ -30,7 +30,7 @@ Prompt = str | Sequence[int] | Conversation | Mapping[str, Any]
 """A prompt is a text, a list of token ids, or a conversation, whose messages may have images among
 their parts. A text or ids may also stand in a mapping, as vLLM has them: {"prompt": text} or
 {"prompt_token_ids": ids}, with {"multi_modal_data": {"image": image or images}} beside it."""
-AskedPrompt = tuple[list[int], Sequence[RowImage]]
+TokenizedPrompt = tuple[list[int], Sequence[RowImage]]
 """The token ids of a prompt, and its images."""
 
 _KINDS = "a text, a list of token ids or a list of messages {role, content}"
@@ -123,7 +123,7 @@ class PromptIds:
         if "messages" in kinds:
             _ = self._chat
 
-    def of(self, prompt: ReadPrompt) -> AskedPrompt:
+    def of(self, prompt: ReadPrompt) -> TokenizedPrompt:
         """The token ids and images of one checked prompt, or RequestError if its messages do not
         suit the chat template or an image cannot be used."""
         if prompt.kind == "none":

@@ -18,7 +18,7 @@ _LINE_SECONDS = 30.0
 _BAR_SECONDS = 1.0
 
 
-class Shown:
+class LaunchProgress:
     """A bar over the rows of all workers, or a line every 30 seconds if there is no terminal."""
 
     def __init__(self, folder: LaunchedFolder, title: str) -> None:

@@ -34,13 +34,13 @@ class GivenStep:
     name: str
     parents: tuple[str, ...]
     values: dict[str, Any]
-    places: dict[str, str]
+    locations: dict[str, str]
     waits: bool = False
     overrides: list[str] = field(default_factory=list)
 
 
 @dataclass
-class GivenPipeline:
+class PipelineValues:
     """What is said of a pipeline: its steps by name, the folder, and KEYS that are given. `places`
     are those of all keys in the file; `typed` are the keys among KEYS that were typed, and `panels`
     the steps of all judges of a step with several."""
@@ -48,16 +48,16 @@ class GivenPipeline:
     steps: dict[str, GivenStep]
     out: str
     keys: dict[str, Any]
-    places: Mapping[str, str]
+    locations: Mapping[str, str]
     typed: set[str] = field(default_factory=set)
     panels: dict[str, list[str]] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
         """Where a key of the file stands, as the beginning of a message."""
-        return f"{self.places.get(key, key)}: "
+        return f"{self.locations.get(key, key)}: "
 
 
-def add_override(pipeline: GivenPipeline, argument: str) -> None:
+def add_override(pipeline: PipelineValues, argument: str) -> None:
     """Give an argument to the steps that it is for."""
     key = argument.partition("=")[0].lstrip("+~")
     group = key.partition(".")[0]
@@ -82,7 +82,7 @@ def add_override(pipeline: GivenPipeline, argument: str) -> None:
         )
 
 
-def _add_to_steps(pipeline: GivenPipeline, name: str, argument: str) -> None:
+def _add_to_steps(pipeline: PipelineValues, name: str, argument: str) -> None:
     """Give an argument to a step, or to all judges if it has several."""
     names = pipeline.panels.get(name, [name])
     key = argument.partition("=")[0].partition(".")[2]

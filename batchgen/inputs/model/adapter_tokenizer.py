@@ -1,0 +1,144 @@
+"""The tokenizer and the chat template that an adapter's folder may have besides its factors."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
+from batchgen.inputs.model.open_model import OpenedModel
+
+_VOCABULARY, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER = (_VOCABULARY, _SETTINGS, _TEMPLATE)
+"""The files of a tokenizer that are read."""
+_MOST_BYTES = 64 * 2**20
+"""The size of a tokenizer's file from which on an adapter's is refused; the largest have 33 MB."""
+_TAKE_IT = "or, if it is the job's only adapter, take that of its folder with lora_template=adapter"
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a tokenizer that lie in an adapter's folder."""
+    return [folder / name for name in TOKENIZER if (folder / name).is_file()]
+
+
+def check_tokenizer(name: str, folder: Path, model: OpenedModel) -> None:
+    """Raise ValueError if an adapter comes with another vocabulary or chat template than the
+    model's."""
+    if model.tokenizer is None:
+        return
+    whole = _read(folder / _VOCABULARY)
+    if whole is not None:
+        if other := sorted(_vocabulary(whole).items() - model.tokenizer.get_vocab().items()):
+            raise ValueError(
+                f"adapter {name}: {folder}/{_VOCABULARY} has another vocabulary than the model "
+                f"(token {other[0][0]!r}): merge the adapter into the model, and give the result "
+                f"its tokenizer, {_TAKE_IT}"
+            )
+    templates = _templates(_own_template(folder))
+    if templates and templates != _templates(model.tokenizer.chat_template):
+        raise ValueError(
+            f"adapter {name}: {folder} has another chat template than the model, and prompts of a "
+            "job are written with one: remove it from the adapter's folder if the adapter was not "
+            "trained with it, merge the adapter into a model with that template, "
+            f"{_TAKE_IT}"
+        )
+
+
+def with_adapter_tokenizer(name: str, folder: Path, model: OpenedModel) -> OpenedModel:
+    """Return the model with the tokenizer and chat template of its only adapter's folder, or with
+    the template alone if there is no tokenizer. Raises ValueError if there is neither, if one
+    cannot be read, or if a token has no place in the model's embedding."""
+    files = tokenizer_files(folder)
+    if not files:
+        raise ValueError(
+            f"lora_template is adapter, and {folder} of adapter {name} has none of "
+            f"{', '.join(TOKENIZER)}: leave it at base"
+        )
+    for file in files[:-1] if files[-1].name == _TEMPLATE else files:
+        _read(file)  # which refuses those that are too large or no objects
+    tokenizer = _tokenizer(folder, model)
+    if tokenizer is None:
+        raise ValueError(
+            f"lora_template is adapter, and neither {folder} nor the model has a vocabulary: leave "
+            "it at base"
+        )
+    vocab_size = model.config.vocab_size
+    if beyond := [(i, text) for text, i in tokenizer.get_vocab().items() if i >= vocab_size]:
+        number, text = min(beyond)
+        raise ValueError(
+            f"adapter {name}: {folder}/{_VOCABULARY} has token {text!r} with id {number}, and the "
+            f"model's embedding has {vocab_size} rows: merge the adapter into the model that it "
+            "was trained on, whose embedding was resized"
+        )
+    if (template := _own_template(folder)) is not None:
+        tokenizer.chat_template = _templates(template).get("default", template)
+    elif model.tokenizer is not None:
+        tokenizer.chat_template = model.tokenizer.chat_template
+    ends = tuple(i for i in eos_token_ids(model.path, tokenizer) if 0 <= i < vocab_size)
+    return replace(model, tokenizer=tokenizer, eos_token_ids=ends)
+
+
+def _tokenizer(folder: Path, model: OpenedModel) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of an adapter's folder, or copy the model's if it has none."""
+    if (folder / _VOCABULARY).is_file():
+        return load_tokenizer(folder)
+    return copy.deepcopy(model.tokenizer)
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of all tokens of a tokenizer.json, by their text."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    found: dict[str, int] = {}
+    if isinstance(vocab, dict):
+        found |= {str(text): i for text, i in vocab.items() if isinstance(i, int)}
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict) and isinstance(token.get("id"), int):
+            found[str(token.get("content"))] = token["id"]
+    return found
+
+
+def _own_template(folder: Path) -> Any:
+    """The chat template of an adapter's folder, or several by their names; None without one."""
+    path = folder / _TEMPLATE
+    if path.is_file():
+        _check_size(path)
+        return path.read_text("utf-8", "replace")
+    return (_read(folder / _SETTINGS) or {}).get("chat_template")
+
+
+def _templates(value: Any) -> dict[str, str]:
+    """Chat templates by their names, as transformers keeps one, several, or several in a list."""
+    if isinstance(value, str):
+        return {"default": value.strip()}
+    if isinstance(value, list):
+        pairs = [(one.get("name"), one.get("template")) for one in value if isinstance(one, dict)]
+        value = {str(name): text for name, text in pairs}
+    if not isinstance(value, dict):
+        return {}
+    return {str(name): str(text).strip() for name, text in value.items()}
+
+
+def _check_size(path: Path) -> None:
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{path} is larger than any tokenizer's: remove it from the adapter")
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    """Read a file of an adapter's tokenizer; None if there is none."""
+    if not path.is_file():
+        return None
+    _check_size(path)
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no object")
+    return found
