@@ -12,6 +12,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
+
 import batchgen
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.dataset.row_source import open_dataset
