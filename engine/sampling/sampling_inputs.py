@@ -62,7 +62,6 @@ class SamplingInputs(Batched):
         never_sampled: Sequence[Sequence[int]] | None = None,  # None: any token may be
     ) -> SamplingInputs:
         """Make the inputs of B rows; all arguments but the device have B entries."""
-
         banned = [ids if p.min_new_tokens else () for p, ids in zip(params, stop_ids, strict=True)]
         kept = [ids if p.has_penalties else () for p, ids in zip(params, histories, strict=True)]
         widths = [n for p, n in zip(params, capacities, strict=True) if p.has_penalties]

@@ -110,7 +110,7 @@ def test_what_a_user_sees_without_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["sampling.temperatur=1"], "temperatur"),
         (["nonsense"], "nonsense"),

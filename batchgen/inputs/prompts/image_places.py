@@ -58,7 +58,7 @@ class ImagePlaces:
         rest, found = iter(own), list[ImageSource]()
         placed = []
         for message in messages:
-            content = message["content"] if "content" in message else None
+            content = message.get("content")
             if isinstance(content, list):
                 content = [self._part(part, rest, found) for part in content]
                 message = {**message, "content": content}

@@ -32,10 +32,10 @@ def own_cost(figures: Mapping[str, Any], job: str) -> JobCost | None:
 
 def read_steps(figures: Mapping[str, Any]) -> list[JobCost]:
     """What metrics.json says of the jobs whose rows its job has read, the first one first."""
-    found = []
-    for one in figures.get("read_jobs") or ():
-        found.append(JobCost(str(one["job"]), float(one["device_s"]), int(one["rows"])))
-    return found
+    return [
+        JobCost(str(one["job"]), float(one["device_s"]), int(one["rows"]))
+        for one in figures.get("read_jobs") or ()
+    ]
 
 
 def all_steps(figures: Mapping[str, Any], job: str) -> list[JobCost]:

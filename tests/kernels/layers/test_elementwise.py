@@ -100,7 +100,7 @@ def test_the_measurement_finds_what_does_not() -> None:
         assert changed(function, SHAPES) > 0
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LIBRARY)
 def test_whole_vectors_keep_the_bits_of_pytorch(name: str, dtype: torch.dtype) -> None:
     x = values(64, 1024).to(dtype)

@@ -49,7 +49,7 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
-@pytest.mark.parametrize("step, prefill", BOTH)
+@pytest.mark.parametrize(("step", "prefill"), BOTH)
 def test_a_prefill_is_the_convolution_however_it_is_cut(
     step: Conv, prefill: Conv, dtype: torch.dtype
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_prefill_is_the_convolution_however_it_is_cut(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
 @pytest.mark.parametrize("fold", [1, 3, 8])
-@pytest.mark.parametrize("step, prefill", BOTH)
+@pytest.mark.parametrize(("step", "prefill"), BOTH)
 def test_steps_take_back_what_was_not_accepted(
     step: Conv, prefill: Conv, fold: int, dtype: torch.dtype
 ) -> None:

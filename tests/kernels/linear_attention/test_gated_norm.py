@@ -19,8 +19,10 @@ from tests.support.kernels.delta_cases import DEVICE, NAN
 
 
 @pytest.mark.parametrize("norm", [gated_rms_norm_reference, gated_rms_norm_triton])
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
-@pytest.mark.parametrize("tokens, heads, size", [(0, 2, 16), (1, 1, 3), (5, 3, 24), (9, 4, 128)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "size"), [(0, 2, 16), (1, 1, 3), (5, 3, 24), (9, 4, 128)]
+)
 def test_gated_norm(
     norm: Callable[..., Tensor],
     dtype: torch.dtype,
@@ -47,9 +49,9 @@ def test_gated_norm(
 
 
 @pytest.mark.parametrize("norm", [norm_of_gated_reference, norm_of_gated_triton])
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("weighs", [True, False])
-@pytest.mark.parametrize("tokens, groups, size", [(0, 2, 16), (5, 3, 24), (2, 1, 1300)])
+@pytest.mark.parametrize(("tokens", "groups", "size"), [(0, 2, 16), (5, 3, 24), (2, 1, 1300)])
 def test_norm_of_gated(
     norm: Callable[..., Tensor],
     dtype: torch.dtype,

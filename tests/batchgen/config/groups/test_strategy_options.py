@@ -51,11 +51,10 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "target, lacks",
+    ("target", "lacks"),
     [
         ("users_module.NotAStrategy", "name, step_inputs, decide"),
         ("subprocess.Popen", "name, step_inputs, decide"),
-        ("batchgen.engine.strategy.Strategy", "name, step_inputs, decide"),
         ("batchgen.engine.strategy.Strategy", "name, step_inputs, decide"),
     ],
 )
