@@ -16,7 +16,8 @@ from batchgen.engine.layers.lora import (
 )
 from batchgen.engine.layers.weight_slot import named_parts
 from batchgen.engine.loading.folding import check_fold, fold_adapter
-from batchgen.engine.loading.peft_files import FOLD_IT, AdapterFile
+from batchgen.engine.loading.peft_config import FOLD_IT
+from batchgen.engine.loading.peft_files import AdapterFile
 from batchgen.engine.models.causal_lm import CausalLM, full_name
 
 _WEIGHT = ".weight"
@@ -58,7 +59,7 @@ def check_adapter(adapter: AdapterFile, model: CausalLM, *, fold: bool = False) 
 def _check_complete(adapter: AdapterFile, adapted: set[str], names: list[str]) -> None:
     """Refuse an adapter that lacks tensors which its configuration says it has."""
     config = adapter.config
-    if config.layers is not None:
+    if config.is_partial:
         return
     for target in config.target_modules:
         fitting = [name for name in names if name == target or name.endswith(f".{target}")]

@@ -65,9 +65,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
     names = [word for word in given.given if not _is_key(word)]
     overrides = [word for word in given.given if _is_key(word)]
+    from batchgen.evals.arms.arm_folders import arm_folders, refuse_nothing
     from batchgen.evals.arms.arm_table import arm_table
     from batchgen.evals.arms.frontier import frontier
-    from batchgen.evals.arms.job_arms import arm_folders, job_arms, refuse_nothing
+    from batchgen.evals.arms.job_arms import job_arms
 
     folders = arm_folders(names)
     if len(folders) < 2 and given.by is None and not any(one.listed for one in folders):

@@ -20,7 +20,8 @@ from batchgen.config.groups.adapter_names import (
 )
 from batchgen.engine.layers.mxfp4_format import Units
 from batchgen.engine.loading.adapters import check_adapter
-from batchgen.engine.loading.peft_files import CONFIG, WEIGHTS, AdapterFile, open_adapter
+from batchgen.engine.loading.peft_config import CONFIG
+from batchgen.engine.loading.peft_files import WEIGHTS, AdapterFile, open_adapter
 from batchgen.engine.sampling.sampling_params import BASE
 from batchgen.inputs.model.adapter_tokenizer import (
     TOKENIZER,
@@ -65,8 +66,11 @@ def with_adapters(
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
     found = {}
     for name, place in places.items():
-        adapter = open_adapter(_folder(name, place), fold=fold)
+        folder = _folder(name, place)
+        _check_links(name, folder)
+        adapter = open_adapter(folder, fold=fold)
         check_adapter(adapter, weights, fold=fold)
+        adapter.check_values()
         if template == "base":
             check_tokenizer(name, adapter.folder, model)
         else:
@@ -111,6 +115,20 @@ def _folder(name: str, path: str) -> Path:
     if not local.is_dir():
         raise ConfigError(f"adapter {name}: {path} does not exist; give a folder or a hub name")
     return local.absolute()
+
+
+def _check_links(name: str, folder: Path) -> None:
+    """Raise ValueError if a file of an adapter is a link to a place outside of its folder, which
+    may be a stranger's. The hub's cache links files to its own folder `blobs`."""
+    for file in (folder / name for name in (CONFIG, WEIGHTS, *TOKENIZER)):
+        if not file.is_symlink():
+            continue
+        target, inside = file.resolve(), folder.resolve()
+        if not target.is_relative_to(inside) and target.parent != inside.parent.parent / "blobs":
+            raise ValueError(
+                f"adapter {name}: {file} is a link to {target}, outside of the adapter's folder: "
+                "put the file itself there"
+            )
 
 
 def _warn_of_base(name: str, adapter: AdapterFile, model: OpenedModel) -> None:

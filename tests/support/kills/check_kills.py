@@ -2,7 +2,7 @@
 undisturbed.
 
     python -m tests.support.kills --work /tmp/check [--kills 60] [--workers 4]
-        [--engine null] [--grade regex] [--launcher] [--store s3]
+        [--engine null] [--grade regex] [--launcher] [--store s3] [--grid]
     python -m tests.support.kills --work /tmp/check --long 400 [--rows 60] [--kills 40]
         [--model nano_hybrid] [--workers 2] [--store s3]
     python -m tests.support.kills --work /tmp/check --pipeline [--kills 40] [--workers 2]
@@ -17,7 +17,8 @@ everything, so that 60 kills take minutes. At random moments one of them is kill
 followed by a new one, or stopped until it was given up and then let go on; clocks are hours off.
 With `--grade` the job grades its answers while it runs, by steps of this method: integers are
 graded in the process, regular expressions in processes of their own. With `--launcher` real
-processes are started by `launcher=local`, and the launcher is killed, too. With `--store s3` the
+processes are started by `launcher=local`, and the launcher is killed, too. With `--grid` each row
+runs with each of two adapters and without one, which share one adapter slot. With `--store s3` the
 job lies on a server of this process that fails `--rate` of its requests, before or after they have
 happened, or too late.
 
@@ -57,6 +58,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +71,7 @@ from batchgen.jobs.resolve.opened_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.leases.s3_objects import connect
+from tests.support.engine.lora_files import write_adapter
 from tests.support.jobs.fake_job import FakeJob
 from tests.support.jobs.job_comparison import attempts, compare_outputs, finished_rows
 from tests.support.kills.killed_pipelines import check_pipeline
@@ -150,6 +153,17 @@ def long_arguments(args: argparse.Namespace) -> list[str]:
     ]
 
 
+def grid_arguments(folder: Path, model: str) -> list[str]:
+    """Two adapters for a small model, of which a worker has one on the device at once."""
+    base = Path(str(resources.files("batchgen"))) / "data" / model
+    paths = [folder / name for name in ("one", "two")]
+    for seed, path in enumerate(paths):
+        if not path.exists():
+            write_adapter(path, base, seed=seed, strength=0.2)
+    places = ",".join(map(str, paths))
+    return [f"model.lora=[{places},base]", "model.lora_grid=true", "engine.lora_slots=1"]
+
+
 def run_real(command: list[str], computed: Path | None = None) -> JobResult:
     """Run a job. How many tokens each step commits is appended to the file `computed`."""
     if computed is not None:
@@ -201,6 +215,7 @@ def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -
             return NullJob(str(folder), **rows, step_s=step_s, grade=args.grade).run
         more = ["output.report=false"] if server else []
         more += long_arguments(args) if args.long else []
+        more += grid_arguments(args.work, args.model) if args.grid else []
         where = computed[folder != whole] if args.long else None
         return partial(run_real, [*arguments(folder, data, args.grade, args.model), *more], where)
 
@@ -209,7 +224,9 @@ def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -
     if server:
         server.rate = args.rate
     if args.launcher:
-        team = _launched(arguments(out, data, args.grade), args, rng)
+        line = arguments(out, data, args.grade)
+        line += grid_arguments(args.work, args.model) if args.grid else []
+        team = _launched(line, args, rng)
     else:
         slow = job(out, NULL_STEP)
         clocks = (0.0, 7200.0, -7200.0) if args.workers > 1 else (0.0,)
@@ -228,7 +245,7 @@ def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -
         left, requests = {path.name for path in Path(out).iterdir()}, ""
     assert digests(out, "data", "grades") == digests(whole, "data", "grades"), "the files differ"
     rows = [each for each in Finished(out)() if isinstance(each, tuple) and type(each[0]) is int]
-    assert len(rows) == (1 if args.long else 2) * args.rows
+    assert len(rows) == (1 if args.long else 2) * (3 if args.grid else 1) * args.rows
     left &= {"leases", "workers", "journal", "differing"}
     assert server or not left, f"{left} are left"
     print(f"the files equal those of one worker, byte for byte{requests}")
@@ -321,6 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", choices=["real", "null"], default="real")
     parser.add_argument("--grade", choices=["integer", "regex"], help="grade the job while it runs")
     parser.add_argument("--launcher", action="store_true", help="start workers by launcher=local")
+    parser.add_argument("--grid", action="store_true", help="run rows with each of two adapters")
     parser.add_argument("--store", choices=["folder", "s3"], default="folder")
     parser.add_argument("--rate", type=float, default=0.02, help="share of requests that fail")
     parser.add_argument("--pipeline", action="store_true", help="kill workers of a pipeline")

@@ -1,0 +1,170 @@
+"""Reads adapter_config.json, in which PEFT writes what an adapter is."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG = "adapter_config.json"
+_PLAIN = re.compile(r"\^?[A-Za-z_][\w.]*")
+_UNUSED = (
+    *("alora_invocation_tokens", "arrow_config", "corda_config", "eva_config", "layer_replication"),
+    *("lora_bias", "megatron_config", "trainable_token_indices", "use_bdlora", "use_qalora"),
+    *("velora_config", "monteclora_config"),
+)
+"""Keys of PEFT that change what an adapter computes, and which must be off."""
+_PARTIAL = ("layers_to_transform", "exclude_modules")
+"""Keys of PEFT that leave some of `target_modules` alone."""
+_FOLDED = ("modules_to_save", "target_parameters", "use_dora")
+"""Keys of PEFT for what is added to weights alone, and never computed beside them."""
+FOLD_IT = (
+    "add the adapter to the weights with lora_fold=true, which takes it as the only one, or merge "
+    "it into the model with PEFT's merge_and_unload"
+)
+"""What to do with an adapter that does not stand beside the weights."""
+_MOST_BYTES = 16 * 2**20
+"""The size of an adapter_config.json from which on it is refused; usual ones have a kilobyte."""
+_SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights after which the base model's weights are what they were."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What adapter_config.json says, of what decides what an adapter computes."""
+
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rslora: bool = False
+    target_modules: tuple[str, ...] = ()  # names that modules end with; empty if it is a pattern
+    is_partial: bool = False  # whether some modules that target_modules names are left alone
+    base: str | None = None  # the model that it was trained on, by its name
+    parameters: tuple[str, ...] = ()  # weights of all experts in one tensor, by their last names
+    saved: tuple[str, ...] = ()  # modules whose weights were trained as a whole
+    bias: str = "none"  # which biases were trained
+    dora: bool = False  # whether rows of weights have norms of their own
+
+    def rank_of(self, module: str) -> int:
+        """The rank at the module of this name."""
+        rank: int = _by_pattern(self.rank_pattern, module, self.rank)
+        return rank
+
+    def scale_of(self, module: str) -> float:
+        """What B·A is multiplied by at the module of this name."""
+        alpha: float = _by_pattern(self.alpha_pattern, module, self.alpha)
+        rank = self.rank_of(module)
+        return float(alpha / (math.sqrt(rank) if self.rslora else rank))
+
+
+def read_adapter_config(path: Path, fold: bool) -> AdapterConfig:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is no adapter: it has no {CONFIG}, as PEFT writes it")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{path} is damaged: it is larger than any configuration")
+    try:
+        given = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} is damaged: it holds no object")
+    _refuse_unsupported(path, given, fold)
+    base = given.get("base_model_name_or_path")
+    return AdapterConfig(
+        rank=_number(path, given, "r", whole=True),
+        alpha=_number(path, given, "lora_alpha"),
+        rank_pattern=_pattern(path, given, "rank_pattern", whole=True),
+        alpha_pattern=_pattern(path, given, "alpha_pattern"),
+        rslora=given.get("use_rslora") is True,
+        target_modules=_texts(given.get("target_modules")),
+        is_partial=any(given.get(key) is not None for key in _PARTIAL),
+        base=base if isinstance(base, str) and base else None,
+        parameters=_texts(given.get("target_parameters")),
+        saved=_texts(given.get("modules_to_save")),
+        bias=str(given.get("bias", "none")),
+        dora=given.get("use_dora") is True,
+    )
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    names = value if isinstance(value, list) else []
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _refuse_unsupported(path: Path, values: Mapping[str, Any], fold: bool) -> None:
+    if (kind := values.get("peft_type")) != "LORA":
+        raise ValueError(f"{path}: peft_type is {kind!r}, and only LORA adapters are supported")
+    if not fold and values.get("bias", "none") != "none":
+        raise ValueError(
+            f"{path}: bias is {values['bias']!r}, so it changes biases of the base model: {FOLD_IT}"
+        )
+    if values.get("fan_in_fan_out"):
+        raise ValueError(f"{path}: fan_in_fan_out is true, which no model of batchgen has")
+    for key in () if fold else _FOLDED:
+        if values.get(key):
+            raise ValueError(
+                f"{path}: {key} is {str(values[key])[:100]}, which is not computed beside the "
+                f"weights: {FOLD_IT}"
+            )
+    if (start := values.get("init_lora_weights", True)) not in _SAME_BASE:
+        raise ValueError(
+            f"{path}: init_lora_weights is {start!r}, which changes the base model's weights: save "
+            "the adapter with PEFT's path_initial_model_for_weight_conversion, or merge it"
+        )
+    for key in _UNUSED:
+        if values.get(key):
+            raise ValueError(
+                f"{path}: {key} is {str(values[key])[:100]}, which is not supported: merge the "
+                "adapter into the model with PEFT's merge_and_unload"
+            )
+
+
+_MOST = 1e18
+_LEAST = {True: 1, False: -_MOST}
+"""The numbers that a key can have which must be whole, or need not."""
+
+
+def _number(path: Path, values: Mapping[str, Any], key: str, *, whole: bool = False) -> Any:
+    value = values.get(key)
+    return _checked(path, key, value, whole)
+
+
+def _checked(path: Path, key: str, value: Any, whole: bool) -> Any:
+    kind = "a whole number from 1 on" if whole else "a finite number, at most 1e18"
+    is_number = isinstance(value, int if whole else int | float)
+    if not is_number or isinstance(value, bool) or not _LEAST[whole] <= value <= _MOST:
+        raise ValueError(f"{path}: {key} must be {kind}, got {str(value)[:100]}")
+    return value
+
+
+def _pattern(
+    path: Path, values: Mapping[str, Any], key: str, *, whole: bool = False
+) -> dict[str, Any]:
+    """Read a mapping of module names. PEFT takes them for regular expressions; those of strangers
+    could take any time, so they must be plain."""
+    found = values.get(key) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: {key} must be an object, got {str(found)[:100]}")
+    plain = {}
+    for name, value in found.items():
+        text = name.replace("\\.", ".").removesuffix("$")
+        if _PLAIN.fullmatch(text) is None:
+            raise ValueError(
+                f"{path}: {key} has the pattern {name[:100]!r}; only names of modules are supported"
+            )
+        plain[text] = _checked(path, f"{key}[{name[:100]!r}]", value, whole)
+    return plain
+
+
+def _by_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first name that the module is or ends with, as PEFT finds it."""
+    for name, value in pattern.items():
+        whole = name.removeprefix("^")
+        if module == whole or (whole == name and module.endswith(f".{name}")):
+            return value
+    return default
