@@ -117,6 +117,7 @@ def test_pages_work_without_scripts(browser: Any, urls: dict[str, str]) -> None:
     context.close()
 
 
+@pytest.mark.thorough
 def test_a_page_with_faults_has_them_found(browser: Any) -> None:
     """The checks themselves: each fault is told."""
     page = """data:text/html,<body style="background:white">
