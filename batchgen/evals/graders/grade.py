@@ -21,7 +21,7 @@ from batchgen.evals.graders.answer_forms import (
     short_integer_marks,
     valid_json,
 )
-from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure
+from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure, num_groups
 from batchgen.evals.math.same import MOST_CHARACTERS, forms, same_math
 from batchgen.util.errors import ConfigError
 
@@ -90,11 +90,7 @@ class Grade:
             except (ConstraintError, ValueError) as error:
                 raise ConfigError(f"Grade: schema: {error}") from None
         if self.target_pattern is not None:
-            try:
-                groups = re.compile(self.target_pattern).groups
-            except re.error as error:
-                raise ConfigError(f"Grade: target_pattern: {error}") from None
-            if groups < 1:
+            if num_groups(self.target_pattern, "Grade: target_pattern") < 1:
                 raise ConfigError("Grade: target_pattern must have a group: put it in parentheses")
 
     @property
