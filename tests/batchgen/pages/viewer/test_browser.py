@@ -68,6 +68,7 @@ PAGES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PAGES)
 def test_text_has_contrast_and_pages_fit_in_all_sizes_and_schemes(
     browser: Any, urls: dict[str, str], name: str
@@ -76,6 +77,7 @@ def test_text_has_contrast_and_pages_fit_in_all_sizes_and_schemes(
     assert looked_at(browser, urls[site], target) == []
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PAGES)
 def test_tab_reaches_every_control_and_shows_where_it_is(
     browser: Any, urls: dict[str, str], name: str
