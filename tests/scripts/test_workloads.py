@@ -146,8 +146,16 @@ def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> 
 
 @pytest.mark.parametrize(
     "model",
-    ["qwen3-8b", "qwen3-30b-a3b", "hybrid-35b-a3b", "nemotron-30b-a3b", "deepseek-v2-lite"]
-    + ["gemma3-27b", "gemma4-31b", "gemma4-26b-a4b"],
+    [
+        "qwen3-8b",
+        "qwen3-30b-a3b",
+        "hybrid-35b-a3b",
+        "nemotron-30b-a3b",
+        "deepseek-v2-lite",
+        "gemma3-27b",
+        "gemma4-31b",
+        "gemma4-26b-a4b",
+    ],
 )
 def test_the_floor_counts_all_weights(model: str) -> None:
     config = model_config(model)
