@@ -166,7 +166,9 @@ class Samples:
     def _values(self, rows: pa.Table, grades: pa.Table) -> pa.ChunkedArray:
         """The marks, or the numbers in their place; null for those that are not finite."""
         column = self.config.column
-        table = next((t for t in (grades, rows) if column in t.column_names), None)
+        # A mark that rows have themselves is of the job that they were copied from.
+        tables = (grades,) if column == MARK else (grades, rows)
+        table = next((t for t in tables if column in t.column_names), None)
         if table is None and column == MARK:
             raise ConfigError(
                 f"the grades of {self.grades.job} have no column {MARK!r}: add a step that gives "
