@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.sampling.sampling_params import RequestParams
 from tests.engine.test_lora import TARGETS, adapted, engine_of
-from tests.support.engine.engine_rows import Request, run
+from tests.support.engine.engine_rows import run
 from tests.support.engine.lora_files import write_adapter
 
 peft = pytest.importorskip("peft")
@@ -53,9 +53,7 @@ def test_rows_are_those_of_peft(kind: str, tiny_model: Callable[..., Path], tmp_
         ),
     }
     names = ("a", None, "b", "a")
-    asked: list[Request] = [
-        (IDS[:8], RequestParams(max_new_tokens=0, lora=name), IDS[8:]) for name in names
-    ]
+    asked = [(IDS[:8], RequestParams(max_new_tokens=0, lora=name), IDS[8:]) for name in names]
     engine = engine_of(adapted(base, paths))
     scored = [next(iter(output.columns.values())) for output in run(engine, asked)]
     greedy = RequestParams(max_new_tokens=16, temperature=0.0, logprobs=True, ignore_eos=True)
