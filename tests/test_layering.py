@@ -1,8 +1,6 @@
 """batchgen → strategies → engine → kernels: what a layer may import; no import circles."""
 
-import ast
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from tests.support.imports import (
     LAYERS,
     import_circles,
     import_graph,
-    imported_names,
+    names_imported_by,
     package_files,
 )
 
@@ -24,8 +22,7 @@ def sources(layer: str) -> list[Path]:
     return [ROOT / file for file in package_files(ROOT, layer)]
 
 
-def imports(path: Path) -> Iterator[str]:
-    return imported_names(ast.parse(path.read_text()))
+imports = names_imported_by
 
 
 def layer_of(module: str) -> str:

@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 import batchgen
 from batchgen.util.versions import versions
+from tests.support.imports import syntax_tree
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -52,7 +53,7 @@ def _imported() -> set[str]:
     found = set()
     for folder in ("batchgen", "strategies", "engine", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(syntax_tree(path)):
                 if isinstance(node, ast.Import):
                     found |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom):

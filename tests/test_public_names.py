@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.imports import LAYERS, package_files
+from tests.support.imports import LAYERS, package_files, syntax_tree
 
 ROOT = Path(__file__).parents[1]
 VAGUE = frozenset("found given known made asked told shown own most beside place".split())
@@ -34,7 +34,7 @@ def public_names() -> dict[str, list[str]]:
     files = defaultdict(list)
     for package in LAYERS:
         for file in package_files(ROOT, package):
-            for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            for node in syntax_tree(ROOT / file).body:
                 if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                     if not node.name.startswith("_"):
                         files[node.name].append(str(file))
@@ -66,7 +66,7 @@ def test_parameters_and_fields_say_what_they_are() -> None:
     wrong = []
     for package in LAYERS:
         for file in package_files(ROOT, package):
-            tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+            tree = syntax_tree(ROOT / file)
             wrong += [f"{file}:{line} {name}" for line, name in vague_names(tree)]
     assert [text for text in wrong if text.rpartition(" ")[2] not in KEPT] == []
 

@@ -4,13 +4,17 @@ plain English what they mean."""
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.support.cases import thorough
+from tests.support.imports import syntax_tree
+
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("batchgen", "engine", "kernels", "strategies")
-PACKAGES = (*PRODUCT, "scripts", "tests", "examples", "conf")
+OTHERS = ("scripts", "tests", "examples", "conf")
 BEGINS_BADLY = re.compile(r"(Of|The same|As of|So many)\b")
 INSTEAD = {
     r"as of `": "see `…`",
@@ -34,14 +38,18 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield statement.lineno, statement.value.value
 
 
-def all_docstrings(package: str) -> Iterator[tuple[str, str]]:
+@cache
+def all_docstrings(package: str) -> list[tuple[str, str]]:
     """Where each docstring of a package stands, and its text in one line."""
-    for path in sorted((ROOT / package).rglob("*.py")):
-        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
-            yield f"{path.relative_to(ROOT)}:{line}", " ".join(text.split())
+    parse = syntax_tree if package in PRODUCT else syntax_tree.__wrapped__
+    return [
+        (f"{path.relative_to(ROOT)}:{line}", " ".join(text.split()))
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, text in docstrings(parse(path))
+    ]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [*PRODUCT, *thorough(*OTHERS)])
 def test_docstrings_begin_with_their_noun(package: str) -> None:
     wrong = [f"{at}: {text[:60]}" for at, text in all_docstrings(package) if begins_badly(text)]
     assert wrong == []

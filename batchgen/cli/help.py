@@ -36,15 +36,15 @@ batchgen runs a data set through a language model and writes every token to Parq
     batchgen model.path=Qwen/Qwen3-0.6B dataset.path=rows.jsonl 'prompt.user={{ question }}' \\
         output.dir=out
 
-The same command resumes a job that was stopped. Without arguments a demo runs."""
+The same command resumes a job that was stopped. Without arguments it runs a demo."""
 _VALUES = r"""
 A text is taken as it is typed, so one level of quotes for the shell is enough:
     'prompt.user={{ question }} (a, b=c)?'     output.dir=runs/lr=0.1     'constraint.pattern=\d+'
-In prompts, stop strings and choices \n is the end of a line and \\ a backslash. Text in double
-quotes has the escapes \n \t \r \" \\ \uXXXX \xXX everywhere; in single quotes these are refused.
-A list is written [a,"b, c"] or a,b; a mapping {key: value}; nothing is null; ${KEY} is the value of
-another key (\${ is the text). +KEY=VALUE adds a key, ~KEY takes one away.
-A choice follows from its keys where they say enough: model.path=… is model=hf."""
+In prompts, stop strings and choices \n is a line break and \\ a backslash. Text in double quotes
+has the escapes \n \t \r \" \\ \uXXXX \xXX everywhere; single quotes refuse them.
+A list is written [a,"b, c"] or a,b; a mapping {key: value}; null is no value; ${KEY} stands for
+another key's value (\${ is plain text). +KEY=VALUE adds a key, ~KEY removes one.
+A choice can be left out where its keys imply it: model.path=… means model=hf."""
 _COMMON = (
     *("model.path", "dataset.path", "dataset.limit", "dataset.id_column", "prompt.user"),
     *("prompt.system", "sampling.temperature", "sampling.max_new_tokens", "sampling.n"),

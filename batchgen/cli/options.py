@@ -13,7 +13,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path, user_path
 
 FLAGS = {
-    "--help": "this help; --help GROUP, --help GROUP=CHOICE and --help KEY tell more",
+    "--help": "this help; also --help GROUP, --help GROUP=CHOICE and --help KEY",
     "--version": "the versions of batchgen and of what it computes with",
     "--dry-run": "show the first prompts as the model will read them, and load no weights",
     "--multirun": "run a job for each value of a=1,2,3 (choice(…), range(…) and glob(…) too)",
@@ -208,7 +208,7 @@ def _check_no_verb(argument: str, helps: bool) -> None:
         return
     if argument in _RUNNING:
         raise ConfigError(
-            f"{argument} is no verb: a job runs without one: `batchgen job.yaml`, or "
+            f"{argument} is not a verb: a job runs without one: `batchgen job.yaml`, or "
             "`batchgen model.path=… dataset.path=…`"
         )
     from batchgen.config.groups.config_keys import nearest

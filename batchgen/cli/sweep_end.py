@@ -21,9 +21,10 @@ def show_arms(jobs: Sequence[tuple[str, str]]) -> None:
     folders = list({folder: name for name, folder in jobs if not is_url(folder)}.items())
     if not any("score" in (job_metrics(folder) or {}) for folder, _ in folders):
         return
+    from batchgen.evals.arms.arm_folders import ArmFolder
     from batchgen.evals.arms.arm_table import arm_table
     from batchgen.evals.arms.arm_values import table_lines
-    from batchgen.evals.arms.job_arms import ArmFolder, job_arms
+    from batchgen.evals.arms.job_arms import job_arms
 
     arms = [ArmFolder(name, folder, listed=True) for folder, name in folders]
     parents = {Path(folder).parent for folder, _ in folders}

@@ -37,32 +37,32 @@ class Verb:
 VERBS = {
     "init": Verb("batchgen.cli.verbs.init", "FILE", "write a commented job file"),
     "batch": Verb(
-        "batchgen.cli.verbs.batch", "IN OUT", "run a batch file of OpenAI, and write its results"
+        "batchgen.cli.verbs.batch", "IN OUT", "run an OpenAI batch file, and write its results"
     ),
     "plan": Verb(
         "batchgen.cli.verbs.plan", "…", "what a job would read, need and cost, in seconds"
     ),
-    "status": Verb("batchgen.cli.verbs.status", "OUT", "say what each worker of a job does"),
-    "show": Verb("batchgen.cli.verbs.show", "OUT", "print rows of a job, also while it runs"),
+    "status": Verb("batchgen.cli.verbs.status", "OUT", "show a job's progress and its workers"),
+    "show": Verb("batchgen.cli.verbs.show", "OUT", "print rows of a job, even while it runs"),
     "view": Verb("batchgen.cli.verbs.view", "OUT [OUT2]", "look at rows in a browser"),
     "export": Verb("batchgen.cli.verbs.export", "OUT", "write a job's rows as JSON lines or CSV"),
-    "select": Verb("batchgen.cli.verbs.select", "OUT…", "write a new set of the rows of jobs"),
-    "push": Verb("batchgen.cli.verbs.push", "DIR USER/SET", "push rows to a data set of the hub"),
+    "select": Verb("batchgen.cli.verbs.select", "OUT…", "write a new set from rows of jobs"),
+    "push": Verb("batchgen.cli.verbs.push", "DIR USER/SET", "push rows to a data set on the hub"),
     "grade": Verb("batchgen.cli.verbs.grade", "OUT", "grade a job's answers, without the model"),
     "score": Verb("batchgen.cli.verbs.score", "OUT", "score a graded job, with intervals"),
     "compare": Verb("batchgen.cli.verbs.compare", "A B", "compare the scores of two jobs by row"),
     "report": Verb("batchgen.cli.verbs.report", "OUT", "write a job's report.html again"),
     "trace": Verb("batchgen.cli.verbs.trace", "OUT ROW", "follow a row back to where it came from"),
-    "audit": Verb(
-        "batchgen.cli.verbs.audit", "OUT", "compute rows again and compare them to the bit"
+    "audit": Verb("batchgen.cli.verbs.audit", "OUT", "recompute rows and compare them bit for bit"),
+    "lock": Verb(
+        "batchgen.cli.verbs.lock", "OUT", "write what a data set was made from, in a few kB"
     ),
-    "lock": Verb("batchgen.cli.verbs.lock", "OUT", "write what made a data set, in a few kB"),
     "rebuild": Verb(
-        "batchgen.cli.verbs.rebuild", "FILE", "make the rows of a lock again, and compare"
+        "batchgen.cli.verbs.rebuild", "FILE", "remake the rows that a lock describes, and compare"
     ),
     "clean": Verb("batchgen.cli.verbs.clean", "OUT", "delete old versions of a pipeline's steps"),
     "validate": Verb(
-        "batchgen.cli.verbs.validate", "OUT", "check the rows of a finished job again"
+        "batchgen.cli.verbs.validate", "OUT", "check a finished job's rows against their constraint"
     ),
 }
 

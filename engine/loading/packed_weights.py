@@ -1,16 +1,5 @@
-"""Reads the weights of a checkpoint in `PackedFormat`, one after another.
-
-Each quantised module holds several tensors, whose names and types say in which form they are:
-
-- GPTQ: `qweight` [K/8, N], `qzeros` [G, N/8], `scales` [G, N] and `g_idx` [K], the group of each
-  input;
-- AWQ: `qweight` [K, N/8], `qzeros` [G, N/8] and `scales` [G, N], eight values of a word in the
-  order 0, 2, 4, 6, 1, 3, 5, 7;
-- compressed-tensors: `weight_packed` [N, K/8] with `weight_scale`, or `weight` in int8 or FP8 with
-  `weight_scale`; NVFP4 has a `weight_global_scale` that divides;
-- ModelOpt and others: `weight` in FP8, or two values in a byte, with `weight_scale`, and
-  `weight_scale_2`, which multiplies.
-"""
+"""Reads the weights of a checkpoint in `PackedFormat`, one after another. Each quantised module
+holds several tensors (`packed_module.py`)."""
 
 from __future__ import annotations
 
@@ -23,17 +12,13 @@ from torch import Tensor
 
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.layers.weight_slot import CheckpointTensor
+from batchgen.engine.loading.packed_module import module_weight
 from batchgen.engine.loading.safetensors_files import open_by_name, tensor_names
-from batchgen.kernels.four_bit.fp4_weight import (
-    NVFP4_GROUP,
-    NVFP4Weight,
-    pack_codes,
-    unpack_codes,
-)
+from batchgen.kernels.four_bit.fp4_weight import NVFP4Weight
 from batchgen.kernels.four_bit.int4_weight import Int4Weight
 from batchgen.kernels.four_bit.layouts import GroupedWeight
+from batchgen.kernels.fp8.fp8_weight import FP8
 
-_FP8 = torch.float8_e4m3fn
 _WORDS = (".qweight", ".weight_packed")
 _SECOND = ".weight_scale_2"
 """What ModelOpt has beside values in 4 bits alone."""
@@ -47,7 +32,6 @@ _UNUSED = (
     ".v_scale", ".q_scale", ".activation_scale_ub", ".input_scale_ub",
 )  # fmt: skip
 """What is about activations and the cache, which stay in the model's dtype."""
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def with_modules(form: PackedFormat, folder: Path) -> PackedFormat:
@@ -72,7 +56,7 @@ def packed_weights(folder: Path, form: PackedFormat) -> Iterator[tuple[str, Chec
             if last in _BESIDE or name.endswith(_UNUSED):
                 continue
             values = where[name].get_tensor(name)
-            is_packed = values.dtype in (_FP8, torch.int8, torch.uint8)
+            is_packed = values.dtype in (FP8, torch.int8, torch.uint8)
             if not name.endswith(_WORDS) and not (last == "weight" and is_packed):
                 yield name, values
                 continue
@@ -93,7 +77,7 @@ def _of_experts(
 ) -> Tensor | GroupedWeight:
     """The weight of a module, which may have those of all experts one after another."""
     if values.dim() != 3:
-        return _weight(last, values, parts, form)
+        return module_weight(last, values, parts, form)
     each = []
     for index, expert in enumerate(values):
         own = {
@@ -102,213 +86,10 @@ def _of_experts(
         }
         if "weight_shape" in own:
             own["weight_shape"] = own["weight_shape"][-2:]
-        each.append(_weight(last, expert, own, form))
+        each.append(module_weight(last, expert, own, form))
     for kind in (Int4Weight, NVFP4Weight):
         if all(isinstance(weight, kind) for weight in each):
             return kind(*map(torch.stack, zip(*each, strict=True)))
     plain = [weight if isinstance(weight, Tensor) else weight.dequantise() for weight in each]
     whole: Tensor = torch.stack(plain)
     return whole
-
-
-def _weight(
-    last: str, values: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
-) -> Tensor | GroupedWeight:
-    """The weight [N, K] of a module, in float32 or in 4 bits."""
-    if values.dim() != 2:
-        raise ValueError(f"a quantised weight must have two axes, and has {list(values.shape)}")
-    if last == "qweight":
-        scales = _part(parts, "scales").float()
-        is_awq = values.shape[1] != scales.shape[1]
-        return (_of_awq if is_awq else _of_gptq)(values, scales, parts, form)
-    if values.dtype == torch.uint8:
-        return _of_nvfp4(values, parts)
-    if last == "weight_packed":
-        return _of_words(values, parts, form)
-    name = "weight_scale" if "weight_scale" in parts else "weight_scale_inv"
-    scales, block = _part(parts, name), form.block
-    if block is not None and scales.shape == tuple(map(_blocks, values.shape, block)):
-        wide = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        in_blocks: Tensor = values.float() * wide[: values.shape[0], : values.shape[1]]
-        return in_blocks
-    zeros = parts.get("weight_zero_point", torch.zeros(1)).float()
-    weight: Tensor = (values.float() - _spread(zeros, values.shape)) * _spread(scales, values.shape)
-    return weight
-
-
-def _of_gptq(
-    words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
-) -> Tensor | Int4Weight:
-    values = _bytes(words.T)
-    size, (groups, _) = 2 * values.shape[1], scales.shape
-    zeros = _unpacked(_part(parts, "qzeros"), 4)
-    if form.zeros_are_less:
-        zeros = (zeros + 1) & 15
-    if zeros.shape != scales.shape:
-        raise ValueError(f"scales {list(scales.shape)} and qzeros {list(zeros.shape)} differ")
-    weight = Int4Weight(values, scales.T, zeros.T.to(torch.uint8))
-    group = parts.get("g_idx")
-    if group is None:
-        _group_size(size, groups)
-        return weight
-    return _ordered(weight, group, "g_idx", form)
-
-
-def _ordered(
-    weight: Int4Weight, group: Tensor, name: str, form: PackedFormat
-) -> Tensor | Int4Weight:
-    """A weight whose inputs [K] each name their group: in float32 unless these are neighbours."""
-    size, groups = weight.shape[1], weight.scales.shape[1]
-    if len(group) != size or not 0 <= int(group.min()) <= int(group.max()) < groups:
-        raise ValueError(f"{name} must name one of {groups} groups for each of {size} inputs")
-    group = group.long()
-    if size % groups == 0 and torch.equal(group, torch.arange(size) // (size // groups)):
-        return weight
-    if not form.ordered:
-        raise ValueError(
-            f"{name} is out of order, and quantization_config does not say so: desc_act (GPTQ) or "
-            "actorder (compressed-tensors) must"
-        )
-    codes = unpack_codes(weight.values).int()
-    values = codes - weight.zeros.int()[:, group]
-    plain: Tensor = values * weight.scales.float()[:, group]
-    return plain
-
-
-def _of_awq(
-    words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
-) -> Int4Weight:
-    values, zeros = (
-        _unpacked(each, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1)
-        for each in (words, _part(parts, "qzeros"))
-    )
-    _group_size(len(values), len(scales))
-    if zeros.shape != scales.shape:
-        raise ValueError(f"scales {list(scales.shape)} and qzeros {list(zeros.shape)} differ")
-    codes = pack_codes(values.T.to(torch.uint8))
-    return Int4Weight(codes, scales.T, zeros.T.to(torch.uint8))
-
-
-def _of_words(
-    words: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
-) -> Tensor | Int4Weight:
-    rows, columns = _part(parts, "weight_shape").tolist()
-    bits = 32 * words.shape[1] // max(columns, 1)
-    bits = 4 if bits < 8 else 8
-    if words.shape != (rows, -(-columns * bits // 32)):
-        raise ValueError(f"words {list(words.shape)} do not hold a weight of {rows} × {columns}")
-    half = 1 << (bits - 1)
-    scales = _part(parts, "weight_scale")
-    if (packed := parts.get("weight_zero_point")) is not None:
-        zeros = packed.to(torch.int32)
-        if packed.dtype == torch.int32 and len(packed) != rows:
-            zeros = _unpacked(packed.T, bits).T[:rows]
-        else:
-            zeros = zeros + half
-    else:
-        zeros = torch.tensor([[half]], dtype=torch.int32)
-    group = parts.get("weight_g_idx")
-    if group is not None and (group.numel() == 0 or int(group.min()) < 0):
-        group = None  # which stands for none
-    if 0 in scales.shape:
-        raise ValueError(f"scales have the shape {list(scales.shape)}")
-    if bits == 4 and columns % 8 == 0 and scales.dim() == 2 and columns % scales.shape[1] == 0:
-        shape = (rows, scales.shape[1])
-        spread = [_expanded(part, shape) for part in (scales, zeros.to(torch.uint8))]
-        weight = Int4Weight(_bytes(words), *spread)
-        return weight if group is None else _ordered(weight, group, "weight_g_idx", form)
-    values = _unpacked(words, bits)[:, :columns]
-    if group is not None:
-        if len(group) != columns or int(group.max()) >= scales.shape[1]:
-            raise ValueError(
-                f"weight_g_idx must name one of {scales.shape[1]} groups for each of {columns} "
-                "inputs"
-            )
-        group = group.long()
-        ordered = scales.float()[:, group]
-        return (values - (zeros[:, group] if zeros.numel() > 1 else zeros)) * ordered
-    if zeros.numel() > 1:
-        zeros = _spread(zeros, values.shape)
-    plain: Tensor = (values - zeros) * _spread(scales, values.shape)
-    return plain
-
-
-def _expanded(part: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Scales or zero points of groups, rows or of a whole weight as those [N, G] of all groups."""
-    try:
-        return part.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"scales or zero points {list(part.shape)} are not for {shape[0]} values in "
-            f"{shape[1]} groups"
-        ) from None
-
-
-def _bytes(words: Tensor) -> Tensor:
-    """Words [N, C] int32 as the bytes [N, 4·C] of two codes each, the lowest bits first."""
-    _check_words(words)
-    return words.contiguous().view(torch.uint8)
-
-
-def _of_nvfp4(pairs: Tensor, parts: Mapping[str, Tensor]) -> NVFP4Weight:
-    scales, shape = _part(parts, "weight_scale"), [len(pairs), 2 * pairs.shape[1]]
-    if list(scales.shape) != [shape[0], shape[1] / NVFP4_GROUP] or scales.dtype != _FP8:
-        raise ValueError(
-            f"weight_scale {list(scales.shape)} of {str(scales.dtype).removeprefix('torch.')} is "
-            f"not for {shape} values: there must be one in float8_e4m3fn for each {NVFP4_GROUP}"
-        )
-    if "weight_scale_2" in parts:
-        factor = parts["weight_scale_2"].double()
-    else:
-        factor = 1 / _part(parts, "weight_global_scale").double()
-    if factor.numel() != 1 or not 0 < float(factor) < torch.inf:
-        raise ValueError("its scale of the whole weight must be one number over 0")
-    return NVFP4Weight(pairs, scales, factor.reshape(1, 1).expand(scales.shape))
-
-
-def _part(parts: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in parts:
-        raise ValueError(f"its {name} is missing")
-    return parts[name]
-
-
-def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """The values of words [R, C] int32, the lowest bits first: [R, C · 32 / bits] int32."""
-    _check_words(words)
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return (words.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).flatten(1)
-
-
-def _check_words(words: Tensor) -> None:
-    if words.dtype != torch.int32:
-        raise ValueError(f"words must be int32, and are {str(words.dtype).removeprefix('torch.')}")
-
-
-def _group_size(size: int, groups: int) -> int:
-    if groups < 1 or size % groups:
-        raise ValueError(f"{size} inputs do not fall into {groups} groups of one size")
-    return size // groups
-
-
-def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Scales of all values, rows, or blocks of a weight as one that multiplies it."""
-    rows, columns = shape
-    scales = scales if scales.dtype == torch.int32 else scales.float()
-    if scales.numel() == 1:
-        return scales.reshape(1, 1)
-    if scales.dim() == 1:
-        scales = scales.unsqueeze(1)
-    if scales.dim() != 2 or 0 in scales.shape:
-        raise ValueError(f"scales have the shape {list(scales.shape)}")
-    for axis, size in ((0, rows), (1, columns)):
-        count = scales.shape[axis]
-        if size % count:
-            raise ValueError(f"{count} scales are not for {size} values")
-        if count > 1:
-            scales = scales.repeat_interleave(size // count, axis)
-    return scales
-
-
-def _blocks(size: int, block: int) -> int:
-    """How many blocks an axis has."""
-    return -(-size // block)

@@ -189,8 +189,10 @@ def draw_tokens(
     """Draw a token for each row of logits, for strategies that decide which become output.
 
     `draws` [R] counts earlier draws of a position, whose random numbers differ; None means 0.
-    `confidence` and `entropy` ask for these of `Drawn`.
+    `confidence` and `entropy` ask for these of `Drawn`. Kernels of a GPU need contiguous
+    tensors, so a CPU wants them as well.
     """
+    assert positions.is_contiguous() and (draws is None or draws.is_contiguous())
     if logits.is_cuda:
         asked = {"confidence": confidence, "entropy": entropy}
         return draw_fused(logits, sampling, positions, draws, **asked, mask=mask)

@@ -118,6 +118,7 @@ def draw_triton(
         logits, raw, temperature, limits, modes, seeds, positions,
         positions if draws is None else draws, greedy,
     )  # fmt: skip
+    assert all(each.is_contiguous() for each in arguments[2:])  # kernels read them by the row
     strides = (logits.stride(0), raw.stride(0))
     flags = {
         "FILTERED": threshold is not None,

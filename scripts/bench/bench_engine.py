@@ -8,7 +8,8 @@
     TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench/bench_engine.py start-up --model qwen3-8b
     python scripts/bench/bench_engine.py determinism [--models qwen3-0.6b] [--schedules 200]
     python scripts/bench/bench_engine.py price --models qwen3-8b,gpt-oss-20b [--layers 12]
-    python scripts/bench/bench_engine.py price --models qwen3-8b --against qwen3-8b-int4
+    python scripts/bench/bench_engine.py price --models qwen3-8b,qwen3-8b \\
+        --against qwen3-8b-int4,qwen3-8b-nvfp4
     python scripts/bench/bench_engine.py adapters --model qwen3-8b [--adapters 1,4,16] [--rank 16]
     python scripts/bench/bench_engine.py unmasking [--model sdar-8b] [--in-flight 128]
     python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4] \\

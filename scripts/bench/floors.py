@@ -14,6 +14,7 @@ from batchgen.engine.layers.mixers.mla import LatentShape
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.gemma4_config import Gemma4Config
 from batchgen.engine.models.hybrid import HybridConfig
+from batchgen.engine.models.mamba_model import MambaConfig
 from batchgen.engine.models.mla_model import LatentConfig
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.moe_model import MoEConfig
@@ -87,23 +88,33 @@ def mixers(config: ModelConfig) -> Mixers:
     family, size = config.family_as(DenseConfig), config.hidden_size
     if isinstance(family, LatentConfig):
         return _latent_mixers(config, family.latent)
-    if not isinstance(family, HybridConfig):
+    if isinstance(family, HybridConfig):
+        layers, shape = family.attention_layers, family.delta
+        # Of queries, keys and values, the gate, and the output.
+        network = size * (shape.channels + 2 * shape.values + 2 * shape.num_value_heads)
+        recurrent, gate = config.num_layers - len(layers), int(family.output_gate)
+    elif isinstance(family, MambaConfig):
+        layers, shape = mamba_attention(config, family), family.mamba.delta
+        network = size * (shape.channels + 2 * shape.values + shape.num_value_heads)
+        recurrent, gate = len(family.mamba_layers), 0
+    else:
         return _attention_mixers(config, family)
-    heads = 2 * (family.num_heads + family.num_kv_heads)
-    flops = 4 * family.num_heads * family.head_dim
-    kv_bytes = family.attention.token_bytes(torch.bfloat16)
-    attention = len(family.attention_layers)
-    delta, shape = config.num_layers - attention, family.delta
-    heads += family.num_heads * family.output_gate
-    network = size * (shape.channels + 2 * shape.values + 2 * shape.num_value_heads)
-    state = delta * shape.values * shape.key_dim
+    heads = (2 + gate) * family.num_heads + 2 * family.num_kv_heads
+    state = recurrent * shape.values * shape.key_dim
     return Mixers(
-        attention * size * family.head_dim * heads + delta * network,
-        attention * flops,
-        attention * kv_bytes,
+        len(layers) * size * family.head_dim * heads + recurrent * network,
+        len(layers) * 4 * family.num_heads * family.head_dim,
+        len(layers) * family.attention.token_bytes(torch.bfloat16),
         state_bytes=state * torch.float32.itemsize,
         state_flops=6 * state,
     )
+
+
+def mamba_attention(config: ModelConfig, family: MambaConfig) -> tuple[int, ...]:
+    """Return the layers with attention of a model that has Mamba2 in some."""
+    mamba = set(family.mamba_layers)
+    others = tuple(layer for layer in range(config.num_layers) if layer not in mamba)
+    return family.attention_layers or others
 
 
 def _attention_mixers(config: ModelConfig, family: DenseConfig) -> Mixers:
@@ -142,12 +153,15 @@ def _latent_mixers(config: ModelConfig, shape: LatentShape) -> Mixers:
 def layer_params(config: ModelConfig) -> int:
     """Count the weights in the matrix products of all layers, without experts."""
     family, params = config.family_as(DenseConfig), mixers(config).params
-    mlp = 3 * config.hidden_size * family.intermediate_size
+    mlp = (2 if family.plain else 3) * config.hidden_size * family.intermediate_size
     if not isinstance(family, MoEConfig):
         return params + config.num_layers * mlp
-    sparse = config.hidden_size * (family.num_experts + 3 * (family.shared_size or 0))
+    products = 1 + len(family.variant.first)
+    sparse = config.hidden_size * (family.num_experts + products * (family.shared_size or 0))
     layers = len(family.moe_layers)
     mlps = config.num_layers - (0 if isinstance(family, Gemma4Config) else layers)
+    if isinstance(family, MambaConfig) and family.attention_layers:  # a layer has one part
+        mlps -= len(family.mamba_layers) + len(family.attention_layers)
     return params + layers * sparse + mlps * mlp
 
 
@@ -156,7 +170,7 @@ def expert_weights(config: ModelConfig) -> ExpertWeights:
     family = config.family
     if not isinstance(family, MoEConfig) or not family.moe_layers:
         return ExpertWeights(0, 1, 1, 0)
-    each = 3 * config.hidden_size * family.expert_size
+    each = (1 + len(family.variant.first)) * config.hidden_size * family.expert_size
     return ExpertWeights(len(family.moe_layers), family.num_experts, family.experts_per_token, each)
 
 

@@ -197,6 +197,19 @@ def _with_tower(text: dict[str, Any], sections: list[int], **tower: int | list[i
     }
 
 
+_NEMOTRON: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "head_dim": 128,
+    "mlp_hidden_act": "relu2",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "layer_norm_epsilon": 1e-5,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 262144,
+}
 _DIFFUSION = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
 _8B = _QWEN3 | _sizes(4096, 12288, 36, 32, 8)
 _30B = _QWEN3 | _sizes(2048, 6144, 48, 32, 4) | _experts(768, 128, 8)
@@ -233,6 +246,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 6,
         "vocab_size": 102400,
     },
+    "nemotron-30b-a3b": _NEMOTRON
+    | {"hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2}
+    | {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8}
+    | {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
+    | {"moe_shared_expert_intermediate_size": 3712, "vocab_size": 131072}
+    | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
     "qwen3-vl-8b": _with_tower(
         _8B,
         [24, 20, 20],
@@ -294,6 +313,12 @@ MODELS: dict[str, dict[str, Any]] = {
     | _experts(32, 8, 2)
     | _delta(2, 4, 16, shared=32)
     | {"num_hidden_layers": 4},
+    "tiny-nemotron": _NEMOTRON
+    | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    | {"moe_shared_expert_intermediate_size": 64, "vocab_size": 512}
+    | {"hybrid_override_pattern": "MEM*E", "max_position_embeddings": 4096},
     "tiny-latent": _LATENT
     | _sizes(64, 128, 3, 4, 4)
     | {

@@ -14,9 +14,10 @@ import tempfile
 from argparse import ArgumentParser
 from pathlib import Path
 
+from batchgen.evals.arms.arm_folders import arm_folders
 from batchgen.evals.arms.arm_table import arm_table
 from batchgen.evals.arms.frontier import frontier
-from batchgen.evals.arms.job_arms import arm_folders, job_arms
+from batchgen.evals.arms.job_arms import job_arms
 from batchgen.pages.report.sweep_report import frontier_chart
 
 ROOT = Path(__file__).parents[2]

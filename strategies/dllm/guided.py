@@ -101,18 +101,18 @@ class _Run:
             self.force()
             place = len(self.token_ids)
 
-    def edit(self, known: list[int], drawn: list[int], places: list[int]) -> list[int]:
+    def edit(self, old_ids: list[int], drawn: list[int], places: list[int]) -> list[int]:
         """Replace tokens of the block by drawn ones where the constraint allows it; returns the
         places of those that it allows. If the row ends in the block then, take whatever is drawn
         behind that.
 
         Args:
-            known: the token at each position that an earlier step has unmasked; elsewhere -1.
+            old_ids: the token at each position that an earlier step has unmasked; elsewhere -1.
             drawn: the token that was drawn at each position.
             places: where the rule replaces tokens, from left to right.
         """
-        first = self.start - sum(token_id >= 0 for token_id in known)
-        tokens, allowed = [*known[first : self.start], *self.token_ids], list[int]()
+        first = self.start - sum(token_id >= 0 for token_id in old_ids)
+        tokens, allowed = [*old_ids[first : self.start], *self.token_ids], list[int]()
         for place in places:
             index = place - first
             other = [*tokens[:index], drawn[place], *tokens[index + 1 :]]

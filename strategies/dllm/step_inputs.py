@@ -214,9 +214,8 @@ class DLLMStepInputs(StepInputs):
     def draws(self) -> Tensor:
         """[B, L] int64, how many draws each of these positions has had, by which its random numbers
         differ. The token that begins a block is drawn once."""
-        draws = self.blocks.denoised.unsqueeze(1).expand(-1, self._length)
+        draws = self.blocks.denoised.unsqueeze(1).repeat(1, self._length)
         if self._shifted:
-            draws = draws.clone()
             draws[:, 0] = 0
         return draws
 

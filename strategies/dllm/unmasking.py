@@ -118,15 +118,15 @@ class RuleRows(Batched):
             keys = own
         return keys
 
-    def edited(self, known: Tensor, drawn: Drawn) -> Tensor:
+    def edited(self, old_ids: Tensor, drawn: Drawn) -> Tensor:
         """[B, L] bool, the positions whose tokens a step replaces by drawn ones.
 
         Args:
-            known: [B, L] int64, the tokens that may be replaced; elsewhere -1.
+            old_ids: [B, L] int64, the tokens that may be replaced; elsewhere -1.
             drawn: see `unmasked`.
         """
-        is_other = (known >= 0) & (drawn.token_ids.view(known.shape) != known)
-        return is_other & (_of_blocks(drawn.confidence, known) > self.edit_threshold.unsqueeze(1))
+        is_other = (old_ids >= 0) & (drawn.token_ids.view(old_ids.shape) != old_ids)
+        return is_other & (_of_blocks(drawn.confidence, old_ids) > self.edit_threshold.unsqueeze(1))
 
 
 def _of_blocks(values: Tensor | None, like: Tensor) -> Tensor:

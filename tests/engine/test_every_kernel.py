@@ -39,6 +39,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.support.imports import syntax_tree
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 EOS = 2
@@ -238,7 +239,7 @@ def launched_kernels() -> Iterator[tuple[ModuleType, str]]:
         module = import_module(".".join(("batchgen", *parts)))
         names = {
             ast.unparse(node.func.value)
-            for node in ast.walk(ast.parse(source.read_text()))
+            for node in ast.walk(syntax_tree(source))
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)  # kernel[grid]()
         }
         for name in sorted(names):
@@ -366,7 +367,7 @@ def test_kernels_are_found_in_every_file_that_launches_some() -> None:
     assert files == {
         path
         for path in KERNELS.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
     }
     names = {f"{module.__name__}.{name}" for module, name in found}

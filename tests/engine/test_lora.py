@@ -101,6 +101,7 @@ def rows(count: int = 6, length: int = 20, new: int = 12) -> list[Request]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", some_thorough(KINDS, ["qwen3", "phi3", "qwen3_5_text"]))
 def test_rows_are_those_of_merged_weights(
     kind: str, tiny_model: Callable[..., Path], tmp_path: Path
@@ -152,7 +153,7 @@ MODES: dict[str, tuple[str, Callable[[], Strategy], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_is_what_it_is_alone(
     mode: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from floors import expert_weights, floor_seconds, layer_params, mixers
 from measuring import H100, Rates
 from shapes import MODELS
@@ -10,6 +11,8 @@ from workloads import (
     PROMPT_VOCAB,
     WORKLOADS,
     BenchRequest,
+    bare_model,
+    model_config,
     prompt_vocab,
     requests,
     write_config,
@@ -128,7 +131,7 @@ def test_the_floor_of_one_request_by_hand(tmp_path: Path) -> None:
 def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> None:
     config = load_model_config(write_config(model, tmp_path / "new"))
     assert [config.architecture] == MODELS[model]["architectures"]
-    sparse = ("a3b", "a4b", "moe", "hybrid", "deepseek", "latent", "oss")
+    sparse = ("a3b", "a4b", "moe", "hybrid", "deepseek", "latent", "oss", "nemotron")
     experts = any(part in model for part in sparse)
     assert (expert_weights(config).layers > 0) == experts
     assert (config.diffusion is not None) == ("sdar" in model)
@@ -137,7 +140,30 @@ def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> 
     assert windows == (("gemma" in model and "full" not in model) or "oss" in model)
     longest = max(w.input_lens[1] + w.output_lens[1] for w in WORKLOADS.values())
     assert longest <= config.max_position_embeddings or "tiny" in model
-    assert "deepseek" in model or "tiny" in model or config.vocab_size >= PROMPT_VOCAB
+    other = any(part in model for part in ("deepseek", "nemotron", "tiny"))
+    assert other or config.vocab_size >= PROMPT_VOCAB
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "qwen3-8b",
+        "qwen3-30b-a3b",
+        "hybrid-35b-a3b",
+        "nemotron-30b-a3b",
+        "deepseek-v2-lite",
+        "gemma3-27b",
+        "gemma4-31b",
+        "gemma4-26b-a4b",
+    ],
+)
+def test_the_floor_counts_all_weights(model: str) -> None:
+    config = model_config(model)
+    experts = expert_weights(config)
+    counted = layer_params(config) + experts.layers * experts.experts * experts.each
+    counted += (1 if config.tie_word_embeddings else 2) * config.hidden_size * config.vocab_size
+    made = bare_model(config, torch.device("meta"))
+    assert made.num_parameters == pytest.approx(counted, rel=0.002)
 
 
 def test_prompts_leave_out_the_ids_at_the_end_of_a_vocabulary() -> None:

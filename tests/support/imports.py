@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -25,6 +26,18 @@ def module_name(file: Path) -> str:
     """The name that a file is imported by: engine/x.py is batchgen.engine.x."""
     parts = [part for part in file.with_suffix("").parts if part != "__init__"]
     return ".".join(parts if parts[0] == "batchgen" else ["batchgen", *parts])
+
+
+@functools.cache
+def syntax_tree(path: Path) -> ast.Module:
+    """The tree of a source file, which several tests walk and none changes."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def names_imported_by(path: Path, types: bool = True) -> tuple[str, ...]:
+    """Every dotted name that a source file imports."""
+    return tuple(imported_names(syntax_tree(path), types))
 
 
 def imported_names(tree: ast.AST, types: bool = True) -> Iterator[str]:
@@ -56,7 +69,7 @@ def import_graph(
     modules = {module_name(file): file for file in files}
     graph: dict[Path, set[Path]] = {}
     for file in files:
-        names = imported_names(ast.parse((root / file).read_text()), types)
+        names = names_imported_by(root / file, types)
         targets = (modules.get(name) or modules.get(name.rpartition(".")[0]) for name in names)
         graph[file] = {target for target in targets if target is not None and target != file}
     return graph

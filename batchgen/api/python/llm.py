@@ -1,4 +1,4 @@
-"""The Python interface: it generates from a list of prompts, without files or configuration."""
+"""The Python interface: generates from a list of prompts, without files or configuration."""
 
 from __future__ import annotations
 
@@ -71,34 +71,34 @@ class LLM:
         dtype: the dtype of the weights and activations; `auto` is the checkpoint's dtype on a GPU
             and float32 on a CPU.
         device: where the model runs; `auto` is a GPU if there is one.
-        load_format: `auto` reads what lies at the path, `gguf` insists on a GGUF file, and `dummy`
+        load_format: `auto` reads the files at the path, `gguf` requires a GGUF file, and `dummy`
             makes random weights from the configuration alone.
         quantization: `fp8` rounds the weights of the layers to FP8 while they load; None takes them
             as the checkpoint has them, which may be FP8.
         strategy: the decoding paradigm; None means `ARStrategy()`. A strategy holds the state of
-            its rows, so the LLM works with a copy, and one object can be given to several LLMs.
+            its rows, so the LLM works with a copy, and several LLMs can share one object.
         config: batch and memory sizes; None means the defaults.
-        context_columns: the names of columns of context scope that requests may ask for
-            (`SamplingParams(columns=…)`); each takes room in the paged cache.
+        context_columns: the columns of context scope that requests may ask for
+            (`SamplingParams(columns=…)`); each takes memory of the paged cache.
         images: whether a model that reads images is loaded with its vision tower.
-        max_pixels: the most pixels of an image, to which larger ones are scaled down; None allows
-            what makes 1,280 tokens, or less where the model says so.
-        lora: adapters that stand beside the weights, as PEFT writes them: a folder or hub name,
-            which all prompts then have; or several of them, or a mapping of names to them, of which
-            a prompt has the one that its parameters name (`lora`), and otherwise none.
-        lora_fold: whether the only adapter is added to the weights, which is as fast as without
-            one, and rounds otherwise.
+        max_pixels: the maximum number of pixels of an image; larger images are scaled down. None
+            allows as many as make 1,280 tokens, or fewer if the model says so.
+        lora: LoRA adapters in PEFT's format. One folder or hub name applies to all prompts. With a
+            list, or a mapping of names to folders, each prompt uses the adapter that its parameters
+            name (`lora`), or none.
+        lora_fold: whether the only adapter is added to the weights, which costs no speed but rounds
+            differently.
         lora_template: whose tokenizer and chat template the LLM has; `adapter` takes those in the
             folder of the only adapter.
         hidden_layers: the layers behind which `SamplingParams(columns=["hidden_states"])` gives the
             hidden states: 0 is the embedding of tokens, -1 the last layer with the norm.
         **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
-            `gpu_memory_utilization`; they go before those of `config`. Names that vLLM has for
-            them are taken, too, and its other names are refused with a word on what to do.
+            `gpu_memory_utilization`; they override those of `config`. vLLM's names for them work
+            too; its other arguments are refused with a hint.
 
     Attributes:
         tokenizer: the model's tokenizer; None if it has none.
-        labels: the names of a classifier's classes; None if the model is none.
+        labels: the names of a classifier's classes; None for other models.
 
     Raises:
         ValueError: the model cannot be found, is not supported, or does not fit, or an argument is

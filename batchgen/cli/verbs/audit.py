@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from batchgen.pipelines.proof.audit.audited_job import AuditedRow
 
 _ABOUT = """\
-Choose rows of a job at random, compute them again with the job's own configuration, and compare
-them with its shards to the bit: token ids, every column with a value per token, and all others,
-but for what strategy=ar_spec says of its drafts, which follows the schedule. It says how many are
-equal, what differs first in each of the others, and how large the share of rows that differ can be
-(at 95%). Exit code 0 only if all are equal.
+Choose rows of a job at random, recompute them with the job's own configuration, and compare them
+with its shards bit for bit, in all columns except those in which strategy=ar_spec describes its
+drafts, which follow the schedule. Report how many rows are equal, what differs first in each of
+the others, and how large the share of different rows can be (at 95%). Exit code 0 only if all are
+equal.
 
 OUT is a job's folder, or a copy of it that somebody has published: config.yaml, manifest.json and
 data/ are needed. Of a set that `select` has written, the texts and what else it has of the rows are
@@ -37,7 +37,7 @@ result is another. This is for those who look for the cause in the engine; CUDA 
   batchgen audit OUT
   batchgen audit OUT --rows 100 --seed 7 model.path=/models/m dataset.path=rows.jsonl
 
-Rows are drawn by --seed, and by chance without it: who made them cannot know which ones.
+Rows are drawn by --seed, or at random without it, so that nobody can prepare for the audit.
 """
 
 
@@ -79,7 +79,7 @@ def _given(arguments: Sequence[str]) -> Namespace:
         help="where model and data are, and how the engine runs; what decides rows must stay",
     )  # fmt: skip
     parser.add_argument("--rows", metavar="N", type=int, default=20, help="how many (default: 20)")
-    parser.add_argument("--seed", metavar="N", type=int, help="draw the rows that N draws")
+    parser.add_argument("--seed", metavar="N", type=int, help="the seed that chooses the rows")
     parser.add_argument(
         "--operations", action="store_true",
         help="name the first operation in which a row depends on the rows beside it",

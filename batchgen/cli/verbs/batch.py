@@ -1,4 +1,4 @@
-"""Runs a batch file of OpenAI as a job.
+"""Runs an OpenAI batch file as a job.
 
 batchgen batch requests.jsonl results.jsonl model=hf model.path=Qwen/Qwen3-0.6B
 """
@@ -14,19 +14,21 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import short_user_path
 
 _ABOUT = """\
-Run a batch file of OpenAI as a job, and write a result line for each of its lines, in order:
-{id, custom_id, response: {status_code, request_id, body}, error}. A line that is no request, or
-asks for what cannot be done, gets an error, and the others their answers.
+Run an OpenAI batch file as a job, and write a result line for each of its lines, in order:
+{id, custom_id, response: {status_code, request_id, body}, error}. A line that is no valid request,
+or asks for something unsupported, gets an error; the other lines get their answers.
 
-The job's folder is OUT.job. The same command goes on with a batch that was stopped, and answers
-the lines that were added to the file. Options of a line go before those of the command.
+The job's folder is OUT.job. The same command resumes a stopped batch, and answers lines that were
+added to the file. Options in a line win over those of the command.
 """
 
 
 @verb
 def main(arguments: Sequence[str]) -> int:
     parser = VerbParser("batch", _ABOUT)
-    parser.add_argument("given", metavar="IN", help="the batch file: {custom_id, url, body} a line")
+    parser.add_argument(
+        "given", metavar="IN", help="the batch file, one {custom_id, url, body} per line"
+    )
     parser.add_argument("results", metavar="OUT", help="the file of result lines")
     parser.add_argument("keys", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the job")
     asked = parser.parse_args(arguments)

@@ -10,8 +10,8 @@ from batchgen.cli.verb_table import VerbParser
 from batchgen.util.paths import user_folder
 
 _ABOUT = """\
-Delete the versions of a pipeline's steps that are not current. They are listed with their sizes
-first, and nothing is deleted without your word. A version stays in which a worker runs, which a
+Delete old versions of a pipeline's steps. They are listed with their sizes first, and nothing is
+deleted unless you confirm. A version stays in which a worker runs, which a
 current step reads, or whose rows a step that is not complete may still copy.
 
   batchgen clean OUT

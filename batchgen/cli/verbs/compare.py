@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 SHOWN = 10
 FORMATS = ("text", "markdown", "json", "csv")
 _ABOUT = """\
-Compare graded jobs of one exam: the score of each, and its difference to the first over the
-questions that both have. A sweep's folder stands for its jobs. Jobs that differ in sampling.seed
-alone are one arm, whose answers count together; with --by COLUMN the values of a column of the rows
-are the arms. Jobs whose prompts or targets differ from those of the first are not compared, because
-their scores are not of one exam; --anyway compares them.
+Compare graded jobs of the same exam: the score of each, and its difference from the first over the
+questions that both have. A sweep's folder stands for its jobs. Jobs that differ only in
+sampling.seed are one arm, and their answers count together; with --by COLUMN the values of a column
+are the arms. Jobs with other prompts or targets than the first are not compared, because that is
+another exam; --anyway compares them.
 
 Differences are in points (percent of the questions); intervals are of 95%. p is by Holm over all
 arms. Of two jobs the flipped rows are listed, and "same questions" tells whether anything but
@@ -46,7 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         nargs="+",
         help="output.dir of a job, or a folder of jobs; score.KEY=… of all of them",
     )
-    parser.add_argument("--anyway", action="store_true", help="compare other exams, too")
+    parser.add_argument(
+        "--anyway", action="store_true", help="compare jobs of different exams, too"
+    )
     parser.add_argument("--by", metavar="COLUMN", help="arms are the values of a column")
     parser.add_argument(
         "--x",
@@ -65,9 +67,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
     names = [word for word in given.given if not _is_key(word)]
     overrides = [word for word in given.given if _is_key(word)]
+    from batchgen.evals.arms.arm_folders import arm_folders, refuse_nothing
     from batchgen.evals.arms.arm_table import arm_table
     from batchgen.evals.arms.frontier import frontier
-    from batchgen.evals.arms.job_arms import arm_folders, job_arms, refuse_nothing
+    from batchgen.evals.arms.job_arms import job_arms
 
     folders = arm_folders(names)
     if len(folders) < 2 and given.by is None and not any(one.listed for one in folders):

@@ -18,8 +18,8 @@ from batchgen.util.paths import user_path
 from batchgen.util.text.row_writers import WRITERS
 
 _ABOUT = """\
-Write the rows of a job, or of a set that `select` made, in their order. Without --to and --where
-the job may still run; then the rows that are finished are written.
+Write the rows of a job, or of a set made by `select`, in order. Without --to and --where the job
+may still be running; then its finished rows are written.
 
 jsonl  an object per row, with all columns unless --columns names some
 csv    a header and a line per row; lists and other nested values are JSON in their cells, a missing

@@ -12,10 +12,10 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import user_path
 
 _ABOUT = """\
-Run the job's `post` steps, or other ones, over the rows of a complete job. The grades go to
-OUT/grades; the rows stay as they are. Rows that have these grades already are not graded again, so
-the same command goes on with what was stopped. Where grades of other steps, or of an older version
-of these, are replaced, it says how many marks that changes, and shows the first rows.
+Run a complete job's `post` steps, or others, over its rows. Grades are written to OUT/grades; the
+rows stay as they are. Rows that already have these grades are skipped, so the same command resumes.
+If it replaces grades of other steps, or of an older version, it reports how many marks change and
+shows the first such rows.
 
   batchgen grade OUT
   batchgen grade OUT +experiment=gsm8k

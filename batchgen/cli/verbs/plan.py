@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 _HELP = """\
 usage: batchgen plan [FILE.yaml] [GROUP=CHOICE …] [KEY=VALUE …] [plan.KEY=VALUE …] [--json]
 
-Say what a job would read, need and cost, with the arguments of the job. It takes seconds, loads no
-weights and writes nothing: rows and tokens, rows that will have an error and why, two prompts,
-constraints, memory, disk, and the time as (low, likely, bound) with what is assumed for it. Of a
-pipeline each step is planned whose rows are known: the steps that it reads are complete.
+Estimate what a job would read, need and cost; the arguments are those of the job. This takes
+seconds, loads no weights and writes nothing. The plan lists rows and tokens, rows that will become
+errors and why, two prompts, constraints, memory, disk, and the time as (low, likely, bound) with
+its assumptions. In a pipeline only steps whose rows are known are planned: those whose inputs are
+complete.
 
-  plan.like=OUT            answers as long and steps as fast as in an earlier job; a folder that
-                           output.dir names is taken by itself
+  plan.like=OUT            assume answer lengths and speed of an earlier job; a job that is
+                           already in output.dir is used without being named
   plan.device=H100         plan for another device: {devices}
-  plan.price_per_hour=2.5  of the device, or budget.price_per_hour; the plan then has a price
-  plan.most_bad=0.01       the largest share of bad rows with which the plan is good
+  plan.price_per_hour=2.5  price of the device, or budget.price_per_hour; adds a price to the plan
+  plan.most_bad=0.01       the largest acceptable share of bad rows
 
-Exit codes: 0; 1 if the job would be refused for what was found (its output folder, memory, disk) or
-more rows than plan.most_bad are bad; 2 for a mistake in the configuration, as of the job."""
+Exit codes: 0; 1 if the job would be refused (because of its output folder, memory or disk) or more
+rows than plan.most_bad are bad; 2 for a mistake in the configuration."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,7 +52,7 @@ def _plan(arguments: list[str]) -> int:
     options = parse_options(rest)
     of_one_job = {"--config-dir", "--config-path", "--config-name", "--trust"}
     if more := sorted(options.flags - of_one_job):
-        raise ConfigError(f"plan: {more[0]} is for jobs: a plan is of one job and runs nothing")
+        raise ConfigError(f"plan: {more[0]} does not apply: a plan is for one job and runs nothing")
     if (pipeline := composed_pipeline(options)) is not None:
         return _plan_steps(pipeline, settings, as_json="--json" in arguments)
     config = composed(options)

@@ -10,12 +10,12 @@ from batchgen.cli.verb_table import VerbParser
 
 _ABOUT = """\
 Push the folder of a complete job, or one that `select` or `export` wrote, to a data set of the hub,
-with its card, its configuration and its manifests. The data set is made if it is not there. What is
-there already is not sent again, so the same command goes on after it was stopped, and sends what
-has come since; shards that are not of this folder are deleted there. A data set that holds the rows
+with its card, its configuration and its manifests. The data set is created if it does not exist.
+Files that are already there are not sent again, so the same command resumes, and sends what is new;
+shards there that this folder does not have are deleted. A data set that holds the rows
 of another job or set is refused, and a damaged file is never sent.
 
-Who may write there is known from `hf auth login`; batchgen keeps no token. --while-running pushes
+Permission to write comes from `hf auth login`; batchgen stores no token. --while-running pushes
 the shards of a job as they are published, until the job is complete.
 """
 

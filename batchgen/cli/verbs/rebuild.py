@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from batchgen.pipelines.proof.rebuilt import RebuiltStep
 
 _ABOUT = """\
-Make the rows again that a lock describes, step by step, and compare each shard with it. A single
-job is written into output.dir, several jobs into folders below it; the same command goes on after
-it was stopped. Exit code 0 only if all rows are equal.
+Remake the rows that a lock describes, step by step, and compare each shard with it. A single job is
+written to output.dir, several jobs to folders inside it; the same command resumes. Exit code 0 only
+if all rows are equal.
 
   batchgen rebuild out.lock output.dir=again
   batchgen rebuild out.lock output.dir=again model.path=/models/m draft.dataset.path=rows.jsonl
 
-A lock is a stranger's file: code that it names does not run unless --trust allows it, and the
-models, data sets and files that it names are read only if they are typed, or confirmed with --yes.
-Models and data must have the digests of the lock.
+A lock may come from a stranger: code that it names runs only with --trust, and models, data sets
+and files that it names are read only if you type them or confirm them with --yes. Models and data
+must have the digests in the lock.
 """
 
 

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     given = options.out
     out = user_path(folder_here(given, "batchgen report"), "OUT")
-    from batchgen.evals.arms.job_arms import arm_folders, job_arms
+    from batchgen.evals.arms.arm_folders import arm_folders
+    from batchgen.evals.arms.job_arms import job_arms
 
     folders = arm_folders([given])
     if any(folder.listed for folder in folders):

@@ -74,9 +74,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     given = parser.parse_intermixed_args(arguments)
     if given.agreement is not None and (given.so_far or given.format not in ("text", "json")):
-        raise ConfigError("score --agreement is for complete jobs, as text or JSON")
+        raise ConfigError("score --agreement needs a complete job, and text or JSON as its format")
     if given.so_far and given.save:
-        raise ConfigError("score --so-far is of some answers alone: leave out --save")
+        raise ConfigError("score --so-far covers only some of the answers: leave out --save")
     job = GradedJob(given.out, "score", complete=not given.so_far)
     from batchgen.evals.scores.job_score import job_scores, save_score
     from batchgen.evals.scores.samples import Samples

@@ -8,16 +8,16 @@ from batchgen.cli.job_outcome import column_list, verb
 from batchgen.cli.verb_table import VerbParser
 
 _ABOUT = """\
-Write a new set out of the rows of complete jobs. Each condition is an expression over the columns
-of a row: the data set's own, those of batchgen (text, finish_reason, …) and those of the grades,
+Write a new set of rows from complete jobs. Each condition is an expression over the columns of a
+row: the data set's own, those of batchgen (text, finish_reason, …) and those of the grades,
 as grades.mark, or as mark if the rows have no such column.
 
-Rows with an error are left out. What is asked for is done in this order:
---where   rows for which it is true stay
---best    of the samples of a row that with the greatest number stays, the first of equal ones
---by      rows are sorted by a number, the greatest first, or the least with --ascending
---dedupe  of the rows in which it has one value the first stays
---top     the first N rows stay
+Rows with an error are left out. The options apply in this order:
+--where   keep rows for which the expression is true
+--best    keep the sample with the highest number in each input row, the first one if equal
+--by      sort rows by a number, highest first, or lowest first with --ascending
+--dedupe  keep the first of the rows that have the same value
+--top     keep the first N rows
 
 A row of the set has an id, the data set's columns, the generated text as `response`, the columns of
 the grades, and in `source` the job, row and sample that it came from. The folder has README.md and
@@ -29,12 +29,12 @@ selection.json, which has the manifests of the jobs. The same command again chan
 def main(arguments: Sequence[str]) -> int:
     parser = VerbParser("select", _ABOUT)
     parser.add_argument("jobs", metavar="OUT", nargs="+", help="output.dir of a complete job")
-    parser.add_argument("--where", metavar="EXPR", help="which rows stay")
+    parser.add_argument("--where", metavar="EXPR", help="which rows to keep")
     parser.add_argument("--best", metavar="COLUMN", help="one sample of each input row")
     parser.add_argument("--dedupe", metavar="COLUMN", help="one row of those that agree in it")
     parser.add_argument("--top", metavar="N", type=int, help="the first N rows")
-    parser.add_argument("--by", metavar="COLUMN", help="by what rows are sorted")
-    parser.add_argument("--ascending", action="store_true", help="the least first")
+    parser.add_argument("--by", metavar="COLUMN", help="sort the rows by this")
+    parser.add_argument("--ascending", action="store_true", help="sort the lowest first")
     parser.add_argument(
         "--columns", metavar="A,B", type=column_list, help="default: see above; those of the grades"
         " may be written grades.NAME",

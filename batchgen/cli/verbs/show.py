@@ -28,11 +28,11 @@ _CANDIDATES = 20_000  # row ids among which near ones are sought
 def _parser() -> VerbParser:
     parser = VerbParser(
         "show",
-        "Print rows of a job: while it runs, after it was stopped or killed, or later.",
+        "Print rows of a job, whether it is running, stopped, killed or complete.",
     )
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--row", metavar="ID", help="all of the row with this row_id")
+    what.add_argument("--row", metavar="ID", help="the whole row with this row_id")
     what.add_argument("--errors", action="store_true", help="the errors by type, with messages")
     what.add_argument("--follow", action="store_true", help="rows as they finish, to the job's end")
     parser.add_argument("--sample", metavar="K", type=int, help="only this sample of each row")
@@ -44,7 +44,9 @@ def _parser() -> VerbParser:
         "--columns", metavar="A,B", type=column_list,
         help="what is shown of a row; default: the columns of its prompt and its text",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="an object per row and nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object per row and nothing else"
+    )
     return parser
 
 

@@ -16,11 +16,12 @@ from batchgen.util.text.text_table import columns
 if TYPE_CHECKING:
     from batchgen.storage.folder.read_job import JobFolderReader
 
-_ABOUT = """Say how far a job is, and what each of its workers does. Nothing is changed. Of a
-pipeline's folder all steps are told, with how many rows each had and kept.
+_ABOUT = """\
+Show how far a job is and what each of its workers does, without changing anything. For a
+pipeline's folder, show every step with the rows it had and kept.
 
-A worker is every process that runs the job's command with the same output.dir. One that is silent
-was not heard of for workers.stale_after seconds; others take over what it has begun."""
+A worker is any process that runs the job's command with the same output.dir. A silent worker has
+not reported for workers.stale_after seconds; others take over what it has begun."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,10 +8,10 @@ from batchgen.cli.job_outcome import verb
 from batchgen.cli.verb_table import VerbParser
 
 _ABOUT = """\
-Follow a row back: from a line of an exported file or a row of a set to the answers that it was made
-of, with their grades, from a job to the job whose answers it has read, and to the row of the data
-set with its file. For an id that is not there it says which step has dropped it, and why. Exit code
-1 if the row was dropped.
+Follow a row back to its origin: from a line of an exported file or a row of a set to the answers it
+was made from, with their grades; from a job to the job whose answers it read; and to the row of the
+data set and its file. For a missing id, say which step dropped it and why. Exit code 1 if the row
+was dropped.
 
   batchgen trace out/judge q17#3
   batchgen trace chosen 'q17#3'

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from batchgen.pages.viewer.server import Respond
 
 _ABOUT = """\
-Show the rows of a job in a browser, while it runs or later, or those of two jobs side by side. Of a
-folder with jobs below it, a list of these is the first page.
+Show the rows of a job, running or complete, in a browser, or those of two jobs side by side. For a
+folder that contains jobs, the first page lists them.
 
-A server on this machine makes the pages; it ends with Ctrl-C. Nothing is written, and nothing is
-loaded from elsewhere. On a machine that one reaches by ssh, forward the port: give --port 8000 here
-and `ssh -L 8000:127.0.0.1:8000 HOST` there, and open the address that is printed.
+A server on this machine makes the pages until Ctrl-C. It writes nothing and loads nothing from
+elsewhere. To view a job on a remote machine, forward the port: use --port 8000 there and
+`ssh -L 8000:127.0.0.1:8000 HOST` here, and open the printed address.
 """
 _MOST_PORT = 65535
 

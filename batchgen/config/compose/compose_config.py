@@ -169,7 +169,7 @@ def _apply(groups: dict[str, Any], collected: UserValues, override: Override) ->
         return
     group = groups.get(override.group)
     if not isinstance(group, dict):
-        raise ConfigError(f"{start}the group {override.group} was taken away")
+        raise ConfigError(f"{start}the group {override.group} was removed")
     name = override.names[0]
     if override.sign == "~":
         if group.pop(name, start) is start:

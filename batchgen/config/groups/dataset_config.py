@@ -155,8 +155,8 @@ class DatasetConfig:
                 "".encode(self.encoding)
             except LookupError:
                 raise ConfigError(
-                    f"dataset.encoding: {self.encoding!r} is no encoding that Python knows: give "
-                    "one such as utf-8, latin-1, cp1252, utf-16, gb18030 or shift_jis"
+                    f"dataset.encoding: {self.encoding!r} is not an encoding that Python knows: "
+                    "give one such as utf-8, latin-1, cp1252, utf-16, gb18030 or shift_jis"
                 ) from None
 
     def _check_quotes(self) -> None:

@@ -217,8 +217,8 @@ class OutputConfig:
         if EMBEDDING not in self.columns and (self.pooling is not None or self.normalise):
             key = "normalise" if self.pooling is None else "pooling"
             raise ConfigError(
-                f"output.{key} is of embeddings, and output.columns has no {EMBEDDING}: add it, or "
-                "leave the key out"
+                f"output.{key} applies to embeddings, but output.columns has no {EMBEDDING}: "
+                "add it, or leave the key out"
             )
         if (HIDDEN_STATES in self.columns) != bool(self.hidden_layers):
             raise ConfigError(
@@ -358,7 +358,7 @@ class JobConfig:
             )
         if most:
             raise ConfigError(
-                f"{key} is scored and nothing is generated behind it, but "
+                f"{key} is scored and nothing is generated after it, but "
                 f"sampling.max_new_tokens is {most}: set it to 0, or {key}=null"
             )
         for ok, what in (
@@ -425,7 +425,7 @@ class JobConfig:
         if constraint.start_after != end:
             raise ConfigError(
                 f"output.reasoning_end={end} with a constraint needs constraint.start_after={end}: "
-                f"the constraint holds behind the thoughts; got {constraint.start_after!r}"
+                f"the constraint applies after the thoughts; got {constraint.start_after!r}"
             )
 
     @cached_property

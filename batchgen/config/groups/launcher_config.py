@@ -64,7 +64,7 @@ def launcher_class(target: str) -> type[Launcher]:
     """The class at an import path; ConfigError if it is no launcher."""
     if class_short_name(target) == GONE:
         raise ConfigError(
-            "launcher=slurm is gone: let Hydra submit the workers (batchgen -m "
+            "launcher=slurm was removed: let Hydra submit the workers (batchgen -m "
             "hydra/launcher=submitit_slurm +worker='range(0,16)' …), or run the command as a job "
             "array of your own"
         )

@@ -105,8 +105,8 @@ class ChatPromptConfig:
         last = None if self.messages_column is not None else (roles or ["user"])[-1]
         if self.continue_ and last not in (None, "assistant"):
             raise ConfigError(
-                f"prompt.continue goes on with the assistant's last message, and the last one here "
-                f"is of {last}: end prompt.messages with {{assistant: …}}, or take "
+                f"prompt.continue extends the assistant's last message, but the last one here "
+                f"has the role {last}: end prompt.messages with {{assistant: …}}, or take "
                 "prompt.messages_column"
             )
 

@@ -140,7 +140,9 @@ def _list(text: str, item: Any, escapes: bool) -> Any:
     if any(part.startswith(("'", '"')) for part in items):  # quotes may hold commas
         return _finish(_Brackets(f"[{short}]").whole(), form, escapes)
     if "" in items:
-        raise Unreadable('nothing stands beside a comma: a text with commas is written ["a,b"]')
+        raise Unreadable(
+            'there is nothing on one side of a comma: a text with commas is written ["a,b"]'
+        )
     return [_finish(_Bare(part), form, escapes) for part in items]
 
 
@@ -196,7 +198,7 @@ class _Brackets:
     def whole(self) -> Any:
         value = self._value("]")
         if rest := self._rest():
-            raise Unreadable(f"{rest} stands behind the closing bracket")
+            raise Unreadable(f"{rest} follows the closing bracket")
         return value
 
     def _rest(self) -> str:
@@ -243,7 +245,7 @@ class _Brackets:
             if rest.startswith(end):
                 return items
             if not rest:
-                raise Unreadable(f"the closing {end} is missing: quote a text that begins so")
+                raise Unreadable(f"the closing {end} is missing: quote text that begins like this")
             if not rest.startswith(","):
                 raise Unreadable(
                     f"{rest[:12]} stands where , or {end} belongs: put a text with special "

@@ -3,17 +3,17 @@ exam."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.groups.job_config import ScoreConfig
-from batchgen.evals.arms.arm_table import Arm, ArmTable
+from batchgen.evals.arms.arm_folders import ArmFolder
+from batchgen.evals.arms.arm_samples import arm_values_of, pooled_samples, samples_with
+from batchgen.evals.arms.arm_table import Arm
 from batchgen.evals.arms.job_facts import (
     SEED,
     differing_settings,
@@ -23,82 +23,17 @@ from batchgen.evals.arms.job_facts import (
 )
 from batchgen.evals.scores.graded_folder import GradedJob, scoring
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.folder.step_folders import find_record, step_folder
+from batchgen.storage.folder.step_folders import step_folder
 from batchgen.storage.leases.own_files import MANIFEST
 from batchgen.util.errors import ConfigError, JobError
-from batchgen.util.paths import folder_here, user_path
-from batchgen.util.shorten import some_names
+from batchgen.util.paths import user_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from batchgen.evals.scores.asked_prompts import AskedExam
 
-_MOST_VALUES = 200
-_OF_SWEEPS = ("multirun.yaml", "sweep.yaml", "report.html")
-"""Files that a sweep writes beside its jobs."""
 _SEED_OF_NAME = re.compile(rf",?\b{re.escape(SEED)}=[^,]*")
-
-
-@dataclass(frozen=True)
-class ArmFolder:
-    """A folder whose job is an arm, or is averaged with others into one.
-
-    Attributes:
-        name: what people call the job.
-        folder: as the user named it.
-        listed: whether the user named it by a folder of jobs, such as a sweep's.
-    """
-
-    name: str
-    folder: str
-    listed: bool = False
-
-
-def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
-    """The folders of jobs that a user means; a folder of jobs, such as a sweep's, stands for those
-    right in it, in the order in which they began.
-
-    Raises:
-        ConfigError: a name is no path, or one in an object store.
-    """
-    found: list[ArmFolder] = []
-    for name in paths:
-        path = Path(step_folder(str(user_path(folder_here(name, "batchgen compare"), "OUT"))))
-        if path.name in _OF_SWEEPS and path.is_file():  # as in SWEEP/*
-            continue
-        is_job = (path / MANIFEST).exists() or find_record(str(path)) is not None
-        below = [] if is_job or not path.is_dir() else _jobs_in(path)
-        found += [ArmFolder(one, str(Path(name) / one), listed=True) for one in below]
-        found += [] if below else [ArmFolder(name.rstrip("/") or name, name)]
-    if len({Path(folder.folder).parent for folder in found}) == 1 < len(found):
-        found = [replace(folder, name=Path(folder.folder).name) for folder in found]
-    short = Counter(folder.name for folder in found)
-    return [
-        replace(folder, name=folder.folder) if short[folder.name] > 1 else folder
-        for folder in found
-    ]
-
-
-def _jobs_in(folder: Path) -> list[str]:
-    """The names of the folders of jobs right in a folder; links are not followed."""
-    found = []
-    for path in folder.iterdir():
-        if path.is_symlink() or not (path / MANIFEST).is_file():
-            continue
-        try:
-            attempts = JobFolderReader(path).metrics.get("attempts") or [{}]
-            began = str(attempts[0].get("started", "~"))
-        except (ConfigError, JobError, AttributeError, LookupError, TypeError):
-            began = "~"  # its arm says what is wrong
-        found.append((began, _natural(path.name), path.name))
-    return [name for *_, name in sorted(found)]
-
-
-def _natural(name: str) -> list[tuple[float, str]]:
-    """A key by which 9 comes before 10."""
-    parts = re.split(r"(\d+(?:\.\d+)?)", name)
-    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]
 
 
 def job_arms(
@@ -268,12 +203,12 @@ def _arms_of(
     differs = [found for job in scored for found in _differences(first, job)]
     other_exam = "; ".join(dict.fromkeys(differs))
     tables = [job.samples(by) for job in scored]
-    pooled = _pooled([table for table in tables if table is not None])
+    pooled = pooled_samples([table for table in tables if table is not None])
     parts = [(about, pooled)]
     if by is not None:
         parts = [
-            (_of_value(about, by, value, several=several), _with_value(pooled, by, value))
-            for value in _values(pooled, by)
+            (_of_value(about, by, value, several=several), samples_with(pooled, by, value))
+            for value in arm_values_of(pooled, by)
         ]
     made = [
         replace(
@@ -314,48 +249,10 @@ def _name(jobs: Sequence[_Job], rest: dict[str, str]) -> str:
     return name or "all seeds"
 
 
-def _pooled(tables: Sequence[pa.Table]) -> pa.Table:
-    """The samples of several jobs as those of one: the questions of all, with all answers."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    from batchgen.evals.scores.marks import STARTS
-
-    moved, start, starts = [], 0, list[int]()
-    for table in tables:
-        starts.append(start)
-        place = table.column_names.index("sample_index")
-        index = pc.add(table["sample_index"], start)
-        moved.append(table.set_column(place, "sample_index", index))
-        start += 1 + int(pc.max(table["sample_index"]).as_py() or 0)
-    metadata = tables[0].schema.metadata
-    if metadata is not None:  # a rule that ended the rows of each job
-        metadata = {**metadata, STARTS: json.dumps(starts).encode()}
-    return pa.concat_tables(moved).replace_schema_metadata(metadata)
-
-
-def _values(table: pa.Table, by: str) -> list[str | None]:
-    values: list[str | None] = table[by].unique().to_pylist()
-    if len(values) > _MOST_VALUES:
-        raise ConfigError(
-            f"--by {by}: the column has {len(values):,} values, such as "
-            f"{some_names([str(value) for value in values])}, and each would be an arm: name one "
-            f"with at most {_MOST_VALUES}"
-        )
-    return values
-
-
 def _of_value(about: Arm, by: str, value: str | None, *, several: bool) -> Arm:
     text = "null" if value is None else value
     name = f"{about.name} {text}" if several else text
     return replace(about, name=name, settings={**about.settings, by: text})
-
-
-def _with_value(table: pa.Table, by: str, value: str | None) -> pa.Table:
-    import pyarrow.compute as pc
-
-    is_one: Callable[..., Any] = pc.is_null if value is None else pc.equal
-    return table.filter(is_one(table[by], *([] if value is None else [value])))
 
 
 def _differences(first: _Job, job: _Job) -> list[str]:
@@ -372,29 +269,3 @@ def _differences(first: _Job, job: _Job) -> list[str]:
             f"texts that were cut count differently (score.cut_texts is {cut[0]} and {cut[1]})"
         )
     return found
-
-
-def refuse_nothing(table: ArmTable, folders: Sequence[ArmFolder]) -> None:
-    """Raise an error if the user named jobs one by one, and no two can be compared: JobError if a
-    file of the first that is not is damaged, else ConfigError."""
-    if any(row.difference is not None for row in table.rows):
-        return
-    if any(folder.listed for folder in folders) or len(table.rows) < 2:
-        if table.first is not None:
-            return
-    raise _first_fault(table)
-
-
-def _first_fault(table: ArmTable) -> ConfigError | JobError:
-    """Why the first arm that is not compared is not."""
-    for row in table.rows:
-        if row.arm.without:
-            return (JobError if row.arm.damaged else ConfigError)(row.arm.without)
-        if row.arm.other_exam:
-            first = table.first
-            assert first is not None
-            names = f"{first.arm.folders[0]} and {row.arm.folders[0]}"
-            return ConfigError(
-                f"{names} are not one exam: {row.arm.other_exam}: --anyway compares them"
-            )
-    return ConfigError("the jobs have no question with marks in both: nothing to compare")

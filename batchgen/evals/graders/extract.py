@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json
 from batchgen.evals.graders.latex import Span, boxes, stripped
 from batchgen.evals.graders.letters import letter_spans
-from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure, TextStep
+from batchgen.evals.graders.step import (
+    AnswerRow,
+    AnswerRows,
+    Column,
+    GradeFailure,
+    TextStep,
+    num_groups,
+)
 from batchgen.evals.programs.code_blocks import code_spans
 from batchgen.util.errors import ConfigError
 
@@ -99,10 +106,7 @@ class Extract(TextStep):
     def _check_pattern(self) -> None:
         if self.pattern is None:
             return
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ConfigError(f"Extract: pattern is no regular expression: {error}") from None
+        groups = num_groups(self.pattern, "Extract: pattern")
         if not 0 <= self.group <= groups:
             raise ConfigError(f"Extract: group {self.group}: the pattern has {groups} groups")
 

@@ -5,38 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 from batchgen.config.groups.named_code import named_code
-from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json, parse_unique_json
-from batchgen.engine.constraint.json_schema.validator import make_validator
 from batchgen.engine.interface.constraint_error import ConstraintError
-from batchgen.evals.graders.choices import LETTERS
-from batchgen.evals.graders.integers import normal_integer, short_integers
-from batchgen.evals.graders.latex import plain
-from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure
+from batchgen.evals.graders.answer_forms import (
+    check_json_schema,
+    choice_letter,
+    equal_choices,
+    matches_whole,
+    normal_integer,
+    normal_text,
+    repr_json,
+    short_integer_marks,
+    valid_json,
+)
+from batchgen.evals.graders.step import AnswerRow, AnswerRows, Column, GradeFailure, num_groups
 from batchgen.evals.math.same import MOST_CHARACTERS, forms, same_math
 from batchgen.util.errors import ConfigError
 
 Method = Literal[
     "integer", "math", "choice", "exact", "contains", "regex", "json_schema", "function"
 ]
-METHODS = ("integer", "math", "choice", "exact", "contains", "regex", "json_schema", "function")
+METHODS: tuple[str, ...] = get_args(Method)
 _Values = tuple[float | None, str | None, str | None]
-_LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
-_NEXT_LETTER = r"\s*\(?[A-Za-z](?![A-Za-z])"
-_LETTER_FIRST = re.compile(
-    rf"\(?([A-Za-z])(?:[).:](?!\s*(?:[,;]|and\b|or\b){_NEXT_LETTER})|,(?!{_NEXT_LETTER})).*", re.S
-)
-_LETTERS = re.compile(
-    r"\(?[A-Za-z][).:]?(?:\s*(?:[,;/&+、]|,?\s*and\b|,?\s*und\b|和)\s*\(?[A-Za-z][).:]?)+", re.I
-)
-_LABEL = re.compile(
-    r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?|答案|选项?)[是为]?\s*[:：]?\s*"
-    r"(?=\(?[A-Za-z]\b)",
-    re.I,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +86,11 @@ class Grade:
             if self.method != "json_schema":
                 raise ConfigError("Grade: schema belongs to method=json_schema")
             try:
-                make_validator(_schema(self.schema))
+                check_json_schema(self.schema)
             except (ConstraintError, ValueError) as error:
                 raise ConfigError(f"Grade: schema: {error}") from None
         if self.target_pattern is not None:
-            try:
-                groups = re.compile(self.target_pattern).groups
-            except re.error as error:
-                raise ConfigError(f"Grade: target_pattern: {error}") from None
-            if groups < 1:
+            if num_groups(self.target_pattern, "Grade: target_pattern") < 1:
                 raise ConfigError("Grade: target_pattern must have a group: put it in parentheses")
 
     @property
@@ -178,7 +167,7 @@ class Grade:
         against: list[str | None] = list(none)
         places: Sequence[int] = range(len(none))
         if self.method == "integer" and self.target_pattern is None:
-            marks, keys, against, places = _short_integer_marks(answers, targets)
+            marks, keys, against, places = short_integer_marks(answers, targets)
         for place in places:
             given = answers[place], targets[place], choices[place]
             try:
@@ -202,7 +191,11 @@ class Grade:
     def _contained(self, answer: Any, value: Any) -> _Values:
         """The values of the columns for the method contains."""
         wanted = [value] if isinstance(value, str) else value
-        if not isinstance(wanted, list) or not wanted or not all(map(_is_text, wanted)):
+        if (
+            not isinstance(wanted, list)
+            or not wanted
+            or not all(isinstance(one, str) and one for one in wanted)
+        ):
             raise GradeFailure(
                 "no_target" if value is None else "bad_target",
                 f"column {self.target!r} must hold a text or a list of texts: {value!r:.100}",
@@ -259,7 +252,7 @@ class Grade:
     ) -> tuple[bool, str | None]:
         """Whether the answer is right, and its normal form."""
         if self.method == "json_schema":
-            return _valid_json(answer, self.schema if self.schema is not None else target)
+            return valid_json(answer, self.schema if self.schema is not None else target)
         assert target is not None
         if self.method == "integer":
             wanted, given = normal_integer(target), normal_integer(answer)
@@ -274,18 +267,11 @@ class Grade:
             return right, forms(target if right else answer).shortest
         if self.method == "choice":
             key, wanted = choice_letter(answer, choices), choice_letter(target, choices)
-            return key == wanted or _are_equal(key, wanted, choices), key
+            return key == wanted or equal_choices(key, wanted, choices), key
         given = normal_text(answer, ignore_case)
         if self.method == "exact":
             return given == normal_text(target, ignore_case), given
-        flags = re.IGNORECASE if ignore_case else 0
-        try:
-            pattern = re.compile(target, flags)
-        except re.error as error:
-            raise GradeFailure(
-                "bad_target", f"the target is no regular expression: {error}"
-            ) from None
-        return pattern.fullmatch(answer.strip()) is not None, given
+        return matches_whole(target, answer, ignore_case), given
 
     def _call(self, answer: Any, target: str | None, row: AnswerRow) -> float:
         assert self.function is not None
@@ -299,98 +285,13 @@ class Grade:
         return float(mark)
 
 
-def _short_integer_marks(
-    answers: Sequence[Any], targets: Sequence[Any]
-) -> tuple[list[float | None], list[str | None], list[str | None], list[int]]:
-    """The marks, keys and targets of N rows whose answer and target are short integers; None for
-    the other rows, and the places of these."""
-    import pyarrow.compute as pc  # workers do not need it
-
-    given, is_short = short_integers(answers)
-    wanted, is_short_target = short_integers(targets)
-    short = pc.and_(is_short, is_short_target)
-    columns = pc.equal(given, wanted).cast("float64"), given, wanted
-    marks, keys, against = (pc.if_else(short, column, None).to_pylist() for column in columns)
-    return marks, keys, against, [at for at, is_one in enumerate(short.to_pylist()) if not is_one]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def normal_text(text: str, ignore_case: bool = False) -> str:
-    """The text with single spaces for white space, and none at its ends."""
-    joined = " ".join(text.split())
-    return joined.casefold() if ignore_case else joined
-
-
-def choice_letter(answer: str, choices: Sequence[Any]) -> str:
-    """The letter that an answer names alone (`b`, `(B)`, `Option B`), or the letter of the choice
-    whose text it is, or the letter before a text (`B. iron`), or several letters in their order
-    (`A, C` for `C and A`); else the answer's own text."""
-    text = plain(answer)
-    text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
-    if match := _LETTER.fullmatch(text):
-        return match[1].upper()
-    for ignore_case in (False, True):  # `Aa` and `aa` may be two choices
-        for letter, choice in zip(LETTERS, choices, strict=False):
-            if normal_text(text, ignore_case) == normal_text(plain(str(choice)), ignore_case):
-                return letter
-    if _LETTERS.fullmatch(text):
-        named = re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text)
-        return ", ".join(sorted({letter.upper() for letter in named}))
-    if text.isascii() and text.isalpha() and set(text) <= set(LETTERS[: len(choices)]):
-        return ", ".join(sorted(set(text)))  # `CA`
-    match = _LETTER_FIRST.fullmatch(text)
-    return match[1].upper() if match else normal_text(text)
-
-
-def _are_equal(one: str, other: str, choices: Sequence[Any]) -> bool:
-    """Whether two letters are those of choices with the same text."""
-    texts = [
-        normal_text(str(choices[at]))
-        for letter in (one, other)
-        if len(letter) == 1 and 0 <= (at := LETTERS.find(letter)) < len(choices)
-    ]
-    return len(texts) == 2 and texts[0] == texts[1]
-
-
-def _valid_json(answer: str, schema: Any) -> tuple[bool, str]:
-    try:
-        validator = _validator(schema if isinstance(schema, str) else repr_json(schema))
-    except (ConstraintError, ValueError) as error:
-        raise GradeFailure("bad_target", f"not a JSON Schema: {error}") from None
-    try:
-        value = parse_json(answer)
-    except NotJson:
-        return False, normal_text(answer)
-    return validator.is_valid(value), repr_json(value)
-
-
-@lru_cache(maxsize=64)
-def _validator(schema: str) -> Any:
-    return make_validator(parse_unique_json(schema))
-
-
-def repr_json(value: Any) -> str:
-    """JSON text in a normal form: sorted keys, no spaces."""
-    import json
-
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-
-
-def _schema(values: str | Mapping[str, Any]) -> Any:
-    return parse_unique_json(values) if isinstance(values, str) else dict(values)
-
-
 def _resolve(path: Any) -> Callable[..., Any]:
     """The function that a user names."""
     if not isinstance(path, str) or "." not in path:
         raise ConfigError(
             f"Grade: function._target_ must be the import path of a function, got {path!r}"
         )
-    found = named_code(path, "Grade: function._target_")
+    found: Callable[..., Any] = named_code(path, "Grade: function._target_")
     if not callable(found):
         raise ConfigError(f"Grade: function._target_: {path} is no function")
-    resolved: Callable[..., Any] = found
-    return resolved
+    return found

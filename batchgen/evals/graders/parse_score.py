@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from batchgen.evals.graders.latex import Span, latex_number
-from batchgen.evals.graders.step import MARK, AnswerRow, Column, GradeFailure, TextStep
+from batchgen.evals.graders.step import MARK, AnswerRow, Column, GradeFailure, TextStep, num_groups
 from batchgen.util.errors import ConfigError
 
 _LABEL = r"(?:\b(?:score|rating|grade|mark)\b|评分|得分|打分|总分|分数)"
@@ -54,11 +54,7 @@ class ParseScore(TextStep):
             raise ConfigError(f"ParseScore: low must be below high, got {self.low} and {self.high}")
         if self.pattern is None:
             return
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ConfigError(f"ParseScore: pattern is no regular expression: {error}") from None
-        if groups < 1:
+        if num_groups(self.pattern, "ParseScore: pattern") < 1:
             raise ConfigError("ParseScore: pattern must have a group around the number")
 
     @property

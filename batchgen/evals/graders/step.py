@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -156,6 +159,15 @@ class SelfTimedStep(PostStep, Protocol):
 
     def check_machine(self) -> None:
         """Raise ConfigError if the step cannot run on this machine. Called before a job begins."""
+
+
+def num_groups(pattern: str, where: str) -> int:
+    """How many groups a regular expression of the user has; ConfigError if it is none. `where` it
+    stands is for the message."""
+    try:
+        return re.compile(pattern).groups
+    except re.error as error:
+        raise ConfigError(f"{where} is no regular expression: {error}") from None
 
 
 def arrow_schema(columns: Sequence[Column]) -> pa.Schema:

@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any, Literal
 
-from batchgen.evals.graders.step import MARK, AnswerRow, Column, TextStep
+from batchgen.evals.graders.step import MARK, AnswerRow, Column, TextStep, num_groups
 from batchgen.util.errors import ConfigError
 
 
@@ -50,11 +50,7 @@ class Verdict(TextStep):
             object.__setattr__(self, "flip", dict(self.flip))
         if self.pattern is None:
             return
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ConfigError(f"Verdict: pattern is no regular expression: {error}") from None
-        if groups < 1:
+        if num_groups(self.pattern, "Verdict: pattern") < 1:
             raise ConfigError("Verdict: pattern must have a group around the verdict")
 
     @property

@@ -7,10 +7,11 @@ from typing import Any
 
 from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.ifbench_forms import FORMS, REFUSED
+from batchgen.evals.instructions.ifbench_tables import TABLES
 from batchgen.evals.instructions.ifbench_words import WORDS
 from batchgen.evals.instructions.ifeval import IFEVAL
 
-CHECKS = {**IFEVAL, **WORDS, **FORMS}
+CHECKS = {**IFEVAL, **WORDS, **FORMS, **TABLES}
 """The checks of IFEval and of IFBench by the ids of their instructions, which no two share."""
 
 

@@ -5,13 +5,11 @@ As `ifbench_words` has them: allenai/IFBench, instructions.py, commit 1d62c1d.
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from batchgen.evals.instructions.arguments import InstructionArguments
 from batchgen.evals.instructions.ifbench_words import tokens, words_of
@@ -32,8 +30,6 @@ _CAPITALS = (
 ).split()
 _QUESTION = re.compile(r"\n*Question \d+[.|):;]?\s*")
 _OPTION = re.compile(r"[A-Ea-e][.|)]\s*\w+")
-_DATE = re.compile(r"(\d{4})-(\d{2})-(\d{2})")
-_LAST_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
 
 def _parentheses(text: str, args: InstructionArguments) -> bool:
@@ -202,60 +198,6 @@ def _european_capitals(text: str, args: InstructionArguments) -> bool:
     return [city.strip() for city in _ascii(text).split(",") if city.strip()] == _CAPITALS
 
 
-def _cells(text: str, delimiter: str = ",") -> list[list[str]]:
-    """The cells of a table with their quotes; empty if it cannot be read."""
-    try:
-        return list(csv.reader(io.StringIO(text), delimiter=delimiter))
-    except csv.Error:
-        return []
-
-
-def _csv_city(text: str, args: InstructionArguments) -> bool:
-    rows = _cells(text)
-    header = ["ID", "Country", "City", "Year", "Count"]
-    return len(rows) == 8 and rows[0] == header and all(len(row) == 5 for row in rows)
-
-
-def _has_header(text: str, names: Sequence[str], between: str) -> bool:
-    pattern = between.join(f'(?:{name}|"{name}")' for name in names)
-    return re.fullmatch(pattern, text.split("\n")[0].strip()) is not None
-
-
-def _csv_special_character(text: str, args: InstructionArguments) -> bool:
-    names = ("ProductID", "Category", "Brand", "Price", "Stock")
-    rows = _cells(text.replace('"', '"""'))
-    if not _has_header(text, names, r",[ \t]*") or len(rows) != 15:
-        return False
-    for row in rows[1:]:
-        if len(row) != 5:
-            return False
-        if any(re.match(r'".*[^\d\w\s].*"', cell) for cell in row):
-            return True  # as published, which looks at no row behind it
-    return False
-
-
-def _csv_quotes(text: str, args: InstructionArguments) -> bool:
-    names = ("StudentID", "Subject", "Grade", "Semester", "Score")
-    rows = _cells(text.replace('"', '"""'), "\t")
-    if not _has_header(text, names, "\t *") or len(rows) != 4:
-        return False
-    cells = [cell.strip() for row in rows for cell in row]
-    five = all(len(row) == 5 for row in rows)
-    return five and all(cell[:1] == cell[-1:] == '"' for cell in cells)
-
-
-def _date_format_list(text: str, args: InstructionArguments) -> bool:
-    """Days between 1769 and 1821; the published check takes month 00 and day 00 too."""
-    for part in text.split(","):
-        match = _DATE.fullmatch(part.strip())
-        if match is None:
-            return False
-        year, month, day = map(int, match.groups())
-        if not 1769 <= year <= 1821 or month > 12 or (month and day > _LAST_DAYS[month - 1]):
-            return False
-    return True
-
-
 def _repeat_change(text: str, args: InstructionArguments) -> bool:
     wanted = args.text("prompt_to_repeat")
     return text != wanted and text.split()[1:] == wanted.split()[1:]
@@ -293,10 +235,6 @@ FORMS: Mapping[str, Callable[[str, InstructionArguments], bool]] = {
     "custom:character_reverse": _character_reverse,
     "custom:sentence_alphabet": _sentence_alphabet,
     "custom:european_capitals_sort": _european_capitals,
-    "custom:csv_city": _csv_city,
-    "custom:csv_special_character": _csv_special_character,
-    "custom:csv_quotes": _csv_quotes,
-    "custom:date_format_list": _date_format_list,
     "repeat:repeat_change": _repeat_change,
     "repeat:repeat_simple": _repeat_simple,
     "repeat:repeat_span": _repeat_span,

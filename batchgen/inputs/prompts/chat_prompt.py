@@ -194,7 +194,7 @@ class ChatPrompt:
         if self._config.continue_ and (role := messages[-1]["role"]) != "assistant":
             raise RequestError(
                 "bad_messages",
-                f"prompt.continue goes on with the assistant's last message, and the row's "
+                "prompt.continue extends the assistant's last message, but the row's "
                 f"messages end with one of {role}",
             )
         return messages

@@ -231,34 +231,10 @@ def open_job(
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
         print(f"batchgen: warning: {copies}", file=sys.stderr)
     model = open_job_model(config)
-    if config.sampling.max_new_tokens:
-        said = recommendation(dataclasses.asdict(config.sampling), model_sampling(model.path))
-        if said is not None:
-            print(f"model: {said}", file=sys.stderr)
-    with mistakes_in("strategy"):
-        strategy.block_length(model.config)
-    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
-    of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
-    context_columns = select_columns(of_model, config.output.columns)
-    named = (*of_model, *pooled_columns(model.config))
-    check_answer_columns(config.output.columns, strategy, named, model.config.architecture)
-    if (large := large_shards(config, context_columns)) is not None:
-        print(f"batchgen: warning: {large}", file=sys.stderr)
+    context_columns = _context_columns(config, strategy, model)
     params = config.params
     compiler = constraint_compiler(config, params.constraint, model)
-    with mistakes_in("sampling"):
-        strictest = strictest_params(config, params)
-        check_params(
-            strictest,
-            strategy,
-            model.config,
-            model.tokenizer,
-            context_columns,
-            replays=config.replays,
-        )
-        if config.scores_choices:
-            strategy.check(RequestParams(max_new_tokens=0))
-    check_parsed(config, model.tokenizer)
+    _check_sampling(config, strategy, model, context_columns)
     from batchgen.jobs.resolve.job_answers import answers_of  # it loads pyarrow
 
     reasoning = answers_of(config, model)
@@ -319,6 +295,48 @@ def open_job(
     with mistakes_in("engine"):
         job.recipe(config).check()
     return job
+
+
+def _context_columns(
+    config: JobConfig, strategy: Strategy, model: OpenedModel
+) -> list[OutputColumn]:
+    """Check the strategy and the columns of the job against its model, and return the columns of
+    context scope; prints what the model recommends for sampling."""
+    if config.sampling.max_new_tokens:
+        said = recommendation(dataclasses.asdict(config.sampling), model_sampling(model.path))
+        if said is not None:
+            print(f"model: {said}", file=sys.stderr)
+    with mistakes_in("strategy"):
+        strategy.block_length(model.config)
+    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
+    of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
+    context_columns = select_columns(of_model, config.output.columns)
+    named = (*of_model, *pooled_columns(model.config))
+    check_answer_columns(config.output.columns, strategy, named, model.config.architecture)
+    if (large := large_shards(config, context_columns)) is not None:
+        print(f"batchgen: warning: {large}", file=sys.stderr)
+    return context_columns
+
+
+def _check_sampling(
+    config: JobConfig,
+    strategy: Strategy,
+    model: OpenedModel,
+    context_columns: list[OutputColumn],
+) -> None:
+    """Refuse sampling options that the strategy or the model cannot honour."""
+    with mistakes_in("sampling"):
+        check_params(
+            strictest_params(config, config.params),
+            strategy,
+            model.config,
+            model.tokenizer,
+            context_columns,
+            replays=config.replays,
+        )
+        if config.scores_choices:
+            strategy.check(RequestParams(max_new_tokens=0))
+    check_parsed(config, model.tokenizer)
 
 
 def _prompt(

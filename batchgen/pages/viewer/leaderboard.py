@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
+from batchgen.evals.arms.arm_folders import ArmFolder
 from batchgen.evals.arms.arm_table import ArmTable, arm_table, best_first
 from batchgen.evals.arms.arm_values import table_cells, table_remarks
-from batchgen.evals.arms.job_arms import ArmFolder, job_arms
+from batchgen.evals.arms.job_arms import job_arms
 from batchgen.pages.viewer.disagreements import MOST_ANSWERS
 from batchgen.pages.viewer.jobs_below import JobBelow
 from batchgen.storage.folder.read_job import JobFolderReader

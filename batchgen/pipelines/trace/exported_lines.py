@@ -231,7 +231,7 @@ def _at(rows: FinishedRows, addresses: Sequence[tuple[int, int]]) -> list[Origin
     found = []
     names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
     for shard, place in addresses:
-        for table, _ in rows.tables(shard, names, addresses=np.array([place])):
+        for table, _ in rows.tables(shard, names, places=np.array([place])):
             found += _origins(rows, table.select(names).to_pylist()[0])()
     return found
 

@@ -205,16 +205,7 @@ class OutputSchema:
         before = [described_field(*column) for column in _BEFORE]
         has_channels = any(column.name == CHANNEL for column in extra)
         own = _OF_ANSWERS if answers else _OF_CHANNELS if has_channels else {}
-        own = _OF_READ_ROWS if is_read else own
-        after = [
-            described_field(
-                text_column if name == TEXT else name,
-                type,
-                own.get(name, meaning),
-            )
-            for name, type, meaning in _AFTER
-            if prompt_token_ids or name != PROMPT_TOKEN_IDS
-        ]
+        after = _answer_fields(_OF_READ_ROWS if is_read else own, text_column, prompt_token_ids)
         asked = (
             (_SATISFIED, constrained),
             (_ANSWER, answers),
@@ -347,6 +338,17 @@ def described_field(name: str, type: pa.DataType, meaning: str) -> pa.Field:
 
 def _strings(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
     return {key.decode(): value.decode() for key, value in (metadata or {}).items()}
+
+
+def _answer_fields(
+    meanings: Mapping[str, str], text_column: str, prompt_token_ids: bool
+) -> list[pa.Field]:
+    """Return the fields that every answer has; `meanings` replaces the usual ones by name."""
+    return [
+        described_field(text_column if name == TEXT else name, type, meanings.get(name, meaning))
+        for name, type, meaning in _AFTER
+        if prompt_token_ids or name != PROMPT_TOKEN_IDS
+    ]
 
 
 def _column_field(column: OutputColumn) -> pa.Field:

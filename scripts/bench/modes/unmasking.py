@@ -44,7 +44,7 @@ class ChanceStrategy(DLLMStrategy):
     those of random weights would never pass a threshold. The real ones are computed all the
     same."""
 
-    def _draw(self, output: ModelOutput, mask: TokenMask | None = None) -> Drawn:
+    def _draw(self, output: ModelOutput, mask: TokenMask | None) -> Drawn:
         drawn = super()._draw(output, mask)
         if drawn.confidence is not None:
             drawn = drawn._replace(confidence=torch.rand_like(drawn.confidence))

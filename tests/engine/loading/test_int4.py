@@ -15,9 +15,10 @@ from torch import Tensor
 
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.mxfp4_format import Units
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.loading.config_file import load_model_config
-from batchgen.engine.loading.loader import load_model
+from batchgen.engine.loading.loader import chosen_form, load_model
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.kernels.four_bit.layouts import dequantise_reference
@@ -225,6 +226,7 @@ def test_dummy_weights_are_in_int4(tiny_model: TinyModel, tmp_path: Path) -> Non
         (32, {"weight_scale": torch.full((128, 4), torch.inf)}, "not finite in bfloat16"),
         (32, {"weight_scale": torch.ones(64, 4)}, r"points \[64, 4\] are not for 128 values"),
         (32, {"weight_scale": torch.ones(128, 0)}, r"scales have the shape \[128, 0\]"),
+        (32, {"weight_g_idx": torch.arange(127, -1, -1) // 32}, "weight_g_idx is out of order"),
     ],
 )
 def test_a_weight_that_does_not_fit_is_named(
@@ -251,6 +253,14 @@ def test_names_of_modules_come_from_the_files(tiny_model: TinyModel, tmp_path: P
     assert len(panels(load(folder, parallel=ALONE))) == 4 * LAYERS
 
 
+def test_nvfp4_is_dequantised_for_float16(tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder, _ = write_packed(tiny_model("qwen3", **WIDE), tmp_path, *FORMS["nvfp4"])
+    config = load_model_config(folder)
+    assert chosen_form(config, None, Units(True, True, torch.bfloat16)) is not None
+    assert chosen_form(config, None, Units(True, True, torch.float16)) is None
+    assert not panels(load(folder, dtype=torch.float16))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3", WIDE), ("qwen3_moe", MOE)])
 def test_a_gpu_computes_with_the_values_of_the_twin(
@@ -271,3 +281,22 @@ def test_a_gpu_computes_with_the_values_of_the_twin(
         for chunks in ([40], [1] * 40):
             found, logits = (run_paged(model, IDS, chunks).float() for model in (ours, twin))
             assert (found - logits).norm() < 0.02 * logits.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3", WIDE), ("qwen3_moe", MOE)])
+@pytest.mark.parametrize("form", ["nvfp4", "nvfp4 of modelopt"])
+def test_a_gpu_computes_nvfp4_from_4_bits(
+    form: str, kind: str, sizes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path,
+    run_paged: RunPaged,
+) -> None:  # fmt: skip
+    """The twin has weights that are rounded to bfloat16, which products from 4 bits do not."""
+    folder, plain = write_packed(tiny_model(kind, **sizes), tmp_path, *FORMS[form])
+    ours, twin = (
+        load_model(path, device=torch.device("cuda"), dtype=torch.bfloat16)
+        for path in (folder, plain)
+    )
+    assert len(panels(ours)) == 4 * LAYERS
+    for chunks in ([40], [1] * 40):
+        found, logits = (run_paged(model, IDS, chunks).float() for model in (ours, twin))
+        assert (found - logits).norm() < 0.03 * logits.norm()

@@ -116,6 +116,7 @@ def test_what_transformers_reads_of_qwen3_vl_is_honoured_inert_or_refused(tmp_pa
     assert read - read_by_engine(tmp_path) - listed == set()
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_that_change_any_model_are_refused(
     kind: str, tiny_model: TinyModel, tmp_path: Path

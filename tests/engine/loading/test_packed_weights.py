@@ -82,6 +82,10 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
         lambda shape, seed: fp8(shape, seed, (shape[0], 1), "weight_scale"),
     ),
     "fp8 of one number": ({"quant_method": "fp8"}, partial(fp8, scales=(), name="weight_scale")),
+    "fp8 of modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        partial(fp8, scales=(), name="weight_scale"),
+    ),
     "nvfp4": (groups(4, "float"), nvfp4),
     "nvfp4 of modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"}, partial(nvfp4, modelopt=True)),
@@ -115,6 +119,7 @@ def test_a_gpu_dequantises_as_a_cpu_does(
     torch.testing.assert_close(logits, expected, rtol=5e-3, atol=5e-3)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "glm4", "mixtral"])
 def test_families_load_int4(
     kind: str, tiny_model: TinyModel, tmp_path: Path, run_paged: Callable[..., Tensor]
@@ -167,7 +172,11 @@ AT = "model.layers.0.self_attn.q_proj."
         ("int8", {"weight_scale": torch.ones(3, 1)}, "3 scales are not for 64 values"),
         ("fp8 by tensor", {"weight_scale": None}, "its weight_scale_inv is missing"),
         ("nvfp4", {"weight_scale": torch.ones(64, 3)}, "is not for"),
+        ("nvfp4", {"weight_scale": torch.ones(64, 4)}, "of float32 is not for"),
         ("nvfp4", {"weight_global_scale": None}, "its weight_global_scale is missing"),
+        ("nvfp4", {"weight_global_scale": torch.zeros(1)}, "must be one number over 0"),
+        ("nvfp4", {"weight_global_scale": torch.ones(2)}, "must be one number over 0"),
+        ("nvfp4 of modelopt", {"weight_scale_2": None}, "its weight_global_scale is missing"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(

@@ -72,6 +72,7 @@ def test_panels_are_filled_from_checkpoints_with_rows(
     expect_panels(6, load_panels(folder, **options), load_rows(folder, **options))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(("kind", "split"), [("qwen2_moe", True), *FUSED])
 def test_ranks_have_panels_of_their_own_experts(

@@ -50,7 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("kind", "packed"), [("qwen2_moe", True), ("qwen3_moe", False)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers(
@@ -69,6 +69,7 @@ def test_logits_equal_transformers(
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["renormalised", "not renormalised", "every second"])
 def test_greedy_tokens_and_log_probabilities(
     name: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch

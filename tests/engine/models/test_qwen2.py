@@ -46,6 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers(
     name: str,
@@ -60,6 +61,7 @@ def test_logits_equal_transformers(
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_greedy_tokens_and_log_probabilities(tied: bool, tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model("qwen2", tie_word_embeddings=tied)

@@ -229,6 +229,7 @@ def test_counts_of_diffusion_depend_on_the_row_alone(
     assert counts(overlap=True) == expected
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("experts", [256, 257])
 def test_more_than_256_experts_take_two_bytes(experts: int, tiny_model: TinyModel) -> None:
     sizes = {"num_experts": experts, "moe_intermediate_size": 4, "num_hidden_layers": 1}

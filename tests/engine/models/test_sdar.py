@@ -174,6 +174,7 @@ def test_logits_equal_qwen3_under_a_block_causal_mask(
         equal(row, theirs)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block_length", [2, 4, 8, 32])
 def test_denoising_and_commit_forwards_equal_qwen3(

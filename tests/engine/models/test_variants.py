@@ -159,7 +159,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,
@@ -267,6 +267,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_sizes(name: str, tmp_path: Path) -> None:
     kind, values, parameters = PUBLISHED[name]

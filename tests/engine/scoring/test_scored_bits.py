@@ -109,6 +109,7 @@ def test_bits_beside_drafts(
     assert engine.stats.counts["num_draft_tokens"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_rows_are_scored_once(
     overlap: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch

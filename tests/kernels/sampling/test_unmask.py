@@ -218,7 +218,7 @@ def random_logits(rng: np.random.Generator, rows: int, vocab: int, dtype: torch.
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
 )
-@settings(max_examples=settings().max_examples // 40, deadline=None)
+@settings(max_examples=max(1, settings().max_examples // 40), deadline=None)
 def test_confidence_is_the_probability_of_the_token_under_the_law_it_is_drawn_from(
     seed: int, width: int, vocab: int, dtype: torch.dtype, bare: bool
 ) -> None:

@@ -237,7 +237,7 @@ def test_any_schedule_and_drafts_give_the_rows_of_ar(
     assert {*range(SOME)} - {int(output.request_id) for output in outputs} <= gone
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "overlap", "hard"),
     [

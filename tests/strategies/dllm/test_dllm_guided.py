@@ -241,7 +241,7 @@ def without_constraint(rows: list[Request]) -> list[int]:
     return [i for i, (_, params) in enumerate(rows) if params.constraint is None]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "rule",
     some_slow([RULES[1], RULES[3], RULES[4]], quick=[RULES[3], RULES[4]]),
@@ -260,7 +260,7 @@ def test_rows_without_a_constraint_notice_nothing(
         assert mixed[i].constraint_satisfied is None
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [RULES[2], RULES[4]], ids=str)
 @pytest.mark.parametrize("length", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_commits_may_go_alone_or_find_no_room(
@@ -295,7 +295,7 @@ def test_commits_may_go_alone_or_find_no_room(
     assert none == 0 < some < every
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @RULES_AND_OVERLAP
 def test_preempted_rows_go_on_as_if_nothing_had_happened(
     tiny_model: Callable[..., Path],

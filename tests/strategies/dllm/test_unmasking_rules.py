@@ -82,7 +82,7 @@ def without_name(rule: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in rule.items() if name != "unmasking"}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", EDITING[:2], ids=str)
 def test_rows_that_edit_begin_again_after_a_preemption(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, rule: dict[str, Any]

@@ -184,11 +184,11 @@ def config_of(
 
 def configured(
     values: Mapping[str, Any],
-    places: Mapping[str, str],
+    locations: Mapping[str, str],
     path: Path,
     overrides: Sequence[str],
     trusted: Sequence[str],
 ) -> JobConfig:
     """The job that the values of a file at `path` and typed arguments describe."""
-    groups = compose_groups(values, overrides, places=places).groups
+    groups = compose_groups(values, overrides, locations=locations).groups
     return load_config(groups, Trust.of([path], trusted, overrides))

@@ -261,7 +261,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "encoding",
         ["dataset=files", "dataset.path=d", "dataset.encoding=utf-9"],
-        "dataset.encoding: 'utf-9' is no encoding that Python knows: give one such as utf-8, "
+        "dataset.encoding: 'utf-9' is not an encoding that Python knows: give one such as utf-8, "
         "latin-1, cp1252, utf-16, gb18030 or shift_jis",
     ),
     (

@@ -78,8 +78,8 @@ def test_values(text: str, hint: Any, escapes: bool, value: object) -> None:
     ("text", "hint", "why"),
     [
         ("[a", Texts, "the closing ] is missing"),
-        ("[a]b", Texts, "b stands behind the closing bracket"),
-        ("a,", Texts, "nothing stands beside a comma"),
+        ("[a]b", Texts, "b follows the closing bracket"),
+        ("a,", Texts, "there is nothing on one side of a comma"),
         ("[a,,b]", Texts, "a value is missing before ,"),
         ('["a" b]', Texts, "b] stands where , or ] belongs"),
         ("['a]", Texts, "the quote in 'a is not closed"),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from batchgen.cli.verb_table import run_verb
+from batchgen.evals.arms.arm_folders import arm_folders
 from batchgen.evals.arms.arm_table import ArmTable, arm_table
-from batchgen.evals.arms.job_arms import arm_folders, job_arms
+from batchgen.evals.arms.job_arms import job_arms
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.finished_job import finished_job, row
 

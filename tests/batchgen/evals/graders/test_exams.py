@@ -1,11 +1,17 @@
 """The exams' experiments: prompts and targets of their definitions, from the hub and from files."""
 
 import json
+import re
+import shlex
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
@@ -21,7 +27,7 @@ from batchgen.evals.graders.step import PostStep
 from batchgen.inputs.steps.split import Explode
 from batchgen.util.templates.row_templates import RowTemplate
 from batchgen.util.text.plain_yaml import load_yaml
-from tests.support.sandboxes import need_sandbox, sandbox_missing
+from tests.support.sandboxes import need_sandbox
 
 ROOT = Path(__file__).parents[4]
 NO_EXAMS = {"llada2", "nano_hybrid", "nano_sdar", "nano_vl", "synth", "trado"}
@@ -230,21 +236,42 @@ def test_a_filter_changes_no_question_that_is_shuffled() -> None:
     assert alone == [row_fields(own, index, row) for index, row in enumerate(rows)][::-1]
 
 
+def _local_copy(name: str, keys: Mapping[str, str], folder: Path) -> None:
+    """Write the made rows of an exam where its local copy is read, in the form of that."""
+    path = folder / (keys.get("dataset.path") or FILES[name]).replace("*", "x")
+    path = path / "rows.jsonl" if not path.suffix else path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row["fields"]) for row in golden(name)]
+    rows = [json.loads(line.replace('"picture"', '"image"')) for line in lines]
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+    elif path.suffix == ".csv":
+        pa.csv.write_csv(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+
+
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", EXAMS)
-def test_every_exam_has_a_dry_run(
+def test_an_exam_has_a_dry_run_over_a_local_copy(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over rows in the data set's form, with the steps of the exam."""
+    """By the keys that its file and docs/reference/exams.md print."""
+    if name in BY_TESTS:
+        need_sandbox()
     monkeypatch.chdir(tmp_path)
-    if name in BY_TESTS and sandbox_missing() is not None:
-        pytest.skip("needs a sandbox")
-    rows = [json.dumps(row["fields"]) for row in golden(name)]
-    Path(f"{name}.jsonl").write_text("\n".join(rows).replace('"picture"', '"image"'))
-    overrides = ["dataset=files", f"dataset.path={name}.jsonl", "model=nano_hybrid"]
-    overrides += ["sampling.max_new_tokens=4", "prompt.too_long=truncate_left", "--dry-run"]
-    code = run_command([f"+experiment={name}", *overrides])
+    about = (ROOT / f"conf/experiment/{name}.yaml").read_text()
+    printed = re.search(r"^#   (dataset=.+)$", about, re.M)
+    assert (printed is None) == (name in FILES)
+    typed = shlex.split(printed[1]) if printed else []
+    _local_copy(name, dict(key.split("=", 1) for key in typed), tmp_path)
+    typed += ["model=nano_hybrid", "sampling.max_new_tokens=4", "prompt.too_long=truncate_left"]
+    code = run_command([f"+experiment={name}", *typed, "--dry-run"])
     said = capsys.readouterr()
     assert code == 0, said.err
     assert "Nothing was run: this was --dry-run." in said.out
-    assert "10 rows" in said.out, said.out
+    assert "10 rows" in said.out

@@ -107,7 +107,12 @@ def failures() -> Iterator[Made]:
 
 def outputs() -> Iterator[Made]:
     """Programs that read and write, against cases whose last one tells them apart."""
-    programs = {"sum": sum, "max": max, "min": min, "len": len}
+    programs: dict[str, Callable[[list[int]], int]] = {
+        "sum": sum,
+        "max": max,
+        "min": min,
+        "len": len,
+    }
     for own in programs:
         for wanted, compute in programs.items():
             numbers = ([5], [1, 2], [4, -1, 7])

@@ -14,11 +14,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from batchgen.config.groups.job_config import StepConfig
+from batchgen.evals.graders.answer_forms import choice_letter, normal_integer
 from batchgen.evals.graders.build_steps import post_steps
 from batchgen.evals.graders.extract import Extract
-from batchgen.evals.graders.grade import Grade, choice_letter
+from batchgen.evals.graders.grade import Grade
 from batchgen.evals.graders.grade_rows import Grader, StepChain
-from batchgen.evals.graders.integers import normal_integer
 from batchgen.evals.graders.latex import boxes, latex_number, plain
 from batchgen.evals.graders.parse_score import ParseScore
 from batchgen.evals.graders.step import AnswerRow, GradeFailure, PostStep, arrow_schema

@@ -185,7 +185,7 @@ def test_clustered_interval_holds_the_truth_in_95_of_100_cases() -> None:
     assert 0.93 <= coverage(draw, interval, 1500) <= 0.97
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("k", [1, 8, 64])
 @pytest.mark.parametrize("n", [30, 198, 500])
 def test_population_interval_at_sizes_of_known_exams(n: int, k: int) -> None:

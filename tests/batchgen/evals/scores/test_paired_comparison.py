@@ -120,6 +120,7 @@ def test_p_and_interval_agree_for_the_same_questions(seed: int) -> None:
         assert (p < 0.05) == (same.low > 0 or same.high < 0)
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("n", [30, 198, 500])
 @pytest.mark.parametrize("differ", range(1, 31))
 def test_few_differing_questions_are_seldom_significant(n: int, differ: int) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.evals.arms.arm_folders import arm_folders
 from batchgen.evals.arms.arm_table import arm_table
-from batchgen.evals.arms.job_arms import arm_folders, job_arms
+from batchgen.evals.arms.job_arms import job_arms
 from batchgen.evals.scores.intervals import sample_error
 from batchgen.evals.scores.marks import Marks
 from batchgen.evals.scores.samples import Samples

@@ -84,7 +84,7 @@ VIEWS: list[tuple[pa.Array, pa.DataType, list[Any]]] = [
 ]
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(8)
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("case", VIEWS, ids=lambda case: str(case[0].type))

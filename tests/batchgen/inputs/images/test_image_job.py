@@ -40,6 +40,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("struct", "binary", "template")]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", ["hf", "list", "path", "data", *SLOW])
 def test_images_of_a_column_in_every_form(form: str, vl_model: Path, tmp_path: Path) -> None:
     """Two rows, of 64×32 and 96×64 pixels; none of the forms writes pixels to the output."""

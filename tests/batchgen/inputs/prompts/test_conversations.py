@@ -120,7 +120,7 @@ def test_only_the_assistant_goes_on(smollm2: PreTrainedTokenizerBase) -> None:
         made.token_ids(row(messages=[{"role": "user", "content": "Hi"}]))
     assert caught.value.type == "bad_messages"
     for keys in ({"messages": TURNS}, {"user": "{{ q1 }}"}, {}):
-        with pytest.raises(ConfigError, match=r"prompt\.continue goes on with the assistant's"):
+        with pytest.raises(ConfigError, match=r"prompt\.continue extends the assistant's"):
             ChatPromptConfig(continue_=True, **keys)
 
 

@@ -87,6 +87,7 @@ def test_a_job_whose_rows_all_fail(tmp_path: Path, capsys: pytest.CaptureFixture
         assert path.read_bytes() == (tmp_path / "whole/data" / path.name).read_bytes()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("rows", [1, 2, FIRST_ROWS - 1])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_small_job_whose_rows_all_fail_begins_again(
@@ -138,6 +139,7 @@ def test_on_all_errors_continue(tmp_path: Path) -> None:
     assert _run(job, _BadPrompt(0, 0)).exit_code == 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bad", [_BadPrompt(0, 200), _BadPrompt(1, 300), _BadPrompt(0, 49)])
 def test_many_errors_and_some_answers(tmp_path: Path, bad: _BadPrompt) -> None:
     """Whatever the order in which they finish: rows with an answer take longer than errors."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
+
 import batchgen
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.inputs.dataset.row_source import open_dataset
@@ -58,6 +60,7 @@ def read(out: Path) -> None:
     assert len(list(reader.rows())) == len(list(reader.rows(["text"])))
 
 
+@pytest.mark.thorough
 def test_calls_are_linear_in_shards(tmp_path: Path) -> None:
     """Each look at the leases read the names of all shards again: 18 ms for each of 6,000."""
 

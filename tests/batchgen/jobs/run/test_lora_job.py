@@ -157,6 +157,7 @@ def test_a_job_with_another_adapter_is_another_job(
             run(overrides(model, rows, out, *other, "dataset.limit=2"))
 
 
+@pytest.mark.thorough
 def test_rows_of_older_jobs_are_taken_adapter_by_adapter(
     model: Path, rows: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def read(folder: Path) -> pa.Table:
     return pq.read_table(folder / "data", partitioning=None)
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_cut_off_has_the_experts_of_every_token(
     moe: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

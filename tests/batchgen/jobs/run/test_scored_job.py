@@ -74,7 +74,7 @@ def test_rows_without_an_answer_become_errors(model: Path, tmp_path: Path) -> No
     ("given", "message"),
     [
         (("sampling.max_new_tokens=0",), "sampling.max_new_tokens=0 generates nothing"),
-        (("prompt.answer=' a'",), "prompt.answer is scored and nothing is generated behind it"),
+        (("prompt.answer=' a'",), "prompt.answer is scored and nothing is generated after it"),
         ((*SCORED, "sampling.n=2"), "sampling.n=2 asks for several times"),
         ((*SCORED, "constraint=choice", "constraint.choices=[a,b]"), "constraint=choice restricts"),
         (

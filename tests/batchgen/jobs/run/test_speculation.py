@@ -129,6 +129,7 @@ def test_the_output_loads_with_its_columns(
     assert "| `num_forwards` | `int32` |" in card
 
 
+@pytest.mark.thorough
 def test_a_broken_off_job_gives_the_same_tokens(
     plain: tuple[Path, Path], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ PAGES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PAGES)
 def test_text_has_contrast_and_pages_fit_in_all_sizes_and_schemes(
     browser: Any, urls: dict[str, str], name: str
@@ -76,6 +77,7 @@ def test_text_has_contrast_and_pages_fit_in_all_sizes_and_schemes(
     assert looked_at(browser, urls[site], target) == []
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PAGES)
 def test_tab_reaches_every_control_and_shows_where_it_is(
     browser: Any, urls: dict[str, str], name: str
@@ -117,6 +119,7 @@ def test_pages_work_without_scripts(browser: Any, urls: dict[str, str]) -> None:
     context.close()
 
 
+@pytest.mark.thorough
 def test_a_page_with_faults_has_them_found(browser: Any) -> None:
     """The checks themselves: each fault is told."""
     page = """data:text/html,<body style="background:white">

@@ -1,0 +1,106 @@
+"""The folders whose jobs are arms, as a user names them, and why none of them can be compared."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchgen.evals.arms.arm_table import ArmTable
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.step_folders import find_record, step_folder
+from batchgen.storage.leases.own_files import MANIFEST
+from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.paths import folder_here, user_path
+
+_OF_SWEEPS = ("multirun.yaml", "sweep.yaml", "report.html")
+"""Files that a sweep writes beside its jobs."""
+
+
+@dataclass(frozen=True)
+class ArmFolder:
+    """A folder whose job is an arm, or is averaged with others into one.
+
+    Attributes:
+        name: what people call the job.
+        folder: as the user named it.
+        listed: whether the user named it by a folder of jobs, such as a sweep's.
+    """
+
+    name: str
+    folder: str
+    listed: bool = False
+
+
+def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
+    """The folders of jobs that a user means; a folder of jobs, such as a sweep's, stands for those
+    right in it, in the order in which they began.
+
+    Raises:
+        ConfigError: a name is no path, or one in an object store.
+    """
+    found: list[ArmFolder] = []
+    for name in paths:
+        path = Path(step_folder(str(user_path(folder_here(name, "batchgen compare"), "OUT"))))
+        if path.name in _OF_SWEEPS and path.is_file():  # as in SWEEP/*
+            continue
+        is_job = (path / MANIFEST).exists() or find_record(str(path)) is not None
+        below = [] if is_job or not path.is_dir() else _jobs_in(path)
+        found += [ArmFolder(one, str(Path(name) / one), listed=True) for one in below]
+        found += [] if below else [ArmFolder(name.rstrip("/") or name, name)]
+    if len({Path(folder.folder).parent for folder in found}) == 1 < len(found):
+        found = [replace(folder, name=Path(folder.folder).name) for folder in found]
+    short = Counter(folder.name for folder in found)
+    return [
+        replace(folder, name=folder.folder) if short[folder.name] > 1 else folder
+        for folder in found
+    ]
+
+
+def _jobs_in(folder: Path) -> list[str]:
+    """The names of the folders of jobs right in a folder; links are not followed."""
+    found = []
+    for path in folder.iterdir():
+        if path.is_symlink() or not (path / MANIFEST).is_file():
+            continue
+        try:
+            attempts = JobFolderReader(path).metrics.get("attempts") or [{}]
+            began = str(attempts[0].get("started", "~"))
+        except (ConfigError, JobError, AttributeError, LookupError, TypeError):
+            began = "~"  # its arm says what is wrong
+        found.append((began, _natural(path.name), path.name))
+    return [name for *_, name in sorted(found)]
+
+
+def _natural(name: str) -> list[tuple[float, str]]:
+    """A key by which 9 comes before 10."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]
+
+
+def refuse_nothing(table: ArmTable, folders: Sequence[ArmFolder]) -> None:
+    """Raise an error if the user named jobs one by one, and no two can be compared: JobError if a
+    file of the first that is not is damaged, else ConfigError."""
+    if any(row.difference is not None for row in table.rows):
+        return
+    if any(folder.listed for folder in folders) or len(table.rows) < 2:
+        if table.first is not None:
+            return
+    raise _first_fault(table)
+
+
+def _first_fault(table: ArmTable) -> ConfigError | JobError:
+    """Why the first arm that is not compared is not."""
+    for row in table.rows:
+        if row.arm.without:
+            return (JobError if row.arm.damaged else ConfigError)(row.arm.without)
+        if row.arm.other_exam:
+            first = table.first
+            assert first is not None
+            names = f"{first.arm.folders[0]} and {row.arm.folders[0]}"
+            return ConfigError(
+                f"{names} are not one exam: {row.arm.other_exam}: --anyway compares them"
+            )
+    return ConfigError("the jobs have no question with marks in both: nothing to compare")

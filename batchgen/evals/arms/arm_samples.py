@@ -1,0 +1,55 @@
+"""The samples of arms: of several jobs together, and of one value of a column."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from batchgen.util.errors import ConfigError
+from batchgen.util.shorten import some_names
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_MOST_VALUES = 200
+
+
+def pooled_samples(tables: Sequence[pa.Table]) -> pa.Table:
+    """The samples of several jobs as those of one: the questions of all, with all answers."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    from batchgen.evals.scores.marks import STARTS
+
+    moved, start, starts = [], 0, list[int]()
+    for table in tables:
+        starts.append(start)
+        place = table.column_names.index("sample_index")
+        index = pc.add(table["sample_index"], start)
+        moved.append(table.set_column(place, "sample_index", index))
+        start += 1 + int(pc.max(table["sample_index"]).as_py() or 0)
+    metadata = tables[0].schema.metadata
+    if metadata is not None:  # a rule that ended the rows of each job
+        metadata = {**metadata, STARTS: json.dumps(starts).encode()}
+    return pa.concat_tables(moved).replace_schema_metadata(metadata)
+
+
+def arm_values_of(table: pa.Table, by: str) -> list[str | None]:
+    """The values of a column, each of which makes an arm; ConfigError if there are too many."""
+    values: list[str | None] = table[by].unique().to_pylist()
+    if len(values) > _MOST_VALUES:
+        raise ConfigError(
+            f"--by {by}: the column has {len(values):,} values, such as "
+            f"{some_names([str(value) for value in values])}, and each would be an arm: name one "
+            f"with at most {_MOST_VALUES}"
+        )
+    return values
+
+
+def samples_with(table: pa.Table, by: str, value: str | None) -> pa.Table:
+    """The samples with a value of a column."""
+    import pyarrow.compute as pc
+
+    is_one: Callable[..., Any] = pc.is_null if value is None else pc.equal
+    return table.filter(is_one(table[by], *([] if value is None else [value])))

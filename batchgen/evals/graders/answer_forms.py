@@ -1,0 +1,172 @@
+"""Normal forms of answers that `Grade` compares: integers, texts, letters of choices, and JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from batchgen.engine.constraint.json_schema.json_text import NotJson, parse_json, parse_unique_json
+from batchgen.engine.constraint.json_schema.validator import make_validator
+from batchgen.engine.interface.constraint_error import ConstraintError
+from batchgen.evals.graders.choices import LETTERS
+from batchgen.evals.graders.latex import plain
+from batchgen.evals.graders.step import GradeFailure
+from batchgen.evals.math.literals import literal_number
+from batchgen.evals.math.same import MOST_CHARACTERS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_SIMPLE = re.compile(r"-?[1-9][0-9]*|0")
+_LONG = re.compile(r"([+-]?)0*([1-9][0-9]*)")
+_USUAL = re.compile(r"([+-]?)(?:\\?\$ ?)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.0*)?")
+_NO_DIGIT = re.compile(r"\D*")
+_LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
+_NEXT_LETTER = r"\s*\(?[A-Za-z](?![A-Za-z])"
+_LETTER_FIRST = re.compile(
+    rf"\(?([A-Za-z])(?:[).:](?!\s*(?:[,;]|and\b|or\b){_NEXT_LETTER})|,(?!{_NEXT_LETTER})).*", re.S
+)
+_LETTERS = re.compile(
+    r"\(?[A-Za-z][).:]?(?:\s*(?:[,;/&+、]|,?\s*and\b|,?\s*und\b|和)\s*\(?[A-Za-z][).:]?)+", re.I
+)
+_LABEL = re.compile(
+    r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?|答案|选项?)[是为]?\s*[:：]?\s*"
+    r"(?=\(?[A-Za-z]\b)",
+    re.I,
+)
+
+
+def normal_integer(answer: str) -> str | None:
+    r"""The whole number that an answer says, in its shortest form; None if it says no such number.
+
+    Understood are signs, thousands (`1,000`, `1 000`, `1{,}000`), decimals that are all zero
+    (`18.00`), leading zeros (`018`), a currency, `x =` or `m + n =` before it, a unit or a percent
+    sign after it (`18 \text{ dollars}`, `90^\circ`), powers of ten (`5 million`, `1e6`), and what
+    only lays it out. `-0` is `0`. What must be computed is no number (`9 + 9`), and neither are
+    `3 or 4` and `3x`. Digits alone may be any number of them.
+    """
+    if _SIMPLE.fullmatch(answer):
+        return answer
+    if len(answer) > MOST_CHARACTERS:
+        match = _LONG.fullmatch(answer.strip())
+        return None if match is None else match[1].replace("+", "") + match[2]
+    if _NO_DIGIT.fullmatch(answer):
+        return None
+    if match := _USUAL.fullmatch(answer):
+        digits = match[2].replace(",", "").lstrip("0") or "0"
+        return "-" + digits if match[1] == "-" and digits != "0" else digits
+    value = literal_number(answer)
+    if value is None or value.denominator != 1:
+        return None
+    return str(value)
+
+
+def _short_integers(values: Sequence[Any]) -> tuple[pa.StringArray, pa.BooleanArray]:
+    """Texts or integers as an Arrow array of texts, and which of them are whole numbers in their
+    shortest form; values of several kinds or of another one become nulls."""
+    import pyarrow as pa  # workers need neither
+    import pyarrow.compute as pc
+
+    try:
+        array = pa.array(values)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        array = pa.nulls(len(values))
+    if pa.types.is_integer(array.type):
+        array = array.cast(pa.string())
+    elif not pa.types.is_string(array.type):
+        array = pa.nulls(len(values), pa.string())
+    short = pc.match_substring_regex(array, rf"\A(?:{_SIMPLE.pattern})\z")
+    return array, short.fill_null(False)
+
+
+def short_integer_marks(
+    answers: Sequence[Any], targets: Sequence[Any]
+) -> tuple[list[float | None], list[str | None], list[str | None], list[int]]:
+    """The marks, keys and targets of N rows whose answer and target are short integers; None for
+    the other rows, and the places of these."""
+    import pyarrow.compute as pc  # workers do not need it
+
+    given, is_short = _short_integers(answers)
+    wanted, is_short_target = _short_integers(targets)
+    short = pc.and_(is_short, is_short_target)
+    columns = pc.equal(given, wanted).cast("float64"), given, wanted
+    marks, keys, against = (pc.if_else(short, column, None).to_pylist() for column in columns)
+    return marks, keys, against, [at for at, is_one in enumerate(short.to_pylist()) if not is_one]
+
+
+def normal_text(text: str, ignore_case: bool = False) -> str:
+    """The text with single spaces for white space, and none at its ends."""
+    joined = " ".join(text.split())
+    return joined.casefold() if ignore_case else joined
+
+
+def choice_letter(answer: str, choices: Sequence[Any]) -> str:
+    """The letter that an answer names alone (`b`, `(B)`, `Option B`), or the letter of the choice
+    whose text it is, or the letter before a text (`B. iron`), or several letters in their order
+    (`A, C` for `C and A`); else the answer's own text."""
+    text = plain(answer)
+    text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
+    if match := _LETTER.fullmatch(text):
+        return match[1].upper()
+    for ignore_case in (False, True):  # `Aa` and `aa` may be two choices
+        for letter, choice in zip(LETTERS, choices, strict=False):
+            if normal_text(text, ignore_case) == normal_text(plain(str(choice)), ignore_case):
+                return letter
+    if _LETTERS.fullmatch(text):
+        named = re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text)
+        return ", ".join(sorted({letter.upper() for letter in named}))
+    if text.isascii() and text.isalpha() and set(text) <= set(LETTERS[: len(choices)]):
+        return ", ".join(sorted(set(text)))  # `CA`
+    match = _LETTER_FIRST.fullmatch(text)
+    return match[1].upper() if match else normal_text(text)
+
+
+def equal_choices(one: str, other: str, choices: Sequence[Any]) -> bool:
+    """Whether two letters are those of choices with the same text."""
+    texts = [
+        normal_text(str(choices[at]))
+        for letter in (one, other)
+        if len(letter) == 1 and 0 <= (at := LETTERS.find(letter)) < len(choices)
+    ]
+    return len(texts) == 2 and texts[0] == texts[1]
+
+
+def matches_whole(pattern: str, answer: str, ignore_case: bool) -> bool:
+    """Whether a regular expression matches a whole answer; GradeFailure if it is none."""
+    try:
+        compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+    except re.error as error:
+        raise GradeFailure("bad_target", f"the target is no regular expression: {error}") from None
+    return compiled.fullmatch(answer.strip()) is not None
+
+
+def valid_json(answer: str, schema: Any) -> tuple[bool, str]:
+    """Whether an answer is JSON that a schema (text or mapping) allows, and its normal form;
+    GradeFailure if the schema is none."""
+    try:
+        validator = _validator(schema if isinstance(schema, str) else repr_json(schema))
+    except (ConstraintError, ValueError) as error:
+        raise GradeFailure("bad_target", f"not a JSON Schema: {error}") from None
+    try:
+        value = parse_json(answer)
+    except NotJson:
+        return False, normal_text(answer)
+    return validator.is_valid(value), repr_json(value)
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: str) -> Any:
+    return make_validator(parse_unique_json(schema))
+
+
+def check_json_schema(schema: str | Mapping[str, Any]) -> None:
+    """Raise ValueError or ConstraintError if it is no JSON Schema."""
+    make_validator(parse_unique_json(schema) if isinstance(schema, str) else dict(schema))
+
+
+def repr_json(value: Any) -> str:
+    """JSON text in a normal form: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

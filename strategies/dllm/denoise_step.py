@@ -1,0 +1,128 @@
+"""What a denoise step draws at the positions of the rows' blocks, and what of it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.device.transfer import upload
+from batchgen.engine.execution.model_runner import ModelOutput
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.sampling.sampler import Drawn, draw_tokens, take_tokens
+from batchgen.kernels.sampling.token_mask import TokenMask
+from batchgen.strategies.dllm.block_rows import Writes
+from batchgen.strategies.dllm.edits import EDIT_LOG, edit_log
+from batchgen.strategies.dllm.guided import denoise
+from batchgen.strategies.dllm.replay import next_step
+from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
+
+Draw = Callable[[TokenMask | None], Drawn]
+"""Draws a token at each of the B · L positions of the blocks, under a mask if that is not None."""
+
+
+@dataclass(frozen=True)
+class DenoiseStep:
+    """What one step has decided for the blocks of B rows with L positions each."""
+
+    drawn: Drawn  # of the B · L positions, with the tokens of rows that replay a trajectory
+    writes: Writes
+    guided: Tensor | None  # [B] bool, the rows with a constraint; None if there are none
+    conflicts: Tensor | None  # [B] bool, those that conflict with it; None if there are none
+
+    def columns(self, state: DLLMStepInputs) -> dict[str, Tensor]:
+        """The columns of the drawn tokens, [B, L, *tail] each."""
+        blocks = state.blocks
+        rows, length = blocks.masked.shape
+        columns = {
+            name: values.view(rows, length, *values.shape[1:])
+            for name, values in self.drawn.columns.items()
+        }
+        columns[STEP_MAP.name] = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
+        if state.logs_edits:
+            most = length - 1 + state.rules.most_edit_steps
+            old = state.columns.get(EDIT_LOG.name)
+            columns[EDIT_LOG.name] = edit_log(old, blocks, self.writes, most)
+        return columns
+
+
+def draw_blocks(state: DLLMStepInputs, output: ModelOutput, mask: TokenMask | None) -> Drawn:
+    """Draw a token at each position of the rows' blocks, under the mask if there is one. The random
+    numbers of a position differ from one denoise step to the next."""
+    return draw_tokens(
+        output.logits,
+        state.repeated,
+        output.positions,
+        state.draws.flatten(),
+        confidence=state.rules.any_confidence,
+        entropy=state.rules.any_entropy,
+        mask=mask,
+    )
+
+
+def decide_writes(
+    state: DLLMStepInputs, output: ModelOutput, guide: Guide | None, draw: Draw
+) -> DenoiseStep:
+    """Draw tokens, and decide which positions they are written to: by the rules of the rows, their
+    constraints, or the trajectories that they replay."""
+    rules, of_step = state.rules, (state.candidates, state.blocks.denoised)
+    guided = conflicts = own_edits = None
+    if guide is None:
+        drawn = draw(None)
+        unmasked = rules.unmasked(*of_step, drawn)
+    else:
+        drawn, taken = denoise(
+            guide,
+            state.masked_on_host,
+            output.logits,
+            draw,
+            lambda drawn: rules.permitted(*of_step, drawn),
+            [row for row, _ in guide.matchers if rules.rules[row].edits],
+            state.edits,
+        )
+        guided, places, own_edits, conflicts = (
+            upload(each, torch.bool, output.logits.device)
+            for each in (taken.rows, taken.places, taken.edited, taken.conflicts)
+        )
+        unmasked = torch.where(guided.unsqueeze(1), places, rules.unmasked(*of_step, drawn))
+    drawn, unmasked = _replay(state, output, drawn, unmasked)
+    edited: Tensor | None = None
+    if rules.any_edits:
+        _, edited = state.edits(drawn)
+        if guided is not None and own_edits is not None:
+            edited = torch.where(guided.unsqueeze(1), own_edits, edited)
+    writes = Writes(unmasked, edited, drawn.token_ids.view(unmasked.shape))
+    return DenoiseStep(drawn, writes, guided, conflicts)
+
+
+def _replay(
+    state: DLLMStepInputs, output: ModelOutput, drawn: Drawn, unmasked: Tensor
+) -> tuple[Drawn, Tensor]:
+    """Put the tokens of replayed rows into a draw, and what the step unmasks of them into
+    `unmasked` [B, L] bool."""
+    if (found := state.replayed()) is None:
+        return drawn, unmasked
+    replays, token_ids, steps = found
+    rows = replays.rows
+    at = rows.repeat_interleave(unmasked.shape[1])
+    taken = take_tokens(
+        output.logits,
+        state.repeated,
+        output.positions,
+        torch.where(at, token_ids.flatten(), drawn.token_ids),
+    )
+    columns = {
+        name: torch.where(at.view(-1, *[1] * (v.dim() - 1)), taken.columns[name], v)
+        for name, v in drawn.columns.items()
+    }
+    unmasked = torch.where(rows.unsqueeze(1), next_step(state.blocks.masked, steps), unmasked)
+    return drawn._replace(token_ids=taken.token_ids, columns=columns), unmasked
+
+
+def ordered(values: Tensor, order: Tensor) -> Tensor:
+    """Reorder values [B, L, *tail] along the second axis: entry i of row b is the value at order[b,
+    i], where order is [B, L] int64."""
+    index = order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values)
+    return values.gather(1, index)
