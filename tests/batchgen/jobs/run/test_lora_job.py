@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from batchgen.pipelines.trace.traced import Trace, TracedAnswers
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
 from tests.support.engine.lora_files import merge, write_adapter
+from tests.support.jobs.forked import Forked
 from tests.support.jobs.real_job import contents, overrides, run
 
 
@@ -74,6 +77,31 @@ def test_a_grid_is_each_adapter_by_itself(
     result = run(overrides(model, rows, tmp_path / "grid", *grid(adapters)))
     assert "nothing was computed" in str(result)
     assert contents(tmp_path / "grid") == before
+
+
+@pytest.mark.thorough
+def test_a_grid_that_is_killed_goes_on(
+    model: Path, rows: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its files are those of a job that ran undisturbed, to the byte."""
+    how = [*grid(adapters), "engine.lora_slots=1", "engine.max_num_seqs=4"]
+    run(overrides(model, rows, tmp_path / "whole", *how))
+    line = overrides(model, rows, tmp_path / "out", *how)
+    for count in (1, 2):
+        job = Forked("batchgen", line)
+        deadline = time.monotonic() + 300
+        journal = tmp_path / "out" / "journal"
+        while job.poll() is None and time.monotonic() < deadline:
+            written = [file.stat().st_size for file in journal.glob("*.journal")]
+            if sum(written) > 1000 or len(list((tmp_path / "out/data").glob("*"))) >= count:
+                break
+            time.sleep(0.02)
+        job.send_signal(signal.SIGKILL)
+        while job.poll() is None:
+            time.sleep(0.02)
+        assert job.returncode == -signal.SIGKILL, "it was killed while it ran"
+    run(line)
+    assert contents(tmp_path / "out/data") == contents(tmp_path / "whole/data")
 
 
 def test_the_plan_counts_the_memory_of_adapters(model: Path, adapters: dict[str, Path]) -> None:
