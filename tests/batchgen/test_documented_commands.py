@@ -7,6 +7,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,8 @@ def test_the_commands_of_the_first_hour_run_in_order(
     ran = 0
     for command in re.findall(r"^    batchgen (.*)$", text, re.MULTILINE):
         if any(word in f"batchgen {command}" for word in OTHER_MACHINES):
+            continue
+        if "report_to=trackio" in command and find_spec("trackio") is None:
             continue
         for content, folder in files:
             Path({"second": "job.yaml", "exam": "exam.yaml"}[folder]).write_text(content)

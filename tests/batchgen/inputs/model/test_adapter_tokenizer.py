@@ -71,8 +71,7 @@ def test_a_template_of_the_adapter(
 
 def test_a_vocabulary_of_the_adapter(adapter: Path, model: Path, opened: OpenedModel) -> None:
     assert opened.tokenizer is not None
-    size = len(opened.tokenizer)
-    own = opened.tokenizer.chat_template
+    size, own = len(opened.tokenizer), opened.tokenizer.chat_template
     opened = replace(opened, config=replace(opened.config, vocab_size=size + 3))
     give_token(size)(model, adapter)
     with pytest.raises(ValueError, match=r"another vocabulary .* \(token '<new>'\)"):
