@@ -27,6 +27,7 @@ def test_every_example_has_a_test_and_a_line_in_the_readme() -> None:
     assert all(f"    batchgen examples/{name}.yaml\n" in readme for name in jobs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     ["block_diffusion", *(pytest.param(n, marks=pytest.mark.slow) for n in sorted(JOBS)[1:])],

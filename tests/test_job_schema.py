@@ -26,6 +26,7 @@ def problems(values: dict[str, Any]) -> list[str]:
     return [error.message for error in VALIDATOR.iter_errors(values)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_files_that_come_with_batchgen_fit(file: Path) -> None:
     Draft202012Validator.check_schema(VALIDATOR.schema)

@@ -78,7 +78,7 @@ def test_there_are_commands() -> None:
     assert len(_commands()) > 30
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("command", _commands())
 def test_a_documented_command_is_understood(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -69,7 +69,7 @@ def write_files(folder: Path) -> None:
     (folder / "questions.json").write_text(json.dumps(SCHEMA))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", ["1", "2", "3", "4", "5"])
 def test_a_recipe_makes_its_data_set(
     number: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -237,7 +237,7 @@ def test_every_option_mixed_in_one_batch_equals_each_alone(
         assert_same(alone(0, i), output)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @on_every_device(
     [
         {},

@@ -84,6 +84,7 @@ MODES: dict[str, tuple[str, Callable[[], Strategy], dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", some_thorough(MODES, ["chunks"]))
 def test_rows_have_the_bits_of_all_adapters_in_memory(
     mode: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +119,7 @@ def stacked_sum(
     return add_lora_reference_(out, x, tokens.slots, stacked)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("overlap", some_thorough([False, True], [True]))
 def test_slots_are_written_anew(
     overlap: bool, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

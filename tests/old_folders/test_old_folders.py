@@ -72,6 +72,7 @@ def test_the_same_command_computes_nothing(
     assert left - {".lock"} == names - {".lock"}, "pipelines had none"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name in JOBS_HERE if name != "demo"])
 def test_the_folder_s_own_configuration_computes_nothing(
     name: str, folder: Path, no_request: None, capsys: pytest.CaptureFixture[str]

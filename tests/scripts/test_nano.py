@@ -250,7 +250,7 @@ def test_prompts_with_pictures_are_what_the_chat_template_gives() -> None:
     assert row[:length] == ids and row.count(IMAGE_ID) == 8
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", train_nano.MODELS)
 def test_a_few_steps_write_a_folder_like_the_shipped_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -22,6 +22,7 @@ from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.models.dense import DenseConfig
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "count", "prompt_tokens", "output_tokens", "last_id", "outputs"),
     [

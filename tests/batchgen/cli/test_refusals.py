@@ -28,6 +28,7 @@ def _refusals(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> t
     return found[0], found[1]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -20,6 +20,7 @@ def data(folder: Path) -> Any:
     return table.select(["row_id", "sample_index", "token_ids"]).to_pylist()
 
 
+@pytest.mark.thorough
 def test_a_sweep_loads_weights_once_and_ends_with_its_table(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

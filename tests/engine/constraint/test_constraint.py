@@ -178,6 +178,7 @@ PATTERNS = [
 NARROWER = [r"\d", r"\D", r"\w", r"\W", r"[^\d]", r"[\w-]", r"[^\W]"]
 
 
+@pytest.mark.quick(19)
 @pytest.mark.parametrize("pattern", PATTERNS + NARROWER)
 @pytest.mark.parametrize("json_string", [False, True])
 def test_patterns_match_what_python_matches(pattern: str, json_string: bool) -> None:

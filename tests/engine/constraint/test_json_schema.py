@@ -74,7 +74,7 @@ def walk(grammar: xgrammar.CompiledGrammar, rng: random.Random, length: int = 15
     return None
 
 
-@pytest.mark.quick(30)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("max_whitespace", [0, 2])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_what_the_grammar_lets_through_is_valid(name: str, max_whitespace: int) -> None:

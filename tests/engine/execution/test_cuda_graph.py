@@ -62,6 +62,7 @@ def test_sizes_are_ascending_and_end_with_the_largest() -> None:
     assert none.mixed_sizes == none.prefill_sizes == [] and len(none) == len(none.decode_sizes)
 
 
+@pytest.mark.thorough
 def test_sizes_fill_up_little() -> None:
     for most in range(1, 601):
         shapes = GraphShapes(most, 10, 256, 0)

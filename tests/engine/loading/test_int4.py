@@ -102,6 +102,7 @@ def values(model: CausalLM) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_in_int4_equals_its_dequantised_twin(
     form: str, tiny_model: TinyModel, tmp_path: Path, run_paged: RunPaged
@@ -122,6 +123,7 @@ def test_a_model_in_int4_equals_its_dequantised_twin(
     assert torch.allclose(found, logits, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3", WIDE), ("qwen3_moe", MOE)])
 def test_the_ranks_hold_every_value_once(
     kind: str, sizes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
@@ -169,6 +171,7 @@ def test_what_kernels_cannot_keep_is_dequantised(
     assert not panels(load(folder, native=False))
 
 
+@pytest.mark.thorough
 def test_experts_in_one_tensor(tiny_model: TinyModel, tmp_path: Path) -> None:
     """`experts.gate_up_proj` [E, 2·I, H/8] and `experts.down_proj`, with scales of three axes."""
     folder, plain = write_packed(tiny_model("qwen3_moe", **MOE), tmp_path, INT4, pack_quantized)
@@ -210,6 +213,7 @@ def test_dummy_weights_are_in_int4(tiny_model: TinyModel, tmp_path: Path) -> Non
     assert torch.equal(both, values(model)[down])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("group", "change", "message"),
     [
@@ -243,6 +247,7 @@ def test_a_weight_that_does_not_fit_is_named(
     assert str(folder) in str(error.value)
 
 
+@pytest.mark.thorough
 def test_names_of_modules_come_from_the_files(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder, _ = write_packed(tiny_model("mixtral", **WIDE), tmp_path, INT4, pack_quantized)
     form, dummy = load_model_config(folder).form, load_model_config(folder, "dummy").form

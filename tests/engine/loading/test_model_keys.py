@@ -140,7 +140,7 @@ def test_keys_that_change_any_model_are_refused(
             place.pop(key) if before is None else place.update({key: before})
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_layers_that_a_model_lacks_are_named(
     kind: str, tiny_model: TinyModel, tmp_path: Path

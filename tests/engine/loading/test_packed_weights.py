@@ -92,6 +92,7 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_packed_checkpoint_is_its_dequantised_twin(
     name: str, tiny_model: TinyModel, tmp_path: Path, run_paged: Callable[..., Tensor]
@@ -157,6 +158,7 @@ def test_the_format_is_named_for_the_user() -> None:
 AT = "model.layers.0.self_attn.q_proj."
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
@@ -192,6 +194,7 @@ def test_a_damaged_checkpoint_is_named(
     assert str(packed) in str(error.value)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [

@@ -156,7 +156,7 @@ def tokens_and_choices(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, torch.rand((tokens, 2), generator=generator)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_the_kernels_read_them(
     quantization: str | None, tiny_model: TinyModel, load_panels: Load

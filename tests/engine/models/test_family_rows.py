@@ -167,7 +167,7 @@ def test_rows_that_lose_their_caches(
     assert engine.stats.preemptions
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 def test_drafts_that_fall_anywhere_are_taken_back(
     alone: Alone, folder: Path, columns: tuple[str, ...]
 ) -> None:

@@ -52,7 +52,7 @@ def make_engine(folder: Path, rule: dict[str, Any], **config: Any) -> LLMEngine:
     return LLMEngine(model, None, EOS, DLLMStrategy(**rule), EngineConfig(**options))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     "rule",

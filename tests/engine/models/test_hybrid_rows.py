@@ -145,6 +145,7 @@ def test_rows_that_lose_their_caches(
     assert engine.stats.preemptions > 0
 
 
+@pytest.mark.thorough
 def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) -> None:
     """Also by rows that lose their caches."""
     check_forced(alone, folder, k=3)

@@ -273,6 +273,7 @@ def test_samples_of_one_prompt_compute_it_once(loop: PlainLoop, multiple: int) -
     assert engine.stats.prefill_tokens == 75 + 5 * (75 - shared)
 
 
+@pytest.mark.thorough
 def test_a_third_prompt_starts_where_two_others_part(loop: PlainLoop) -> None:
     """The second leaves a checkpoint where it goes on otherwise than the first."""
     common = [9 + i for i in range(32)]
@@ -287,6 +288,7 @@ def test_a_third_prompt_starts_where_two_others_part(loop: PlainLoop) -> None:
     assert found == [0, 0, 32]
 
 
+@pytest.mark.thorough
 def test_a_slot_with_garbage_is_started_from_zero(loop: PlainLoop) -> None:
     """A row that failed leaves NaN in its state; the next one in its slot must not see that."""
     engine = make_engine(make_toy(), prefix_caching=False, max_num_seqs=2)

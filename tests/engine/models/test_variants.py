@@ -267,7 +267,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_sizes(name: str, tmp_path: Path) -> None:
     kind, values, parameters = PUBLISHED[name]

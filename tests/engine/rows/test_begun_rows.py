@@ -153,6 +153,7 @@ def case(request: pytest.FixtureRequest, tiny_model: TinyModel) -> tuple[Make, l
     return make, rows, run(make(), rows)
 
 
+@pytest.mark.quick(1)
 @given(seed=st.integers(0, 2**32))
 @settings(
     max_examples=max(1, settings().max_examples // 500),
@@ -219,6 +220,7 @@ def stopped(tiny_model: TinyModel) -> tuple[Make, Request, RequestOutput, Begun]
     return make, row, expected, begun
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("what", UNUSABLE)
 def test_a_row_begins_again_if_it_cannot_go_on(
     stopped: tuple[Make, Request, RequestOutput, Begun], what: str

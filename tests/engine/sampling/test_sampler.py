@@ -68,7 +68,7 @@ def reference_law(logits: Array, params: RequestParams) -> Array:
     return total
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_law_of_each_option(name: str) -> None:
     params, count = OPTIONS[name], 6000
@@ -117,6 +117,7 @@ def test_seeds_use_all_64_bits() -> None:
     assert ids[4] == ids[5], "-1 and 2⁶⁴ - 1 are the same 64 bits"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [12, 301, 40_000])
 def test_a_mixed_batch_equals_each_row_alone_bit_for_bit(vocab: int, dtype: torch.dtype) -> None:
@@ -334,7 +335,7 @@ def test_any_row_in_any_batch(params: list[RequestParams], values: list[float]) 
             assert step.token_ids[i, 0] == processed[i].argmax()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "turn"),
     [

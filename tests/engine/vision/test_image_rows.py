@@ -150,6 +150,7 @@ def test_bits_of_other_models(kind: str) -> None:
     check(kind, run(engine_of(kind, block_size=4, **chunks), ROWS))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_preempted_rows_encode_their_images_again(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +201,7 @@ def test_drafts_of_a_model_that_sees_only_tokens() -> None:
     assert sum(output.counts["num_accepted_tokens"] for output in found) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "way",
     [WHOLE, {"max_batched_tokens": 64, "block_size": 4}],

@@ -265,7 +265,7 @@ def test_a_decode_width_is_that_of_all_rows() -> None:
         triton(batch)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("again", [(1, 0, 2), (3, 2, 2), (0, 2, 0)])
 @pytest.mark.parametrize("block_length", [1, 2])
 @pytest.mark.parametrize("window", [None, 5])

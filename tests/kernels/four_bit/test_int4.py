@@ -66,6 +66,7 @@ def assert_rounded(found: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(found.float(), exact, rtol=eps, atol=0)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_panels_hold_the_weight(size: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -181,6 +182,7 @@ def test_no_rule_of_rows_reads_the_batch() -> None:
     assert is_dequantised(MOST_ROWS + 1, BY_BATCH) and not is_dequantised(MOST_ROWS, BY_BATCH)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "tiles",

@@ -206,7 +206,7 @@ def _check_norm_of_sum(
     assert torch.equal(stream[others], total[others]) and stream[broken].isnan().all()
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [None, False, True])
 @pytest.mark.parametrize(("rows", "k", "size"), [(1, 8, 2048), (7, 3, 200), (5, 1, 1500)])

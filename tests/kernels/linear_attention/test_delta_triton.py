@@ -141,7 +141,7 @@ def test_steps_of_any_width_agree(accepted: int) -> None:
     close(wide.state[1], plain.state[1], 1e-6)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("shape", "fold"), [(TINY, 1), (MAMBA, 4), (TINY, 4)])
 def test_a_token_has_the_same_bits_in_steps_of_any_width(shape: Shape, fold: int) -> None:
     """Whatever of the drafts before it was accepted, and wherever a state is written back."""
@@ -169,6 +169,7 @@ def test_a_token_has_the_same_bits_in_steps_of_any_width(shape: Shape, fold: int
         assert torch.equal(made, found[0][0]) and torch.equal(state, found[0][1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ragged_prefill_is_that_of_the_reference(shape: Shape, dtype: torch.dtype) -> None:

@@ -185,6 +185,7 @@ def test_experts_equal_the_reference(
     _assert_near(case.run(tiles), case)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=12)
 @given(
     tokens=st.integers(1, 12),

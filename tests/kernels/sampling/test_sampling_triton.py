@@ -230,6 +230,7 @@ def run_ranks(batch: Batch, ranks: int, logprobs: bool) -> list[Draw]:
     return [draw_on(rank, lambda _: gathered) for rank in range(ranks)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("ranks", "vocab", "dtype"),
     [(2, 8192, torch.float32), (2, 15001, torch.bfloat16), (4, 12290, torch.float32)],

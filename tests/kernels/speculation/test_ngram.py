@@ -190,6 +190,7 @@ def test_the_most_recent_occurrence_of_the_longest_n_gram_is_continued(
             assert drafts in oracle.true_drafts(place)
 
 
+@pytest.mark.thorough
 @given(many_steps(), st.sampled_from(SIZES), st.booleans(), st.sampled_from([1, 8, 64]))
 @settings(deadline=None, max_examples=60)
 def test_drafts_of_a_table_too_small_are_true(

@@ -83,7 +83,7 @@ def test_triton_equals_the_reference(
     assert_equal(out, expected, close_calls(batch, expected))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("point", [True, False])
 def test_every_count_of_drafts_with_every_end(point: bool) -> None:
     """Few rows are close calls, or the comparison above would prove nothing."""

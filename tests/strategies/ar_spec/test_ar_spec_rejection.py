@@ -117,7 +117,7 @@ def ar_tokens(tiny_models: Models) -> Callable[[str], list[list[int]]]:
 DRAFTS = ("itself", "close", "far", "head")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("draft", "law"),
     some_slow(

@@ -216,7 +216,7 @@ def test_the_mask_token_is_never_generated(
             assert np.isfinite(output.columns["top_logprobs"]).all()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [RULES[2], RULES[4]], ids=str)
 @pytest.mark.parametrize("length", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_commits_may_go_alone_or_find_no_room(
@@ -299,7 +299,7 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened(
             np.testing.assert_array_equal(output.columns[name], values)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [4, 8, 32])
 def test_rows_that_share_prefixes_are_those_of_rows_that_do_not(
     tiny_model: Callable[..., Path], length: int

@@ -125,7 +125,7 @@ def test_every_verb_is_tried() -> None:
     assert READERS.keys() | OTHERS.keys() == VERBS.keys()
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_job_that_lost_rows_is_refused(
     made: Path, tmp_path: Path, call: Callable[[str, Path], tuple[int, str]],

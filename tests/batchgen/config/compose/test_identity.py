@@ -91,7 +91,7 @@ def walked() -> Iterator[tuple[str, str, Any]]:
             yield f"strategy={choice}", f"strategy.{key}", value
 
 
-@pytest.mark.quick(20)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("beside", "key", "value"), list(walked()))
 def test_a_key_that_can_change_a_token_tells_jobs_apart(beside: str, key: str, value: Any) -> None:
     """The others of the engine are those of the next test."""

@@ -77,7 +77,7 @@ ALL = [(form, name) for form in FORMS for name in NAMING]
 FEW = [pair for pair in ALL if pair[0] == "job" or pair[1] in ("a reference", "a launcher")]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("form", "name"), some_slow(ALL, quick=FEW))
 def test_of_a_job_file_it_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], form: str, name: str

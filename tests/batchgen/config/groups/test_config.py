@@ -77,7 +77,7 @@ HAS_OWN_COLUMN = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 CHOICES = [path for path in sorted(CONF.glob("*/*.yaml")) if path.parent.name != "pipeline"]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda p: f"{p.parent.name}={p.stem}")
 def test_every_choice_loads(choice: Path) -> None:
     group = choice.parent.name
@@ -319,6 +319,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
 ]
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize(
     ("overrides", "message"), [e[1:] for e in ERRORS], ids=[e[0] for e in ERRORS]
 )
@@ -381,6 +382,7 @@ def test_resolved_loads_to_the_same_job() -> None:
     assert [*resolved(config)] == [f.name for f in fields(JobConfig)]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("override", "same"),
     [

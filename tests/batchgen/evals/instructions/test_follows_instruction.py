@@ -60,6 +60,7 @@ def test_every_instruction_has_cases() -> None:
         assert len(cases) >= (4 if name in IFEVAL else 2) and {True, False} == set(verdicts), name
 
 
+@pytest.mark.quick(66)
 @pytest.mark.parametrize(("name", "kwargs", "response", "follows"), ROWS)
 def test_a_response_follows_an_instruction(
     name: str, kwargs: dict[str, Any], response: str, follows: bool

@@ -215,7 +215,7 @@ def sampled(rng: np.random.Generator, p: Floats, k: int) -> Marks:
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("n", "k", "a", "b"),
     [

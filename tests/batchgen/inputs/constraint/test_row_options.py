@@ -56,6 +56,7 @@ def error(cell: Any, *arguments: str) -> str:
     return f"{caught.value.type}: {caught.value}"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
@@ -84,6 +85,7 @@ def test_what_an_option_becomes(option: dict[str, Any], expected: dict[str, Any]
     assert of_row(json.dumps(option), feature=Value("string")) == params
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("option", "message"),
     [

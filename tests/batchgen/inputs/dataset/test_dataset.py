@@ -63,6 +63,7 @@ ROWS = st.lists(
 NAMES = ["rows.jsonl", "rows.json", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.parquet", "a.arrow"]
 
 
+@pytest.mark.quick(3)
 @BOTH
 @pytest.mark.parametrize("name", NAMES)
 @settings(

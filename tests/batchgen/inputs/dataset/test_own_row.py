@@ -44,6 +44,7 @@ def nulls_left_out(row: dict[str, Any], wrap: str) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.quick(2)
 @BOTH
 @pytest.mark.parametrize("wrap", ["alone", "in a list", "in a struct", "in messages"])
 def test_a_value_stays_what_its_row_says(wrap: str, streaming: bool) -> None:

@@ -304,6 +304,7 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.quick(22)
 @BOTH
 @pytest.mark.parametrize(
     ("make", "keys", "message"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]

@@ -186,6 +186,7 @@ CASES: dict[str, tuple[Damage, str]] = {
 }
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("case", CASES)
 def test_an_adapter_that_is_refused(
     case: str, whole: Path, opened: OpenedModel, tmp_path: Path

@@ -38,6 +38,7 @@ DAMAGED: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("file", "damage", "message"), DAMAGED)
 def test_what_is_damaged_is_named(
     file: str,

@@ -225,6 +225,7 @@ def test_jobs_in_an_object_store_are_read(
         run(reader(model, "s3://jobs/nowhere", tmp_path / "none"))
 
 
+@pytest.mark.thorough
 def test_counted_rows_grow(model: Path, tmp_path: Path) -> None:
     def command(out: Path, limit: int) -> list[str]:
         given = overrides(model, Path("x"), out, "prompt.user='{{ row_index }} + 1'")

@@ -219,6 +219,7 @@ def test_any_row_can_be_read_by_its_index(draft: Path, rows: Any) -> None:
     assert rows_digest(found, 4) == rows_digest(limited, 4) != rows_digest(found, 5)
 
 
+@pytest.mark.thorough
 @given(st.data())
 def test_rows_follow_from_the_answers(tmp_path_factory: Any, data: st.DataObject) -> None:
     """Ids differ, what is chosen is what the expression says, and a prefix gives a prefix."""

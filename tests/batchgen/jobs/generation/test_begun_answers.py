@@ -106,6 +106,7 @@ def attempts(out: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_stopped_job_goes_on_with_what_it_has_begun(
     model: Path, rows: Path, tmp_path: Path
 ) -> None:

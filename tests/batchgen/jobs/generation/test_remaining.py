@@ -129,6 +129,7 @@ def played(
     return [(time / now, now - time, text) for time, text in said]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_the_time_left_of_a_played_job_is_about_right(name: str, device: str) -> None:

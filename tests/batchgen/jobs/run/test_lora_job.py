@@ -210,6 +210,7 @@ def test_another_job_reads_the_rows_of_each_adapter(
     assert [row["text"] for row in upstream.rows] == [of_grid["two", "r1", 1]["text"]]
 
 
+@pytest.mark.thorough
 def test_adapters_have_scores_of_their_own(
     model: Path,
     rows: Path,

@@ -32,6 +32,7 @@ def read(folder: Path) -> pa.Table:
     return pq.read_table(folder / "data", partitioning=None)
 
 
+@pytest.mark.thorough
 def test_the_rows_are_those_of_ar(qwen: Path, rows: Path, tmp_path: Path) -> None:
     plain, drafted = tmp_path / "ar", tmp_path / "mtp"
     run(overrides(qwen, rows, plain, f"output.columns=[{TOLD}]", "dataset.limit=4"))

@@ -277,6 +277,7 @@ def drafts(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return tmp
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("given", "message"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES]
 )

@@ -46,6 +46,7 @@ def parsed(html: str) -> ElementTree.Element:
     return root
 
 
+@pytest.mark.thorough
 @settings(max_examples=settings().max_examples * 2, deadline=None)
 @given(HOSTILE)
 @example("{" * 5000)

@@ -162,6 +162,7 @@ def test_links_are_not_followed(outputs: Path, tmp_path: Path) -> None:
     assert "config.yaml is a link" in refused.text and "the-secret" not in refused.text
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [

@@ -14,6 +14,7 @@ from batchgen.kernels.layers.activation import silu_and_mul
 from tests.support.jobs.real_job import overrides, run
 
 
+@pytest.mark.thorough
 def test_the_operation_is_named(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

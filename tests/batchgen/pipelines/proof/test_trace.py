@@ -222,6 +222,7 @@ def test_a_line_is_traced_by_what_it_holds(
     assert "gives this line" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_pipeline_and_its_exports(
     top: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ def small(model: Path, rows: Path, out: str, tmp_path: Path) -> str:
     return written(tmp_path / "pipeline.yaml", given)
 
 
+@pytest.mark.thorough
 def test_old_versions_are_deleted(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -90,6 +90,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("change", [edit, cut])
 @pytest.mark.parametrize("name", [*NAMES[:2], "set/data/part-00000.parquet", "set/selection.json"])
 def test_what_is_not_as_it_was_written_is_not_believed(

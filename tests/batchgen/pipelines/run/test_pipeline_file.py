@@ -85,6 +85,7 @@ def top(**keys: Any) -> Change:
     return lambda given: given.update(keys)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

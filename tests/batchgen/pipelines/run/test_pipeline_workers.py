@@ -15,6 +15,7 @@ from tests.support.jobs.object_files import FaultyFiles, use
 from tests.support.jobs.pipeline_job import folders, run, shards, values, written
 
 
+@pytest.mark.thorough
 def test_a_pipeline_lies_in_a_store(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

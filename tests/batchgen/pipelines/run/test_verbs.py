@@ -50,6 +50,7 @@ def test_status_tells_of_all_steps(out: Path, capsys: Said) -> None:
     assert "complete" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_verb_for_jobs_names_the_steps(out: Path, capsys: Said) -> None:
     for verb in ("show", "export", "score"):
         assert run_command([verb, str(out)]) == 2

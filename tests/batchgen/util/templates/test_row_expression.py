@@ -114,6 +114,7 @@ def test_the_columns_that_are_null_are_named() -> None:
         expression.value({**FIELDS, "mark": None})
 
 
+@pytest.mark.thorough
 @given(
     st.dictionaries(st.sampled_from(COLUMNS), st.none() | st.integers() | st.text()),
     st.sampled_from(["mark == 1", "text ~ mark", "result is none", "row|length", "mark < 3"]),

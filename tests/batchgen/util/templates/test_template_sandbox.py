@@ -94,6 +94,7 @@ def render(source: str) -> str:
     return BoundedEnvironment().from_string(source).render(big=BIG)
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("source", LARGE)
 def test_what_would_be_large_is_refused_before_it_is_made(
     source: str, monkeypatch: pytest.MonkeyPatch

@@ -78,7 +78,7 @@ def test_any_row_is_read_by_its_index(graded: Path) -> None:
     assert rows.samples(ROWS, ["text"]).num_rows == 0 == rows.samples(10**6, ["text"]).num_rows
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("wanted", "holds"),
     [
