@@ -153,7 +153,7 @@ def test_chunking_preemption_and_caching_change_nothing(
 ) -> None:
     expect_short_rows(monkeypatch)
     requests, expected = simple(0)
-    requests, expected = requests[:20], expected[:20]
+    requests, expected = requests[:32], expected[:32]
     engine = make_engine(tiny, small_cache(tiny, 96, overlap=overlap, **changes))
     outputs = run(engine, requests)
     for one, other in zip(expected, outputs, strict=True):
