@@ -67,12 +67,7 @@ def read_adapter_config(path: Path, fold: bool) -> AdapterConfig:
         raise ValueError(f"{path.parent} is no adapter: it has no {CONFIG}, as PEFT writes it")
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} is damaged: it is larger than any configuration")
-    try:
-        given = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"{path} is damaged: it holds no object")
+    given = read_adapter_json(path)
     _refuse_unsupported(path, given, fold)
     base = given.get("base_model_name_or_path")
     return AdapterConfig(
@@ -89,6 +84,17 @@ def read_adapter_config(path: Path, fold: bool) -> AdapterConfig:
         bias=str(given.get("bias", "none")),
         dora=given.get("use_dora") is True,
     )
+
+
+def read_adapter_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of an adapter; ValueError if it is damaged or holds no object."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no object")
+    return found
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from batchgen.engine.loading.peft_config import read_adapter_json
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.inputs.model.open_model import OpenedModel
 
@@ -135,10 +135,4 @@ def _read(path: Path) -> Mapping[str, Any] | None:
     if not path.is_file():
         return None
     _check_size(path)
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no object")
-    return found
+    return read_adapter_json(path)
