@@ -190,7 +190,7 @@ RUNS = (
 ELSEWHERE = (
     "fp8.", "four_bit.dequantise_triton.", "layers.add_splits_triton.", "parallel.",
     "moe.persistent_triton.", "moe.moe_align_triton.", "sampling.token_mask.",
-    "layers.narrow_linear_triton.",
+    "layers.narrow_linear_triton.", "lora.",
     "layers.cache_plane.", "attention.kv_gather.", "moe.experts_triton._sum_slots",
 )  # fmt: skip
 """How the names of kernels begin that these runs do not need; tests/kernels runs them."""
@@ -207,7 +207,16 @@ GREEDY = RequestParams(temperature=0, max_new_tokens=3)
 PLAIN = [(1, GREEDY), (17, GREEDY), (33, RequestParams(temperature=1.3, max_new_tokens=3))]
 """Rows that run together: (tokens of the prompt, sampling parameters)."""
 EVERY_OPTION = [
-    (70, replace(GREEDY, logprobs=True, repetition_penalty=1.3, presence_penalty=0.5)),
+    (
+        70,
+        replace(
+            GREEDY,
+            logprobs=True,
+            columns=("entropy",),
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+        ),
+    ),
     (16, replace(GREEDY, frequency_penalty=0.7, min_new_tokens=3, stop_token_ids=(7, 4999))),
     (31, RequestParams(temperature=0.7, top_k=40, top_p=0.9, max_new_tokens=3)),
     (
