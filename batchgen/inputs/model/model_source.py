@@ -32,6 +32,8 @@ _OTHER_FILES = (
 )
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 """What says how large images may be; the job's fingerprint of its images has what counts of it."""
+_OF_EMBEDDERS = "modules.json"
+"""Its presence says that a model without lm_head is one for embeddings."""
 
 
 def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -80,7 +82,12 @@ def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) 
     try:
         if file is not None:
             return Path(hf_hub_download(repo, file, revision=revision))
-        patterns = [*_OTHER_FILES, *_IMAGE_FILES, *(_WEIGHT_FILES if weights else ())]
+        patterns = [
+            *_OTHER_FILES,
+            *_IMAGE_FILES,
+            _OF_EMBEDDERS,
+            *(_WEIGHT_FILES if weights else ()),
+        ]
         # A pattern's * matches slashes too, and subfolders hold the weights in other formats.
         folder = snapshot_download(
             repo, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"

@@ -13,6 +13,7 @@ from batchgen.evals.grades.visible_columns import GRADES, VisibleColumns
 from batchgen.inputs.dataset.dataset_columns import renamed
 from batchgen.inputs.upstream.followed_job import ReadableJob
 from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.shards.token_columns import is_per_token
 from batchgen.util.errors import ConfigError
 
 SOURCE = "source"
@@ -29,8 +30,6 @@ SOURCE_FIELD = pa.field(
         _SOURCE_MARK.decode(): "1",
     },
 )
-_BY_TOKEN = ("token_ids", "prompt_token_ids")
-"""Columns with a value per token, beside those whose metadata say it."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def _of_job(job: ReadableJob, config: DatasetConfig) -> JobColumns:
         {names[field.name]: field for field in own},
         {names[place]: (place,) for place in places},
         tuple(names[field.name] for field in given),
-        frozenset(names[field.name] for field in own if _is_by_token(field)),
+        frozenset(names[field.name] for field in own if is_per_token(field)),
         names[text],
         {field.name: field for field in job.grade_schema},
     )
@@ -189,10 +188,6 @@ def _check_given(
         f"{first_job.user_path} and {theirs.get(odd[0], 'absent')} in {job.user_path}: choose the "
         f"columns to copy among those that they share ('dataset.columns=[{both}]')"
     )
-
-
-def _is_by_token(field: pa.Field) -> bool:
-    return _metadata(field).get(b"scope", b"row") != b"row" or field.name in _BY_TOKEN
 
 
 def _metadata(field: pa.Field) -> dict[bytes, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from batchgen.pages.rows.grade_columns import PREFIX
 from batchgen.pages.rows.job_rows import JobRows
 from batchgen.storage.folder.read_job import BATCH, JobFolderReader
 from batchgen.storage.shards.row_order import row_keys
+from batchgen.storage.shards.token_columns import is_per_token
 
 Keys = npt.NDArray[np.int64]
 """Numbers of rows, see `row_keys`."""
@@ -68,9 +69,8 @@ def _row(table: pa.Table) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for field in table.schema:
         value = table[field.name][0]
-        metadata: Mapping[bytes, bytes] = field.metadata or {}
-        per_token = b"scope" in metadata or field.name in ("token_ids", "prompt_token_ids")
-        row[field.name] = _array(value) if per_token and value.is_valid else value.as_py()
+        as_array = is_per_token(field) and value.is_valid
+        row[field.name] = _array(value) if as_array else value.as_py()
     return row
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES, EMBEDDING
 from batchgen.storage.metrics.tally import constraint_outcome
 from batchgen.storage.shards.image_column import PROMPT_IMAGES
+from batchgen.storage.shards.token_columns import is_per_token
 from batchgen.util.shorten import beginning
 from batchgen.util.templates.used_columns import used_columns
 from batchgen.util.text.row_json import AS_GIVEN, row_reader
@@ -48,8 +50,12 @@ class RowColumns:
         has_reasoning = REASONING in kinds and REASONING not in self.inputs
         self.reasoning = REASONING if has_reasoning else None
         apart = {*_SHOWN_APART, *self.inputs, self.text, self.reasoning}
-        # What has a scope has a value per token, and is seen there.
-        self.counts = [n for n, meta in kinds.items() if n not in apart and b"scope" not in meta]
+        # Values of a token are seen there, and nobody reads the numbers of an embedding.
+        apart |= {EMBEDDING, CLASS_SCORES}
+        self.counts = [f.name for f in schema if f.name not in apart and not is_per_token(f)]
+        scores = {} if CLASS_SCORES in self.inputs else kinds.get(CLASS_SCORES, {})
+        keys = (f"label_{number}".encode() for number in range(len(scores)))
+        self.labels = [scores[key].decode() for key in keys if key in scores]
         self.read = row_reader(schema)
 
 

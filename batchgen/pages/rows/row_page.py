@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 from markupsafe import Markup
 
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.pages.math.rich_text import rich_text
 from batchgen.pages.rows.prompt_text import Part, PromptText
 from batchgen.pages.rows.row_facts import RowColumns, RowFacts
@@ -18,6 +19,7 @@ from batchgen.pages.rows.row_pictures import ShownImage, shown_images
 from batchgen.pages.tokens.step_name import step_name
 from batchgen.pages.tokens.token_boxes import Decode, RowTokens, TokenView
 from batchgen.storage.metrics.tally import OUTCOMES
+from batchgen.util.shorten import beginning
 from batchgen.util.text.row_json import plain_text
 from batchgen.util.text.safe_text import Span, shortened, templates
 
@@ -151,6 +153,10 @@ class RowPage:
             found.append(("constraint", f"{outcome}: {OUTCOMES[outcome]}"))
         if row.get("parsed") is not None:
             found.append(("parsed", plain_text(row["parsed"])))
+        if self.columns.labels and (scores := row.get(CLASS_SCORES)) is not None:
+            best_first = sorted(zip(scores, self.columns.labels, strict=True), reverse=True)
+            text = ", ".join(f"{label} {score:.3f}" for score, label in best_first)
+            found.append((CLASS_SCORES, beginning(text, _MOST_FACT)))
         counts = ((name, row.get(name)) for name in self.columns.counts)
         return found + [
             (name, f"{value:,}" if isinstance(value, int) else plain_text(value))

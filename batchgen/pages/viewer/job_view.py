@@ -19,11 +19,10 @@ from batchgen.pages.viewer.rows.ranking import Rankings
 from batchgen.pages.viewer.rows.row_id_index import RowIds
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.shards.image_column import PROMPT_IMAGES
+from batchgen.storage.shards.token_columns import is_per_token
 
 if TYPE_CHECKING:
     from batchgen.pages.tokens.token_boxes import Decode
-
-_PER_TOKEN = ("token_ids", "prompt_token_ids")
 
 
 class JobView:
@@ -107,7 +106,7 @@ class JobView:
         """The columns of the rows and of their grades; with `per_token`, those with a value per
         token, too, which can be most of a file."""
         fields = self.rows.schema or ()
-        return [f.name for f in fields if per_token or not _is_per_token(f)]
+        return [f.name for f in fields if per_token or not is_per_token(f)]
 
     def row(self, row_index: int, *, tokens: bool) -> list[RowFacts]:
         """The finished samples of a row, with `tokens` as in `columns`."""
@@ -158,10 +157,6 @@ class JobView:
                 "output.columns=logprobs would bring one."
             )
         return found
-
-
-def _is_per_token(field: pa.Field) -> bool:
-    return field.name in _PER_TOKEN or b"scope" in (field.metadata or {})
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_only_the_needed_files_of_a_hub_model_are_fetched(
     full, light = asked
     assert (full["repo"], full["revision"], light["revision"]) == ("owner/name", "v1", None)
     assert "model*.safetensors" in full["allow_patterns"]
-    assert "config.json" in light["allow_patterns"]
+    assert {"config.json", "modules.json"} <= {*light["allow_patterns"]}  # the latter: embedders
     assert not any("safetensors" in pattern for pattern in light["allow_patterns"])
 
 

@@ -148,6 +148,21 @@ def test_the_steps_are_a_film_and_what_was_replaced_is_told() -> None:
     assert "film" not in made.html(RowFacts(ROW | none, GRADES), key="k")
 
 
+def test_a_classifier_s_scores_have_their_labels_and_an_embedding_is_left_out() -> None:
+    labels = {"scope": "row", "label_0": "bad", "label_1": EVIL, "label_2": "good"}
+    fields = [
+        pa.field("embedding", pa.list_(pa.float32(), 2), metadata={"scope": "row"}),
+        pa.field("class_scores", pa.list_(pa.float32(), 3), metadata=labels),
+    ]
+    schema = pa.schema([*SCHEMA, *fields])
+    pooled = {"embedding": [0.25, 0.5], "class_scores": [-1.5, -2.0, 3.25]}
+    html = RowPage(CONFIG, schema, decode).html(RowFacts(ROW | pooled), key="k")
+    assert "good 3.250, bad -1.500, " in html and "<script>alert" not in html
+    assert "0.25" not in html.replace("3.250", "")
+    failed = ROW | {"embedding": None, "class_scores": None}
+    assert "class_scores" not in RowPage(CONFIG, schema, decode).html(RowFacts(failed), key="k")
+
+
 def test_every_colour_has_a_legend_that_says_what_it_stands_for() -> None:
     steps = ROW | {"step_map": [1, 2, 7, 13]}
     html = page().html(RowFacts(steps, GRADES), key="k")
