@@ -55,7 +55,7 @@ class RowColumns:
         self.counts = [f.name for f in schema if f.name not in apart and not is_per_token(f)]
         scores = {} if CLASS_SCORES in self.inputs else kinds.get(CLASS_SCORES, {})
         keys = (f"label_{number}".encode() for number in range(len(scores)))
-        self.labels = [scores[key].decode() for key in keys if key in scores]
+        self.labels = [scores[key].decode(errors="replace") for key in keys if key in scores]
         self.read = row_reader(schema)
 
 

@@ -154,7 +154,7 @@ class RowPage:
         if row.get("parsed") is not None:
             found.append(("parsed", plain_text(row["parsed"])))
         if self.columns.labels and (scores := row.get(CLASS_SCORES)) is not None:
-            best_first = sorted(zip(scores, self.columns.labels, strict=True), reverse=True)
+            best_first = sorted(zip(scores, self.columns.labels, strict=False), reverse=True)
             text = ", ".join(f"{label} {score:.3f}" for score, label in best_first)
             found.append((CLASS_SCORES, beginning(text, _MOST_FACT)))
         counts = ((name, row.get(name)) for name in self.columns.counts)
