@@ -1,4 +1,4 @@
-"""Normalisation by the root mean square."""
+"""Normalisation by the root mean square, with and without the mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
-from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
+from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, summed
 from batchgen.kernels.fp8.quantise import (
     FP8Rows,
     RoundedRows,
@@ -106,3 +106,22 @@ class RMSNorm(nn.Module):
             return weight
         ordered = weight if self._order is None else weight[self._order]
         return ordered.to(self.weight.dtype) + self._shift
+
+
+class CentredNorm(RMSNorm):
+    """An RMSNorm of x - mean(x): LayerNorm without a bias (Ba et al. 2016), computed in float32.
+
+    Its results are never in FP8, and pending sums are added before it.
+    """
+
+    def __init__(self, size: int, eps: float, *, where: Placement) -> None:
+        super().__init__(size, eps, in_float=True, where=where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., size], in its dtype."""
+        return rms_norm(x, self.weight, self.eps, centred=True)
+
+    def of_stream(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return the norm of a residual stream [T, size], and the stream with pending sums."""
+        x = summed(stream)
+        return self(x), x

@@ -24,6 +24,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "ApertusForCausalLM": ModelEntry("batchgen.engine.models.apertus"),
     "ArceeForCausalLM": ModelEntry("batchgen.engine.models.arcee"),
     "BambaForCausalLM": ModelEntry("batchgen.engine.models.bamba"),
+    "Cohere2ForCausalLM": ModelEntry("batchgen.engine.models.cohere2"),
     "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v2"),
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v3"),
     "Dots1ForCausalLM": ModelEntry("batchgen.engine.models.dots1"),
@@ -83,8 +84,10 @@ _MAMBA = "states of Mamba layers"
 _CENTRED_NORMS = "norms that subtract the mean (LayerNorm)"
 _BIDIRECTIONAL = "attention in both directions over the whole row"
 RELATIVES: Mapping[str, tuple[str, str]] = {
-    "CohereForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
-    "Cohere2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
+    "CohereForCausalLM": (
+        "Cohere2ForCausalLM",
+        "rotation in layers without a window, and such norms of queries and keys",
+    ),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
     "DiffusionGemmaForBlockDiffusion": (
         "Gemma4ForCausalLM",

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019)."""
+"""RMSNorm (Zhang and Sennrich 2019), and LayerNorm (Ba et al. 2016) without a bias."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _TILE = 1024
 """Elements per program: a program takes several rows if they are shorter than this."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
     """Compute x / sqrt(mean(x²) + eps) · weight over the last axis, which is contiguous.
 
     x has up to three axes; weight [D] has its dtype or float32. Mean and division are in float32,
     the product with the weight in the weight's dtype: models were trained with either rounding.
+    With `centred` x is x - mean(x), in float32.
     """
     run = rms_norm_triton if x.is_cuda else rms_norm_reference
-    return run(x, weight, eps)
+    return run(x, weight, eps, centred=centred)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
     """`rms_norm` in PyTorch, for any device and any number of axes."""
     wide = x.float()
+    if centred:
+        wide = wide - wide.mean(-1, keepdim=True)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
@@ -59,6 +62,8 @@ def rms_norm_triton(
     eps: float,
     parts: Tensor | None = None,
     shared: SharedPart | None = None,
+    *,
+    centred: bool = False,
 ) -> Tensor:
     """`rms_norm` in one launch, or `rms_norm_of_sum` if there are parts."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -70,7 +75,7 @@ def rms_norm_triton(
     rows = max(1, _TILE // block)
     _rms_norm[(triton.cdiv(outer * inner, rows),)](
         x, parts, values, gate, weight, out, x.stride(0), x.stride(1), *strides, outer * inner,
-        inner, size, eps, PARTS=num_parts, ROWS=rows, BLOCK=block,
+        inner, size, eps, PARTS=num_parts, CENTRED=centred, ROWS=rows, BLOCK=block,
         # A thread makes two 16-byte accesses of 2-byte elements; in rows over 8192, more than two.
         num_warps=min(16, max(2, rows * block // 512)),
     )  # fmt: skip
@@ -101,7 +106,7 @@ def _three_axes(x: Tensor) -> Tensor:
 def _rms_norm(
     x_ptr, parts_ptr, shared_ptr, gate_ptr, weight_ptr, out_ptr, x_outer, x_inner, part_stride,
     parts_row, num_rows, inner, size, eps,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program normalises ROWS rows; parts are added to x[r // inner, r % inner] before."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -118,6 +123,8 @@ def _rms_norm(
         x = (total + x.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(source, x, mask=mask)
     x = x.to(tl.float32)
+    if CENTRED:
+        x = tl.where(mask, x - (tl.sum(x, axis=1) / size)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)
     normed = (x * scale[:, None]).to(weight_ptr.dtype.element_ty).to(tl.float32)
     result = (normed * weight).to(out_ptr.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""Two mixers of one layer that read the same, side by side."""
+"""Two parts of one layer that read the same, side by side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
-from batchgen.engine.layers.decoder_layer import Mixer
+from batchgen.engine.layers.decoder_layer import FeedForward, Mixer
 from batchgen.engine.layers.mixers.mamba2 import Mamba2
 from batchgen.engine.parallel.tensor_parallel import Stream, summed
 
@@ -38,3 +38,24 @@ class ParallelMixers(nn.Module):
             zeros = torch.zeros_like(residual)
             own = own.add(summed(mixer(hidden, zeros, cos_sin, ctx, outputs)), alpha=factor)
         return own
+
+
+class ParallelParts(nn.Module):
+    """Attention and an MLP of the same hidden states: residual + mixer(hidden) + mlp(hidden)."""
+
+    def __init__(self, attention: Mixer, mlp: FeedForward) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = attention, mlp
+        self.cache_spec: CacheSpec | None = attention.cache_spec
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        cos_sin: Tensor | None,
+        ctx: ForwardContext,
+        outputs: OutputTokens | None,
+    ) -> Stream:
+        """Return residual + both parts, as `Mixer` says."""
+        stream = summed(self.self_attn(hidden, residual, cos_sin, ctx, outputs))
+        return self.mlp(hidden if outputs is None else hidden[outputs.index], stream, ctx)

@@ -153,6 +153,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan with fused experts": ("hunyuan_v1_moe", {"split_experts": False, "moe_topk": 3}),
     "olmoe": ("olmoe", {}),
     "olmoe renormalised": ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
+    "cohere": ("cohere2", {}),
+    "cohere biases": ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
+    "cohere without windows": ("cohere2", ALL_FULL),
     "phi": ("phi3", {"sliding_window": 24}),
     "phi mini, long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 220}),
     "phi mini": ("phi3", {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}}),
@@ -263,6 +266,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "Falcon-H1-7B": (
         "falcon_h1", sizes(3072, 12288, 44, 12, 2, 130048) | HEAD | {
             "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128}, 7.59e9),
+    "c4ai-command-r7b-12-2024": ("cohere2", sizes(4096, 14336, 32, 32, 8, 256000), 8.028e9),
+    "c4ai-command-a-03-2025": ("cohere2", sizes(12288, 36864, 64, 96, 8, 256000), 111.1e9),
     "ERNIE-4.5-21B-A3B": ("ernie4_5_moe", sizes(2560, 12288, 28, 20, 4, 103424), 21.83e9),
 }  # fmt: skip
 
@@ -496,6 +501,7 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
         ("hunyuan_v1_dense", {"rope_parameters": DEFAULT | {
             "rope_type": "dynamic", "factor": 1.0, "alpha": "x"}}, "alpha is 'x'"),
         ("hunyuan_v1_moe", {"moe_topk": [1, 2, 3]}, r"moe_topk is \[1, 2, 3\]"),
+        ("cohere2", {"logit_scale": 0.0}, "logit_scale is 0.0"),
         ("olmoe", {"clip_qkv": 3.0}, "clip_qkv 3.0 is not supported"),
         ("olmoe", {"sliding_window": 9}, "sliding_window 9 is not supported"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer"),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
@@ -68,6 +69,20 @@ def test_rms_norm_with_a_wide_weight_has_the_bits_of_transformers(dtype: torch.d
         assert not torch.equal(rms_norm(x, weight + 1, 1e-5), expected)
     x, wide = x.to(DEVICE), (weight.float() + 1).to(DEVICE)
     _assert_near(rms_norm_triton(x, wide, 1e-5), rms_norm_reference(x, wide, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 72])
+def test_a_centred_norm_has_the_bits_of_transformers(dtype: torch.dtype, size: int) -> None:
+    x, weight = _random(24, 5, size, dtype=dtype) + 2, _random(size, dtype=dtype)
+    theirs = Cohere2LayerNorm(size, eps=1e-5).to(dtype)
+    theirs.weight.data = weight
+    assert torch.equal(rms_norm(x, weight.float(), 1e-5, centred=True), theirs(x))
+    x, wide = x.to(DEVICE), weight.float().to(DEVICE)
+    ours = rms_norm_triton(x, wide, 1e-5, centred=True)
+    rtol = 4 * torch.finfo(dtype).eps  # elements near the mean cancel
+    reference = rms_norm_reference(x, wide, 1e-5, centred=True)
+    torch.testing.assert_close(ours, reference, rtol=rtol, atol=2e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])

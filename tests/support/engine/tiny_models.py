@@ -130,6 +130,10 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {}),
     "bamba": ("Bamba", _MAMBA | {"attn_layer_indices": [1]}),
+    "cohere2": (
+        "Cohere2",
+        {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.3},
+    ),
     "dots1": ("Dots1", _MOE_V3 | {"attention_bias": False, "rope_parameters": None}),
     "ernie4_5": ("Ernie4_5", {}),
     "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),

@@ -1,0 +1,56 @@
+"""Command R7B and Command A (Cohere 2024, arXiv 2504.00698): attention and MLP side by side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchgen.engine.layers.decoder_layer import DecoderLayer
+from batchgen.engine.layers.mixers.parallel_mixers import ParallelParts
+from batchgen.engine.layers.norm import CentredNorm
+from batchgen.engine.models.dense import DenseForCausalLM, dense_config, head_size, layer_windows
+from batchgen.engine.models.model_config import ModelConfig, rope_from_parameters
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Cohere2ForCausalLM(DenseForCausalLM):
+    """Cohere 2: attention and MLP read the same norm, which subtracts the mean; three of four
+    layers have a sliding window, and the others rotate nothing."""
+
+    hf_class = "Cohere2Config"
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        """Make a layer of attention beside an MLP."""
+        parts = ParallelParts(self.make_attention(index), self.make_mlp(index))
+        return DecoderLayer(parts, None, before=(self.make_norm(), None), mixer_name="")
+
+    def make_norm(self) -> CentredNorm:
+        """Make a LayerNorm over hidden states, which has no bias."""
+        return CentredNorm(self.config.hidden_size, self.family.rms_norm_eps, where=self.where)
+
+    @classmethod
+    def piece_name(cls, name: str, config: ModelConfig) -> str:
+        return name.replace(".input_layernorm.", ".norm.")
+
+    @classmethod
+    def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
+        scale = hf.logit_scale
+        if type(scale) not in (int, float) or not 0 < scale < 1e6:
+            raise ValueError(f"logit_scale is {scale!r:.60}, and must be a number over 0")
+        rope = rope_from_parameters(hf.rope_parameters)
+        windows = layer_windows(hf) or (None,) * hf.num_hidden_layers
+        return dense_config(
+            hf,
+            cls,
+            head_dim=head_size(hf),
+            qkv_bias=hf.attention_bias,
+            output_bias=hf.attention_bias,
+            mlp_bias=False,
+            rope=rope,
+            interleaved=True,
+            layer_ropes=[None if window is None else rope for window in windows],
+            layer_windows=windows,
+            rms_norm_eps=hf.layer_norm_eps,
+            logit_divisor=1 / scale,
+        )
