@@ -26,15 +26,13 @@ def with_pooling(config: JobConfig, path: Path) -> JobConfig:
         return config
     with mistakes_in("model"):
         check_modules(path)
-        known = {"pooling": output.pooling, "normalise": output.normalise}
-        if output.pooling is None:
-            known["pooling"] = checkpoint_pooling(path)
-        if output.normalise is None:
-            known["normalise"] = normalises(path)
-    changed = replace(config, output=replace(output, **known))
+        pooling, normalise = output.pooling, output.normalise
+        pooling = checkpoint_pooling(path) if pooling is None else pooling
+        normalise = normalises(path) if normalise is None else normalise
+    changed = replace(config, output=replace(output, pooling=pooling, normalise=normalise))
     if changed == config or _was_begun(config):
         return config
-    said = " ".join(f"output.{key}={str(known[key]).lower()}" for key in unset)
+    said = " ".join(f"output.{key}={str(getattr(changed.output, key)).lower()}" for key in unset)
     print(f"model: embeddings are made as the checkpoint says: {said}", file=sys.stderr)
     return changed
 

@@ -125,10 +125,12 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
 def lasting(config: JobConfig, parts: ResolvedJob) -> JobConfig:
     """The configuration with what the job keeps from its start on: how embeddings are pooled, and
     the day that prompts name."""
-    found = {"pooling": parts.pooling, "normalise": parts.normalise}
-    known = {key: value for key, value in found.items() if value is not None}
-    if known:
-        config = replace(config, output=replace(config.output, **known))
+    output = config.output
+    if parts.pooling is not None:
+        output = replace(output, pooling=parts.pooling)
+    if parts.normalise is not None:
+        output = replace(output, normalise=parts.normalise)
+    config = replace(config, output=output)
     if parts.prompt.day is None:
         return config
     assert isinstance(config.prompt, (ChatPromptConfig, OpenAIPromptConfig))
