@@ -51,21 +51,21 @@ class ClassScores:
     def best(self) -> dict[str, int]:
         """In how many rows each class has the highest score."""
         counts = enumerate(self._best.tolist())
-        return {self._name(place): count for place, count in counts if count}
+        return {self._label(number): count for number, count in counts if count}
 
     def table(self) -> list[tuple[str, ...]]:
         """A line for each of the first classes."""
         means = self._sums / max(self.rows, 1)
         return [
             (
-                self._name(place),
-                f"{self._best[place]:,}",
-                *(f"{values[place]:.3f}" for values in (means, self._low, self._high)),
+                self._label(number),
+                f"{self._best[number]:,}",
+                *(f"{values[number]:.3f}" for values in (means, self._low, self._high)),
             )
-            for place in range(min(len(self.labels), MOST_CLASSES))
+            for number in range(min(len(self.labels), MOST_CLASSES))
         ]
 
-    def _name(self, place: int) -> str:
+    def _label(self, number: int) -> str:
         """A class's name, with its number if another class has the same."""
-        label = self.labels[place]
-        return label if self.labels.count(label) == 1 else f"{label} ({place})"
+        label = self.labels[number]
+        return label if self.labels.count(label) == 1 else f"{label} ({number})"
