@@ -15,8 +15,8 @@ from batchgen.config.groups.job_config import CutTexts
 from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.evals.scores.marks import marks_counting
 from batchgen.pages.report import pass_rates
-from batchgen.pages.rows.class_scores import ClassScores
 from batchgen.pages.report.report_rows import MANY, JobData, Keys
+from batchgen.pages.rows.class_scores import ClassScores
 from batchgen.pages.rows.grade_columns import ANSWER, GRADE_ERROR, MARK
 from batchgen.pages.rows.job_rows import starts
 from batchgen.storage.metrics.tally import constraint_outcome

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchgen.pages.report.charts import Chart, bars, experts, histogram, numbers, timeline_charts
-from batchgen.pages.rows.class_scores import HEADER as CLASSES_HEADER
-from batchgen.pages.rows.class_scores import MOST_CLASSES
 from batchgen.pages.report.eval_charts import Estimate, intervals, question_dots, score_by_length
 from batchgen.pages.report.pass_rates import HEADER
 from batchgen.pages.report.report_data import MOST_QUESTIONS, Collected
 from batchgen.pages.report.token_facts import TokenFacts
+from batchgen.pages.rows.class_scores import HEADER as CLASSES_HEADER
+from batchgen.pages.rows.class_scores import MOST_CLASSES
 from batchgen.pages.tokens.step_name import step_name
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.metrics.tally import OUTCOMES
