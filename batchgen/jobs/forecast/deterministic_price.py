@@ -15,12 +15,12 @@ class Price(NamedTuple):
 
 DECODE = Price(
     1.0,
-    "engine.deterministic cost less than 1% of models with attention and with gated delta networks, "
+    "engine.deterministic cost less than 1% of models with attention or gated delta networks, "
     "4% of decoding in FP8, and a third of the prompts of latent attention",
 )
 BLOCKS = Price(
     1.0,
-    "engine.deterministic cost nothing of block diffusion while all rows fit into the cache, and up "
+    "engine.deterministic cost nothing of block diffusion while all rows fit in the cache, up "
     "to half as long again where they do not",
 )
 SCORED = Price(1.05, "engine.deterministic made scored answers take 4% to 7% longer")
