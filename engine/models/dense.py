@@ -210,9 +210,11 @@ class DenseForCausalLM(CausalLM):
         family, positions = self.family, self.config.max_position_embeddings
         ropes = family.layer_ropes or (family.rope,) * self.config.num_layers
         vision = self.config.vision
-        sections = vision.mrope_sections if vision is not None and self.turns_by_axes else None
+        axes = ()
+        if vision is not None and self.turns_by_axes:
+            axes = vision.mrope_sections, vision.mrope_interleaved
         tables = {
-            rope: RotaryTable(rope, family.rotary_dim, positions, self.device, sections)
+            rope: RotaryTable(rope, family.rotary_dim, positions, self.device, *axes)
             for rope in dict.fromkeys(ropes)
             if rope is not None
         }
