@@ -48,7 +48,7 @@ from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import Quantization
-from batchgen.engine.requests import sample_params
+from batchgen.engine.request_params import sample_params
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.model_adapters import with_adapters

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from batchgen.config.compose.load_config import config_identity, growing
+from batchgen.config.compose.config_identity import config_identity, growing
 from batchgen.config.groups.constraint_config import (
     JsonConstraintConfig,
     JsonSchemaConstraintConfig,

@@ -26,7 +26,7 @@ from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
-from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.open_job import resolve_job
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import execute_job

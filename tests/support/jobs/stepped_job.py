@@ -9,7 +9,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchgen.config.compose.load_config import config_identity, step_configs
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.step_configs import step_configs
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.config.groups.job_config import (
     EngineGroup,

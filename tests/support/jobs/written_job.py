@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import yaml
 from synthetic_job import LOGPROBS, integer_steps
 
-from batchgen.config.compose.load_config import config_identity, growing, resolved
+from batchgen.config.compose.config_identity import config_identity, growing
+from batchgen.config.compose.load_config import resolved
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.config.groups.job_config import (
     EngineGroup,

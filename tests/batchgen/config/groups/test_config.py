@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 import batchgen.conf
 from batchgen.__main__ import run_command
 from batchgen.config.compose.compose_config import compose_groups
-from batchgen.config.compose.load_config import config_identity, load_config, resolved
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.load_config import load_config, resolved
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.class_names import class_path
 from batchgen.config.groups.job_config import (
