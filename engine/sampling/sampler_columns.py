@@ -19,23 +19,13 @@ LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 # The tail shape of these two is the row's own K, which `requested_columns` puts in.
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
 """The log-probabilities of the K most likely tokens at each position."""
-
-
 TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
 """The ids of those K tokens."""
-
-
 ENTROPY = OutputColumn("entropy", np.dtype(np.float32))
 """The entropy of the distribution of each generated token, in nats."""
-
-
 ANSWER_PREFIX = "answer_"
 """What the names of columns of answer scope begin with."""
-
-
 ANSWER_TOP_LOGPROBS = ANSWER_PREFIX + TOP_LOGPROBS.name
-
-
 ANSWER_REST_PROBS = OutputColumn("answer_rest_probs", np.dtype(np.float32), scope="answer")
 """The probability of all tokens but the K most likely ones at each position of an answer."""
 

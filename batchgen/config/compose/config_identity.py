@@ -40,8 +40,6 @@ _NOT_DECIDING: Mapping[str, Collection[str]] = {
     },
 }
 """Keys of each group that decide nothing about the content of a row, up to rounding on a GPU."""
-
-
 _FIRST: Mapping[str, Collection[str]] = {
     "model": {"dtype", "load_format", "trust_remote_code"},
     "dataset": {
@@ -72,12 +70,8 @@ _FIRST: Mapping[str, Collection[str]] = {
 }
 """Keys that identities have at any value, since those of version 0.1.0 have them. All others are in
 an identity only at another value than their default; this table gets no new ones."""
-
-
 _READ_TABLES = ("Join", "Against")
 """Steps of `rows` whose `path` says where a table lies."""
-
-
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
 
 

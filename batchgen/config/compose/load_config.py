@@ -34,14 +34,12 @@ from batchgen.config.groups.job_config import (
     JobConfig,
     LauncherConfig,
     ModelGroup,
-    OutputConfig,
-    ProgressConfig,
     PromptConfig,
-    ScoreConfig,
     StrategyConfig,
 )
 from batchgen.config.groups.launcher_config import job_launcher
 from batchgen.config.groups.model_sampling import with_model_values
+from batchgen.config.groups.output_config import OutputConfig, ProgressConfig, ScoreConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError

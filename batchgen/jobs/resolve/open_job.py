@@ -75,8 +75,7 @@ def open_job(
         print(f"batchgen: warning: {copies}", file=sys.stderr)
     model = open_job_model(config)
     context_columns = _context_columns(config, strategy, model)
-    params = config.params
-    compiler = constraint_compiler(config, params.constraint, model)
+    compiler = constraint_compiler(config, config.params.constraint, model)
     _check_sampling(config, strategy, model, context_columns)
     from batchgen.jobs.resolve.job_answers import answers_of  # it loads pyarrow
 
@@ -97,7 +96,7 @@ def open_job(
     others = open_others(strategy, model, max_model_len)
     windows = any(getattr(model.config.family, "layer_windows", ()))
     tokenizer, is_scored = model.tokenizer, config.scores_choices
-    of_tokens = output_columns(params, strategy, model.config, context_columns)
+    of_tokens = output_columns(config.params, strategy, model.config, context_columns)
     job = OpenedJob(
         config=config,
         model=model,

@@ -22,7 +22,8 @@ from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.generation.valid_samples import ValidWhere
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.storage.shards.enough import Enough
-from batchgen.storage.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
+from batchgen.storage.shards.output_fields import PROMPT_TOKEN_IDS
+from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.parsed_column import ParsedColumn
 from batchgen.storage.stores.manifest import READ_JOB, ROWS, Manifest
 from batchgen.util.errors import ConfigError

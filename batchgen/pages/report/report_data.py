@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.config.groups.job_config import CutTexts
+from batchgen.config.groups.output_config import CutTexts
 from batchgen.evals.scores.marks import marks_counting
 from batchgen.pages.report import pass_rates
 from batchgen.pages.report.report_rows import MANY, JobData, Keys

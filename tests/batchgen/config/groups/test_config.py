@@ -18,14 +18,8 @@ from batchgen.config.compose.config_identity import config_identity
 from batchgen.config.compose.load_config import load_config, resolved
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.class_names import class_path
-from batchgen.config.groups.job_config import (
-    COMMON_COLUMNS,
-    EngineGroup,
-    JobConfig,
-    OutputConfig,
-    ProgressConfig,
-    StrategyConfig,
-)
+from batchgen.config.groups.job_config import COMMON_COLUMNS, EngineGroup, JobConfig, StrategyConfig
+from batchgen.config.groups.output_config import OutputConfig, ProgressConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.jobs.resolve.build_strategy import build_strategy
 from batchgen.util.errors import ConfigError

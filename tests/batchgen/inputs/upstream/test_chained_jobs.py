@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from batchgen.__main__ import run_command
-from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+from batchgen.config.groups.job_config import StepConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.engine.request_params import derive_seed
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.inputs.dataset.seed_stream import stream_seed
