@@ -12,7 +12,7 @@ from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.evals.grades.visible_columns import GRADES, VisibleColumns
 from batchgen.inputs.dataset.dataset_columns import renamed
 from batchgen.inputs.upstream.followed_job import ReadableJob
-from batchgen.storage.shards.named_columns import is_per_token
+from batchgen.storage.shards.column_kinds import is_per_token
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.util.errors import ConfigError
 

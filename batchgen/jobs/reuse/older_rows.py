@@ -17,8 +17,8 @@ from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.reuse.key_index import RowLocation
 from batchgen.jobs.reuse.key_log import tokens_crc
 from batchgen.storage.folder.read_job import BATCH, JobFolderReader
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES
 from batchgen.storage.shards.enough import ENOUGH_COLUMNS
-from batchgen.storage.shards.named_columns import PROMPT_IMAGES
 from batchgen.storage.shards.output_fields import (
     ANSWER_TOKEN_IDS,
     PROMPT_TOKEN_IDS,

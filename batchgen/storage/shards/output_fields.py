@@ -6,8 +6,8 @@ import pyarrow as pa
 
 from batchgen.config.groups.job_config import PARSED
 from batchgen.engine.interface.outputs import OutputColumn, RowCount
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES
 from batchgen.storage.shards.enough import ENOUGH_COLUMNS
-from batchgen.storage.shards.named_columns import PROMPT_IMAGES
 from batchgen.storage.shards.parsed_column import ParsedColumn
 from batchgen.util.errors import ConfigError
 from batchgen.util.text.row_json import AS_GIVEN

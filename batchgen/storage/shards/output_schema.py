@@ -16,6 +16,7 @@ from batchgen.engine.interface.outputs import (
     RequestOutput,
     RowCount,
 )
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES
 from batchgen.storage.shards.enough import (
     FAILED,
     NUM_SAMPLES,
@@ -24,7 +25,6 @@ from batchgen.storage.shards.enough import (
     VALID,
     Enough,
 )
-from batchgen.storage.shards.named_columns import PROMPT_IMAGES
 from batchgen.storage.shards.output_fields import (
     ANSWER_TOKEN_IDS,
     PROMPT_TOKEN_IDS,
