@@ -22,15 +22,15 @@ def generate_outputs(
     params: list[SamplingParams],
     ids: PromptIds,
     *,
-    shown: bool,
+    with_bar: bool,
 ) -> list[list[Output]]:
-    """The outputs of each prompt in the order of its samples, with a bar on stderr if `shown`."""
+    """The outputs of each prompt in the order of its samples, with a bar on stderr if `with_bar`."""
     engine = streams.engine
     outputs: list[list[Output]] = [[] for _ in prompts]
     tokens = engine.generated_tokens
     started = time.monotonic()
     total = sum(of_prompt.n for of_prompt in params)
-    with tqdm(total=total, unit="output", disable=not shown, dynamic_ncols=True) as bar:
+    with tqdm(total=total, unit="output", disable=not with_bar, dynamic_ncols=True) as bar:
         for output in stream_outputs(streams, prompts, params, ids):
             outputs[output.prompt_index].append(output)
             seconds = max(time.monotonic() - started, 1e-9)

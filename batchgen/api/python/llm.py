@@ -495,7 +495,7 @@ class LLM:
         is_read = all(own.pooling is not None for own in params)
         ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images, is_read)
         shown = sys.stderr.isatty() if call.progress is None else call.progress
-        outputs = generate_outputs(self._streams, read, params, ids, shown=shown)
+        outputs = generate_outputs(self._streams, read, params, ids, with_bar=shown)
         return outputs[0] if is_one else outputs
 
 
