@@ -24,7 +24,7 @@ def generate_outputs(
     *,
     with_bar: bool,
 ) -> list[list[Output]]:
-    """The outputs of each prompt in the order of its samples, with a bar on stderr if `with_bar`."""
+    """The outputs of each prompt in the order of its samples, with a bar on stderr."""
     engine = streams.engine
     outputs: list[list[Output]] = [[] for _ in prompts]
     tokens = engine.generated_tokens

@@ -336,7 +336,7 @@ class JobConfig:
                 logprobs_mode=self.output.logprobs_mode,
                 columns=tuple(name for name in columns if name not in COMMON_COLUMNS),
                 pooling=self.pooling,
-                normalise=self.output.normalise,
+                normalise=bool(self.output.normalise),
                 constraint=constraint,
             )
         except ValueError as error:

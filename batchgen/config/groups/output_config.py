@@ -27,7 +27,7 @@ class OutputConfig:
     dir: str
     columns: tuple[str, ...] = ()
     pooling: Pooling | None = None
-    normalise: bool = False
+    normalise: bool | None = None
     hidden_layers: tuple[int, ...] = ()
     top_logprobs: int = 5
     logprobs_mode: LogprobsMode = "raw"

@@ -47,6 +47,7 @@ from batchgen.jobs.resolve.job_model import (
     model_sampling,
     open_job_model,
 )
+from batchgen.jobs.resolve.job_pooling import with_pooling
 from batchgen.jobs.resolve.likely_rows import likely_row_tokens
 from batchgen.jobs.resolve.opened_job import OpenedJob
 from batchgen.jobs.resolve.replayed_job import check_replay
@@ -74,6 +75,7 @@ def open_job(
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
         print(f"batchgen: warning: {copies}", file=sys.stderr)
     model = open_job_model(config)
+    config = with_pooling(config, model.path)
     context_columns = _context_columns(config, strategy, model)
     compiler = constraint_compiler(config, config.params.constraint, model)
     _check_sampling(config, strategy, model, context_columns)
@@ -94,7 +96,6 @@ def open_job(
     prompt = _prompt(config, model, source, max_model_len, images)
     answer = _answer(config, model, source, max_model_len)
     others = open_others(strategy, model, max_model_len)
-    windows = any(getattr(model.config.family, "layer_windows", ()))
     tokenizer, is_scored = model.tokenizer, config.scores_choices
     of_tokens = output_columns(config.params, strategy, model.config, context_columns)
     job = OpenedJob(
@@ -108,6 +109,8 @@ def open_job(
         source=source,
         prompt=prompt,
         answer=answer,
+        pooling=config.output.pooling,
+        normalise=config.output.normalise,
         images=images,
         dtype=dtype,
         max_model_len=max_model_len,
@@ -117,13 +120,20 @@ def open_job(
         model_sampling=model_sampling(model.path),
         decode=None if tokenizer is None else partial(decode, tokenizer),
         decode_all=None if tokenizer is None else decode_with(tokenizer),
-        row_tokens=likely_row_tokens(config, source, prompt, answer)
-        if windows and not source.follows
-        else None,
+        row_tokens=_row_tokens(config, model, source, prompt, answer),
     )
     with mistakes_in("engine"):
         job.recipe(config).check()
     return job
+
+
+def _row_tokens(
+    config: JobConfig, model: OpenedModel, source: Source, prompt: Prompt, answer: Answer | None
+) -> tuple[int, int] | None:
+    """The tokens that rows are likely to have, if the model has windows and the rows are there."""
+    if source.follows or not any(getattr(model.config.family, "layer_windows", ())):
+        return None
+    return likely_row_tokens(config, source, prompt, answer)
 
 
 def _context_columns(

@@ -186,7 +186,7 @@ def test_a_new_option_of_a_strategy_at_its_default_is_part_of_nothing(
     before = marks(job())
     values = {**choice_values("strategy", "ar"), "branches": 1}
     monkeypatch.setattr(
-        "batchgen.config.compose.load_config.choice_values",
+        "batchgen.config.compose.config_identity.choice_values",
         lambda group, choice: values if group == "strategy" else choice_values(group, choice),
     )
     config = job()
