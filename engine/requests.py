@@ -14,7 +14,7 @@ import numpy.typing as npt
 from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
 from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory, answer_ids
-from batchgen.engine.layers.lora import LoRAState
+from batchgen.engine.lora.layer_lora import LoRAState
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.rows.pooling import pooled_columns
 from batchgen.engine.rows.sequence import Sequence

@@ -1,4 +1,5 @@
-"""What follows the two products of experts: biases, and the gate between them, if there is one."""
+"""What follows the two products of experts: biases, adapters, and the gate between them, if there
+is one."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from batchgen.kernels.layers.activation import (
     squared_relu,
 )
 from batchgen.kernels.layers.elementwise import times_sigmoid
+from batchgen.kernels.lora.expert_lora import ExpertAdapters, PairedSlots
+from batchgen.kernels.moe.moe_align_triton import Alignment
 
 
 class ClampedGate(NamedTuple):
@@ -24,17 +27,24 @@ class ClampedGate(NamedTuple):
 
 
 class Epilogues(NamedTuple):
-    """What experts compute behind their products. By default they have no biases, and SwiGLU."""
+    """What experts compute behind their products. By default they have no biases and no adapters,
+    and SwiGLU."""
 
     gate_up_bias: Tensor | None = None  # [E, 2·I], contiguous
     down_bias: Tensor | None = None  # [E, H], contiguous; added before the token's weight
     clamped: ClampedGate | None = None  # None: function(gate) · up
     function: ExpertFunction = "silu"
+    # What tokens' adapters add to the products, before the gate and before the token's weight.
+    adapters: ExpertAdapters | None = None
 
     @property
     def parts(self) -> int:
         """How many projections the first product has: gate and up, or up alone."""
         return 1 if self.function == "relu2" else 2
+
+    def sorted_adapters(self, alignment: Alignment) -> PairedSlots | None:
+        """Sort the slots of this alignment by adapters, if there are any, for a GPU."""
+        return None if self.adapters is None else self.adapters.sort(alignment)
 
 
 PLAIN = Epilogues()
