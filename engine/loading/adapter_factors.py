@@ -16,8 +16,6 @@ from batchgen.engine.lora.lora_places import Factors
 from batchgen.engine.models.causal_lm import CausalLM, full_name
 
 _WEIGHT = ".weight"
-_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""The weights of experts in one module, in the order in which PEFT wraps them, the first inmost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,10 @@ def expert_parameter(
     """Return what these tensors of an adapter, A and B, are factors of, for experts that stand at
     `path`. Raises ValueError if the configuration does not say so, or ranks differ."""
     config, (down, up) = adapter.config, tensors
+    # PEFT wraps one weight of a module after another, the first inmost.
     wanted = [
         name
-        for name in _EXPERT_PARAMETERS
+        for name in experts.names
         if any(f".{path}.{name}".endswith(f".{each}") for each in config.parameters)
     ]
     depth = stem.count(NESTED)
@@ -138,7 +137,7 @@ def _of_experts(
 ) -> Iterator[tuple[str, FactorPair]]:
     """Yield the factors of each expert by the names of `Experts.lora_sites`."""
     of = expert_parameter(adapter, experts, stem, path, tensors)
-    in_turns = experts.variant.interleaved and of.name == _EXPERT_PARAMETERS[0]
+    in_turns = experts.variant.interleaved and of.name == experts.names[0]
     for expert in range(of.experts):
         pair = FactorPair(
             stem.replace(NESTED, ""), *tensors, of.rank, of.scale, of, expert, in_turns

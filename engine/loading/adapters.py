@@ -69,15 +69,15 @@ def _check_pair(
             f"weights have at most {_MOST_RANK}: {FOLD_IT}"
         )
     place, site = found[0]
-    depth, outs = site.in_features(place), sum(one.out_features for one, _ in found)
+    sizes = site.in_features(place), sum(one.out_features for one, _ in found)
     exchanged = pair.parameter is not None and pair.parameter.exchanged
     has = pair.sizes(adapter)
-    for tensor, index, size in ((down, exchanged, depth), (up, not exchanged, outs)):
-        if has[index] != size:
+    for tensor, index in ((down, exchanged), (up, not exchanged)):
+        if has[index] != sizes[index]:
             raise ValueError(
                 f"{adapter.folder}: tensor {tensor} has shape {list(adapter.shapes[tensor])}, and "
-                f"{module} of the model has {size} {'out' if index else 'in'} features: the "
-                "adapter is of another model"
+                f"{module} of the model has {sizes[index]} {'out' if index else 'in'} features: "
+                "the adapter is of another model"
             )
 
 

@@ -155,12 +155,18 @@ class Experts(nn.Module):
         self.down_proj, self.down_scales, down = narrow
         self._layouts = gate_up, down
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """What checkpoints call the weights of the two products of all experts."""
+        first = self.variant.first
+        return "gate_up_proj" if len(first) > 1 else first[0], "down_proj"
+
     def sizes(self, name: str) -> tuple[int, int, int]:
         """Return the number of experts on all ranks, and the out and in features of one of their
-        weights, `gate_up_proj` or `down_proj`."""
+        weights, which is one of `names`."""
         rows = len(self.variant.first) * self._inner
         wide, narrow = (rows, self._hidden), (self._hidden, self._inner)
-        return self._num_experts, *(wide if name == "gate_up_proj" else narrow)
+        return self._num_experts, *(narrow if name == "down_proj" else wide)
 
     @property
     def computes_in_fp8(self) -> bool:
@@ -290,9 +296,8 @@ class Experts(nn.Module):
         shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
         wide, narrow = (self.gate_up_scales, self.gate_up_bias), (self.down_scales, self.down_bias)
         both, single = self.variant.first, ("down_proj",)
-        name = "gate_up_proj" if len(both) == 2 else both[0]
         for kind in (
-            Projections(name, both, self.gate_up_proj, self._hidden, *wide),
+            Projections(self.names[0], both, self.gate_up_proj, self._hidden, *wide),
             Projections("down_proj", single, self.down_proj, self._inner, *narrow),
         ):
             packed = self.in_four_bits
@@ -321,8 +326,7 @@ class Experts(nn.Module):
         of all projections of each expert together, under the name that the weight of all experts
         has (`experts.3.gate_up_proj`)."""
         own, both = self._num_experts // self._parallel.size, self.variant.first
-        names = ("gate_up_proj", "down_proj")
-        for whole, parts in zip(names, (both, ("down_proj",)), strict=True):
+        for whole, parts in zip(self.names, (both, ("down_proj",)), strict=True):
             _, width, depth = self.sizes(whole)
             size, places = width // len(parts), list[LoRAPlace]()
             for index in range(self._num_experts):

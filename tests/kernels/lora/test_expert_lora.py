@@ -153,9 +153,9 @@ def test_experts_in_four_bits(biased: bool) -> None:
 
 
 def test_a_token_has_the_same_bits_in_any_batch() -> None:
-    case = Case(20, torch.float32, lack=2)
+    case = Case(8, torch.float32, lack=2)
     experts = PlainExperts(case.gate_up, case.down)
     whole = case.run(experts, PLAIN)
-    for first in range(0, 20, 7):
+    for first in (0, 3, 6):
         own = slice(first, first + 1)
         assert torch.equal(case.run(experts, PLAIN, own), whole[own])
