@@ -280,9 +280,11 @@ class ModelRunner:
             ending = hidden[last]
         else:
             decoded, ending = self._mixed_states(decode, prefill, last)
-        of_both = self._logit_slots(decode), self._logit_slots(inputs, rows)
-        slots = None if of_both[0] is None or of_both[1] is None else torch.cat(of_both)
-        logits = self.divided_logits(torch.cat((decoded, ending)), slots)
+        slots = [self._logit_slots(decode), self._logit_slots(inputs, rows)]
+        known = [each for each in slots if each is not None]
+        logits = self.divided_logits(
+            torch.cat((decoded, ending)), torch.cat(known) if known else None
+        )
         if hidden is not None:
             hidden = hidden[: len(inputs.input_ids)]
         return (

@@ -54,12 +54,12 @@ def _check_pair(
     model: CausalLM,
     name: str,
     pair: FactorPair,
-    found: Sequence[tuple[LoRAPlace, LoRASite]],
+    places: Sequence[tuple[LoRAPlace, LoRASite]],
 ) -> None:
     """Refuse factors whose weight, to which these places belong, the model has not, has nothing
     beside, or has in another shape."""
     down, up, module = pair.down_name, pair.up_name, pair.module
-    if not found:
+    if not places:
         raise ValueError(f"{adapter.folder}: tensor {down} adapts {module}{_why_not(name, model)}")
     if pair.parameter is None:
         adapter.check_rank(pair.rank, down, up)
@@ -68,8 +68,8 @@ def _check_pair(
             f"{adapter.folder}: tensor {down} has rank {pair.rank}, and adapters beside the "
             f"weights have at most {_MOST_RANK}: {FOLD_IT}"
         )
-    place, site = found[0]
-    sizes = site.in_features(place), sum(one.out_features for one, _ in found)
+    place, site = places[0]
+    sizes = site.in_features(place), sum(one.out_features for one, _ in places)
     exchanged = pair.parameter is not None and pair.parameter.exchanged
     has = pair.sizes(adapter)
     for tensor, index in ((down, exchanged), (up, not exchanged)):

@@ -47,9 +47,9 @@ class LoRASite:
     experts: int = 1  # on this rank; 1 for a product that is of none
     of_experts: bool = False
 
-    def in_features(self, place: LoRAPlace) -> int:
+    def in_features(self, target: LoRAPlace) -> int:
         """The in features of a place in the checkpoint's weight."""
-        return self.depth if place.columns is None else place.columns.size
+        return self.depth if target.columns is None else target.columns.size
 
     def adapted_parts(self, adapters: Sequence[Container[str]]) -> list[LoRAPart]:
         """Return the parts that some adapter adds to, each of which has the names of places."""
@@ -83,16 +83,16 @@ class Factors:
         return len(self.down)
 
 
-def own_factors(place: LoRAPlace, factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def own_factors(target: LoRAPlace, factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return this rank's A [rank, in] and scale · B [out, rank] in the layer's order and dtype."""
-    down = factors.down if place.columns is None else place.columns.take(factors.down)
+    down = factors.down if target.columns is None else target.columns.take(factors.down)
     up = factors.up.float() * factors.scale
-    if place.within is not None:
-        up = up[slice(*place.within)]
-    if place.rows is not None:
-        up = place.rows.take(up)
-    if place.arrange is not None:
-        up = place.arrange(up)
+    if target.within is not None:
+        up = up[slice(*target.within)]
+    if target.rows is not None:
+        up = target.rows.take(up)
+    if target.arrange is not None:
+        up = target.arrange(up)
     return down.to(dtype).contiguous(), up.to(dtype).contiguous()
 
 

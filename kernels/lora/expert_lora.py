@@ -43,12 +43,11 @@ class ExpertAdapters(NamedTuple):
     down: ExpertFactors | None
 
     def add_gate_up_(self, out: Tensor, x: Tensor, slots: Tensor) -> None:
-        """Add what adapters make of x [R, H], the tokens of R slots, to the results [R, 2·I] of the
-        first product on a CPU, where a row's bits depend on the row and its adapter alone."""
+        """Add to the first product on a CPU, as `AdaptsExperts` says."""
         self._add_(self.gate_up, out, x, slots)
 
     def add_down_(self, out: Tensor, x: Tensor, slots: Tensor) -> None:
-        """Do the same for the second product, from [R, I] to [R, H]."""
+        """Add to the second product on a CPU, as `AdaptsExperts` says."""
         self._add_(self.down, out, x, slots)
 
     def _add_(self, factors: ExpertFactors | None, out: Tensor, x: Tensor, slots: Tensor) -> None:
@@ -64,8 +63,7 @@ class ExpertAdapters(NamedTuple):
                 out[:, part.start : part.start + part.size].index_add_(0, index, added)
 
     def sort(self, alignment: Alignment) -> PairedSlots:
-        """Sort the slots by pairs, for the products of slots that are aligned by experts. On a GPU
-        nothing waits for the host, so a CUDA graph may contain it."""
+        """Sort the slots by pairs, as `AdaptsExperts` says."""
         ids, count = self.ids, self.ids.numel()
         factors = self.gate_up or self.down
         assert factors is not None
@@ -88,8 +86,7 @@ class PairedSlots(NamedTuple):
     places: Tensor  # [N] int32, the place of each slot among those sorted by expert
 
     def gate_up(self, x: Tensor, width: int) -> Tensor | None:
-        """Compute what adapters add to the first product of tokens x [T, H], [N, width] in the
-        order of slots; None if they add nothing."""
+        """Compute what is added to the first product, as `SortedAdapters` says."""
         factors, k = self.adapters.gate_up, self.adapters.ids.shape[1]
         if factors is None:
             return None
@@ -97,8 +94,7 @@ class PairedSlots(NamedTuple):
         return add_lora_triton_(out, x, self.pairs, *factors.stacked, rows=k)
 
     def add_down_(self, parts: Tensor, activated: Tensor, weights: Tensor) -> None:
-        """Add what adapters make of `activated` [N, I], in the order of places, times the slots'
-        weights [T, k], to `parts` [N, H], in the order of slots."""
+        """Add to the second product, as `SortedAdapters` says."""
         if (factors := self.adapters.down) is not None:
             add_lora_triton_(
                 parts, activated, self.pairs, *factors.stacked, rows=self.places, weights=weights

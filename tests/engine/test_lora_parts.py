@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from batchgen.engine.loading.adapters import add_adapters, check_adapter
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.peft_files import open_adapter
 from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.strategy import Strategy
+from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.engine.test_lora import CONFIG, CPU, adapted, engine_of, rows
@@ -71,6 +74,7 @@ def test_embeddings_and_lm_head(kind: str, tiny_model: Callable[..., Path], tmp_
     base = tiny_model(kind, tie_word_embeddings=False)
     adapters, requests = two(base, tmp_path, ENDS), rows()
     found = run(engine_of(adapted(base, adapters)), requests)
+    expected: dict[str | None, list[RequestOutput]]
     expected = {None: run(engine_of(adapted(base, {})), own(requests, None))}
     for name, path in adapters.items():
         merged = merge(base, path, tmp_path / f"merged_{name}")
@@ -124,6 +128,7 @@ def test_modules_of_experts(kind: str, tiny_model: Callable[..., Path], tmp_path
     base = tiny_model(kind)
     adapters, requests = two(base, tmp_path, OF_EXPERTS, experts=True), rows()
     found = run(engine_of(adapted(base, adapters)), requests)
+    expected: dict[str | None, list[RequestOutput]]
     expected = {None: run(engine_of(adapted(base, {})), own(requests, None))}
     for name, path in adapters.items():
         merged = merge(base, path, tmp_path / f"merged_{name}")
@@ -181,6 +186,7 @@ def test_weights_of_all_experts(kind: str, tiny_model: Callable[..., Path], tmp_
     }
     requests = rows()
     found = run(engine_of(adapted(base, adapters)), requests)
+    expected: dict[str | None, list[RequestOutput]]
     expected = {None: run(engine_of(adapted(base, {})), own(requests, None))}
     for name, path in adapters.items():
         folded = load_model(base, device=CPU, dtype=torch.float32)
@@ -189,24 +195,23 @@ def test_weights_of_all_experts(kind: str, tiny_model: Callable[..., Path], tmp_
     expect_rows(requests, found, expected, 5e-4 if kind == "qwen3_next" else 2e-5)
 
 
-MODES = {
-    "chunks": ("qwen3_moe", None, {"max_batched_tokens": 16, "chunk_tokens": 8}),
-    "drafts": ("qwen3_moe", ARSpecStrategy, {}),
-    "diffusion": ("sdar_moe", DLLMStrategy, {}),
+MODES: dict[str, tuple[str, Callable[[], Strategy], dict[str, Any]]] = {
+    "chunks": ("qwen3_moe", ARStrategy, {"max_batched_tokens": 16, "chunk_tokens": 8}),
+    "drafts": ("qwen3_moe", partial(ARSpecStrategy, adaptive=False), {}),
+    "diffusion": ("sdar", partial(DLLMStrategy, block_length=4), {}),
 }
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("mode", some_thorough(["chunks", "drafts"], ["chunks"]))
+@pytest.mark.parametrize("mode", some_thorough(MODES, ["chunks"]))
 def test_a_row_is_what_it_is_alone(
     mode: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     kind, strategy, changes = MODES[mode]
     base = tiny_model(kind, tie_word_embeddings=False)
     adapters = two(base, tmp_path, (*ENDS, "gate_proj"), experts=True)
-    alone = engine_of(adapted(base, adapters), None, replace(CONFIG, prefix_caching=False))
-    made = None if strategy is None else strategy(adaptive=False)
-    engine = engine_of(adapted(base, adapters), made, replace(CONFIG, **changes))
+    alone = engine_of(adapted(base, adapters), strategy(), replace(CONFIG, prefix_caching=False))
+    engine = engine_of(adapted(base, adapters), strategy(), replace(CONFIG, **changes))
     requests = rows(12, 40, 12)
     Alone(alone, run).check(requests, run(engine, requests))
 

@@ -196,7 +196,7 @@ class Experts(nn.Module):
         return Epilogues(self.gate_up_bias, self.down_bias, of.clamped, of.function, adapters)
 
     def adapter_slots(self, count: int) -> Tensor | None:
-        """Return the adapter slots [T] of the tokens of a forward that has so many of them; None
+        """Return the adapter slots [T] of the tokens of a forward, whose number is `count`; None
         if nothing is added to these experts."""
         tokens = None if self._lora is None else self._lora.tokens_of(count)
         return None if tokens is None else tokens.slots
