@@ -100,7 +100,7 @@ def attend_part_triton(
     cap: float | None = None,
 ) -> None:
     """Compute `paged_attention` of one part with Triton, into `out`."""
-    for index, form in in_forms(meta):
+    for index, form in in_forms(meta, cache.key.shape[2]):
         if index is None:
             _attend_form(q, cache, form, scale, out, window, sinks, cap)
         else:

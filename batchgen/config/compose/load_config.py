@@ -258,8 +258,8 @@ def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether a key has its default; where that is none, an empty value says the same."""
-    return bool(value == default) or (default is None and value in ("", [], {}))
+    """Whether a key has its default; where that is none, an empty value or false says the same."""
+    return bool(value == default) or (default is None and (value is False or value in ("", [], {})))
 
 
 def _without_place(step: dict[str, Any]) -> dict[str, Any]:

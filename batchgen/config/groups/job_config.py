@@ -168,7 +168,7 @@ class OutputConfig:
     dir: str
     columns: tuple[str, ...] = ()
     pooling: Pooling | None = None
-    normalise: bool = False
+    normalise: bool | None = None
     hidden_layers: tuple[int, ...] = ()
     top_logprobs: int = 5
     logprobs_mode: LogprobsMode = "raw"
@@ -452,7 +452,7 @@ class JobConfig:
                 logprobs_mode=self.output.logprobs_mode,
                 columns=tuple(name for name in columns if name not in COMMON_COLUMNS),
                 pooling=self.pooling,
-                normalise=self.output.normalise,
+                normalise=bool(self.output.normalise),
                 constraint=constraint,
             )
         except ValueError as error:

@@ -53,6 +53,7 @@ from batchgen.jobs.resolve.job_model import (
     model_sampling,
     open_job_model,
 )
+from batchgen.jobs.resolve.job_pooling import with_pooling
 from batchgen.jobs.resolve.likely_rows import likely_row_tokens
 from batchgen.jobs.resolve.replayed_job import check_replay
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
@@ -231,6 +232,7 @@ def open_job(
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
         print(f"batchgen: warning: {copies}", file=sys.stderr)
     model = open_job_model(config)
+    config = with_pooling(config, model.path)
     context_columns = _context_columns(config, strategy, model)
     params = config.params
     compiler = constraint_compiler(config, params.constraint, model)
@@ -279,6 +281,8 @@ def open_job(
         source=source,
         prompt=prompt,
         answer=answer,
+        pooling=config.output.pooling,
+        normalise=config.output.normalise,
         images=images,
         dtype=dtype,
         max_model_len=max_model_len,

@@ -122,8 +122,15 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
     return request
 
 
-def dated(config: JobConfig, parts: ResolvedJob) -> JobConfig:
-    """The configuration with the day that the job's prompts name, which it keeps from then on."""
+def lasting(config: JobConfig, parts: ResolvedJob) -> JobConfig:
+    """The configuration with what the job keeps from its start on: how embeddings are pooled, and
+    the day that prompts name."""
+    output = config.output
+    if parts.pooling is not None:
+        output = replace(output, pooling=parts.pooling)
+    if parts.normalise is not None:
+        output = replace(output, normalise=parts.normalise)
+    config = replace(config, output=output)
     if parts.prompt.day is None:
         return config
     assert isinstance(config.prompt, (ChatPromptConfig, OpenAIPromptConfig))
@@ -132,7 +139,7 @@ def dated(config: JobConfig, parts: ResolvedJob) -> JobConfig:
 
 def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
-    config = dated(config, parts)
+    config = lasting(config, parts)
     from batchgen.jobs.run.image_files import (
         content_fingerprint,  # it loads the libraries of the data
     )

@@ -31,6 +31,15 @@ _SHOWN_APART = (
 """Columns of batchgen that renderers show in places of their own."""
 
 
+def class_labels(field: pa.Field) -> list[str]:
+    """The names of the classes of a column of scores; none if it is a column of the data set's."""
+    scores = field.metadata or {}
+    if scores.get(b"meaning") == AS_GIVEN:
+        return []
+    keys = (f"label_{number}".encode() for number in range(len(scores)))
+    return [scores[key].decode(errors="replace") for key in keys if key in scores]
+
+
 class RowColumns:
     """The columns of a job's rows by their use.
 
@@ -53,9 +62,7 @@ class RowColumns:
         # Values of a token are seen there, and nobody reads the numbers of an embedding.
         apart |= {EMBEDDING, CLASS_SCORES}
         self.counts = [f.name for f in schema if f.name not in apart and not is_per_token(f)]
-        scores = {} if CLASS_SCORES in self.inputs else kinds.get(CLASS_SCORES, {})
-        keys = (f"label_{number}".encode() for number in range(len(scores)))
-        self.labels = [scores[key].decode(errors="replace") for key in keys if key in scores]
+        self.labels = class_labels(schema.field(CLASS_SCORES)) if CLASS_SCORES in kinds else []
         self.read = row_reader(schema)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from batchgen.kernels.attention import attention
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.metadata import AttentionMetadata
+from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
 from batchgen.kernels.attention.prefill_plan import cut_tiles, tile_tokens
+from batchgen.kernels.rules import BY_ROW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 2, 3, 16, 4
@@ -265,8 +266,8 @@ def test_a_decode_width_is_that_of_all_rows() -> None:
         triton(batch)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("again", [(1, 0, 2), (3, 2, 2), (0, 2, 0)])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("again", [(1, 0, 2), (18, 9, 2), (3, 2, 2), (0, 2, 0)])
 @pytest.mark.parametrize("block_length", [1, 2])
 @pytest.mark.parametrize("window", [None, 5])
 def test_tokens_replayed_take_the_form_of_a_decode_step(
@@ -275,8 +276,9 @@ def test_tokens_replayed_take_the_form_of_a_decode_step(
     if block_length > 1 and window:
         return  # attention in blocks has no window
     again = tuple(n * block_length for n in again)
-    rows = [(0, 6), (8, 4), (30, 4)]
-    part = replace(make_part(rows, block_length=block_length), replayed=again)
+    rows = [(0, 38), (8, 20), (30, 4)]
+    part = make_part(rows, block_length=block_length)
+    part = replace(part, replayed=again, rules=BY_ROW)
     batch = make_batch(part, window=window)
     found = triton(batch)
     assert_right(found, batch)
@@ -291,10 +293,24 @@ def test_tokens_replayed_take_the_form_of_a_decode_step(
                 batch.parts[0].tables(window)[row : row + 1],
                 decode_width=block_length,
                 block_length=block_length,
+                rules=BY_ROW,
             )
             alone = triton(batch._replace(q=batch.q[tokens], parts=[step]))
             same_bits(found[tokens], alone)
         first += new
+
+
+def test_runs_of_replayed_tokens_are_few_parts() -> None:
+    """A prompt, runs of 8, and what is left of them; without room for splits in one part each."""
+    part = make_part([(0, 3 + 8 * 300), (0, 70)], block_size=32)
+    rows = replace(part, replayed=(8 * 300, 21), rules=BY_ROW)
+
+    def widths(block_size: int) -> list[tuple[int | None, int]]:
+        forms = [form for _, form in in_forms(replace(rows), block_size)]
+        return [(form.decode_width, len(form.query_lens)) for form in forms]
+
+    assert widths(16) == [(None, 2), (8, 256), (8, 46), (1, 5)]  # as if half as long
+    assert widths(32) == [(None, 2), *[(8, 32)] * 9, (8, 14), (1, 5)]
 
 
 @st.composite
