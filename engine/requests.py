@@ -11,7 +11,7 @@ import numpy as np
 
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput
 from batchgen.engine.interface.trajectory import GivenAnswer, Trajectory, answer_ids
-from batchgen.engine.layers.lora import LoRAState
+from batchgen.engine.lora.layer_lora import LoRAState
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.request_outputs import request_output
 from batchgen.engine.request_params import check_params, output_columns

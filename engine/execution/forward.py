@@ -126,10 +126,11 @@ def _attention_metadata(part: Part, block_length: int, rules: BitRules) -> Atten
 def _lora_slots(part: Part) -> Tensor:
     """Return the adapter slots of a part's tokens, [T] int64."""
     inputs = part.inputs
-    assert inputs.lora_slots is not None
-    if part.rows is not None:
+    if part.rows is not None and inputs.lora_slots is not None:
         return inputs.lora_slots.index_select(0, part.rows)
-    return inputs.lora_slots.repeat_interleave(len(inputs.input_ids) // inputs.num_rows)
+    slots = inputs.lora_slots_of_tokens
+    assert slots is not None
+    return slots
 
 
 def _replayed(part: Part, rules: BitRules) -> tuple[int, ...] | None:

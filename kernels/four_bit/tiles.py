@@ -83,9 +83,8 @@ MOST_ROWS = 512
 and the library multiplies."""
 LINEAR = (
     (16, FourBitLinearTiles(16, 64, 4, 4, programs=528)),
-    (32, FourBitLinearTiles(32, 128, 4, 5, programs=528)),
+    (32, FourBitLinearTiles(32, 64, 4, 4, programs=528)),
     (64, FourBitLinearTiles(64, 64, 4, 3, programs=396)),
-    (128, FourBitLinearTiles(128, 128, 4, 3, programs=264)),
     (math.inf, FourBitLinearTiles(128, 128, 8, 3, programs=132)),
 )
 """(The most rows, tiles.)"""

@@ -246,7 +246,8 @@ class DLLMStrategy(Strategy):
         hidden = runner.hidden_states(inputs)[:count]
         if self._shifted:
             hidden = hidden.unflatten(0, (-1, self._length)).roll(1, 1).flatten(0, 1)
-        logits = runner.compute_logits(hidden)
+        slots = inputs.lora_slots_of_tokens
+        logits = runner.compute_logits(hidden, None if slots is None else slots[:count])
         logits[:, self.step_inputs.mask_token_id] = -torch.inf
         whole = Logits(logits, logits.shape[1])
         return ModelOutput(whole, self.step_inputs.drawn_positions.flatten(), hidden), None
