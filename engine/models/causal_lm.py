@@ -314,6 +314,10 @@ class CausalLM(TokenModel):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
+    @property
+    def adapts_logits(self) -> bool:
+        return self.lm_head is not None and self.lm_head.lora is not None
+
     def class_scores(self, hidden: Tensor) -> Tensor:
         """Compute a classifier's scores, as `TokenModel.class_scores` says."""
         assert self.score is not None

@@ -33,6 +33,7 @@ from batchgen.cli.help import help_text
 from batchgen.cli.verb_table import VERBS, run_verb
 from batchgen.config.groups.config_keys import GROUPS, choices, default_choices
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.conv_model import ConvForCausalLM
 from batchgen.engine.models.hybrid import HybridForCausalLM
 from batchgen.engine.models.mamba_model import MambaForCausalLM
 from batchgen.engine.models.mla_model import LatentForCausalLM
@@ -182,6 +183,8 @@ def family_table() -> str:
             mixer = "attention and gated delta networks"
         elif issubclass(model, MambaForCausalLM):
             mixer = "attention and Mamba2"
+        elif issubclass(model, ConvForCausalLM):
+            mixer = "attention and short convolutions"
         paradigms = "`dllm`" if model.is_diffusion else "`ar`, `ar_spec`"
         name = architecture.partition("For")[0]
         about = (inspect.getdoc(import_module(entry.module)) or "").split("\n\n")[0]

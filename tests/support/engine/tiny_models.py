@@ -125,6 +125,11 @@ _FALCON: dict[str, Any] = _MAMBA | {
     "ssm_multipliers": [0.9, 0.8, 1.1, 1.3, 0.6], "mlp_multipliers": [0.8, 1.5],
     "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
 }  # fmt: skip
+_CONVS = ["conv", "full_attention", "conv"]
+_LFM2_MOE: dict[str, Any] = {
+    "layer_types": _CONVS, "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "routed_scaling_factor": 1.7,
+}  # fmt: skip
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("Apertus", {}),
@@ -170,6 +175,8 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanMoEV1",
         {"num_experts": 8, "moe_topk": [3] * 3, "intermediate_size": 32},
     ),
+    "lfm2": ("Lfm2", {"layer_types": _CONVS}),
+    "lfm2_moe": ("Lfm2Moe", _LFM2_MOE),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mixtral": ("Mixtral", _LOCAL),
     "nemotron_h": ("NemotronH", _NEMOTRON),
@@ -180,7 +187,9 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families of plain options by their kinds: the name of their classes, and values of their own."""
 MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
-"""Those of them whose layers have states."""
+"""Those of them with a matrix as the state of some layers."""
+CONVS = ("lfm2", "lfm2_moe")
+"""Those of them whose layers have no state but a window."""
 _PIXTRAL: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
