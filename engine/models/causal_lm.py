@@ -151,6 +151,8 @@ class CausalLM(TokenModel):
     """The class of transformers that reads this model's config.json."""
     is_diffusion: ClassVar[bool] = False
     """Whether the model fills in masked tokens, as `ModelConfig.diffusion` then describes."""
+    has_flat_files: ClassVar[bool] = False
+    """Whether a config.json may have the decoder's keys beside the tower's part."""
 
     def __init__(
         self,

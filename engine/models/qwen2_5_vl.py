@@ -28,6 +28,7 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
     """Qwen2.5 with a vision tower, which is loaded if rows have images."""
 
     hf_class = "Qwen2_5_VLConfig"
+    has_flat_files = True
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:

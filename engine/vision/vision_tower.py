@@ -125,7 +125,7 @@ class VisionTower(nn.Module, ABC):
         return embedded
 
     def segments(self, lengths: Sequence[int]) -> Segments:
-        """Make segments of so many patches."""
+        """Make segments of these numbers of patches."""
         starts = upload([0, *accumulate(lengths)], torch.int32, self.device)
         return Segments(tuple(lengths), starts)
 
