@@ -172,18 +172,20 @@ class SparseMoE(nn.Module):
             x = tokens = x * logits.gather(1, ids.long()).float().sigmoid().to(x.dtype)
         out: Tensor
         alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
+        slots = self.experts.adapter_slots(len(x))
         if self.fc1_latent_proj is not None and self.fc2_latent_proj is not None:
-            routed = self.experts(self.fc1_latent_proj(x), ids, weights)
+            routed = self.experts(self.fc1_latent_proj(x), ids, weights, adapter_slots=slots)
             projected = self.fc2_latent_proj(routed)
             out = add_up(projected, residual if alone else None, shared)
             return out if alone else self._parallel.add_sum(residual, out, self._lane)
         if own is None and alone:
-            return self.experts.add_to(residual, tokens, ids, weights, shared)
+            return self.experts.add_to(residual, tokens, ids, weights, shared, slots)
         if own is None:
-            out = self.experts(tokens, ids, weights, None, shared)
+            out = self.experts(tokens, ids, weights, None, shared, slots)
         else:
             routed = torch.zeros_like(x)
-            routed[own] = self.experts(x[own], ids[own], weights[own])
+            of_own = None if slots is None else slots[own]
+            routed[own] = self.experts(x[own], ids[own], weights[own], adapter_slots=of_own)
             out = add_up(routed, residual if alone else None, shared)
         if alone:
             return out
