@@ -14,7 +14,9 @@ from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.kernels.attention.windows import ChunkWindow
+from tests.engine.loading.test_folding import of_experts, write
 from tests.engine.models.test_family_rows import check_greedy, load, make_engine, requests
+from tests.engine.test_lora import adapted
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.edited_models import edit_config
 from tests.support.engine.engine_rows import run
@@ -68,6 +70,14 @@ def test_the_layers_of_scout(tiny_model: TinyModel, tmp_path: Path) -> None:
     values["text_config"]["max_position_embeddings"] = 10_485_760
     long = edit_config(tiny_model("llama4_tower"), tmp_path / "long", **values)
     assert load_model_config(long).max_position_embeddings == 2**20
+
+
+def test_adapters_of_all_experts_at_once_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    path = "model.layers.1.feed_forward.experts"
+    stored, _ = of_experts(path, 8, 80, 64)
+    adapter = write(tmp_path / "a", stored, target_parameters=["experts.gate_up_proj"])
+    with pytest.raises(ValueError, match="axes are the other way round, which is not supported"):
+        adapted(tiny_model("llama4"), {"a": adapter})
 
 
 @pytest.mark.parametrize(
