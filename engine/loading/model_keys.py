@@ -28,6 +28,7 @@ INERT: Mapping[str, str] = {
     **dict.fromkeys(
         [
             *("vision_config", "audio_config", "image_token_id", "image_token_index"),
+            "vision_token_id",
             *("video_token_id", "audio_token_id", "mm_tokens_per_image", "vision_feature_layer"),
             *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
         ],
@@ -66,6 +67,7 @@ INERT_OF: Mapping[str, Mapping[str, str]] = {
         }
         for kind in ("gemma4", "gemma4_text")
     },
+    "qwen2_5_vl": {"sliding_window": _NO_WINDOW, "use_sliding_window": _NO_WINDOW},
     "qwen3_vl": {"layer_types": "kept, and all layers have the same mask"},
     "qwen3_vl_moe": {"layer_types": "kept, and all layers have the same mask"},
     **{
@@ -128,6 +130,8 @@ def unknown_keys(values: Mapping[str, Any], kind: type[PretrainedConfig]) -> lis
         # A part may be of any class, which it names itself.
         known = type(kind.from_dict(dict(values)).text_config) if place else kind
         names = {*known().to_dict(), *known.attribute_map, *_OF_FILES, *INERT, *FIXED}
+        if "text_config" in kind.sub_configs and not values.get("text_config"):
+            names |= set(known().text_config.to_dict())
         found += [place + key for key in part if key not in names and not key.startswith("_")]
     return found
 

@@ -66,6 +66,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "Phi3ForCausalLM": ModelEntry("batchgen.engine.models.phi3"),
     "Qwen2ForCausalLM": ModelEntry("batchgen.engine.models.qwen2", gguf="qwen2"),
     "Qwen2MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen2_moe"),
+    "Qwen2_5_VLForConditionalGeneration": ModelEntry("batchgen.engine.models.qwen2_5_vl"),
     "Qwen3_5ForCausalLM": ModelEntry("batchgen.engine.models.qwen3_5"),
     "Qwen3_5ForConditionalGeneration": ModelEntry("batchgen.engine.models.qwen3_5"),
     "Qwen3_5MoeForCausalLM": ModelEntry("batchgen.engine.models.qwen3_5_moe"),
@@ -103,8 +104,10 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
     "Llama4ForCausalLM": ("LlamaForCausalLM", "attention in chunks"),
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention in chunks"),
     "NemotronForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
-    "Qwen2VLForConditionalGeneration": ("Qwen3VLForConditionalGeneration", "its vision tower"),
-    "Qwen2_5_VLForConditionalGeneration": ("Qwen3VLForConditionalGeneration", "its vision tower"),
+    "Qwen2VLForConditionalGeneration": (
+        "Qwen2_5_VLForConditionalGeneration",
+        "a vision tower without windows",
+    ),
     "StableLmForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Starcoder2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
 }
