@@ -64,6 +64,18 @@ class ScoreCorrection(nn.Module):
         yield WeightSlot(target, name, name, lambda match: match[name[0]].squeeze(0), dummy=0.0)
 
 
+def _shared_expert(
+    hidden_size: int, shared_size: int, variant: ExpertForm, where: Placement
+) -> GatedMLP | PlainMLP:
+    """Make the expert that every token goes through."""
+    name = "shared expert's size"
+    if variant.function == "relu2":
+        return PlainMLP(
+            hidden_size, shared_size, bias=False, function="relu2", size_name=name, where=where
+        )
+    return GatedMLP(hidden_size, shared_size, bias=False, size_name=name, where=where)
+
+
 class SparseMoE(nn.Module):
     """A feed-forward part of E experts, of which each token goes through k.
 
@@ -129,16 +141,7 @@ class SparseMoE(nn.Module):
         self.shared_expert: GatedMLP | PlainMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
-            size_name = "shared expert's size"
-            if variant.function == "relu2":
-                self.shared_expert = PlainMLP(
-                    hidden_size, shared_size, bias=False, function="relu2", size_name=size_name,
-                    where=where,
-                )  # fmt: skip
-            else:
-                self.shared_expert = GatedMLP(
-                    hidden_size, shared_size, bias=False, size_name=size_name, where=where
-                )
+            self.shared_expert = _shared_expert(hidden_size, shared_size, variant, where)
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
                     hidden_size, 1, bias=False, quantisable=False, where=where
