@@ -77,21 +77,6 @@ def run_forward(
         for part in parts
         if part.inputs.window_tables is not None
     ]
-    attention = [
-        AttentionMetadata(
-            part.inputs.positions,
-            tuple(part.inputs.query_lens.tolist()),
-            tuple(part.inputs.context_lens.tolist()),
-            part.inputs.block_tables,
-            part.tiles,
-            decode_width=part.width,
-            block_length=block_length,
-            window_tables=part.inputs.window_tables,
-            replayed=_replayed(part, rules),
-            rules=rules,
-        )
-        for part in parts
-    ]
     if model.lora is not None:
         # The layers read this while the forward is launched.
         slots = _joined([_lora_slots(part) for part in parts])
@@ -102,7 +87,7 @@ def run_forward(
     context = ForwardContext(
         caches.layers,
         _joined(kv_slots),
-        attention,
+        [_attention_metadata(part, block_length, rules) for part in parts],
         [] if caches.states is None else [_row_metadata(part, caches.states) for part in parts],
         caches.columns,
         _joined(hidden_inputs) if model.reads_hidden else None,
@@ -120,6 +105,22 @@ def run_forward(
     if model.lora is not None:
         model.lora.tokens = model.lora.outputs = None
     return hidden
+
+
+def _attention_metadata(part: Part, block_length: int, rules: BitRules) -> AttentionMetadata:
+    """What the attention layers read of a part."""
+    return AttentionMetadata(
+        part.inputs.positions,
+        tuple(part.inputs.query_lens.tolist()),
+        tuple(part.inputs.context_lens.tolist()),
+        part.inputs.block_tables,
+        part.tiles,
+        decode_width=part.width,
+        block_length=block_length,
+        window_tables=part.inputs.window_tables,
+        replayed=_replayed(part, rules),
+        rules=rules,
+    )
 
 
 def _lora_slots(part: Part) -> Tensor:

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from batchgen.config.compose.load_config import config_identity
+from batchgen.config.compose.config_identity import config_identity
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.interface.hidden_columns import EMBEDDING
 from batchgen.inputs.model.embedder_files import check_modules, checkpoint_pooling, normalises

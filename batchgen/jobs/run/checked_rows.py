@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from batchgen.config.compose.load_config import config_identity, growing
+from batchgen.config.compose.config_identity import config_identity, growing
 from batchgen.config.groups.constraint_config import (
     JsonConstraintConfig,
     JsonSchemaConstraintConfig,
@@ -22,7 +22,8 @@ from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.generation.valid_samples import ValidWhere
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.storage.shards.enough import Enough
-from batchgen.storage.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
+from batchgen.storage.shards.output_fields import PROMPT_TOKEN_IDS
+from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.parsed_column import ParsedColumn
 from batchgen.storage.stores.manifest import READ_JOB, ROWS, Manifest
 from batchgen.util.errors import ConfigError

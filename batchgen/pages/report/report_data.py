@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.config.groups.job_config import CutTexts
+from batchgen.config.groups.output_config import CutTexts
 from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.evals.scores.marks import marks_counting
 from batchgen.pages.report import pass_rates

@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from batchgen.engine.interface.hidden_columns import CLASS_SCORES, EMBEDDING
 from batchgen.storage.metrics.tally import constraint_outcome
-from batchgen.storage.shards.image_column import PROMPT_IMAGES
-from batchgen.storage.shards.token_columns import is_per_token
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES, is_per_token
 from batchgen.util.shorten import beginning
 from batchgen.util.templates.used_columns import used_columns
 from batchgen.util.text.row_json import AS_GIVEN, row_reader

@@ -13,8 +13,9 @@ from statistics import median
 from typing import Any
 
 from measuring import DEVICE, commas
-from modes.determinism import Pictures, fewer_layers
+from modes.determinism import fewer_layers
 from modes.routing import expert_layers, run_rows, set_routing
+from modes.row_probe import Pictures
 from shapes import MODELS
 from workloads import WORKLOADS, dummy_model, prompt_vocab, requests
 

@@ -24,7 +24,7 @@ from batchgen.jobs.planning.job_plan import Plan
 from batchgen.jobs.planning.plan_settings import PlanSettings
 from batchgen.jobs.planning.plan_text import plan_text
 from batchgen.jobs.planning.planner import make_plan
-from batchgen.jobs.resolve.opened_job import open_job, resolve_job
+from batchgen.jobs.resolve.open_job import open_job, resolve_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
 from batchgen.util.request_id import RequestId
