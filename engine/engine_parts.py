@@ -135,7 +135,7 @@ class EngineParts:
             # Prompts are read only beside decoding rows of one token each.
             config.chunk_tokens if 1 in use.widths else 0,
             CHUNK_ROWS,
-            use.graph_shapes(config).prefill_tokens if config.cuda_graph else 0,
+            use.graph_shapes(config).alone_tokens if config.cuda_graph else 0,
         )
         columns = self.runners[TARGET].caches.columns
         return Scheduler(

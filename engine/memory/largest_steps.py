@@ -49,8 +49,8 @@ def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     if config.cuda_graph:
         shapes = use.graph_shapes(config)
         graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * GRAPH_BYTES
-        if shapes.prefill_tokens:
-            graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
+        if shapes.alone_tokens:
+            graphs += prefill * shapes.alone_tokens // config.max_batched_tokens
     # The logits and their float32 copy for penalties; the rows' histories, copied when rows join.
     logits = max(rows * width, max_scored_tokens(model, config))
     sampling = logits * model.vocab_size * (model.dtype.itemsize + 4)
