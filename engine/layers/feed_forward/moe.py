@@ -38,6 +38,7 @@ class Router:
     float32: bool = False  # logits are computed in float32, whatever the model's dtype is
     wide: bool = False  # with `float32`: checkpoints hold its weight in float32
     gates_shared: bool = True  # else checkpoints call it `shared_experts`, without a gate
+    gates_input: bool = False  # the only expert of a token reads sigmoid(its logit) · x
 
 
 SOFTMAX_ROUTER = Router()
@@ -107,7 +108,8 @@ class SparseMoE(nn.Module):
         self._parallel, self._lane = where.parallel, lane
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
-        self.form = router.form
+        self.form, self._gates_input = router.form, router.gates_input
+        assert experts_per_token == 1 or not router.gates_input, "the experts would read other rows"
         self.checkpoint_names = {"correction": "gate"}
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
@@ -169,6 +171,8 @@ class SparseMoE(nn.Module):
             scales=gate.expert_scales if isinstance(gate, ScaledRouter) else None,
         )
         ctx.record(self.column, ids, self.index)
+        if self._gates_input:
+            x = tokens = x * logits.gather(1, ids.long()).float().sigmoid().to(x.dtype)
         out: Tensor
         alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
         slots = self.experts.adapter_slots(len(x))
