@@ -197,11 +197,12 @@ class YarnRope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Multiplies queries at position p by 1 + beta · ln(1 + ⌊p / original⌋) after their rotation,
-    which keeps attention sharp beyond the original context (Llama 4, Meta 2025)."""
+    """Multiplies queries at position p by 1 + beta · ln(1 + ⌊(p + ahead) / original⌋) after their
+    rotation, which keeps attention sharp beyond the original context (Llama 4, Meta 2025)."""
 
     beta: float
     original: int  # positions before the first change
+    ahead: int = 0  # is added to positions
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -215,7 +216,8 @@ class QueryScale:
 
     def table(self, num_positions: int) -> Tensor:
         """Return the factor at each position below this number, [P] float32 on the CPU."""
-        steps = torch.floor(torch.arange(num_positions, device="cpu") / self.original)
+        positions = torch.arange(self.ahead, num_positions + self.ahead, device="cpu")
+        steps = torch.floor(positions / self.original)
         return 1 + self.beta * torch.log(1 + steps)
 
 

@@ -53,6 +53,8 @@ MODELS: Mapping[str, ModelEntry] = {
     "Lfm2ForCausalLM": ModelEntry("batchgen.engine.models.lfm2"),
     "Lfm2MoeForCausalLM": ModelEntry("batchgen.engine.models.lfm2_moe"),
     "LLaDA2MoeModelLM": ModelEntry("batchgen.engine.models.llada2_moe"),
+    "Llama4ForCausalLM": ModelEntry("batchgen.engine.models.llama4"),
+    "Llama4ForConditionalGeneration": ModelEntry("batchgen.engine.models.llama4"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.llama", gguf="llama"),
     "MiniMaxM2ForCausalLM": ModelEntry("batchgen.engine.models.minimax_m2"),
     "Ministral3ForCausalLM": ModelEntry("batchgen.engine.models.ministral3"),
@@ -101,8 +103,6 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
     "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
     "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),
     "LLaDAModelLM": ("SDARForCausalLM", _BIDIRECTIONAL),
-    "Llama4ForCausalLM": ("LlamaForCausalLM", "attention in chunks"),
-    "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention in chunks"),
     "NemotronForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Qwen2VLForConditionalGeneration": (
         "Qwen2_5_VLForConditionalGeneration",

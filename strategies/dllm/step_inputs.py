@@ -21,7 +21,7 @@ from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.sampling.sampler import Drawn
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
-from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
+from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes, widened
 from batchgen.strategies.dllm.edits import EDIT_LOG
 from batchgen.strategies.dllm.joining_blocks import commit_inputs, joining_blocks
 from batchgen.strategies.dllm.replay import Replays
@@ -289,7 +289,7 @@ class DLLMStepInputs(StepInputs):
         for name, values in columns.items():
             old = self.columns.get(name)
             if old is None or old.shape != values.shape:
-                old = _widened(old, values)
+                old = widened(old, values)
             chosen = positions.view(*positions.shape, *[1] * (values.dim() - 2))
             self.columns[name] = torch.where(chosen, values, old)
         some, masked = positions.any(1), blocks.masked & ~writes.unmasked
@@ -344,12 +344,3 @@ class DLLMStepInputs(StepInputs):
         assert self._after is not None and self._committed is not None, "write comes first"
         self._blocks = self._opened(self._after, self._committed)
         self._final = self._after = self._commits = self._sent = self._committed = None
-
-
-def _widened(old: Tensor | None, values: Tensor) -> Tensor:
-    """A tensor in the shape of `values` that holds `old` where the shapes overlap, and else 0."""
-    out = torch.zeros_like(values)
-    if old is not None:
-        tail = tuple(slice(min(a, b)) for a, b in zip(old.shape, values.shape, strict=True))
-        out[tail] = old[tail]
-    return out

@@ -17,6 +17,7 @@ from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
 from batchgen.kernels.attention.prefill_plan import cut_tiles, tile_tokens
+from batchgen.kernels.attention.windows import ChunkWindow
 from batchgen.kernels.rules import BY_ROW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -167,7 +168,7 @@ def oracle(batch: Batch) -> Tensor:
             for position in positions.tolist():
                 block_end = (position // part.block_length + 1) * part.block_length
                 end = min(block_end, int(positions[-1]) + 1)
-                seen = slice(max(position + 1 - (batch.window or position + 1), 0), end)
+                seen = slice(_first_seen(position, batch.window), end)
                 keys, values = (x[:, table].flatten(1, 2)[:, seen] for x in (key, value))
                 score = queries[token].unflatten(0, (KV_HEADS, -1)) @ keys.mT * SCALE
                 if batch.cap is not None:
@@ -179,6 +180,17 @@ def oracle(batch: Batch) -> Tensor:
                 out[token] = (score.softmax(-1) @ values).flatten(0, 1)
                 token += 1
     return out
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    if isinstance(window, ChunkWindow):
+        return position - position % window
+    return max(position + 1 - (window or position + 1), 0)
+
+
+def _windows(longest: int) -> st.SearchStrategy[int]:
+    lengths = st.integers(1, longest)
+    return lengths | lengths.map(ChunkWindow)
 
 
 def assert_right(ours: Tensor, batch: Batch) -> None:
@@ -226,7 +238,9 @@ def test_the_kernels_attend_as_the_reference_does(
 
 
 @pytest.mark.quick(5)
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 300])
+@pytest.mark.parametrize(
+    "window", [None, ChunkWindow(5), 1, 5, 16, 300, *map(ChunkWindow, (1, 16, 300))]
+)
 @pytest.mark.parametrize("kind", ["decode", "verify", "both"])
 def test_windows_sinks_and_caps(kind: str, window: int | None) -> None:
     """Blocks before the window may belong to anybody."""
@@ -238,7 +252,7 @@ def test_windows_sinks_and_caps(kind: str, window: int | None) -> None:
     assert_right(reference(batch), batch)
 
 
-@pytest.mark.parametrize("window", [100, 600, 2000])
+@pytest.mark.parametrize("window", [100, 600, 2000, *map(ChunkWindow, (128, 600))])
 def test_splits_of_a_window(window: int) -> None:
     """A window of several splits, and sinks where they are combined."""
     part = make_part([(1500, 2), (90, 2), (700, 2)], block_size=16, decode_width=2)
@@ -340,7 +354,7 @@ def batches(draw: st.DrawFn, device: str) -> Batch:
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         device=device,
         seed=draw(st.integers(0, 99)),
-        window=draw(st.none() | st.integers(1, 130)) if block_length == 1 else None,
+        window=draw(st.none() | _windows(130)) if block_length == 1 else None,
         has_sinks=draw(st.booleans()),
         cap=draw(st.sampled_from([None, None, 0.5, 50.0])),
     )
@@ -362,7 +376,7 @@ def test_reference_equals_float64(batch: Batch) -> None:
 @given(
     block_length=st.sampled_from([1, 1, 2, 4, 8, 32]),
     length=st.integers(1, 90),
-    window=st.none() | st.integers(1, 100),
+    window=st.none() | _windows(100),
     group=st.sampled_from([1, 2, 3, 4, 8]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     data=st.data(),
