@@ -69,13 +69,13 @@ def completion_script(shell: str) -> str:
 def _verb_options() -> dict[str, str]:
     """The options of each verb. They are read in the text of its module, which names them, as
     importing all of them takes seconds."""
-    found = {}
+    options = {}
     for name, verb in VERBS.items():
         spec = find_spec(verb.module)
         assert spec is not None and spec.origin is not None
         text = Path(spec.origin).read_text(encoding="utf-8")
-        found[name] = " ".join(sorted({"--help", *_OPTION.findall(text)}))
-    return found
+        options[name] = " ".join(sorted({"--help", *_OPTION.findall(text)}))
+    return options
 
 
 def _words() -> list[str]:

@@ -53,15 +53,15 @@ def _step_help(name: str) -> str:
 
 def _said(attributes: str) -> dict[str, list[str]]:
     """What a docstring says of each attribute, by lines."""
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     name = ""
     for line in attributes.split("\n"):
         if begins := re.match(r"    (\w+): (.*)", line):
             name = begins[1]
-            found[name] = [begins[2]]
+            texts[name] = [begins[2]]
         elif line.strip():
-            found[name].append(line.strip())
-    return found
+            texts[name].append(line.strip())
+    return texts
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -103,9 +103,9 @@ def _replay(
 ) -> tuple[Drawn, Tensor]:
     """Put the tokens of replayed rows into a draw, and what the step unmasks of them into
     `unmasked` [B, L] bool."""
-    if (found := state.replayed()) is None:
+    if (replayed := state.replayed()) is None:
         return drawn, unmasked
-    replays, token_ids, steps = found
+    replays, token_ids, steps = replayed
     rows = replays.rows
     at = rows.repeat_interleave(unmasked.shape[1])
     taken = take_tokens(

@@ -164,13 +164,13 @@ def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tu
     ):
         for number, line in enumerate(batch_lines(paths.user_path)):
             if isinstance(line, BadLine):
-                found = _error_line(line, number)
+                result = _error_line(line, number)
             else:
-                found = next(results, {})
-                if found.get("custom_id") != line.custom_id:
+                result = next(results, {})
+                if result.get("custom_id") != line.custom_id:
                     raise JobError(f"{paths.user_path} has changed: run the same command again")
-            file.write(json_text(found) + "\n")
-            answered, failed = answered + (not found["error"]), failed + bool(found["error"])
+            file.write(json_text(result) + "\n")
+            answered, failed = answered + (not result["error"]), failed + bool(result["error"])
     return answered, failed
 
 

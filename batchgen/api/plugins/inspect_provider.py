@@ -218,8 +218,8 @@ def _tool_calls(text: str, request_id: str) -> tuple[str, list[ToolCall]]:
     for number, body in enumerate(_CALL.findall(text)):
         name, arguments, mistake = "unknown", {}, None
         try:
-            found = json.loads(body)
-            name, arguments = str(found["name"]), dict(found.get("arguments") or {})
+            parsed = json.loads(body)
+            name, arguments = str(parsed["name"]), dict(parsed.get("arguments") or {})
         except (KeyError, TypeError, ValueError) as error:
             mistake = f"{body!r:.200} is no call of a tool: {error!r}"
         calls.append(ToolCall(f"call_{request_id}_{number}", name, arguments, mistake))

@@ -114,8 +114,8 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether greedy decoding would write it."""
         self._names = [_name(one) for one in requests]
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
-        return found
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return scores
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False

@@ -143,8 +143,8 @@ class PromptIds:
             return ids, ()
         if self.images is None:
             raise RequestError("bad_images", NO_IMAGES)
-        found = self.images.load(sources)
-        return self.images.expanded(ids, [image.tokens for image in found]), found
+        loaded = self.images.load(sources)
+        return self.images.expanded(ids, [image.tokens for image in loaded]), loaded
 
     @cached_property
     def _chat(self) -> ChatPrompt:

@@ -138,13 +138,13 @@ def score_answers(
     for index, (prompt, answer) in enumerate(pairs):
         if id(prompt) not in known:
             known[id(prompt)] = _ids(ids, prompt)
-        found = known[id(prompt)]
+        tokenized = known[id(prompt)]
         tokens: list[int] = []
         try:
             tokens = _answer_ids(ids.tokenizer, answer)
         except RequestError as error:
-            found = error if not isinstance(found, RequestError) else found
-        requests.append(StreamRequest(index, 0, found, params, tokens))
+            tokenized = error if not isinstance(tokenized, RequestError) else tokenized
+        requests.append(StreamRequest(index, 0, tokenized, params, tokens))
     scores: dict[int, Score] = {}
     with (
         closing(streams.run(requests)) as stream,

@@ -52,20 +52,20 @@ def main(arguments: Sequence[str]) -> int:
         given.out, given.rows, seed, given.override, given.trust, operations=given.operations
     )
     what = "equal beside each other and alone" if given.operations else "equal to the bit"
-    for step, found in steps:
-        different = [row for row in found.rows if row.difference is not None]
+    for step, result in steps:
+        different = [row for row in result.rows if row.difference is not None]
         all_equal = all_equal and not different
         if given.json:
-            values[step] = _values(found, different, seed)
+            values[step] = _values(result, different, seed)
             continue
         of = "" if step is None else f"{step}: "
         for row in different:
             print(f"{of}row {row.row_id}: {row.difference}")
-        for remark in found.remarks:
+        for remark in result.remarks:
             if remark not in remarks:
                 print(f"batchgen: {remark}", file=sys.stderr)
             remarks.add(remark)
-        print(of + _verdict(found, len(different), seed, what))
+        print(of + _verdict(result, len(different), seed, what))
     if given.json:
         print(json.dumps(values.get(None, values), ensure_ascii=False))
     return int(not all_equal)

@@ -48,14 +48,14 @@ def main(arguments: Sequence[str]) -> int:
     if not paths.results.absolute().parent.is_dir():
         raise ConfigError(f"batch: there is no folder for {asked.results}: make it first")
     refuse_other_file(paths, asked.results)
-    found = write_requests(paths)
-    config = batch_config(paths, found, asked.keys)
-    if (warning := model_warning(found, config)) is not None:
+    written = write_requests(paths)
+    config = batch_config(paths, written, asked.keys)
+    if (warning := model_warning(written, config)) is not None:
         print(f"batchgen: warning: {warning}", file=sys.stderr)
-    if found.requests:
+    if written.requests:
         code = report(lambda: run_configured(config))
         if code not in (0, 3):
             return code
-    answered, failed = write_results(paths, config, any_rows=bool(found.requests))
+    answered, failed = write_results(paths, config, any_rows=bool(written.requests))
     print(f"{answered:,} answers and {failed:,} errors in {asked.results}")
     return 3 if failed else 0

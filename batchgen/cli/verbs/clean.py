@@ -29,15 +29,15 @@ def main(arguments: Sequence[str]) -> int:
     from batchgen.util.text.text_table import counted, size_text
 
     versions = OldVersions(user_folder(given.out, "OUT"))
-    found = versions.found()
-    if not found:
+    folders = versions.found()
+    if not folders:
         print("There is nothing to delete: all versions are current.")
         return 0
-    for one in found:
+    for one in folders:
         stays = "" if one.needed is None else f"  stays: {one.needed}"
         print(f"{size_text(one.size):>9}  {one.folder}{stays}")
-    old = [one for one in found if one.needed is None]
-    code = 1 if len(old) < len(found) else 0
+    old = [one for one in folders if one.needed is None]
+    code = 1 if len(old) < len(folders) else 0
     total = f"{counted(len(old), 'folder')}, {size_text(sum(one.size for one in old))}"
     if not old or not (given.yes or _agreed(total)):
         print("Nothing was deleted.")

@@ -124,12 +124,12 @@ def _details(row: ArmRow, column: str, rows: int) -> list[str]:
     from batchgen.evals.scores.compared_jobs import comparison_lines
     from batchgen.util.text.text_table import table_text
 
-    found = row.comparison
-    if found is None:
+    comparison = row.comparison
+    if comparison is None:
         return []
-    text = ["", table_text(comparison_lines(found, column))]
+    text = ["", table_text(comparison_lines(comparison, column))]
     better, worse = ("better", "worse") if column == "mark" else ("higher", "lower")
-    for what, flipped in ((better, found.wins), (worse, found.losses)):
+    for what, flipped in ((better, comparison.wins), (worse, comparison.losses)):
         if flipped and rows:
             text += ["", f"B is {what} in:", *_listed(flipped, column, rows)]
     return text

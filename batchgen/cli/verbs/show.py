@@ -84,8 +84,8 @@ def main(arguments: Sequence[str]) -> int:
 def _found(reader: JobFolderReader, row_id: str, sample: int | None) -> list[dict[str, Any]]:
     """The finished samples of a row; if there are none, the error names what is near."""
     rows = list(reader.find(row_id))
-    if found := list(of_sample(rows, sample)):
-        return found
+    if matching := list(of_sample(rows, sample)):
+        return matching
     if rows:
         others = ", ".join(str(row["sample_index"]) for row in rows)
         raise ConfigError(

@@ -79,13 +79,13 @@ def lines(status: Status, num_shards: int | None) -> list[str]:
     if not status.workers:
         return []
     header = ("worker", "name", "state", "shards", "rows", "tokens/s", "heard of", "where")
-    found = columns([header, *map(_facts, status.workers)], numbers=False)
+    table = columns([header, *map(_facts, status.workers)], numbers=False)
     of = "" if num_shards is None else f" of {num_shards:,} in all"
-    found.append(f"shards: {status.begun:,} begun, {status.done:,} done by these workers{of}")
+    table.append(f"shards: {status.begun:,} begun, {status.done:,} done by these workers{of}")
     for shard, ended in status.quarantined.items():
         who = ", ".join(map(str, ended))
-        found.append(f"shard {shard} is in quarantine: it has ended the workers {who}")
-    return found
+        table.append(f"shard {shard} is in quarantine: it has ended the workers {who}")
+    return table
 
 
 def _facts(worker: WorkerState) -> tuple[str, ...]:

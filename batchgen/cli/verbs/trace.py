@@ -36,10 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     from batchgen.pipelines.trace.trace_text import trace_lines, trace_values
     from batchgen.util.text.row_json import json_text
 
-    found = trace_row(given.out, given.row, line=given.line, sample=given.sample, of=given.of)
+    trace = trace_row(given.out, given.row, line=given.line, sample=given.sample, of=given.of)
     if given.json:
-        print(json_text(trace_values(found)))
+        print(json_text(trace_values(trace)))
     else:
-        for line in trace_lines(found, whole=given.whole):
+        for line in trace_lines(trace, whole=given.whole):
             print(line)
-    return int(not found.is_there)
+    return int(not trace.is_there)

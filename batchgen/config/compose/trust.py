@@ -64,11 +64,11 @@ class Trust:
         if not asked:
             return
         own = {what for _, what in _of_conf()}
-        if found := [f"{place} {what}" for place, what in asked if what not in own]:
+        if refused := [f"{place} {what}" for place, what in asked if what not in own]:
             flags = " ".join(f"--trust {source}" for source in self.sources)
             raise ConfigError(
                 f"{' and '.join(map(str, self.sources))}: this is not batchgen's own code, and it "
-                f"would run with your rights: {'; '.join(found)}: if you trust whoever wrote it, "
+                f"would run with your rights: {'; '.join(refused)}: if you trust whoever wrote it, "
                 f"add {flags}"
             )
 
@@ -149,10 +149,10 @@ def _typed(overrides: Sequence[str]) -> Iterator[str]:
 
 def _of_conf() -> Collection[Named]:
     """What the choices of conf/ name to be run."""
-    found: list[Named] = []
+    names: list[Named] = []
     for group in GROUPS:
         for choice in choices(group):
-            found += foreign_code({group: choice_values(group, choice)})
+            names += foreign_code({group: choice_values(group, choice)})
     for name in choices(EXPERIMENT):
-        found += foreign_code(choice_values(EXPERIMENT, name))
-    return found
+        names += foreign_code(choice_values(EXPERIMENT, name))
+    return names

@@ -60,10 +60,10 @@ _WITH_ESCAPES = {
 def _conf(group: str) -> dict[str, str]:
     """The content of the files in the folder of a group that comes with batchgen, by choice."""
     folder = files("batchgen.conf").joinpath(group)
-    found = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+    configs = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
     return {
         file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
-        for file in sorted(found, key=lambda file: file.name)
+        for file in sorted(configs, key=lambda file: file.name)
     }
 
 
@@ -114,8 +114,8 @@ def declared_type(key: str) -> Any:
     declaring = _launchers() if group == "launcher" else _DECLARED.get(group, ())
     declared = [get_type_hints(cls) for cls in declaring]
     hints = [{key_of(field): hint for field, hint in each.items()}.get(name) for each in declared]
-    if found := [hint for hint in hints if hint is not None]:
-        return found[0]
+    if named_hints := [hint for hint in hints if hint is not None]:
+        return named_hints[0]
     if group == "strategy":
         for choice in choices(group):
             if (default := choice_values(group, choice).get(name)) is not None:
@@ -138,13 +138,13 @@ def has_escapes(key: str) -> bool:
 @cache
 def all_keys() -> dict[str, tuple[str, ...]]:
     """Every `group.key` of every choice → the choices of its group that have it."""
-    found: dict[str, tuple[str, ...]] = {}
+    keys: dict[str, tuple[str, ...]] = {}
     for group in GROUPS:
         for choice in choices(group):
             for name in choice_values(group, choice):
                 key = f"{group}.{name}"
-                found[key] = (*found.get(key, ()), choice)
-    return found
+                keys[key] = (*keys.get(key, ()), choice)
+    return keys
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
@@ -152,9 +152,11 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     the letters, else one that begins with this one or has all its parts: max_tokens is
     max_new_tokens."""
     words = list(names)
-    distance, found = min(((edit_distance(word, other), other) for other in words), default=(9, ""))
+    distance, nearest_word = min(
+        ((edit_distance(word, other), other) for other in words), default=(9, "")
+    )
     if distance <= max(1, min(3, len(word) // 3)):
-        return found
+        return nearest_word
     parts = set(word.split("_"))
     like = (o for o in words if o.startswith(word) or parts <= set(o.split("_")))
     return next(like, None) if len(word) > 1 else None
@@ -169,8 +171,8 @@ def nearest_key(key: str) -> str | None:
     if group not in GROUPS:
         group = nearest(group, GROUPS) or ""
     own = [known.partition(".")[2] for known in all_keys() if known.startswith(f"{group}.")]
-    if found := nearest(name, own):
-        return f"{group}.{found}"
+    if near := nearest(name, own):
+        return f"{group}.{near}"
     elsewhere = nearest(name, names)
     return names[elsewhere] if elsewhere else None
 

@@ -50,8 +50,8 @@ def with_model_values(
     if not asked:
         return dict(sampling)
     content = _read(_file_of(path, revision))
-    found = _named(content)
-    if not found:
+    model_values = _named(content)
+    if not model_values:
         raise ConfigError(
             f"sampling.{asked[0]} is null, which takes the model's value, and {path} recommends "
             f"none ({_FILE} has none, or is not there): set sampling=sample or sampling=greedy"
@@ -62,7 +62,7 @@ def with_model_values(
                 f"{path} recommends {key}={content[key]} ({_FILE}), which batchgen cannot do: set "
                 "the keys of sampling yourself, such as sampling=sample"
             )
-    values = {**OFF, **found}
+    values = {**OFF, **model_values}
     return {**sampling, **{key: values[key] for key in asked}}
 
 
@@ -104,16 +104,16 @@ def _named(content: Mapping[str, Any]) -> dict[str, float]:
     """The values of OFF's keys in a file's content."""
     if content.get("do_sample") is False:
         return {"temperature": 0.0}
-    found = {}
+    values = {}
     for key in OFF:
         if (value := content.get(key)) is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{_FILE} of the model: {key} must be a number, got {value!r}")
-        found[key] = max(value, 0) if key == "top_k" else float(value)
-    if not found and content.get("do_sample") is True:
-        found["temperature"] = 1.0
-    return found
+        values[key] = max(value, 0) if key == "top_k" else float(value)
+    if not values and content.get("do_sample") is True:
+        values["temperature"] = 1.0
+    return values
 
 
 def _read(file: Path | None) -> dict[str, Any]:

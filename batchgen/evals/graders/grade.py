@@ -216,12 +216,12 @@ class Grade:
             raise GradeFailure("no_target", f"the row has no value in column {self.target!r}")
         text = str(value) if self.method == "function" else self._text_of(value, choices)
         if self.target_pattern is not None:
-            found = [match[1] for match in re.finditer(self.target_pattern, text)]
-            if not found or found[-1] is None:
+            matches = [match[1] for match in re.finditer(self.target_pattern, text)]
+            if not matches or matches[-1] is None:
                 raise GradeFailure(
                     "no_target", f"column {self.target!r}: target_pattern does not match it"
                 )
-            text = found[-1].strip()
+            text = matches[-1].strip()
         return text
 
     def _text_of(self, value: Any, choices: Sequence[Any]) -> str:
@@ -291,7 +291,7 @@ def _resolve(path: Any) -> Callable[..., Any]:
         raise ConfigError(
             f"Grade: function._target_ must be the import path of a function, got {path!r}"
         )
-    found: Callable[..., Any] = named_code(path, "Grade: function._target_")
-    if not callable(found):
+    function: Callable[..., Any] = named_code(path, "Grade: function._target_")
+    if not callable(function):
         raise ConfigError(f"Grade: function._target_: {path} is no function")
-    return found
+    return function

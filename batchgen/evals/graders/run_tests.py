@@ -130,8 +130,8 @@ class RunTests:
 
     @cached_property
     def _sandbox(self) -> Sandbox:
-        found = interpreter(self.python, tuple(self.packages))
-        return Sandbox(found, self.memory_mib << 20, self.seconds, self.total_seconds)
+        python = interpreter(self.python, tuple(self.packages))
+        return Sandbox(python, self.memory_mib << 20, self.seconds, self.total_seconds)
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         program = row.values.get(self.program)
@@ -150,8 +150,8 @@ class RunTests:
         given = json.dumps([tests, name, self.method])
         key = result_key([program, given, self._sandbox.interpreter.name, *limits])
         known = KnownResults()
-        if (found := known.get(key)) is not None:
-            return found
+        if (known_result := known.get(key)) is not None:
+            return known_result
         try:
             result = self._run(program, tests, name)
         except UnfitTests as error:
@@ -191,9 +191,9 @@ class RunTests:
             if failure is not None:
                 return replace(failure, detail=f"case {place}: {failure.detail}")
             if not same_output(output, case.output):
-                found, wanted = output.strip(), case.output.strip()
+                printed, wanted = output.strip(), case.output.strip()
                 return ProgramResult(
-                    "wrong", f"case {place}: {found!r:.100} is not {wanted!r:.100}"
+                    "wrong", f"case {place}: {printed!r:.100} is not {wanted!r:.100}"
                 )
         return ProgramResult("passed")
 

@@ -78,8 +78,8 @@ class Verdict(TextStep):
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         names = {name.casefold(): name for name in self.marks}
-        found = [m[1] or "" for m in self._words.finditer(row.text.rpartition("</think>")[2])]
-        known = [names[word.casefold()] for word in found if word.casefold() in names]
+        verdicts = [m[1] or "" for m in self._words.finditer(row.text.rpartition("</think>")[2])]
+        known = [names[word.casefold()] for word in verdicts if word.casefold() in names]
         verdict = known[-1] if known else None
         mark = None if verdict is None else self.marks[verdict]
         if mark is not None and self.flip is not None:

@@ -141,10 +141,10 @@ class GradedShards(ABC):
         with CheckedFile(source) as file:
             if lacks := [name for name in (*names, *KEYS) if name not in file.schema.names]:
                 raise damaged(source, f"it has no column {lacks[0]}")
-            found = file.read([*dict.fromkeys([*names, *KEYS])])
-        if found.num_rows != count:
-            raise damaged(source, f"it has {found.num_rows} rows, and its shard {count}")
-        return found
+            table = file.read([*dict.fromkeys([*names, *KEYS])])
+        if table.num_rows != count:
+            raise damaged(source, f"it has {table.num_rows} rows, and its shard {count}")
+        return table
 
     def _is_graded(self, number: int, grades: pa.Schema) -> bool:
         """Whether grades with this schema were made of the shard as it is."""

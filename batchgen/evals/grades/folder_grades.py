@@ -61,13 +61,13 @@ class JobGrades:
         if self._steps is not None:
             return self._steps
         files = shard_files(self.path).values() if self.path.is_dir() else ()
-        found = (made_of(path).get(STEPS_KEY) for path in files)
-        return next((steps.decode(errors="replace") for steps in found if steps is not None), None)
+        values = (made_of(path).get(STEPS_KEY) for path in files)
+        return next((steps.decode(errors="replace") for steps in values if steps is not None), None)
 
     def parts(self, shards: Collection[int] | None = None) -> Iterator[GradePart]:
         """A part for each shard of the job, or for those of these numbers, in order."""
-        found = shard_files(self.job / "data")
-        return map(self.part, (n for n in found if shards is None or n in shards))
+        files = shard_files(self.job / "data")
+        return map(self.part, (n for n in files if shards is None or n in shards))
 
     def part(self, number: int) -> GradePart:
         """The part of the shard with this number, which is there."""

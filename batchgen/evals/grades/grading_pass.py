@@ -137,9 +137,9 @@ class GradingPass:
                 part, key = keys.popleft()
                 yield part, {**key, **values}
 
-        for part, found in itertools.groupby(graded(), key=lambda pair: pair[0]):
+        for part, pairs in itertools.groupby(graded(), key=lambda pair: pair[0]):
             schema = self._schema(part, read_schema(part.shard))
-            values = (row for _, row in found)
+            values = (row for _, row in pairs)
             yield part, self._write(part, schema, _row_batches(schema, values))
 
     def _rows(self, shard: Path) -> Iterator[dict[str, Any]]:

@@ -77,16 +77,16 @@ def unpacked(text: str) -> str:
         data = stream.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
         if not stream.eof:
             raise ValueError(f"encoded tests are cut off, or hold more than {_MOST_BYTES:,} bytes")
-        found = [
+        contents = [
             argument
             for code, argument, _ in pickletools.genops(io.BytesIO(data))
             if _is_text(code.name)
         ]
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f"these are neither JSON nor encoded tests: {error}") from None
-    if len(found) != 1 or not isinstance(found[0], str):
+    if len(contents) != 1 or not isinstance(contents[0], str):
         raise ValueError("encoded tests must hold one text")
-    return found[0]
+    return contents[0]
 
 
 def _is_text(name: str) -> bool:
@@ -108,7 +108,9 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_line(line: str, wanted: str) -> bool:
-    return line == wanted or ((found := _numbers(line)) is not None and found == _numbers(wanted))
+    return line == wanted or (
+        (numbers := _numbers(line)) is not None and numbers == _numbers(wanted)
+    )
 
 
 def _numbers(line: str) -> list[Decimal] | None:

@@ -158,8 +158,8 @@ class Marks:
 
     def has(self, kind: str) -> Bools:
         """[Q, K]: which samples are no_answer, truncated, error or grade_error."""
-        found: Bools = np.not_equal(self.kinds & _KINDS[kind], 0)
-        return found
+        present: Bools = np.not_equal(self.kinds & _KINDS[kind], 0)
+        return present
 
     def select(self, questions: Sequence[int] | Ints) -> Marks:
         """The table of these questions only, in this order."""

@@ -102,12 +102,12 @@ def _modules(path: Path) -> Sequence[tuple[str, str]]:
         entries: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
-    found = []
+    modules = []
     for entry in entries if isinstance(entries, list) else [entries]:
         kind, place = (
             entry.get(key) if isinstance(entry, dict) else None for key in ("type", "path")
         )
         if not isinstance(kind, str) or not isinstance(place, str):
             raise ValueError(f"{file} must hold a list of modules, each with a type and a path")
-        found.append((kind.rpartition(".")[2][:60], place))
-    return found
+        modules.append((kind.rpartition(".")[2][:60], place))
+    return modules

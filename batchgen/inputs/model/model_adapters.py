@@ -64,7 +64,7 @@ def with_adapters(
             "fewer: leave it false, and the adapter stands beside them"
         )
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
-    found = {}
+    by_name = {}
     for name, place in places.items():
         folder = _folder(name, place)
         _check_links(name, folder)
@@ -76,11 +76,11 @@ def with_adapters(
         else:
             model = with_adapter_tokenizer(name, adapter.folder, model)
         _warn_of_base(name, adapter, model)
-        found[name] = adapter
+        by_name[name] = adapter
     return replace(
         model,
-        adapters=found,
-        default_adapter=next(iter(found)) if only_one(adapters) else None,
+        adapters=by_name,
+        default_adapter=next(iter(by_name)) if only_one(adapters) else None,
         folds=fold,
         adapter_template=template == "adapter",
     )

@@ -55,22 +55,22 @@ class ImagePlaces:
                 f"the messages have {free} images without a source, and the row has {len(own)} of "
                 "its own: their numbers must be equal",
             )
-        rest, found = iter(own), list[ImageSource]()
+        rest, sources = iter(own), list[ImageSource]()
         placed = []
         for message in messages:
             content = message.get("content")
             if isinstance(content, list):
-                content = [self._part(part, rest, found) for part in content]
+                content = [self._part(part, rest, sources) for part in content]
                 message = {**message, "content": content}
             elif not free and own and message["role"] == "user":
                 text = [{"type": "text", "text": content}]
-                found += rest
+                sources += rest
                 message = {**message, "content": [{"type": "image"}] * len(own) + text}
                 own = []
             placed.append(message)
         if not free and own:
             raise RequestError("bad_images", "the row has images and no user message for them")
-        return placed, found
+        return placed, sources
 
     def own(self, row: Row) -> list[ImageSource]:
         """The images of the row's column, or those that `prompt.images` names."""

@@ -184,10 +184,10 @@ class ChainPass:
         self, number: int, table: TableStep, row: Row, items: Sequence[_Item]
     ) -> list[_Item]:
         step, count = self._passes[number], self.counts[number]
-        found: list[_Item] = []
+        changed: list[_Item] = []
         for item in items:
             if item.failure is not None and not table.takes_failed:
-                found.append(_below(item, 0) if table.splits else item)
+                changed.append(_below(item, 0) if table.splits else item)
                 continue
             row_id = path_id(row.id, item.path)
             try:
@@ -196,7 +196,7 @@ class ChainPass:
                 count.failed += 1
                 path = (*item.path, 0) if table.splits else item.path
                 message = f"{self._chain.names[number]}: {error}"
-                found.append(_Item(item.fields, path, item.stored, Failure(BAD_ROW, message)))
+                changed.append(_Item(item.fields, path, item.stored, Failure(BAD_ROW, message)))
                 continue
             if isinstance(taken, Dropped):
                 count.dropped += 1
@@ -206,11 +206,11 @@ class ChainPass:
                     count.examples.append(dropped)
             elif table.splits:
                 below = (_below(item, k) for k in range(len(taken)))
-                found += map(self._with, below, repeat(number), taken)
+                changed += map(self._with, below, repeat(number), taken)
             else:
                 (values,) = taken
-                found.append(self._with(item, number, values))
-        return found
+                changed.append(self._with(item, number, values))
+        return changed
 
     def _with(self, item: _Item, number: int, values: Mapping[str, Any]) -> _Item:
         """A row with the values of a step's columns."""

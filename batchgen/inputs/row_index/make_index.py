@@ -72,21 +72,21 @@ class IndexGrowth:
 
     def add(self, stop: int) -> None:
         """Write the parts of the rows of the source before `stop` that have none."""
-        found, start = self.facts, self.facts.data_rows
+        facts, start = self.facts, self.facts.data_rows
         rows = islice(self._source.rows(start), stop - start) if start < stop else iter(())
-        making = _Making(self._chain, self._running, self._folder, rows, found.read_rows, stop)
-        parts = list(found.parts)
+        making = _Making(self._chain, self._running, self._folder, rows, facts.read_rows, stop)
+        parts = list(facts.parts)
         while not making.is_over:
             part = _write_part(making, len(parts))
             if part.rows or part.dropped:
                 parts.append(part)
         self.facts = replace(
-            found,
+            facts,
             dataset=self._source.fingerprint,
             data_rows=stop,
             read_rows=making.read,
             rows=sum(part.rows for part in parts),
-            error_rows=found.error_rows + making.error_rows,
+            error_rows=facts.error_rows + making.error_rows,
             steps=[replace(s, examples=list(s.examples)) for s in self._running.counts],
             parts=parts,
         )

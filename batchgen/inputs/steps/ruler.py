@@ -109,13 +109,13 @@ class Ruler(TableStep):
     def row(self, index: int, units: int) -> dict[str, Any]:
         """The columns of row `index` with a number of units of text."""
         task, length = self.kind(index)
-        found = self.text(index, units)
+        text = self.text(index, units)
         return {
             "task": task,
             "length": length,
-            "input": found.input,
-            "answer_prefix": found.answer_prefix,
-            "outputs": list(found.outputs),
+            "input": text.input,
+            "answer_prefix": text.answer_prefix,
+            "outputs": list(text.outputs),
         }
 
     def text(self, index: int, units: int) -> RulerText:
@@ -166,5 +166,5 @@ class _Texts:
         return fits
 
     def _tokens(self, index: int, units: int) -> int:
-        found = self._step.text(index, units)
-        return len(self._tokenizer(found.input, add_special_tokens=False, verbose=False).input_ids)
+        text = self._step.text(index, units)
+        return len(self._tokenizer(text.input, add_special_tokens=False, verbose=False).input_ids)

@@ -179,10 +179,10 @@ class FollowedJob(GradedShards):
         """Whether the job says that it is complete. The file is read again only if it is another
         one than at the last call."""
         try:
-            found = os.stat(self.storage.path / "metrics.json")
+            stat = os.stat(self.storage.path / "metrics.json")
         except FileNotFoundError:
             return False
-        seen = (found.st_ino, found.st_size, found.st_mtime_ns)
+        seen = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if seen != self._seen:
             self._ended = self._reader().metrics.get("status") == "complete"
             self._seen = seen

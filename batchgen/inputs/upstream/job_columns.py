@@ -96,9 +96,9 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
     for job, other in zip(jobs, each, strict=True):
         _check_given(jobs[0], first, job, other, config)
     if len({other.text for other in each}) > 1:
-        found = ", ".join(dict.fromkeys(other.text for other in each))
+        texts = ", ".join(dict.fromkeys(other.text for other in each))
         raise ConfigError(
-            f"dataset.path: the jobs call the generated text by different names ({found}): give it "
+            f"dataset.path: the jobs call the generated text by different names ({texts}): give it "
             "one with dataset.text_as=NAME"
         )
     shared = {

@@ -107,17 +107,17 @@ class JobSource(Source):
         see `Source`. It looks a few times a second at most."""
         if self._is_complete or time.monotonic() < self._next_look:
             return False
-        found = False
+        has_more = False
         for number, (job, place) in enumerate(zip(self._jobs, self._places, strict=True)):
             while job.learn():
                 chosen = self._choice.of(job, number, place)
                 self._chosen.append((number, chosen))
                 self._ends.append((self._ends or [0])[-1] + len(chosen.ends))
-                found = True
+                has_more = True
         self._next_look = time.monotonic() + _LOOK_SECONDS
         if self._is_complete and not self.num_ready:
             raise ConfigError(_nothing_left(self._jobs, self._choice))
-        return found or self._is_complete
+        return has_more or self._is_complete
 
     @property
     def _is_complete(self) -> bool:
@@ -136,8 +136,8 @@ class JobSource(Source):
     @property
     def num_ready(self) -> int:
         """See `Source`."""
-        found = (self._ends or [0])[-1]
-        return min(found, self._config.limit or found)
+        number = (self._ends or [0])[-1]
+        return min(number, self._config.limit or number)
 
     @property
     def ends(self) -> list[int]:
@@ -177,8 +177,8 @@ class JobSource(Source):
             return
         for start in range(0, len(indices), _AT_ONCE):
             asked = indices[start : start + _AT_ONCE]
-            found = {row.index: row for row in self._as_rows(self._tables(sorted(set(asked))))}
-            yield from (found[index] for index in asked)
+            rows = {row.index: row for row in self._as_rows(self._tables(sorted(set(asked))))}
+            yield from (rows[index] for index in asked)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """See `Source`."""

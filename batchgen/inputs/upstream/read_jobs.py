@@ -89,10 +89,10 @@ def _folders(path: str) -> list[str]:
     folder = step_folder(user_folder(path, _KEY))
     if not glob.has_magic(folder) or Path(folder).is_dir():
         return [folder]
-    found = sorted(name for name in glob.glob(folder) if Path(name).is_dir())
-    if not found:
+    folders = sorted(name for name in glob.glob(folder) if Path(name).is_dir())
+    if not folders:
         raise ConfigError(f"{_KEY}: no folder matches {path} (from {Path.cwd()})")
-    return found
+    return folders
 
 
 def _reader(folder: str) -> JobFolderReader:

@@ -69,13 +69,13 @@ class AnswerColumns:
         known = self._known
 
         def feature(name: str, of: pa.Field) -> Any:
-            found = stored_feature(of)
-            return List(found) if self._lists and name not in known.passthrough else found
+            features = stored_feature(of)
+            return List(features) if self._lists and name not in known.passthrough else features
 
-        found = {name: feature(name, of) for name, of in known.flat.items()}
+        features = {name: feature(name, of) for name, of in known.flat.items()}
         if known.grades:
-            found[GRADES] = {name: feature(name, of) for name, of in known.grades.items()}
-        return Features(found)
+            features[GRADES] = {name: feature(name, of) for name, of in known.grades.items()}
+        return Features(features)
 
     def in_lists(self, table: pa.Table, sizes: Ints) -> pa.Table:
         """Rows of `sizes` answers each: what the answers of a row share once, the rest as lists."""

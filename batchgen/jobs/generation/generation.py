@@ -190,8 +190,8 @@ class Generation:
         asked = request.of_sample(self._stream)
         if self._reuse is not None:
             request.key = key = self._reuse.key(asked)
-            if (found := self._reuse.copy(key, request_id, asked)) is not None:
-                return request.finished(*found, is_copied=True)
+            if (copied := self._reuse.copy(key, request_id, asked)) is not None:
+                return request.finished(*copied, is_copied=True)
         prompt, params, answer, choices, of_row_images = asked
         images = [each.image for each in of_row_images]
         try:

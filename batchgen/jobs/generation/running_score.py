@@ -123,13 +123,13 @@ class _OfRows:
         if self._grader is None:
             self._grader = Grader(self._chain.steps, workers=1, seconds=self._config.seconds)
         made = self._grader.grade(self._texts(rows))
-        found = []
+        marks = []
         for row, values in zip(rows, made, strict=False):
             if (value := values[self._config.column]) is not None:
                 wrong = row.finish_reason == "length" and self._config.cut_texts == "wrong"
-                found.append(0.0 if wrong else float(value))
+                marks.append(0.0 if wrong else float(value))
         self._spent += time.monotonic() - before
-        return found
+        return marks
 
     def _texts(self, rows: Sequence[FinishedRow]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for row in rows:

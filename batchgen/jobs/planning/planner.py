@@ -217,13 +217,13 @@ class _Planner:
         """Whether the budget will suffice, of which a warning tells where it likely does not."""
         if expected is None:
             return []
-        found = outlooks(self._config, expected, used_before(self._config))
-        for limit in found:
+        result = outlooks(self._config, expected, used_before(self._config))
+        for limit in result:
             if limit.verdict == "will not suffice":
                 self._warnings.append(
                     f"the job will likely stop before its end, with exit code 4: {limit.text}"
                 )
-        return found
+        return result
 
     def _prompts(self, scan: Scan) -> Iterator[tuple[str, str]]:
         for read in scan.sample[:SHOWN_PROMPTS]:

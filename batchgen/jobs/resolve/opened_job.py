@@ -92,12 +92,12 @@ class OpenedJob(ResolvedJob):
         """The job with its fingerprints. Every file of the models is read, unless its digest is
         known from before."""
         config = self.config
-        found = model_fingerprints(config, self.model, self.others, self.dtype)
+        fingerprints = model_fingerprints(config, self.model, self.others, self.dtype)
         if self.images is not None:
-            found["images"] = self.images.fingerprint
+            fingerprints["images"] = self.images.fingerprint
         if config.engine.deterministic and device_of(config.engine.device).type == "cuda":
-            found |= {f"{CONTRACT}{name}": text for name, text in self.contract().items()}
-        return dataclasses.replace(self, fingerprints={**found, **self.step_fingerprints})
+            fingerprints |= {f"{CONTRACT}{name}": text for name, text in self.contract().items()}
+        return dataclasses.replace(self, fingerprints={**fingerprints, **self.step_fingerprints})
 
     def contract(self) -> Mapping[str, str]:
         """See `ResolvedJob`."""

@@ -48,10 +48,10 @@ def check_replay(config: JobConfig, jobs: Sequence[ReadJob]) -> bool:
 def _deciding(groups: Mapping[str, Any]) -> dict[str, Any]:
     """What decides which distributions a job's tokens are drawn from, by the keys of users."""
     strategy, sampling = groups.get("strategy", {}), groups.get("sampling", {})
-    found = {f"strategy.{key}": v for key, v in strategy.items() if key not in _TOKENS_ALIKE}
-    found |= {f"sampling.{key}": sampling.get(key) for key in _SAMPLING}
-    found["output.logprobs_mode"] = groups.get("output", {}).get("logprobs_mode")
-    return found
+    values = {f"strategy.{key}": v for key, v in strategy.items() if key not in _TOKENS_ALIKE}
+    values |= {f"sampling.{key}": sampling.get(key) for key in _SAMPLING}
+    values["output.logprobs_mode"] = groups.get("output", {}).get("logprobs_mode")
+    return values
 
 
 def _shown(value: Any) -> str:

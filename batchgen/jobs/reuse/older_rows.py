@@ -86,7 +86,7 @@ class OlderRows:
             return None
         schema, names = self._schema, row.schema.names
         text = row[self._text][0].as_py()
-        found = RequestOutput(
+        output = RequestOutput(
             request_id=request_id,
             prompt_token_ids=request.prompt,
             token_ids=ids,
@@ -100,7 +100,7 @@ class OlderRows:
             answer_token_ids=None if request.answer is None else answer_ids(request.answer),
         )
         beside = {name: row[name][0].as_py() for name in schema.extra}
-        return SplitOutput(found, beside | ({TEXT: None} if text is None else {}))
+        return SplitOutput(output, beside | ({TEXT: None} if text is None else {}))
 
 
 def _read_names(schema: OutputSchema, text_column: str) -> list[str]:
@@ -125,8 +125,8 @@ class _ShardRows:
     def row(self, row_index: int, sample: int) -> pa.RecordBatch | None:
         """One row; None if it is not there."""
         key = (row_index << 31) | sample
-        if (found := self._kept_row(key)) is not None:
-            return found
+        if (row := self._kept_row(key)) is not None:
+            return row
         if not 0 <= self._next <= key:
             first = max(0, row_index - _BACK) if key < self._next else row_index
             shard = self._reader.shard(self._number)

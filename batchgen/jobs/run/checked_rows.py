@@ -81,13 +81,13 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
 
 def _enough(until: UntilConfig) -> Enough:
     """When a row has enough samples; ConfigError if it never could before it has all."""
-    found = Enough(until.valid, until.most, until.width)
-    if found.fewest > until.most:
+    enough = Enough(until.valid, until.most, until.width)
+    if enough.fewest > until.most:
         raise ConfigError(
-            f"sampling.until.width={until.width:g} needs {found.fewest:,} samples of a row at "
+            f"sampling.until.width={until.width:g} needs {enough.fewest:,} samples of a row at "
             f"least, and sampling.until.most={until.most} ends it before: raise most, or width"
         )
-    return found
+    return enough
 
 
 def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowRequest]:

@@ -139,8 +139,8 @@ class EnginePort:
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
         """What the job's own requests cost, see the engine."""
         self._collect_costs(wait)
-        found, self.costs = self.costs, []
-        return found
+        costs, self.costs = self.costs, []
+        return costs
 
     def close(self) -> None:
         """Take the requests that are left out of the engine, which goes on for other jobs."""

@@ -97,19 +97,21 @@ def intervals(
         parts.append(svg_tag("line", x1=x, x2=x, y1=2, y2=bottom, class_="grid"))
         mark = percent(share) if is_share else short_number(share)
         parts.append(text(mark, x, bottom + 15, "tick", "middle"))
-    for place, found in enumerate(estimates):
+    for place, estimate in enumerate(estimates):
         y = 4 + (place + 1) * line - LINE / 2
         if above:
-            parts.append(text(label(found.name, _ABOVE), 0, y - LINE / 2, "label"))
+            parts.append(text(label(estimate.name, _ABOVE), 0, y - LINE / 2, "label"))
         else:
-            parts.append(text(found.name, start - 8, y + 4, "label", "end"))
-        if found.value is None:
+            parts.append(text(estimate.name, start - 8, y + 4, "label", "end"))
+        if estimate.value is None:
             continue
-        if found.low is not None and found.high is not None:
-            x1, x2 = scale(found.low), scale(found.high)
-            parts.append(svg_tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {found.kind}"))
-        parts.append(svg_tag("circle", cx=scale(found.value), cy=y, r=4.5, class_="dot"))
-        parts.append(text(format_value(found.value), end + 8, y + 4, "tick"))
+        if estimate.low is not None and estimate.high is not None:
+            x1, x2 = scale(estimate.low), scale(estimate.high)
+            parts.append(
+                svg_tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {estimate.kind}")
+            )
+        parts.append(svg_tag("circle", cx=scale(estimate.value), cy=y, r=4.5, class_="dot"))
+        parts.append(text(format_value(estimate.value), end + 8, y + 4, "tick"))
     rows = [(e.name, *map(format_value, (e.value, e.low, e.high))) for e in estimates]
     said = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
     svg = drawing(parts, said, bottom + 22)

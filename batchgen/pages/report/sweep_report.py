@@ -49,7 +49,7 @@ def sweep_html(folder: Path, display_name: str, table: ArmTable, x: str | None =
             zip(cells, [_reports(folder, row.arm.folders) for row in table.rows], strict=True)
         ),
         remarks=table_remarks(table),
-        charts=[frontier_chart(found) for found in _frontiers(table, x)],
+        charts=[frontier_chart(frontier) for frontier in _frontiers(table, x)],
     )
 
 

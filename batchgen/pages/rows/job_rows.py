@@ -132,9 +132,9 @@ class JobRows:
             for table in self.whole_rows(shard, columns, todo[0]):
                 last = int(table[KEYS[0]][-1].as_py())
                 wanted = [row for row in todo if row <= last]
-                found = table.filter(pc.is_in(table[KEYS[0]], pa.array(wanted, pa.int64())))
-                for row, start, stop in runs(found):
-                    yield row, found.slice(start, stop - start)
+                matching = table.filter(pc.is_in(table[KEYS[0]], pa.array(wanted, pa.int64())))
+                for row, start, stop in runs(matching):
+                    yield row, matching.slice(start, stop - start)
                 todo = todo[len(wanted) :]
                 if not todo or todo[0] > last + _FAR or todo[0] // per_shard != shard:
                     break

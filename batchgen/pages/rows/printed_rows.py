@@ -113,8 +113,8 @@ class RowPrinter:
         """
         count = 0
         for row in rows:
-            found = self._read(row)
-            print(self._json(found) if self._as_json else self._text(found, whole), flush=True)
+            samples = self._read(row)
+            print(self._json(samples) if self._as_json else self._text(samples, whole), flush=True)
             count += 1
         return count
 

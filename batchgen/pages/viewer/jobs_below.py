@@ -75,14 +75,14 @@ class Below:
 
 def jobs_below(folder: Path) -> Below:
     """The jobs below a folder, those deeper than DEEPEST left out. Jobs inside of jobs are none."""
-    found, walk = Below(), _Walk()
-    for entry in walk.entries(folder, found):
-        before = len(found.jobs)
-        _look(Path(entry), entry.name, DEEPEST, walk, found)
-        if len(found.jobs) == before:
-            found.empty.append(entry.name)
-    found.links.sort()
-    return found
+    below, walk = Below(), _Walk()
+    for entry in walk.entries(folder, below):
+        before = len(below.jobs)
+        _look(Path(entry), entry.name, DEEPEST, walk, below)
+        if len(below.jobs) == before:
+            below.empty.append(entry.name)
+    below.links.sort()
+    return below
 
 
 class _Walk:

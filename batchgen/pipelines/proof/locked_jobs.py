@@ -103,15 +103,15 @@ def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by group, of which keys may be full names, and groups the names of choices."""
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")
         if isinstance(value, list) and not name:
-            found[group] = value
+            nested[group] = value
         else:
             below = value if isinstance(value, dict) and not name else {name or "choice": value}
-            found[group] = {**found.get(group, {}), **below}
-    return found
+            nested[group] = {**nested.get(group, {}), **below}
+    return nested
 
 
 def _plain(config: JobConfig) -> dict[str, Any]:

@@ -114,12 +114,12 @@ def _read(reader: JobFolderReader, groups: Mapping[str, Any], user_path: str) ->
 
 def _tables(groups: Mapping[str, Any]) -> dict[int, str]:
     """The folders of jobs that steps of `rows` read, by the places of the steps."""
-    found = {}
+    tables = {}
     for place, step in enumerate(groups.get("rows") or ()):
         path = _options(step).get(_PATH)
         if isinstance(path, str) and (user_path(path, "rows") / "manifest.json").is_file():
-            found[place] = path
-    return found
+            tables[place] = path
+    return tables
 
 
 def _options(step: Mapping[str, Any]) -> Any:

@@ -67,13 +67,15 @@ def opened(
     parts = resolve_job(config)
     try:
         manifest = job_manifest(config, parts, output_schema(config, parts))
-        found = without_places(manifest.fingerprints)
+        fingerprints = without_places(manifest.fingerprints)
         lines = [
-            f"{what}: {known} in the lock, {found.get(what, 'none')} here"
+            f"{what}: {known} in the lock, {fingerprints.get(what, 'none')} here"
             for what, known in proof.fingerprints.items()
-            if what != _DATASET and not what.startswith(READ_JOB) and found.get(what) != known
+            if what != _DATASET
+            and not what.startswith(READ_JOB)
+            and fingerprints.get(what) != known
         ]
-        lines += _other_data(parts, proof, found.get(_DATASET))
+        lines += _other_data(parts, proof, fingerprints.get(_DATASET))
         if lines:
             raise ConfigError(
                 f"step {name} was made of something else than what is here:\n  "

@@ -95,7 +95,7 @@ def panel_steps(
             f"{start}.{MODELS}: the marks of all judges are read in one way, by their template: "
             "leave out post, and grade the steps of the judges afterwards"
         )
-    found: dict[str, tuple[dict[str, Any], Panel | None]] = {}
+    by_name: dict[str, tuple[dict[str, Any], Panel | None]] = {}
     steps: dict[str, str] = {}
     alone = {key: value for key, value in judge.items() if key != MODELS}
     for judge_name, model in models.items():
@@ -108,10 +108,10 @@ def panel_steps(
         is_last = len(steps) == len(models) - 1
         panel = Panel(steps, judge_name) if is_last else None
         step = name if is_last else f"{name}_{judge_name}"
-        found[step] = values, panel
+        by_name[step] = values, panel
         if not is_last:
             steps[judge_name] = step
-    return found
+    return by_name
 
 
 def check_panel(name: str, judges: Mapping[str, SamplingConfig]) -> None:

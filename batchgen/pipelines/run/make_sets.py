@@ -153,7 +153,7 @@ def refuse_wrong_exports(opened: OpenPipeline) -> None:
 def _promised_rows(opened: OpenPipeline) -> dict[str, PromisedRows]:
     """What is known of the rows of the steps before these run. A step that cannot be opened yet is
     left out, with those that read it: what is wrong there is said when it is opened."""
-    found: dict[str, PromisedRows] = {}
+    promised: dict[str, PromisedRows] = {}
     promises: dict[str, Promise] = {}
     steps, needed = opened.pipeline.steps, {one.step for one in opened.pipeline.exports}
     for name in [*steps][::-1]:  # each comes behind what it reads
@@ -163,10 +163,10 @@ def _promised_rows(opened: OpenPipeline) -> dict[str, PromisedRows]:
             continue
         try:
             with redirect_stderr(StringIO()):  # it is said again when the step runs
-                found[name] = _of_step(opened, name, promises)
+                promised[name] = _of_step(opened, name, promises)
         except (ConfigError, JobError):
             continue
-    return found
+    return promised
 
 
 def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> PromisedRows:

@@ -151,18 +151,18 @@ def compose_pipeline(
 def in_order(reads: Mapping[str, Sequence[str]]) -> list[str]:
     """The steps so that each comes behind those that it reads, and otherwise as they are given;
     ConfigError for a circle."""
-    found: list[str] = []
+    ordered: list[str] = []
     left = dict(reads)
     while left:
-        free = next((n for n, others in left.items() if set(others) <= set(found)), None)
+        free = next((n for n, others in left.items() if set(others) <= set(ordered)), None)
         if free is None:
             raise ConfigError(
                 f"steps read each other in a circle: {' → '.join(_circle(left))}: leave out one "
                 f"{FROM}"
             )
-        found.append(free)
+        ordered.append(free)
         del left[free]
-    return found
+    return ordered
 
 
 def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:

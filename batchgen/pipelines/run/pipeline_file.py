@@ -132,13 +132,13 @@ def _add_steps(
     if not isinstance(judge, dict) or MODELS not in judge:
         pipeline.steps[name] = _step(name, value, common, locations)
         return
-    found = panel_steps(name, value, locations.get(f"{prefix}.{JUDGE}", f"{prefix}.{JUDGE}"))
-    for one, (values, panel) in found.items():
+    expanded = panel_steps(name, value, locations.get(f"{prefix}.{JUDGE}", f"{prefix}.{JUDGE}"))
+    for one, (values, panel) in expanded.items():
         if one != name:
             _check_name(one, locations, others)
         step = _step(name, values, common, locations, panel)
         pipeline.steps[one] = replace(step, name=one)
-    pipeline.panels[name] = [*found]
+    pipeline.panels[name] = [*expanded]
 
 
 def _step(
@@ -219,12 +219,12 @@ def _waits(value: Any, parents: tuple[str, ...], start: str) -> bool:
 def _flat(values: Mapping[str, Any], locations: Mapping[str, str], prefix: str) -> dict[str, Any]:
     """The values with keys of groups by their full names, and choices under those of groups. A
     group with a class of its own stays whole."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:
-        if key in found:
+        if key in flat:
             raise ConfigError(f"{locations.get(prefix + key, prefix + key)}: {key} is there twice")
-        found[key] = value
+        flat[key] = value
 
     for key, value in values.items():
         if key in GROUPS and isinstance(value, dict) and "_target_" not in value:
@@ -232,4 +232,4 @@ def _flat(values: Mapping[str, Any], locations: Mapping[str, str], prefix: str) 
                 add(key if name == CHOICE else f"{key}.{name}", item)
         else:
             add(key, value)
-    return found
+    return flat

@@ -65,21 +65,21 @@ def read_exports(pipeline: PipelineValues, steps: Collection[str]) -> list[Expor
     """The exports of a pipeline; ConfigError for an unknown step, an option that does not fit, or
     two that would write one file."""
     start = pipeline.at(EXPORT)
-    found = [_export(values, start, steps) for values in _list_of(pipeline, EXPORT)]
-    if found and is_url(pipeline.out):
+    exports = [_export(values, start, steps) for values in _list_of(pipeline, EXPORT)]
+    if exports and is_url(pipeline.out):
         raise ConfigError(
             f"{start}it writes files of this machine, and output.dir is in an object store: leave "
             f"it out, and run `batchgen export {pipeline.out}/STEP --out FILE` afterwards"
         )
-    for number, one in enumerate(found):
-        if one.out in [other.out for other in found[:number]]:
+    for number, one in enumerate(exports):
+        if one.out in [other.out for other in exports[:number]]:
             raise ConfigError(f"{start}two of them write {one.out}: give one another `out`")
         if one.to is not None:
             try:
                 one.asked()
             except ConfigError as error:
                 raise ConfigError(f"{start}{str(error).replace('--', '')}") from None
-    return found
+    return exports
 
 
 def _export(values: Any, start: str, steps: Collection[str]) -> Export:

@@ -48,8 +48,8 @@ class WorkerState:
 
     @property
     def attempt(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.beat.get("attempt", {})
-        return found
+        attempt: Mapping[str, Any] = self.beat.get("attempt", {})
+        return attempt
 
     @property
     def tokens_per_s(self) -> float:

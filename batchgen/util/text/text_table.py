@@ -45,8 +45,8 @@ def counted(number: int, noun: str) -> str:
 
 def answers_text(questions: int | None, answers: int) -> str:
     """`20 questions, 160 answers`; the answers alone where nobody knows the questions."""
-    found = [] if questions is None else [counted(questions, "question")]
-    return ", ".join([*found, counted(answers, "answer")])
+    parts = [] if questions is None else [counted(questions, "question")]
+    return ", ".join([*parts, counted(answers, "answer")])
 
 
 def row_name(row_id: str, sample_index: int) -> str:
@@ -137,13 +137,13 @@ def _average(average: Mapping[str, Any], format_value: Callable[[float | None], 
 
 def _metrics(scores: Mapping[str, Any]) -> list[Line]:
     """pass@k, pass^k and maj@k for each k over 1, where they say more than the average."""
-    found = []
+    lines = []
     for name, metric in scores.items():
         kind, _, k = name.replace("^", "@").partition("@")
         if k and k != "1" and kind in ("pass", "maj"):
             value = percent_text(metric["value"]) + _bounds(metric)
-            found.append((name, value if metric["value"] is not None else _too_few(k)))
-    return found
+            lines.append((name, value if metric["value"] is not None else _too_few(k)))
+    return lines
 
 
 def _too_few(k: str) -> str:

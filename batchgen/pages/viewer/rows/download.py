@@ -88,17 +88,17 @@ class JobDownload:
             if not len(wanted):
                 continue
             for table in self._rows.whole_rows(shard, list(self.columns), int(wanted[0] >> 31)):
-                found = table.filter(pa.array(np.isin(row_keys(table), wanted)))
-                if found.num_rows:
-                    named = found.select(list(self.columns))
+                matching = table.filter(pa.array(np.isin(row_keys(table), wanted)))
+                if matching.num_rows:
+                    named = matching.select(list(self.columns))
                     yield named.rename_columns(self._schema.names).cast(self._schema)
 
     def _matching(self, shard: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The `row_keys` of the listed samples of a shard, ascending."""
-        found = [np.empty(0, np.int64)]
+        keys = [np.empty(0, np.int64)]
         for table in self._rows.whole_rows(shard, self._filtered):
-            found.append(row_keys(table)[self._wanted.matches(table, self._rows.text_column)])
-        return np.concatenate(found)
+            keys.append(row_keys(table)[self._wanted.matches(table, self._rows.text_column)])
+        return np.concatenate(keys)
 
 
 class _Sink(io.RawIOBase):

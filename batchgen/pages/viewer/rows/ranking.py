@@ -133,8 +133,8 @@ class Ranking:
         numbers = np.asarray(table[KEYS[1]])
         for i in among:
             part = slice(begin[i], stops[i])
-            found = np.flatnonzero(matches[part])
-            ordered = found[np.argsort(sign * values[part][found], kind="stable")]
+            indices = np.flatnonzero(matches[part])
+            ordered = indices[np.argsort(sign * values[part][indices], kind="stable")]
             samples = numbers[part][ordered].tolist()
             self.places.append(RankedRow(int(rows[begin[i]]), float(sign * first[i]), samples))
         self.places = sorted(self.places, key=lambda p: (sign * p.value, p.row))[:MOST]
@@ -192,12 +192,12 @@ class Rankings:
         """A ranking that has looked at some rows. It is made anew when the job has changed."""
         key = (wanted, order, self._rows.stamps)
         with self._lock:
-            found = self._known.pop(key, None) or Ranking(self._rows, wanted, order)
+            ranking = self._known.pop(key, None) or Ranking(self._rows, wanted, order)
             while len(self._known) >= _KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[key] = found
-        found.go_on()
-        return found
+            self._known[key] = ranking
+        ranking.go_on()
+        return ranking
 
 
 def order_text(order: str, value: float) -> str:

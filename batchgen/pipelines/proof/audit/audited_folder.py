@@ -132,11 +132,11 @@ def audit_folder(
     manifest = Manifest.read(reader.path / "manifest.json")
     with closing(open_parts(config, manifest, user_path)) as parts:
         if operations:
-            found = compare_operations(config, parts, numbers, reader.storage)
+            results = compare_operations(config, parts, numbers, reader.storage)
         else:
             tables = dict(zip(numbers, stored.rows(numbers), strict=True))
-            found = audit_rows(config, parts, tables, reader.storage)
-    return Audited(found, stored.count, audit_remarks(config, manifest))
+            results = audit_rows(config, parts, tables, reader.storage)
+    return Audited(results, stored.count, audit_remarks(config, manifest))
 
 
 def _audit_set(

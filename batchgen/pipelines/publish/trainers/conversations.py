@@ -192,7 +192,7 @@ class Conversations:
     def _stored(self, row: LocatedRow) -> list[Message]:
         """The messages that a column holds, with the usual names of keys and roles."""
         value = field_value(row.variables, self._column)
-        found = []
+        messages = []
         for item in value if isinstance(value, list) else [None]:
             message = {k: v for k, v in item.items() if v is not None} if item else {}
             role = message.pop("role", None) or message.pop("from", None)
@@ -203,8 +203,10 @@ class Conversations:
                     f"{set_row_name(row)}: column {'.'.join(self._column)!r} has no list of "
                     "messages"
                 )
-            found.append({"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message})
-        return found
+            messages.append(
+                {"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message}
+            )
+        return messages
 
 
 def field_value(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
@@ -222,9 +224,9 @@ def field_value(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 def _parsed(messages: str) -> list[tuple[str, str]]:
     """The roles and templates of `--messages`."""
-    found = load_yaml(messages, "--messages")
-    is_list = isinstance(found, list) and all(isinstance(m, dict) and len(m) == 1 for m in found)
-    turns = [turn for message in found for turn in message.items()] if is_list else []
+    values = load_yaml(messages, "--messages")
+    is_list = isinstance(values, list) and all(isinstance(m, dict) and len(m) == 1 for m in values)
+    turns = [turn for message in values for turn in message.items()] if is_list else []
     if not turns or not all(isinstance(r, str) and isinstance(t, str) for r, t in turns):
         raise ConfigError(
             "--messages must be a list of one role with its template each, such as "

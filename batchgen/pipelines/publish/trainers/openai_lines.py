@@ -69,8 +69,8 @@ class OpenAILines:
         self._created = _started(rows)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        found = self._rows.rows(self._wanted)
-        for _, samples in groupby(found, key=lambda row: row.variables["row_index"]):
+        rows = self._rows.rows(self._wanted)
+        for _, samples in groupby(rows, key=lambda row: row.variables["row_index"]):
             kept = [row for row in samples if self._passes(row)]
             if kept:
                 yield self._line(kept)

@@ -159,12 +159,12 @@ class TrainerRows:
                 *(("completions", pa.list_(pa.string())), ("labels", pa.list_(pa.bool_()))),
             ],
         }
-        found = columns.get(self._asked.to, [])
+        fields = columns.get(self._asked.to, [])
         if self._asked.to == "sft":
-            found = self._talks.fields
+            fields = self._talks.fields
             if self._tools:
-                found = [*found, ("tools", pa.string())]
-        return pa.schema(found)
+                fields = [*fields, ("tools", pa.string())]
+        return pa.schema(fields)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows with the columns of the schema; ConfigError if a row cannot be made."""
@@ -181,12 +181,12 @@ class TrainerRows:
 
     def _sft(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
-            found = self._talks.of(row).columns
+            columns = self._talks.of(row).columns
             if self._tools:
                 value = field_value(row.variables, self._tools)
                 is_text = value is None or isinstance(value, str)
-                found["tools"] = value if is_text else json_text(value)
-            yield found
+                columns["tools"] = value if is_text else json_text(value)
+            yield columns
 
     def _kto(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
@@ -214,8 +214,8 @@ class TrainerRows:
 
     def _key(self, row: LocatedRow) -> str:
         """What the rows have in common among which pairs are found, or of which a mean is made."""
-        found = row.variables.get("source")
-        source = found if isinstance(found, dict) and "row_id" in found else None
+        origin = row.variables.get("source")
+        source = origin if isinstance(origin, dict) and "row_id" in origin else None
         if not self._asked.across:
             if not self._rows.is_set:
                 return str(row.variables["row_index"])
@@ -237,10 +237,10 @@ class TrainerRows:
             texts = [one.content["answer"] for one in group]
             if None in scores:
                 self.left_out["without a score"] += scores.count(None)
-            found = pairs(scores, texts, gap, most)
-            if not found:
+            chosen = pairs(scores, texts, gap, most)
+            if not chosen:
                 self.left_out["in groups without a pair"] += len(scores) - scores.count(None)
-            for better, worse in found:
+            for better, worse in chosen:
                 if (prompt := group[better].content["prompt"]) != group[worse].content["prompt"]:
                     raise ConfigError(
                         f"answers of {group[better].key} have different prompts, and a pair has "
@@ -270,8 +270,8 @@ class TrainerRows:
                 self.left_out["without a mark"] += len(group)
                 continue
             self.made_of = _places(group)
-            found = {name: group[0].content[name] for name in ("prompt", "answer", "row_id")}
-            yield {**found, "pass_rate": statistics.fmean(scores)}
+            columns = {name: group[0].content[name] for name in ("prompt", "answer", "row_id")}
+            yield {**columns, "pass_rate": statistics.fmean(scores)}
 
     def _prm(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
