@@ -139,8 +139,8 @@ class HydraTask:
 
     def _name(self) -> str:
         """The folder of a job of a sweep, named by what it sets and others set otherwise."""
-        fixed, given = self.arguments.fixed_keys(), HydraConfig.get().overrides.task
-        own = tuple(text for text in given if text.partition("=")[0] not in fixed)
+        fixed, typed = self.arguments.fixed_keys(), HydraConfig.get().overrides.task
+        own = tuple(text for text in typed if text.partition("=")[0] not in fixed)
         if own in self.arguments.names:
             return self.arguments.names[own]
         return job_folder_name(
@@ -161,7 +161,7 @@ def run_hydra(options: Options) -> int:
             swept_values(argument)  # Hydra's basic sweeper takes none that cannot be counted
     arguments = hydra_arguments(options, sweep)
     task = HydraTask(arguments, parent_of_jobs(arguments, options, sweep=sweep), trust)
-    given = [*arguments.fixed, *arguments.swept, *(options.hydra or _QUIET)]
+    words = [*arguments.fixed, *arguments.swept, *(options.hydra or _QUIET)]
     parent = hydra_value(options.hydra, "hydra.sweep.dir")
     if sweep and parent is None:
         if task.below == "sweep.dir":
@@ -170,8 +170,8 @@ def run_hydra(options: Options) -> int:
         elif task.below:
             parent = arguments.output_dir
         if parent is not None:
-            given.append(hydra_argument("hydra.sweep.dir", parent))
-    code = _call(task, [*_flags(options), *given])
+            words.append(hydra_argument("hydra.sweep.dir", parent))
+    code = _call(task, [*_flags(options), *words])
     names = list(arguments.names.values())
     if not task.jobs:
         if sweep and parent is not None and not code:  # a launcher ran them in other processes

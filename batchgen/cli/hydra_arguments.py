@@ -72,15 +72,15 @@ def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
 def parent_of_jobs(arguments: HydraArguments, options: Options, *, sweep: bool) -> str:
     """Below which folder that of a job goes: the `sweep.dir` or `run.dir` of Hydra, `output.dir`,
     or none ("")."""
-    given = arguments.output_dir
+    folder = arguments.output_dir
     if arguments.varies("output.dir"):
         return ""
-    if given == choice_values("output", "parquet")["dir"]:
+    if folder == choice_values("output", "parquet")["dir"]:
         if sweep:
             return "sweep.dir"
         return "run.dir" if hydra_value(options.hydra, "hydra.run.dir") is not None else ""
     # With a reference to another key the folders differ as the user has said.
-    return "output.dir" if sweep and isinstance(given, str) and "${" not in given else ""
+    return "output.dir" if sweep and isinstance(folder, str) and "${" not in folder else ""
 
 
 def hydra_value(arguments: Sequence[str], key: str) -> str | None:
@@ -144,18 +144,20 @@ def _first(argument: str) -> str:
 def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
     """The choices and keys that are the same for all jobs."""
     values, locations = job_file(options)
-    given, parsed = collect_values(
+    user_values, parsed = collect_values(
         values, first, folders=choice_folders(options), locations=locations
     )
     moving = {argument.partition("=")[0].lstrip("+") for argument in varied}
-    words = [f"~{group}" for group in given.whole]
-    words += [f"{group}={name}" for group, name in given.choices.items() if group not in moving]
+    words = [f"~{group}" for group in user_values.whole]
+    words += [
+        f"{group}={name}" for group, name in user_values.choices.items() if group not in moving
+    ]
     if EXPERIMENT not in moving:
-        words += [f"+{EXPERIMENT}={name}" for name in given.experiments]
-    for group, keys in given.whole.items():
+        words += [f"+{EXPERIMENT}={name}" for name in user_values.experiments]
+    for group, keys in user_values.whole.items():
         words += [hydra_argument(f"++{group}.{name}", value) for name, value in keys.items()]
-    words += [hydra_argument(f"++{key}", value) for key, value in given.keys.items()]
-    for name, steps in given.steps.items():
+    words += [hydra_argument(f"++{key}", value) for key, value in user_values.keys.items()]
+    for name, steps in user_values.steps.items():
         if name not in moving:
             words.append(hydra_argument(f"++{name}", steps))
     for override, argument in zip(parsed, options.overrides, strict=True):
@@ -182,9 +184,9 @@ def _swept_argument(argument: str) -> tuple[str, dict[str, str]]:
     value = override.value()
     if isinstance(value, RangeSweep) and not value.shuffle:  # sweepers may take it for a range
         listed = argument.partition("=")[2]
-    made = OverridesParser.create().parse_override(f"{start}={listed}")
-    if made.is_sweep_override():
-        single = [f"{made.get_key_element()}={text}" for text in made.sweep_string_iterator()]
+    parsed = OverridesParser.create().parse_override(f"{start}={listed}")
+    if parsed.is_sweep_override():
+        single = [f"{parsed.get_key_element()}={text}" for text in parsed.sweep_string_iterator()]
     return f"{start}={listed}", dict(zip(single, typed, strict=True))
 
 

@@ -44,10 +44,10 @@ def _step_help(name: str) -> str:
     about, _, attributes = inspect.cleandoc(cls.__doc__).partition("\nAttributes:\n")
     lines = [name]
     lines += [f"    {line}".rstrip() for line in about.rstrip().split("\n")]
-    said = _said(attributes)
+    texts = _said(attributes)
     for field in dataclasses.fields(cls):
         lines.append(f"  {field.name.rstrip('_')}: {_default(field)}")
-        lines += [f"    {line}" for line in said.get(field.name, ())]
+        lines += [f"    {line}" for line in texts.get(field.name, ())]
     return "\n".join(lines)
 
 

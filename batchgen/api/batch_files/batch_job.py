@@ -97,7 +97,7 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    asked = BatchSummary()
+    summary = BatchSummary()
     schema = pa.schema([(name, pa.string()) for name in ("custom_id", "url", "body")])
     with (
         whole_file(paths.requests) as temporary,
@@ -105,7 +105,7 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
     ):
         rows: list[dict[str, str]] = []
         for line in batch_lines(paths.user_path):
-            asked.add(line)
+            summary.add(line)
             if isinstance(line, BatchRequest):
                 body = {"custom_id": line.custom_id, "url": line.url, "body": line.text}
                 rows.append(body)
@@ -114,7 +114,7 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
                 rows.clear()
         if rows:
             writer.write_table(pa.Table.from_pylist(rows, schema))
-    return asked
+    return summary
 
 
 def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[str]) -> JobConfig:

@@ -44,8 +44,8 @@ class CallArguments:
 
     def params_of(self, number: int) -> list[SamplingParams]:
         """The parameters of each of `number` prompts."""
-        given = SamplingParams() if self.params is None else self.params
-        params = [given] * number if isinstance(given, SamplingParams) else given
+        shared = SamplingParams() if self.params is None else self.params
+        params = [shared] * number if isinstance(shared, SamplingParams) else shared
         if not isinstance(params, Sequence) or len(params) != number:
             what = f"{len(params)} params" if isinstance(params, Sequence) else repr(params)
             raise ValueError(
@@ -69,8 +69,8 @@ def arguments_of(
         name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - values.keys()
     }
     names = KeywordNames(function, values.keys(), SAME["call"], elsewhere)
-    said = {name: value for name, value in values.items() if value is not None}
-    return CallArguments(**names.ours({**said, **others}))
+    arguments = {name: value for name, value in values.items() if value is not None}
+    return CallArguments(**names.ours({**arguments, **others}))
 
 
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:

@@ -49,10 +49,10 @@ class Trust:
         """
         known = [user_path(path, "--trust").resolve() for path in trusted]
         homes = {source: {source.resolve(), *source.resolve().parents} for source in sources}
-        for given, path in zip(trusted, known, strict=True):
+        for folder, path in zip(trusted, known, strict=True):
             if not any(path in parents for parents in homes.values()):
                 read = " and ".join(map(str, sources)) or "the command line alone"
-                raise ConfigError(f"--trust {given}: the configuration is read from {read}")
+                raise ConfigError(f"--trust {folder}: the configuration is read from {read}")
         left = tuple(source for source, own in homes.items() if own.isdisjoint(known))
         return cls(left, frozenset(_typed(overrides)))
 
@@ -60,11 +60,11 @@ class Trust:
         """Raise ConfigError for code that is nobody's word, in plain groups without references."""
         if not self.sources:
             return
-        asked = [named for named in foreign_code(groups) if named[1] not in self.typed]
-        if not asked:
+        refusable = [named for named in foreign_code(groups) if named[1] not in self.typed]
+        if not refusable:
             return
         own = {what for _, what in _of_conf()}
-        if refused := [f"{place} {what}" for place, what in asked if what not in own]:
+        if refused := [f"{place} {what}" for place, what in refusable if what not in own]:
             flags = " ".join(f"--trust {source}" for source in self.sources)
             raise ConfigError(
                 f"{' and '.join(map(str, self.sources))}: this is not batchgen's own code, and it "

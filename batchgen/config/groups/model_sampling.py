@@ -46,14 +46,14 @@ def with_model_values(
         ConfigError: the model cannot be reached, recommends nothing, or recommends what the engine
             lacks.
     """
-    asked = [key for key in OFF if key in sampling and sampling[key] is None]
-    if not asked:
+    unset = [key for key in OFF if key in sampling and sampling[key] is None]
+    if not unset:
         return dict(sampling)
     content = _read(_file_of(path, revision))
     model_values = _named(content)
     if not model_values:
         raise ConfigError(
-            f"sampling.{asked[0]} is null, which takes the model's value, and {path} recommends "
+            f"sampling.{unset[0]} is null, which takes the model's value, and {path} recommends "
             f"none ({_FILE} has none, or is not there): set sampling=sample or sampling=greedy"
         )
     for key, neutral in _LACKING.items():
@@ -63,7 +63,7 @@ def with_model_values(
                 "the keys of sampling yourself, such as sampling=sample"
             )
     values = {**OFF, **model_values}
-    return {**sampling, **{key: values[key] for key in asked}}
+    return {**sampling, **{key: values[key] for key in unset}}
 
 
 def sampling_values(

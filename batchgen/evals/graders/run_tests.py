@@ -147,8 +147,8 @@ class RunTests:
     def _known(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
         """What came of a program, now or earlier."""
         limits = (self.seconds, self.total_seconds, self.memory_mib, self.version)
-        given = json.dumps([tests, name, self.method])
-        key = result_key([program, given, self._sandbox.interpreter.name, *limits])
+        question = json.dumps([tests, name, self.method])
+        key = result_key([program, question, self._sandbox.interpreter.name, *limits])
         known = KnownResults()
         if (known_result := known.get(key)) is not None:
             return known_result
@@ -170,11 +170,13 @@ class RunTests:
             raise GradeFailure("bad_target", f"column {', '.join(self.tests)}: {error}") from None
         if not cases:
             raise GradeFailure("no_target", f"column {', '.join(self.tests)} has no tests")
-        called = [case for case in cases if case.calls]
-        if called and name is None:
+        calling = [case for case in cases if case.calls]
+        if calling and name is None:
             raise GradeFailure("no_target", "the tests call a function whose name the row lacks")
         read = [case for case in cases if not case.calls]
-        result = self._called(program, called, name) if called and name else ProgramResult("passed")
+        result = (
+            self._called(program, calling, name) if calling and name else ProgramResult("passed")
+        )
         return self._with_inputs(program, read) if result.outcome == "passed" else result
 
     def _called(self, program: str, cases: Sequence[Case], name: str) -> ProgramResult:

@@ -73,8 +73,8 @@ class GradingPass:
         kernel, so that threads do some of it side by side."""
         with ThreadPoolExecutor(_THREADS, "grade") as pool:
             try:
-                made = pool.map(self._grade_columns, parts)
-                for part, (count, seen) in zip(parts, made, strict=True):
+                tables = pool.map(self._grade_columns, parts)
+                for part, (count, seen) in zip(parts, tables, strict=True):
                     if self.witness is not None and seen is not None:
                         self.witness.see(part, *seen)
                     yield part, count
@@ -209,8 +209,8 @@ class GradingPass:
     def _schema(self, part: GradePart, rows: pa.Schema) -> pa.Schema:
         """The columns of a part, given those of its shard."""
         fields = [rows.field(name) for name in ROW_KEYS]
-        made = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}
-        return pa.schema([*fields, *self._made], metadata=made)
+        metadata = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}
+        return pa.schema([*fields, *self._made], metadata=metadata)
 
     @cached_property
     def _made(self) -> pa.Schema:

@@ -87,8 +87,8 @@ def _counts(text: str) -> tuple[int, int, int]:
 
 
 def _sentence_type(text: str, args: InstructionArguments) -> bool:
-    said, asked, _ = _counts(text)
-    return said == 2 * asked
+    statements, questions, _ = _counts(text)
+    return statements == 2 * questions
 
 
 def _sentence_balance(text: str, args: InstructionArguments) -> bool:

@@ -73,8 +73,8 @@ def forms(text: str) -> Forms:
             continue
         result = one if result is None else result.or_else(one)
     if _WORDS.fullmatch(words):
-        said = forms_of(Words(words))
-        return said if result is None else result.or_else(said)
+        as_words = forms_of(Words(words))
+        return as_words if result is None else result.or_else(as_words)
     return Forms.of(f"unread {_bare(plain)}") if result is None else result
 
 

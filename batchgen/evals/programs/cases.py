@@ -48,13 +48,13 @@ def read_cases(value: Any) -> list[Case]:
 
 
 def _case(test: Mapping[str, Any]) -> Case:
-    given, wanted = test.get("input"), test.get("output")
-    if not isinstance(given, str) or not isinstance(wanted, str):
+    stdin, wanted = test.get("input"), test.get("output")
+    if not isinstance(stdin, str) or not isinstance(wanted, str):
         raise ValueError(f"a test must have the texts input and output: {dict(test)!r:.80}")
     kind = test.get("testtype", "stdin")
     if kind not in ("stdin", "functional"):
         raise ValueError(f"testtype must be stdin or functional: {kind!r:.80}")
-    return Case(given, wanted, kind == "functional")
+    return Case(stdin, wanted, kind == "functional")
 
 
 def _listed(text: str) -> Any:
@@ -122,11 +122,11 @@ def _numbers(line: str) -> list[Decimal] | None:
 
 def calling_tests(cases: Iterable[Case], function: str) -> str:
     """Code that calls a function for cases, or the method of that name of a class Solution."""
-    given = [(case.input, case.output) for case in cases]
+    pairs = [(case.input, case.output) for case in cases]
     return (
         "import json\n"
         f"_call = Solution().{function} if 'Solution' in globals() else {function}\n"
-        f"for _place, (_given, _wanted) in enumerate({given!r}):\n"
+        f"for _place, (_given, _wanted) in enumerate({pairs!r}):\n"
         "    _found = _call(*map(json.loads, _given.split('\\n')))\n"
         "    _found = list(_found) if isinstance(_found, tuple) else _found\n"
         "    assert _found == json.loads(_wanted), f'(case {_place})'\n"

@@ -56,11 +56,11 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _pipe() -> Iterator[_Pipe]:
-    made = _Pipe(*os.pipe())
+    pipe = _Pipe(*os.pipe())
     try:
-        yield made
+        yield pipe
     finally:
-        for end in (made.read, made.write):
+        for end in (pipe.read, pipe.write):
             if end >= 0:
                 os.close(end)
 

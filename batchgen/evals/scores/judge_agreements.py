@@ -93,15 +93,15 @@ def _agreement(
     """The agreement of the marks in `config.column`."""
     table = Samples(job.path, config).table()
     ids = zip(*(table[name].to_pylist() for name in _IDS), strict=True)
-    given = [
+    marks_given = [
         (mark, *true_marks[key]) for mark, key in zip(table["mark"].to_pylist(), ids, strict=True)
     ]
     if pairs:
         orders: dict[str, list[Any]] = {}
-        for mark, value, source in given:
+        for mark, value, source in marks_given:
             orders.setdefault(source, [value]).append(mark)
-        given = [
+        marks_given = [
             (None if None in both else sum(both) / len(both), value, source)
             for source, (value, *both) in orders.items()
         ]
-    return agreement([mark for mark, *_ in given], [value for _, value, _ in given])
+    return agreement([mark for mark, *_ in marks_given], [value for _, value, _ in marks_given])

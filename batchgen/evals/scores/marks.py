@@ -111,10 +111,10 @@ class Marks:
             ConfigError: there is no sample, one comes twice, or a mark is not from 0 to 1.
         """
         columns = zip(*samples, strict=True)
-        given = dict(zip(Sample._fields, columns, strict=False))
-        if not given:
+        by_field = dict(zip(Sample._fields, columns, strict=False))
+        if not by_field:
             raise ConfigError(_NOTHING)
-        table = {name: pa.array(given[name], kind) for name, kind in SAMPLES.items()}
+        table = {name: pa.array(by_field[name], kind) for name, kind in SAMPLES.items()}
         rows = pa.table(table, schema=pa.schema(SAMPLES.items()))
         return Marks.of_table(rows, bounded=bounded)
 

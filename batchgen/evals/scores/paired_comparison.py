@@ -241,6 +241,6 @@ def _same_questions(a: Marks, b: Marks, mean: float) -> Tested | None:
     if left is None or right is None:
         return None
     both = left + right
-    told = left.variance > 0 and right.variance > 0
-    se = math.sqrt(both.variance) if told else math.nan
+    varies = left.variance > 0 and right.variance > 0
+    se = math.sqrt(both.variance) if varies else math.nan
     return _tested(Interval(mean, se, math.nan, math.nan), mean, se, both.df)

@@ -79,7 +79,7 @@ def _vote(pairs: Sequence[tuple[float, int]]) -> float:
     if not of_answer:
         return 0.0
     most = max(map(len, of_answer.values()))
-    winners = [sum(given) / most for given in of_answer.values() if len(given) == most]
+    winners = [sum(marks) / most for marks in of_answer.values() if len(marks) == most]
     return sum(winners) / len(winners)
 
 

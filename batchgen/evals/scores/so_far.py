@@ -78,9 +78,9 @@ def _graded(
     with Grader(steps, workers=config.workers or usable_cores(), seconds=config.seconds) as grader:
         for batch in job.batches(list(dict.fromkeys(wanted))):
             rows = pa.Table.from_batches([batch])
-            made = grader.grade(_texts(batch, job.text_column)) if steps else iter(())
+            graded = grader.grade(_texts(batch, job.text_column)) if steps else iter(())
             kinds = arrow_schema(grader.chain.columns) if steps else pa.schema([])
-            yield rows, pa.Table.from_pylist(list(made), schema=kinds)
+            yield rows, pa.Table.from_pylist(list(graded), schema=kinds)
 
 
 def _texts(batch: pa.RecordBatch, column: str) -> Iterator[tuple[str | None, Mapping[str, Any]]]:

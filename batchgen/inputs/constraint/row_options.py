@@ -119,12 +119,12 @@ class RowOptions:
             raise _refused("response_format: the job has a constraint for all rows: drop one")
         try:
             if kind == "json_object":
-                made = Constraint.make("json", None, start_after=self._marker)
+                constraint = Constraint.make("json", None, start_after=self._marker)
             else:
-                made = self._make_schema(_schema_text(value))
+                constraint = self._make_schema(_schema_text(value))
         except ConstraintError as error:
             raise RequestError("bad_constraint", f"response_format: {error}") from None
-        return {"constraint": made}
+        return {"constraint": constraint}
 
     def _refuse_other(self, key: str, value: Any, values: Mapping[str, Any]) -> None:
         """Refuse an option that is no parameter of a request, unless it changes nothing."""

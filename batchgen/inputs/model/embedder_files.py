@@ -80,9 +80,9 @@ def checkpoint_pooling(path: Path) -> Pooling | None:
     names = modes if isinstance(modes, list) else [modes]
     pooling = _POOLINGS.get(str(names[0])) if len(names) == 1 else None
     if pooling is None:
-        said = some_names([str(name)[:60] for name in names]) or "nothing"
+        texts = some_names([str(name)[:60] for name in names]) or "nothing"
         raise ValueError(
-            f"{file} pools by {said}, and only {', '.join(_POOLINGS)} can be done, one alone: "
+            f"{file} pools by {texts}, and only {', '.join(_POOLINGS)} can be done, one alone: "
             f"{instead}"
         )
     if values.get("include_prompt") is False:

@@ -217,9 +217,9 @@ class ChatPrompt:
         that need a content that is null.
         """
         goes_on = self._config.continue_
-        given = dict(self._kwargs)
+        options = dict(self._kwargs)
         listed = None if tools is None else list(tools)
-        template = self._tokenizer.get_chat_template(given.pop("chat_template", None), listed)
+        template = self._tokenizer.get_chat_template(options.pop("chat_template", None), listed)
         with on_day(self.day):
             rendered = chat_template_utils.render_jinja_template(
                 conversations=[messages],
@@ -227,7 +227,7 @@ class ChatPrompt:
                 chat_template=template,
                 add_generation_prompt=not goes_on and not self._ends(messages),
                 continue_final_message=goes_on,
-                **{**self._tokenizer.special_tokens_map, **given},
+                **{**self._tokenizer.special_tokens_map, **options},
             )
         return str(rendered[0][0])  # of texts and masks
 

@@ -36,10 +36,10 @@ def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> d
         fingerprints[f"version of {name}"] = str(step.version)
         if isinstance(step, TableStep):
             try:
-                given = step.fingerprints()
+                of_step = step.fingerprints()
             except ConfigError as error:
                 raise ConfigError(f"rows[{number}] {type(step).__name__}: {error}") from None
-            fingerprints |= {f"rows[{number}] {name}.{what}": one for what, one in given.items()}
+            fingerprints |= {f"rows[{number}] {name}.{what}": one for what, one in of_step.items()}
     return fingerprints
 
 

@@ -82,7 +82,7 @@ class Chain:
             self._features.append(before)
             _check_columns(name, step, before)
             try:
-                made, stored = _made(step, before)
+                columns, stored = _made(step, before)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
             if twice := [column for column in stored if column in self.stored]:
@@ -90,11 +90,11 @@ class Chain:
                     f"{name} makes the column {twice[0]!r}, which a step before makes: give it "
                     "another name"
                 )
-            self.columns.append((tuple(made), tuple(stored)))
-            self.made = Features({**self.made, **made})
+            self.columns.append((tuple(columns), tuple(stored)))
+            self.made = Features({**self.made, **columns})
             self.stored = Features({**self.stored, **stored})
             if isinstance(step, TableStep):
-                self.uncopied = (self.uncopied | set(step.uncopied)) - set(made)
+                self.uncopied = (self.uncopied | set(step.uncopied)) - set(columns)
         self.features = Features({**features, **self.made})
         self.levels = sum(isinstance(step, TableStep) and step.splits for step in steps)
         self.has_state = any(isinstance(step, TableStep) and step.has_state for step in steps)
@@ -216,8 +216,8 @@ class ChainPass:
         """A row with the values of a step's columns."""
         if not values:
             return item
-        made, stored = self._chain.columns[number]
-        fields = {**item.fields, **{name: values[name] for name in made}}
+        columns, stored = self._chain.columns[number]
+        fields = {**item.fields, **{name: values[name] for name in columns}}
         kept = {**item.stored, **{name: values[name] for name in stored}}
         return _Item(fields, item.path, kept, item.failure)
 

@@ -101,15 +101,15 @@ def _catch_up(chain: Chain, running: ChainPass, source: Source, facts: IndexFact
     if not chain.has_state:
         running.counts = [replace(count, examples=list(count.examples)) for count in facts.steps]
         return
-    made = 0
+    total = 0
     for row in islice(source.rows(), facts.read_rows):
-        made += len(running.take(row))
+        total += len(running.take(row))
         running.dropped.clear()
-    if made != facts.rows:
+    if total != facts.rows:
         raise JobError(
-            f"rows: the steps make {made:,} rows of the first {facts.read_rows:,} of the data set, "
-            f"and made {facts.rows:,} before: a step depends on more than the rows up to its own. "
-            "Use another output.dir"
+            f"rows: the steps make {total:,} rows of the first {facts.read_rows:,} of the data "
+            f"set, and made {facts.rows:,} before: a step depends on more than the rows up to its "
+            "own. Use another output.dir"
         )
 
 

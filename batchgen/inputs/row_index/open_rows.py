@@ -33,6 +33,6 @@ def behind_steps(
         added = [s for s in steps if not isinstance(s, TableStep)]
         return SteppedSource(data, added), fingerprints
     chain = Chain(steps, data.features)
-    told = [step_descriptions(configs, steps), fingerprints, dict(dataset)]
-    key = fingerprint_text(json.dumps(told, sort_keys=True, default=str))
+    facts = [step_descriptions(configs, steps), fingerprints, dict(dataset)]
+    key = fingerprint_text(json.dumps(facts, sort_keys=True, default=str))
     return IndexedSource(data, chain, key, tokenizer), fingerprints

@@ -133,8 +133,8 @@ class _Texts:
 
     def take(self, row: StepRow) -> Taken:
         units = self._units(row.index)
-        made = self._step.row(row.index, units)
-        return [{**made, "ruler_index": row.index, "ruler_units": units}]
+        fields = self._step.row(row.index, units)
+        return [{**fields, "ruler_index": row.index, "ruler_units": units}]
 
     def close(self) -> None:
         pass

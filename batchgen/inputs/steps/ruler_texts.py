@@ -188,8 +188,8 @@ def _in_prose(chance: random.Random, units: int, needles: Sequence[str]) -> str:
 
 def _sentence(chance: random.Random) -> str:
     noun, other = chance.sample(_NOUNS, 2)
-    made = chance.choice(_PROSE)
-    return made.format(noun=noun, other=other, adjective=chance.choice(_ADJECTIVES))
+    sentence = chance.choice(_PROSE)
+    return sentence.format(noun=noun, other=other, adjective=chance.choice(_ADJECTIVES))
 
 
 def _listed(chance: random.Random, units: int, *, is_short: bool) -> RulerText:

@@ -85,8 +85,8 @@ def of_table(path: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        said = str(error).removeprefix("dataset.")
-        raise ConfigError(said if said.startswith("path:") else f"path: {path}: {said}") from None
+        text = str(error).removeprefix("dataset.")
+        raise ConfigError(text if text.startswith("path:") else f"path: {path}: {text}") from None
 
 
 def _opened(

@@ -132,13 +132,13 @@ def _of_job(job: ReadableJob, config: DatasetConfig) -> JobColumns:
     places, text = [field.name for field in own], job.text_column
     names = renamed(_new_names(job, config, places), places)
     copied = job.schema.names[: job.schema.names.index(text)]
-    given = [
+    taken = [
         field for field in own if field.name in copied and _SOURCE_MARK not in _metadata(field)
     ]
     return JobColumns(
         {names[field.name]: field for field in own},
         {names[place]: (place,) for place in places},
-        tuple(names[field.name] for field in given),
+        tuple(names[field.name] for field in taken),
         frozenset(names[field.name] for field in own if is_per_token(field)),
         names[text],
         {field.name: field for field in job.grade_schema},

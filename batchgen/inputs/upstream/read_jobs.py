@@ -52,8 +52,8 @@ def follow_job(
         ConfigError: it is no job, is the reader's own, or its first shard is not finished.
         JobError: a file of it is damaged.
     """
-    given = user_folder(path, _KEY)
-    folder = given if path in promised else step_folder(given)
+    path_given = user_folder(path, _KEY)
+    folder = path_given if path in promised else step_folder(path_given)
     if reader_folder is not None and _is_same(folder, reader_folder):
         raise ConfigError(_own_folder(folder))
     (name,) = _names([folder])

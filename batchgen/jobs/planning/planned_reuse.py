@@ -85,12 +85,12 @@ class _Copied:
         """The samples of a row that are copied: those that an older job has, and this one lacks.
         Where samples begin in waves, these are the ones before the first that is missing."""
         try:
-            asked = self._request(row)
+            request = self._request(row)
         except RequestError:
             return 0
         count = 0
         for sample in range(self._samples):
-            key = self._keys.key(asked.of_sample(row.id, sample, self._stream))
+            key = self._keys.key(request.of_sample(row.id, sample, self._stream))
             is_own = bool(self._own.find(key))
             is_there = is_own or self._older.has(key)
             count += is_there and not is_own

@@ -128,8 +128,8 @@ def check_folder(config: JobConfig, folder: Path) -> None:
         )
     except (OSError, ConfigError, LookupError, TypeError, AttributeError):
         return
-    asked = Manifest.build(config_identity(config), {}).identity
-    new = flat({name: asked[name] for name in _COMPARED if name in asked})
+    identity = Manifest.build(config_identity(config), {}).identity
+    new = flat({name: identity[name] for name in _COMPARED if name in identity})
     lines = [
         f"{key}: {old.get(key, '(not set)')} → {new.get(key, '(not set)')}"
         for key in dict.fromkeys([*old, *new])

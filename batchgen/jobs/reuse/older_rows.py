@@ -58,9 +58,9 @@ class OlderRows:
         if older is None:
             return None
         for name in self._names:
-            asked = new.text_column if name == self._text else name
-            if name not in older.names or older.field(name).type != new.arrow.field(asked).type:
-                return asked
+            new_name = new.text_column if name == self._text else name
+            if name not in older.names or older.field(name).type != new.arrow.field(new_name).type:
+                return new_name
         return None
 
     def output(
@@ -99,14 +99,14 @@ class OlderRows:
             replay_exact=row[REPLAY_EXACT][0].as_py() if REPLAY_EXACT in names else None,
             answer_token_ids=None if request.answer is None else answer_ids(request.answer),
         )
-        beside = {name: row[name][0].as_py() for name in schema.extra}
-        return SplitOutput(output, beside | ({TEXT: None} if text is None else {}))
+        extras = {name: row[name][0].as_py() for name in schema.extra}
+        return SplitOutput(output, extras | ({TEXT: None} if text is None else {}))
 
 
 def _read_names(schema: OutputSchema, text_column: str) -> list[str]:
     """The columns of an older job that are copied, with its name for the text."""
-    made = _MADE_ANEW | set(schema.passthrough)
-    names = [name for name in schema.arrow.names if name not in made]
+    unread = _MADE_ANEW | set(schema.passthrough)
+    names = [name for name in schema.arrow.names if name not in unread]
     return [text_column if name == schema.text_column else name for name in names]
 
 

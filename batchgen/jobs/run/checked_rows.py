@@ -145,9 +145,9 @@ def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) ->
         content_fingerprint,  # it loads the libraries of the data
     )
 
-    given = parts.fingerprints
+    fingerprints = parts.fingerprints
     read = parts.source.jobs
-    groups = config_identity(config, [name for name in given if name.endswith("_model")])
+    groups = config_identity(config, [name for name in fingerprints if name.endswith("_model")])
     if (stream := stream_of(config.sampling.stream, read)) is not None:
         groups["sampling"]["stream"] = stream
     if (where := ValidWhere.build(config, schema)) is not None:
@@ -158,7 +158,7 @@ def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) ->
     jobs = {f"{READ_JOB} {job.name}" if many else READ_JOB: job.digest for job in read}
     return Manifest.build(
         groups,
-        {"dataset": content_fingerprint(parts.source, parts.prompt), **given, **jobs},
+        {"dataset": content_fingerprint(parts.source, parts.prompt), **fingerprints, **jobs},
         {field.name: str(field.type) for field in schema.arrow},
         {**growing(config), ROWS: parts.source.data.num_ready},
     )

@@ -162,8 +162,8 @@ def already_complete(
 def _report(parts: ResolvedJob, folder: JobFolder) -> str | None:
     """Make the job's report; returns what people call it, None if it could not be made."""
     shown = folder.storage.display_name
-    made = try_report(folder.path, parts.decode_all, shown)
-    return None if made is None else f"{shown}/{REPORT}"
+    path = try_report(folder.path, parts.decode_all, shown)
+    return None if path is None else f"{shown}/{REPORT}"
 
 
 def _count_shards(config: JobConfig, parts: ResolvedJob, folder: JobFolder) -> Tally:

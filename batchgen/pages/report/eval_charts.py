@@ -54,10 +54,10 @@ def score_by_length(lengths: Lengths) -> Chart:
         line.append(f"{x:.1f},{frame.y(mean):.1f}")
         rows.append((f"{first:,}–{last:,}", f"{n:,}", percent(mean)))
     parts.append(svg_tag("polyline", points=" ".join(line), class_="line thin"))
-    said = "Score against length: " + ", ".join(f"{r[0]} tokens {r[2]}" for r in rows)
+    description = "Score against length: " + ", ".join(f"{r[0]} tokens {r[2]}" for r in rows)
     note = "Answers in groups of about equal number; the lines are two standard errors."
     header = ("tokens", "answers", "mean mark")
-    return Chart("Score against length", note, drawing(parts, said), header, rows)
+    return Chart("Score against length", note, drawing(parts, description), header, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def intervals(
         parts.append(svg_tag("circle", cx=scale(estimate.value), cy=y, r=4.5, class_="dot"))
         parts.append(text(format_value(estimate.value), end + 8, y + 4, "tick"))
     rows = [(e.name, *map(format_value, (e.value, e.low, e.high))) for e in estimates]
-    said = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
-    svg = drawing(parts, said, bottom + 22)
+    description = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
+    svg = drawing(parts, description, bottom + 22)
     return Chart(title, note, svg, ("metric", "value", "low", "high"), rows)
 
 
@@ -139,15 +139,17 @@ def question_dots(questions: Sequence[Question], links: Mapping[int, str], note:
     in_line, line = int(room / cell), high * cell + (_GAP if high > 1 else 0)
     parts = []
     for place, index in enumerate(np.argsort(-np.array(means), kind="stable").tolist()):
-        below, beside = divmod(place, in_line)
-        x, y = RIGHT + (beside + 0.5) * cell, TOP + below * line + 0.5 * cell
+        below, column = divmod(place, in_line)
+        x, y = RIGHT + (column + 0.5) * cell, TOP + below * line + 0.5 * cell
         parts.append(_column(questions[index], x, y, cell, links))
     bottom = TOP + -(-len(questions) // in_line) * line
     right, wrong = sum(mean == 1 for mean in means), sum(mean == 0 for mean in means)
-    said = f"Questions: {right} of {len(questions)} always right, {wrong} never"
+    description = f"Questions: {right} of {len(questions)} always right, {wrong} never"
     rows = Counter(_right(question) for question in questions)
     table = [(kind, f"{count:,}") for kind, count in sorted(rows.items())]
-    return Chart("Questions", note, drawing(parts, said, bottom + 4), ("mark", "questions"), table)
+    return Chart(
+        "Questions", note, drawing(parts, description, bottom + 4), ("mark", "questions"), table
+    )
 
 
 def _column(
@@ -158,8 +160,8 @@ def _column(
         svg_tag("circle", cx=x, cy=y + n * cell, r=cell * 0.4, class_=_mark_class(mark))
         for n, mark in enumerate(question.marks.tolist())
     ]
-    said = visible(f"{label(question.row_id)}: {_right(question)}")
-    column = svg_tag("g", svg_tag("title", said) + Markup("").join(dots))
+    description = visible(f"{label(question.row_id)}: {_right(question)}")
+    column = svg_tag("g", svg_tag("title", description) + Markup("").join(dots))
     anchor = next((links[key] for key in question.keys.tolist() if key in links), None)
     return column if anchor is None else svg_tag("a", column, href=f"#{anchor}")
 

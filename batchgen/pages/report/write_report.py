@@ -138,8 +138,8 @@ def page_html(template: str, style: str, **values: Any) -> str:
         f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; "
         "form-action 'none'"
     )
-    made = templates("batchgen.pages.report").get_template(template)
-    return made.render(values, style=Markup(style), policy=policy)
+    template_file = templates("batchgen.pages.report").get_template(template)
+    return template_file.render(values, style=Markup(style), policy=policy)
 
 
 def style_sheets() -> str:

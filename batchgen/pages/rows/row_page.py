@@ -87,7 +87,7 @@ class RowPage:
         facts = RowFacts(self.columns.read(facts.row), facts.grades)
         text: str | None = facts.row[self.columns.text]
         prompt = self._prompt.parts(facts.row) if with_prompt else []
-        tokens, made = self.tokens(facts, key), list[Markup]()
+        tokens, htmls = self.tokens(facts, key), list[Markup]()
         for limit in limits:
             values = {
                 **_answer(facts, text, limit, self.columns.reasoning),
@@ -98,10 +98,10 @@ class RowPage:
                 "tokens": tokens.html(limit.tokens),
                 "num_tokens": facts.tokens,
             }
-            made.append(Markup(_TEMPLATES().get_template("row.html.jinja").render(values)))
-            if len(made[-1]) < enough:
+            htmls.append(Markup(_TEMPLATES().get_template("row.html.jinja").render(values)))
+            if len(htmls[-1]) < enough:
                 break
-        return made
+        return htmls
 
     def prompt(self, facts: RowFacts) -> list[Part]:
         """What the row was asked."""

@@ -170,7 +170,7 @@ class HarmonyChannels:
         # A model that leaves the format out still answers.
         is_plain = not named[FINAL] and bool(named[None])
         answer = named[None] if is_plain else named[FINAL]
-        beside = [
+        others = [
             part.text
             for part in parts
             if not part.is_call and not part.is_header
@@ -180,7 +180,7 @@ class HarmonyChannels:
         channel = _ended_in(parts, is_plain)
         columns = {
             REASONING: _joined(named[ANALYSIS]),
-            COMMENTARY: _joined(beside),
+            COMMENTARY: _joined(others),
             "tool_calls": calls or None,
             CHANNEL: channel,
             **({} if answer else {TEXT: None}),

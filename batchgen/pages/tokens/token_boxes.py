@@ -107,7 +107,7 @@ class RowTokens:
         return _FILM.format(key=self.key, name=self.facts.step_name, last=last)
 
     def _span(self, index: int) -> str:
-        if (made := self._html.get(index)) is None:
+        if (html := self._html.get(index)) is None:
             id = self.ids[index]
             text: str | None = self.view.text(id)
             answer = " a" if index in self._inside else ""
@@ -115,9 +115,9 @@ class RowTokens:
             shown = f"{id} " if text is None else _shown(text)
             step = "" if self.facts.steps is None else f" data-s={self.facts.steps[index]}"
             title = self._title(index)
-            made = f'<span class="{classes}" tabindex=0{step} title="{title}">{shown}</span>'
-            self._html[index] = made
-        return made
+            html = f'<span class="{classes}" tabindex=0{step} title="{title}">{shown}</span>'
+            self._html[index] = html
+        return html
 
     def _title(self, index: int) -> str:
         facts, name = self.facts, self.view.name

@@ -68,15 +68,15 @@ def row_lines(
         StillSearching: the other job has the rows elsewhere, and they take long to find.
     """
     first, *others = jobs
-    asked = first.asked
-    tables = search.rows(list(hits), [*asked, *_columns(first)])
+    questions = first.asked
+    tables = search.rows(list(hits), [*questions, *_columns(first)])
     samples_of = {row: [first.samples(table)] for row, table in tables.items()}
     for other in others:
         same = _same_rows(other, {row: samples[0][0].row_id for row, samples in samples_of.items()})
         for row, samples in samples_of.items():
             samples.append(same.get(row, []))
     return [
-        Line(row, _texts(samples[0][0].row, asked), samples, hits[row], notes.get(row, ""))
+        Line(row, _texts(samples[0][0].row, questions), samples, hits[row], notes.get(row, ""))
         for row, samples in samples_of.items()
     ]
 

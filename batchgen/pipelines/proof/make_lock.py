@@ -164,5 +164,5 @@ def _set(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _composed(values: Mapping[str, Any]) -> dict[str, Any]:
     """All that the values of a job come to. Nothing of it runs."""
-    given = {**values, "output": {**values["output"], "dir": "."}}
-    return resolved(load_config(compose_groups(given).groups, TYPED))
+    with_folder = {**values, "output": {**values["output"], "dir": "."}}
+    return resolved(load_config(compose_groups(with_folder).groups, TYPED))

@@ -114,8 +114,8 @@ def _difference(proof: StepProof, digests: FolderDigests) -> str | None:
     if digests.columns != proof.columns:
         return "it has other columns"
     if (digests.rows, len(digests.files)) != (proof.rows, proof.shards):
-        made = f"{digests.rows:,} rows in {len(digests.files):,} shards"
-        return f"{made}, and {proof.rows:,} rows in {proof.shards:,} shards in the lock"
+        rebuilt = f"{digests.rows:,} rows in {len(digests.files):,} shards"
+        return f"{rebuilt}, and {proof.rows:,} rows in {proof.shards:,} shards in the lock"
     roots = [one.hex() for one in digests.shard_roots]
     different = [str(i) for i, one in enumerate(proof.shard_roots) if one != roots[i]]
     if different:

@@ -97,8 +97,8 @@ class FinishedRows(FinishedShards):
         for shard in range(len(self.shards)):
             place = 0
             for table, grades in self.tables(shard, names, graded):
-                made = grades.to_pylist() if graded else [{}] * len(table)
-                for fields, one in zip(table.to_pylist(), made, strict=True):
+                grade_rows = grades.to_pylist() if graded else [{}] * len(table)
+                for fields, one in zip(table.to_pylist(), grade_rows, strict=True):
                     yield LocatedRow(shard, place, self.columns.variables(parse(fields), one))
                     place += 1
 

@@ -103,8 +103,8 @@ class PushedFolder:
         """
         if complete and self._reader is not None:
             self._reader.check()
-        beside = () if self._reader is None else _BESIDE
-        for name in (CARD, self.identity_file, *beside):
+        extras = () if self._reader is None else _BESIDE
+        for name in (CARD, self.identity_file, *extras):
             if (self.path / name).is_file():
                 yield LocalFile(name, self.path / name)
         folders = ("data", GRADES) if complete else ("data",)

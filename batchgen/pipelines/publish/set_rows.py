@@ -46,8 +46,8 @@ class SetColumns:
     def fields(self, job: FinishedRows) -> list[pa.Field]:
         """The fields of the set that this job fills."""
         fields = [job.schema.field(old).with_name(new) for new, old in self.data.items()]
-        made = self.grades.items()
-        return fields + [job.grade_schema.field(old).with_name(new) for new, old in made]
+        graded = self.grades.items()
+        return fields + [job.grade_schema.field(old).with_name(new) for new, old in graded]
 
     @property
     def wanted(self) -> Wanted:

@@ -70,9 +70,9 @@ def _made(one: Export, source: str, record: ExportRecord) -> str:
     new = path.with_name(f".{path.name}.new.tmp")
     try:
         done = _write(one, rows, path, new)
-        made = content_digest(new)
-        assert made is not None
-        digests = (made,) if there is None else (made, there)
+        digest = content_digest(new)
+        assert digest is not None
+        digests = (digest,) if there is None else (digest, there)
         of = source.rpartition("/")[2]
         record.write(one.out, MadeExport(request, digests, of, export_settings(one)))
         if path.is_dir():
@@ -185,10 +185,10 @@ def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> P
             more += columns.values() if isinstance(columns, Mapping) else columns
         kept = [one for place, one in enumerate(config.rows) if place not in step.tables]
         job = replace(job, rows=tuple(kept), prompt=TextPromptConfig(text="-", constant=True))
-    made = open_job(job, promises).with_fingerprints()
-    schema = output_schema(job, made)
+    with_prints = open_job(job, promises).with_fingerprints()
+    schema = output_schema(job, with_prints)
     folder = opened.folder(name)
-    promise = Promise.of(job, job_manifest(job, made, schema), schema.arrow)
+    promise = Promise.of(job, job_manifest(job, with_prints, schema), schema.arrow)
     promises[folder] = promise
     followed = FollowedJob(Path(folder), name, promise)
     return PromisedRows(f"step {name}", followed, resolved(config), more)

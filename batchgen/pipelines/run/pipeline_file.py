@@ -47,9 +47,9 @@ def ready_pipeline(
     known = choices(PIPELINE, folders)
     if name not in known:
         guess = nearest(name, known)
-        said = f"did you mean {guess}?" if guess else f"choose among {', '.join(known)}"
+        hint = f"did you mean {guess}?" if guess else f"choose among {', '.join(known)}"
         raise ConfigError(
-            f"{PIPELINE}={name}: there is no such pipeline: {said} (a file of your own is given "
+            f"{PIPELINE}={name}: there is no such pipeline: {hint} (a file of your own is given "
             "without the key: batchgen FILE.yaml)"
         )
     for folder in folders:
@@ -71,8 +71,8 @@ def read_pipeline(
     """
     defaults = {key: value for key, value in values.items() if key not in (STEPS, *KEYS)}
     common = _flat(defaults, locations, "")
-    given = values[STEPS]
-    if not isinstance(given, dict) or not given:
+    steps = values[STEPS]
+    if not isinstance(steps, dict) or not steps:
         raise ConfigError(f"{locations.get(STEPS, STEPS)}: give each step by its name and its keys")
     taken = {
         *GROUPS,
@@ -86,14 +86,14 @@ def read_pipeline(
         *KEYS,
         *reserved,
     }
-    for name in given:
+    for name in steps:
         _check_name(name, locations, taken)
     out = [common.pop(DIR)] if DIR in common else []
     pipeline = PipelineValues(
         {}, "", {key: values[key] for key in KEYS if key in values}, locations
     )
-    for name, step in given.items():
-        _add_steps(pipeline, name, step, common, given)
+    for name, step in steps.items():
+        _add_steps(pipeline, name, step, common, steps)
     for argument in overrides:
         if argument.partition("=")[0].lstrip("+") == DIR:
             out.append(parse_override(argument).value())

@@ -94,12 +94,12 @@ def exported_line(
     if recipe is None:
         return TracedLine(user_path, line, content), _of_columns(rows, content, user_path, line)
     exact, others = list[Line](), list[Line]()
-    for number, made in enumerate(_lines(rows, recipe, path), start=1):
-        if json_text(dict(made[0])) == text:
+    for number, pair in enumerate(_lines(rows, recipe, path), start=1):
+        if json_text(dict(pair[0])) == text:
             if number == line:
-                exact = [made]
+                exact = [pair]
                 break
-            others = [*others[:1], made]
+            others = [*others[:1], pair]
     matches = exact or others
     if not matches:
         raise ConfigError(
@@ -155,9 +155,9 @@ def _recipe(path: Path) -> ExportRecipe | None:
         of = [one["path"] for one in facts["jobs"]]
         return ExportRecipe(of[0], facts["kind"], facts["asked"]) if len(of) == 1 else None
     if path.name.endswith(".parquet"):
-        told = (read_schema(path).metadata or {}).get(TOLD)
-        if told is not None:
-            values = json.loads(told)
+        stored = (read_schema(path).metadata or {}).get(TOLD)
+        if stored is not None:
+            values = json.loads(stored)
             return ExportRecipe(values["of"], values["asked"]["to"], values["asked"])
     out = path.resolve().parent.parent
     if path.resolve().parent.name != EXPORTS or find_record(str(out)) is None:
@@ -179,11 +179,11 @@ def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Lin
             yield {name: row[name] for name in names}, _origins(rows, row)
         return
     if recipe.to == "openai":
-        for made in OpenAILines(rows, where, recipe.options.get("reasoning")):
-            yield made, _origins(rows, {_ROW: made["custom_id"], _SAMPLE: None})
+        for line in OpenAILines(rows, where, recipe.options.get("reasoning")):
+            yield line, _origins(rows, {_ROW: line["custom_id"], _SAMPLE: None})
         return
-    asked = recipe.asked
-    lines = TokenRows(rows, asked) if asked.to in TOKEN_FORMATS else TrainerRows(rows, asked)
+    request = recipe.asked
+    lines = TokenRows(rows, request) if request.to in TOKEN_FORMATS else TrainerRows(rows, request)
     is_json = path.name.endswith(JSON_NAMES)
     for one in lines:
         # As Parquet gives it back: lists and fields of their types.

@@ -228,7 +228,7 @@ def _why_not(job: str, where: str, rows: Sequence[Mapping[str, Any]]) -> str | N
     expression = opened.columns.expression("where", where)
     wanted = opened.columns.read_by(expression) | opened.columns.named([*KEYS])
     keys = {(row[KEYS[0]], row[KEYS[1]]) for row in rows}
-    said: list[str] = []
+    reasons: list[str] = []
     for row in _rows_of(opened, wanted, keys):
         try:
             if expression.value(row.variables, str(rows[0]["row_id"]), row.variables[KEYS[0]]):
@@ -236,8 +236,8 @@ def _why_not(job: str, where: str, rows: Sequence[Mapping[str, Any]]) -> str | N
         except ExpressionFailed as error:
             return str(error)
         shown = {n: row.variables[n] for n in expression.names if n in row.variables}
-        said.append(", ".join(f"{name} is {value!r:.60}" for name, value in shown.items()))
-    return "; ".join(said) or None
+        reasons.append(", ".join(f"{name} is {value!r:.60}" for name, value in shown.items()))
+    return "; ".join(reasons) or None
 
 
 def _rows_of(rows: FinishedRows, wanted: Any, keys: set[tuple[Any, Any]]) -> Iterator[Any]:

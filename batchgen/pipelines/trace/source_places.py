@@ -71,9 +71,9 @@ def places_beside(paths: Sequence[str], reader: Path) -> list[str]:
     above = reader.resolve().parent
     folders = []
     for path in paths:
-        beside = above / Path(path).name
+        candidate = above / Path(path).name
         is_there = is_url(path) or glob.has_magic(path) or user_path(path, "dataset.path").exists()
-        folders.append(path if is_there or not beside.is_dir() else str(beside))
+        folders.append(path if is_there or not candidate.is_dir() else str(candidate))
     return folders
 
 

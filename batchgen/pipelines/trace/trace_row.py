@@ -135,13 +135,13 @@ def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
     """Which condition of `select` has left a row out."""
     assert rows.facts is not None
     folder, of_job, sample = _of_id(rows, row_id)
-    asked = rows.facts["asked"]
+    request = rows.facts["asked"]
     job = open_rows(folder)
     names = ["row_id", "sample_index", "error"]
     wanted = job.columns.named(names)
     where = None
-    if asked.get("where") is not None:
-        where = job.columns.expression("--where", asked["where"])
+    if request.get("where") is not None:
+        where = job.columns.expression("--where", request["where"])
         wanted |= job.columns.read_by(where)
     is_there = False
     for row in job.rows(wanted):
@@ -154,10 +154,10 @@ def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
         if where is not None and not is_true(where, row):
             shown = {n: values[n] for n in where.names if n in values}
             why = ", ".join(f"{name} is {value!r:.60}" for name, value in shown.items())
-            return DropReason(user_path, row_id, f"--where {asked['where']}", why)
+            return DropReason(user_path, row_id, f"--where {request['where']}", why)
     if not is_there:
         raise ConfigError(
             f"{user_path}: neither the set nor {folder} has a row with the id {row_id}"
         )
-    left = [f"--{key} {asked[key]}" for key in ("best", "dedupe", "top") if asked.get(key)]
+    left = [f"--{key} {request[key]}" for key in ("best", "dedupe", "top") if request.get(key)]
     return DropReason(user_path, row_id, " or ".join(left) or "select", "another row has its place")

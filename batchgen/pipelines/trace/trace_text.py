@@ -69,8 +69,8 @@ def _answers(answers: TracedAnswers, whole: bool) -> Iterator[str]:
             columns = [name for name in columns if name in (answers.text_column, "error")]
         text = RowText(columns, terminal_width(), answers.text_column, whole_texts=whole)
         yield from text.lines(row)
-        said = {f"grades.{n}": v for n, v in grades.items() if not n.endswith(_PLACES)}
-        yield from _values(said, whole)
+        shown = {f"grades.{n}": v for n, v in grades.items() if not n.endswith(_PLACES)}
+        yield from _values(shown, whole)
 
 
 def _values(values: Mapping[str, Any], whole: bool) -> Iterator[str]:

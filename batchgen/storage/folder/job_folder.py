@@ -152,11 +152,11 @@ class JobFolder:
         if self._follows:
             self.settle(self._asked)
         if changed := [*self.manifest.grown(self._asked), *more]:
-            asked, digests = self._asked, self.manifest.row_digests
-            if asked.growing.get(ROWS) != self.manifest.growing.get(ROWS):
+            manifest, digests = self._asked, self.manifest.row_digests
+            if manifest.growing.get(ROWS) != self.manifest.growing.get(ROWS):
                 digests = self._digests()
-            asked = replace(asked, row_digests=digests)
-            self.update(self.manifest.goes_on(asked, changed, rows))
+            manifest = replace(manifest, row_digests=digests)
+            self.update(self.manifest.goes_on(manifest, changed, rows))
 
     def settle(self, requested: Manifest) -> None:
         """Write what the manifest says of rows that come while the job runs, as it is now."""

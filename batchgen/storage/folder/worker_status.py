@@ -43,8 +43,8 @@ class WorkerState:
 
     @property
     def name(self) -> str:
-        given = self.beat.get("name")
-        return "" if given is None else str(given)
+        name = self.beat.get("name")
+        return "" if name is None else str(name)
 
     @property
     def attempt(self) -> Mapping[str, Any]:

@@ -156,10 +156,10 @@ class Manifest:
             if olds.get(key) != news.get(key)
         ]
         for key in (SAMPLES, UNTIL_VALID, UNTIL_MOST):
-            samples, asked = self.growing.get(key, 0), new.growing.get(key, 0)
-            if key in new.growing and asked < samples:
+            samples, wanted = self.growing.get(key, 0), new.growing.get(key, 0)
+            if key in new.growing and wanted < samples:
                 lines.append(
-                    f"{key}: {samples} → {asked} (a job can have more samples later, not fewer: "
+                    f"{key}: {samples} → {wanted} (a job can have more samples later, not fewer: "
                     f"use {key}={samples} or more)"
                 )
         width = self.growing.get(UNTIL_WIDTH)

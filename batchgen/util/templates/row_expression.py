@@ -92,12 +92,12 @@ class RowExpression:
         return tuple(name for name in columns if name in read)
 
     def _failed(self, error: Exception, fields: Mapping[str, Any]) -> ExpressionFailed:
-        said = " ".join(str(error).split())
+        text = " ".join(str(error).split())
         if not isinstance(error, TemplateError):
-            said = f"{type(error).__name__}: {said}"
+            text = f"{type(error).__name__}: {text}"
         null = [name for name in self.names if fields.get(name) is None]
         hint = f"; null in this row: {some_names(null)}" if null else ""
-        return ExpressionFailed(f"{self._key}: {said}{hint}")
+        return ExpressionFailed(f"{self._key}: {text}{hint}")
 
 
 def _complete(value: Any) -> Any:

@@ -83,11 +83,11 @@ class TreeGuards(NodeTransformer):
         return node
 
     def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        if isinstance(called := node.node, nodes.Getattr):
-            called.node = self.visit(called.node)  # a method, whatever keys there are
+        if isinstance(function := node.node, nodes.Getattr):
+            function.node = self.visit(function.node)  # a method, whatever keys there are
             node.node = nodes.Name("", "load")
             self.generic_visit(node)
-            node.node = called
+            node.node = function
             return node
         return self.generic_visit(node)
 

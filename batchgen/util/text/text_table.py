@@ -20,10 +20,10 @@ _UNKNOWN = "unknown (all samples of a question agree)"
 def table_text(*parts: Sequence[Line]) -> str:
     """The lines with their values in one column, and an empty line between the parts."""
     width = max(len(name) for part in parts for name, _ in part)
-    made = [
+    lines = [
         "\n".join(f"{name:<{width}}  {value}" for name, value in part) for part in parts if part
     ]
-    return "\n\n".join(made)
+    return "\n\n".join(lines)
 
 
 def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]:

@@ -45,8 +45,8 @@ class Program:
         if what == "load":
             self.load()
             return self.names()
-        given = [copied_values.decode_value(form, self._objects.__getitem__) for form in forms]
-        return self._encoded(_DOES[what](*given))
+        decoded = [copied_values.decode_value(form, self._objects.__getitem__) for form in forms]
+        return self._encoded(_DOES[what](*decoded))
 
     def _encoded(self, value: Any) -> Any:
         return copied_values.encode(value, self._number)

@@ -129,8 +129,8 @@ def _exception(names: list[Any], text: str) -> Exception:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
-                made: Exception = type(name, (Raised, kind), {})(f"{names[0]}: {text}")
-                return made
+                exception: Exception = type(name, (Raised, kind), {})(f"{names[0]}: {text}")
+                return exception
             except TypeError:
                 continue  # a class that is made of other arguments
     return Raised(f"{names[0]}: {text}")

@@ -70,14 +70,14 @@ class SampleFilter:
             ConfigError: a value is none that the key may have.
         """
         names = {field.name for field in fields(cls)} - {"subset_column"}
-        given = {key: value for key, value in query.items() if key in names}
-        return cls(**given, subset_column=subset_column)
+        values = {key: value for key, value in query.items() if key in names}
+        return cls(**values, subset_column=subset_column)
 
     @property
     def query(self) -> dict[str, str]:
         """The keys of a URL that describe it."""
-        given = asdict(self).items()
-        return {key: value for key, value in given if value and key != "subset_column"}
+        values = asdict(self).items()
+        return {key: value for key, value in values if value and key != "subset_column"}
 
     def __bool__(self) -> bool:
         return any(value for key, value in self.query.items() if key != "column")

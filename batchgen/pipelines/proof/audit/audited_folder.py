@@ -147,15 +147,15 @@ def _audit_set(
     path, by_job = finished.storage.path / SET_FILE, dict[str, list[SetRow]]()
     for row in chosen_rows_of_set(finished, rows, seed):
         by_job.setdefault(row.job, []).append(row)
-    audited, said = list[AuditedRow](), list[str]()
+    audited, remarks = list[AuditedRow](), list[str]()
     for job, of_job in by_job.items():
         values, manifest = job_of_set(finished, job)
         config = configured(values, {}, path, overrides, trusted)
         config = _with_jobs_beside(config, finished.storage.path)
         text_as = str(finished.facts["text_column"])
         audited += audit_set_rows(config, manifest, of_job, finished.user_path, text_as)
-        said += audit_remarks(config, manifest)
-    return Audited(audited, finished.total, list(dict.fromkeys(said)))
+        remarks += audit_remarks(config, manifest)
+    return Audited(audited, finished.total, list(dict.fromkeys(remarks)))
 
 
 def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:

@@ -56,10 +56,10 @@ def compare_operations(
     config = replace(config, engine=replace(config.engine, cuda_graph=False))
     assert isinstance(parts, OpenedJob)
     watch = _Watch(replace(parts, config=config))
-    beside, rows = watch.run(config, numbers, storage), []
+    batched, rows = watch.run(config, numbers, storage), []
     for place, row in enumerate(rows_at(parts.source, numbers)):
         alone = watch.run(config, [row.index], storage)
-        others = {sample: beside[place, sample] for _, sample in alone}
+        others = {sample: batched[place, sample] for _, sample in alone}
         rows.append(AuditedRow(row.id, len(alone), watch.difference(others, alone)))
     return rows
 

@@ -63,24 +63,24 @@ class Conversations:
         self._rows, self._columns = rows, rows.columns
         self._text = rows.text_column
         prompt = rows.group("prompt")
-        given = None if messages is None else _parsed(messages)
+        parsed = None if messages is None else _parsed(messages)
         self._column: list[str] = []
         self._continues = False
         self._given_answer: RowTemplate | None = None
-        if given is not None:
-            turns = given
+        if parsed is not None:
+            turns = parsed
             if answers and turns[-1][0] != _ASSISTANT:
                 raise ConfigError("--messages must end with the assistant's, which is the answer")
         else:
             turns = self._of_job(prompt)
-        key = "--messages" if given is not None else "prompt"
-        self.are_messages = given is not None or prompt.get("kind") in ("chat", "openai")
+        key = "--messages" if parsed is not None else "prompt"
+        self.are_messages = parsed is not None or prompt.get("kind") in ("chat", "openai")
         self._turns = [(role, self._template(f"{key}.{role}", text)) for role, text in turns]
         # A job that only reads, such as that of a reward model, has the answer in its prompt.
         is_read = answers and rows.group("sampling").get("max_new_tokens") == 0
-        if (given is not None or is_read) and turns[-1][0] == _ASSISTANT:
+        if (parsed is not None or is_read) and turns[-1][0] == _ASSISTANT:
             self._given_answer = self._turns.pop()[1]
-        elif given is None and answers and prompt.get("answer") is not None:  # it was scored
+        elif parsed is None and answers and prompt.get("answer") is not None:  # it was scored
             turns = [*turns, (_ASSISTANT, str(prompt["answer"]))]
             self._given_answer = self._template("prompt.answer", turns[-1][1])
         if reasoning is not None and reasoning not in self._columns.names:

@@ -232,8 +232,8 @@ class TokenRows:
     def _temperature(self, row: LocatedRow) -> float:
         """What the row was sampled with: its own, if a column of the rows has options."""
         own = row.variables.get(str(self._sampling.get("column"))) or {}
-        given = own.get("temperature") if isinstance(own, Mapping) else None
-        return float(self._sampling.get("temperature", 1.0) if given is None else given)
+        temperature = own.get("temperature") if isinstance(own, Mapping) else None
+        return float(self._sampling.get("temperature", 1.0) if temperature is None else temperature)
 
     def _named(self, row: LocatedRow) -> dict[str, Any]:
         return {name: row.variables[name] for name, _ in _ROW}

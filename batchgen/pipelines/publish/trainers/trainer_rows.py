@@ -104,31 +104,35 @@ class TrainerRows:
         )
         self._wanted |= self._talks.wanted
         self._tools = self._tools_column()
-        made = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
-        made["prm"] = self._prm
-        self._make: Callable[[], Iterator[dict[str, Any]]] = made[request.to]
+        makers = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
+        makers["prm"] = self._prm
+        self._make: Callable[[], Iterator[dict[str, Any]]] = makers[request.to]
         self.schema = self._schema()
 
     def _expressions(self) -> dict[str, str]:
         """The expressions of this format, those that are the default included."""
-        asked, known = self._asked, self._rows.columns.names
-        given = {name: getattr(asked, name) for name in ("where", "by", "label", "answer")}
-        if asked.to == "grpo":
-            given = {**given, "by": asked.by or "mark", "answer": asked.answer or "target"}
-            if asked.by is None and "mark" not in known:
+        request, known = self._asked, self._rows.columns.names
+        expressions = {name: getattr(request, name) for name in ("where", "by", "label", "answer")}
+        if request.to == "grpo":
+            expressions = {
+                **expressions,
+                "by": request.by or "mark",
+                "answer": request.answer or "target",
+            }
+            if request.by is None and "mark" not in known:
                 raise ConfigError(
                     f"--to grpo takes the share of right answers from the column mark, which "
                     f"{self._rows.user_path} does not have: grade it first, or name another "
                     "column with --by"
                 )
-            if asked.answer is None and "target" not in known:
+            if request.answer is None and "target" not in known:
                 raise ConfigError(
                     f"--to grpo takes the right answer from the column target, which "
                     f"{self._rows.user_path} does not have: name its column with --answer"
                 )
-        if asked.to == "prm":
-            given |= {"steps": asked.steps or "steps", "labels": asked.labels or "labels"}
-        return {name: source for name, source in given.items() if source is not None}
+        if request.to == "prm":
+            expressions |= {"steps": request.steps or "steps", "labels": request.labels or "labels"}
+        return {name: source for name, source in expressions.items() if source is not None}
 
     def _tools_column(self) -> list[str]:
         """The path of the column with the tools that the prompts offered; empty without one."""
@@ -143,15 +147,15 @@ class TrainerRows:
         return path
 
     def _schema(self) -> pa.Schema:
-        said, score = self._talks.kind, pa.float64()
+        kind, score = self._talks.kind, pa.float64()
         columns: dict[str, list[tuple[str, pa.DataType]]] = {
             "dpo": [
-                *((name, said) for name in ("prompt", "chosen", "rejected")),
+                *((name, kind) for name in ("prompt", "chosen", "rejected")),
                 *((name, score) for name in ("score_chosen", "score_rejected")),
             ],
-            "kto": [("prompt", said), ("completion", said), ("label", pa.bool_())],
+            "kto": [("prompt", kind), ("completion", kind), ("label", pa.bool_())],
             "grpo": [
-                *(("prompt", said), ("answer", pa.string())),
+                *(("prompt", kind), ("answer", pa.string())),
                 *(("pass_rate", score), ("row_id", pa.string())),
             ],
             "prm": [
