@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.config.compose.load_config import step_configs
+from batchgen.config.compose.step_configs import step_configs
 from batchgen.config.groups.class_names import is_own
 from batchgen.config.groups.job_config import JobConfig, StepConfig
 from batchgen.evals.graders.build_steps import post_steps, step_descriptions

@@ -24,7 +24,7 @@ from batchgen.jobs.generation.turns import Turns
 from batchgen.jobs.reuse.row_reuse import RowReuse
 from batchgen.storage.costs.cost_recorder import CostRecorder
 from batchgen.storage.metrics.job_metrics import Metrics
-from batchgen.storage.shards.image_column import PROMPT_IMAGES
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES
 from batchgen.storage.shards.output_schema import FinishedRow, SplitOutput
 from batchgen.storage.shards.output_writer import OutputWriter
 from batchgen.util.request_id import RequestId

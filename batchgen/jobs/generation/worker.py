@@ -24,7 +24,8 @@ from batchgen.storage.leases.lease_files import (
     parse_worker,
     worker_name,
 )
-from batchgen.storage.leases.lease_protocol import Lease, Member, Task, join_workers, publish_leased
+from batchgen.storage.leases.lease_protocol import Member, Task, join_workers, publish_leased
+from batchgen.storage.leases.lease_table import Lease
 from batchgen.storage.leases.process_identity import is_gone, process_identity
 from batchgen.storage.leases.store_operations import (
     Create,

@@ -71,6 +71,12 @@ class Journal:
         names = self._storage.names(self._folder)
         return {kind: journal_files(self._folder, names, kind) for kind in self._schemas}
 
+    def delete_unfinished(self) -> None:
+        """Delete what earlier attempts were writing under temporary names when they were killed."""
+        for name in self._storage.names(self._folder):
+            if name.endswith(".tmp"):
+                self._storage.delete(self._folder / name)
+
     def shards(self, kind: str = FINISHED) -> set[int]:
         """Shards that have journal files."""
         return set(self._files[kind])

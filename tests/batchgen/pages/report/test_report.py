@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from batchgen.cli.verb_table import run_verb
-from batchgen.config.groups.job_config import CutTexts
+from batchgen.config.groups.output_config import CutTexts
 from batchgen.pages.report import write_report
 from batchgen.pages.report.eval_charts import Estimate, intervals
 from batchgen.pages.report.report_data import (
