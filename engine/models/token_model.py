@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from batchgen.engine.caches.cache_specs import (
     AttentionSpec,
     CacheSpec,
+    LatentSpec,
     StateSpec,
     longest_window,
 )
@@ -146,6 +147,11 @@ class TokenModel(nn.Module, ABC):
     def attention_shapes(self) -> set[AttentionSpec]:
         """The shapes of attention that occur; on a GPU the tile size depends on the shape."""
         return {spec for spec in self.cache_specs if isinstance(spec, AttentionSpec)}
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether some layer has latent attention."""
+        return any(isinstance(spec, LatentSpec) for spec in self.cache_specs)
 
     @property
     def window(self) -> int | None:

@@ -9,9 +9,10 @@ attend:
 - *expanded*: the latents are expanded first, which takes a third of the operations per query and
   token of context, so it pays where many queries share the expansion.
 
-On a GPU decode steps, chunks of captured graphs, and prefills of few tokens after long contexts are
-absorbed, other prefills expanded. The PyTorch reference, which runs on CPUs, is absorbed, with the
-grouped-query reference for one key head, so a token's bits depend on its row alone.
+On a GPU decode steps are absorbed, and so are, unless a rule says that all prompts are expanded,
+chunks of captured graphs and prefills of few tokens after long contexts. The PyTorch reference,
+which runs on CPUs, is absorbed, with the grouped-query reference for one key head, so a token's
+bits depend on its row alone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from batchgen.kernels.mla.expanded_triton import (
     does_expansion_pay,
     expanded_attention,
     plan_expanded,
+    rows_at_once,
 )
 from batchgen.kernels.mla.latent_expansion import Expansion
 
@@ -123,12 +125,16 @@ def _attend_form(
     plan, tables = meta.plans[shape]
     fixed, turned = q.split([q.shape[2] - rotated, rotated], dim=2)
     size = plane.shape[2] - rotated
-    if isinstance(plan, ExpandedPlan):
-        latents, keys = _of_slots(plane, plan.slots, scales, q.dtype).split([size, rotated], 1)
-        if scales is not None:  # a latent that is not finite would harm those that do not see it
-            latents = latents.nan_to_num(0.0)
-        key_values = expansion.expand(latents)
-        return expanded_attention(q, key_values, keys, meta.positions, scale, plan, out)
+    if isinstance(plan, list):
+        for tokens, expanded in plan:
+            taken = _of_slots(plane, expanded.slots, scales, q.dtype)
+            latents, keys = taken.split([size, rotated], 1)
+            if scales is not None:  # one that is not finite would harm those that do not see it
+                latents = latents.nan_to_num(0.0)
+            keys_of = expansion.expand(latents), keys
+            positions = meta.positions[tokens]
+            expanded_attention(q[tokens], *keys_of, positions, scale, expanded, out[tokens])
+        return out
     queries = expansion.absorb(fixed)
     arguments = (queries, turned, plane, meta.positions, tables, scale)
     if isinstance(plan, DecodePlan):
@@ -148,9 +154,9 @@ def _of_slots(plane: Tensor, slots: Tensor, scales: Tensor | None, dtype: torch.
 
 def _make_plan(
     q: Tensor, plane: Tensor, expansion: Expansion, rotated: int, meta: AttentionMetadata
-) -> tuple[DecodePlan | ExpandedPlan | tuple[Tensor, int], Tensor]:
-    """Plan a part: a decode step, an expanded prefill, or an absorbed one as (tiles, tokens); and
-    return the block tables of the rows that it is cut into."""
+) -> tuple[DecodePlan | list[tuple[slice, ExpandedPlan]] | tuple[Tensor, int], Tensor]:
+    """Plan a part: a decode step, an expanded prefill as the tokens of some rows each, or an
+    absorbed one as (tiles, tokens); and return the block tables of the rows that it is cut into."""
     width, num_heads, tables = meta.decode_width, q.shape[1], meta.block_tables
     block_size, head_dim = plane.shape[1:]
     tile = tile_tokens(num_heads, 1, head_dim, q.dtype)
@@ -164,13 +170,17 @@ def _make_plan(
             return plan_decode(meta.positions, tables, width, block_size, cut), tables
         return (cut_equal_tiles(len(tables), width, tile, q.device), tile), tables
     if tiles is not None:
+        assert not meta.rules.expand_all_latents, "a captured graph cannot expand contexts"
         return (tiles, tile), tables
     key_size = q.shape[2] - rotated
     token_bytes = num_heads * (key_size + expansion.value_size) * q.itemsize
     lens, contexts = meta.query_lens, meta.context_lens
-    if meta.rules.expand_latents and does_expansion_pay(lens, contexts, token_bytes):
-        plan = plan_expanded(
-            lens, contexts, tables, block_size, key_size, expansion.value_size, q.itemsize
-        )
-        return plan, tables
+    if meta.rules.expand_all_latents or does_expansion_pay(lens, contexts, token_bytes):
+        plans, start = [], 0
+        for rows in rows_at_once(contexts, token_bytes):
+            tokens = slice(start, start := start + sum(lens[rows]))
+            some = lens[rows], contexts[rows], tables[rows]
+            sizes = block_size, key_size, expansion.value_size, q.itemsize
+            plans.append((tokens, plan_expanded(*some, *sizes)))
+        return plans, tables
     return (upload_tensor(cut_tiles(lens, tile, contexts), q.device), tile), tables

@@ -37,7 +37,8 @@ from batchgen.storage.leases.store_operations import (
     carry_out,
 )
 from batchgen.storage.shards.shard_files import ResumeState
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 
 _OLDER = f"{LEASES}/older.json"
 _TAIL = 5

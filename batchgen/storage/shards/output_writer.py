@@ -17,7 +17,8 @@ from batchgen.storage.shards.published_shards import PublishedShards
 from batchgen.storage.shards.publisher import Publish, Publisher
 from batchgen.storage.shards.shard_files import Extent, ResumeState, read_columns
 from batchgen.storage.shards.written_rows import WrittenRows
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError
 

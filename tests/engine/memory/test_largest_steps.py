@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.interface.engine_config import EngineConfig, Sizes
-from batchgen.engine.memory.largest_steps import replay_bytes
+from batchgen.engine.loading.loader import load_model
+from batchgen.engine.memory.largest_steps import largest_prefill, replay_bytes, scratch_runner
+from batchgen.strategies.ar.strategy import ARStrategy
+from tests.support.engine.vision_models import vision_folder
+
+
+def test_the_largest_prefill_of_a_model_with_images_has_rows_of_two_lengths() -> None:
+    """As where the most tokens of a batch are no multiple of those of a row."""
+    model = load_model(vision_folder("qwen3_vl"), device=torch.device("cpu"), vision=True)
+    config = EngineConfig(max_model_len=24, max_batched_tokens=64, kv_cache_gib=0.01)
+    uses, resolved = planned_uses(model, {}, ARStrategy(), config, [])
+    use = next(iter(uses.values()))
+    largest_prefill(scratch_runner(use, resolved), use, resolved)
 
 
 def test_tokens_that_are_read_again_have_room_under_rules_by_row_alone() -> None:
