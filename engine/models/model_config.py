@@ -93,6 +93,9 @@ class ModelConfig:
     form: WeightFormat | PackedFormat | None = None
     # the checkpoint says tied, but holds two weights that differ: both are used
     untied: bool = False
+    # Rows longer than this are turned by other angles at all of their positions, which stand behind
+    # this many in rotary tables; None: all rows by the same.
+    rope_border: int | None = None
     vision: VisionConfig | None = None  # None: it reads no images
     # Why the tower of a checkpoint that has one cannot be loaded, in words for the user.
     vision_lack: str | None = None
@@ -179,10 +182,7 @@ def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
     """Return the number of positions that a model has with its rope scaling.
 
     YaRN gives the length before scaling and a factor; a configuration may leave the product to us.
-    With LongRoPE contexts end at the length before scaling.
     """
-    if isinstance(rope, LongRope):
-        return min(max_position_embeddings, rope.original_max_position_embeddings)
     if not isinstance(rope, YarnRope):
         return max_position_embeddings
     scaled = int(rope.factor * rope.original_max_position_embeddings)
