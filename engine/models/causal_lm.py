@@ -169,6 +169,7 @@ class CausalLM(TokenModel):
         self.config = config
         self.parallel = parallel
         self.device, self.dtype = device, dtype
+        self.fp8_cache = config.kv_cache_dtype == "fp8"
         self.form = form and form.renamed(self._module_name)
         self.skipped_parts: tuple[str, ...] = ()
         self.visual = self._vision_tower() if vision else None
@@ -197,6 +198,11 @@ class CausalLM(TokenModel):
             sizes = config.hidden_size, len(config.labels)
             self.score = Linear(*sizes, bias=False, quantisable=False, where=self.where)
         self.count_parameters()
+        if self.fp8_cache and not self.attention_shapes:
+            raise ValueError(
+                f"model.kv_cache_dtype is fp8, and {config.architecture} keeps no keys and values: "
+                "leave it out"
+            )
         self.heads: Mapping[str, TokenModel] = {name: self._head(name) for name in heads}
 
     def _module_name(self, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -63,6 +63,7 @@ class FamilyConfig:
         return 1
 
 
+KVCacheDtype = Literal["auto", "fp8"]
 F = TypeVar("F", bound=FamilyConfig)
 T = TypeVar("T")
 _TYPE_NAMES: Mapping[type, str] = {int: "an integer", bool: "true or false"}
@@ -87,6 +88,7 @@ class ModelConfig:
     # The layers behind which hidden states are recorded, as transformers counts them: 0 is the
     # embedding, and `num_layers` the last layer with the norm behind it.
     hidden_layers: tuple[int, ...] = ()
+    kv_cache_dtype: KVCacheDtype = "auto"  # of keys and values; `auto` is the model's dtype
     # None: all weights are in `dtype`
     form: WeightFormat | PackedFormat | None = None
     # the checkpoint says tied, but holds two weights that differ: both are used

@@ -48,6 +48,7 @@ class TokenModel(nn.Module, ABC):
     num_parameters: int  # on this rank; shared ones count once, scales do not
     weight_bytes: int  # on this rank, with scales
     parallel: TensorParallel = ALONE
+    fp8_cache: bool = False  # whether attention keeps its keys and values in FP8
     lora: LoRAState | None = None  # the adapters beside the layers; None without any
     # Whether tokens may be turned by other positions than their own (`rope_positions`).
     turns_apart: bool = False
@@ -70,7 +71,7 @@ class TokenModel(nn.Module, ABC):
     @property
     def where(self) -> Placement:
         """Where the parameters of layers are made."""
-        return Placement(self.device, self.dtype, self.parallel)
+        return Placement(self.device, self.dtype, self.parallel, self.fp8_cache)
 
     @property
     def parameters_per_token(self) -> int:
