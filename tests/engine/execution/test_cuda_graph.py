@@ -166,7 +166,7 @@ class Real(Model):
         self._planes: list[Tensor] = []
         for cache in caches.layers:
             assert isinstance(cache, KVCache)
-            self._planes += cache
+            self._planes += cache[:2]
         for plane in self._planes:
             plane.normal_(generator=generator)
         self._runner = ModelRunner(model, caches)
