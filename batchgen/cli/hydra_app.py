@@ -129,9 +129,9 @@ class HydraTask:
         if self.below == "run.dir":
             cfg.output.dir = hydra_config.run.dir
         elif self.below:
-            own = hydra_config.sweep.subdir
+            subdir = hydra_config.sweep.subdir
             parent = hydra_config.sweep.dir if self.below == "sweep.dir" else cfg.output.dir
-            name = job.name if own == "." else own
+            name = job.name if subdir == "." else subdir
             cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
         groups = cast(dict[str, Any], OmegaConf.to_container(cfg))
         job.config = load_config(groups, self.trust, resolvers=RESOLVERS_OF_HYDRA)
@@ -140,11 +140,11 @@ class HydraTask:
     def _name(self) -> str:
         """The folder of a job of a sweep, named by what it sets and others set otherwise."""
         fixed, typed = self.arguments.fixed_keys(), HydraConfig.get().overrides.task
-        own = tuple(text for text in typed if text.partition("=")[0] not in fixed)
-        if own in self.arguments.names:
-            return self.arguments.names[own]
+        varied = tuple(text for text in typed if text.partition("=")[0] not in fixed)
+        if varied in self.arguments.names:
+            return self.arguments.names[varied]
         return job_folder_name(
-            [self.arguments.typed.get(text, text).lstrip("+") for text in own], ()
+            [self.arguments.typed.get(text, text).lstrip("+") for text in varied], ()
         )
 
 

@@ -43,9 +43,9 @@ class DenoiseStep:
         }
         columns[STEP_MAP.name] = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
         if state.logs_edits:
-            most = length - 1 + state.rules.most_edit_steps
+            limit = length - 1 + state.rules.most_edit_steps
             old = state.columns.get(EDIT_LOG.name)
-            columns[EDIT_LOG.name] = edit_log(old, blocks, self.writes, most)
+            columns[EDIT_LOG.name] = edit_log(old, blocks, self.writes, limit)
         return columns
 
 

@@ -131,12 +131,12 @@ def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[s
                 "output.columns=[logprobs,top_logprobs]",
                 f"output.top_logprobs={request.top_logprobs}",
             ]
-    own = [
+    batch_overrides = [
         *("dataset=files", f"dataset.path={paths.requests}", "dataset.id_column=custom_id"),
         *("prompt=openai", "sampling.column=body", f"output.dir={paths.job}"),
         *("output.on_all_errors=continue", *columns),
     ]
-    return compose({}, [*own, *overrides])
+    return compose({}, [*batch_overrides, *overrides])
 
 
 def model_warning(request: BatchSummary, config: JobConfig) -> str | None:

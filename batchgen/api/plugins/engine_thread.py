@@ -110,9 +110,9 @@ class EngineThread:
             number = self._times[tuple(ids)]
             self._times[tuple(ids)] += 1
             for sample in range(params.n):
-                own = sample_params(params.request, f"{ids}/{number}", sample)
+                sample_request = sample_params(params.request, f"{ids}/{number}", sample)
                 request_id = f"{id(request)}-{sample}"
-                self._llm.engine.add_request(request_id, ids, own)
+                self._llm.engine.add_request(request_id, ids, sample_request)
                 self._live[request_id] = request, sample
         except (RequestError, ValueError) as error:
             _fulfil(request.future, error)

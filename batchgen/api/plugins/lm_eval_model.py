@@ -77,8 +77,8 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
     def prefix_token_id(self) -> int:
         """The id that stands before a text without context."""
         bos = self.tokenizer.bos_token_id
-        own = [self._prefix, bos, self.tokenizer.eos_token_id]
-        return int(next(i for i in own if i is not None))
+        candidates = [self._prefix, bos, self.tokenizer.eos_token_id]
+        return int(next(i for i in candidates if i is not None))
 
     @property
     def tokenizer_name(self) -> str:
@@ -140,9 +140,9 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], **_: object
     ) -> list[tuple[float, bool]]:
-        most = self.max_length + 1  # lm-eval does not count the last token, which is not read
+        limit = self.max_length + 1  # lm-eval does not count the last token, which is not read
         texts = [
-            cut_left(context, continuation, most, name)
+            cut_left(context, continuation, limit, name)
             for name, (_, context, continuation) in zip(self._names, requests, strict=True)
         ]
         results = each_once(texts, self.answers.score)
@@ -209,10 +209,10 @@ class BatchgenLM(TokenLM):
     def __init__(self, pretrained: str, max_length: int | None = None, **others: Any) -> None:
         from batchgen.api.python.llm import LLM
 
-        own, keys = split_arguments(max_length, others)
+        named, keys = split_arguments(max_length, others)
         llm = LLM(pretrained, **keys)
-        most = llm.engine.max_model_len - 1
-        super().__init__(EngineAnswers(llm), llm.tokenizer, most, pretrained, **own)
+        limit = llm.engine.max_model_len - 1
+        super().__init__(EngineAnswers(llm), llm.tokenizer, limit, pretrained, **named)
 
 
 def split_arguments(

@@ -52,13 +52,13 @@ class CallArguments:
                 f"{what} for {number} prompts: give one SamplingParams for all, or a list with "
                 "one for each"
             )
-        for own in params:
-            if not isinstance(own, SamplingParams):
-                raise ValueError(f"params must be batchgen.SamplingParams, got {own!r:.100}")
+        for of_row in params:
+            if not isinstance(of_row, SamplingParams):
+                raise ValueError(f"params must be batchgen.SamplingParams, got {of_row!r:.100}")
         changes: SamplingOptions = {} if self.n is None else {"n": self.n}
         if (lora := self.lora) is not None:
             changes["lora"] = lora.lora_name if isinstance(lora, NamesAdapter) else lora
-        return [own.replace(**changes) if changes else own for own in params]
+        return [of_row.replace(**changes) if changes else of_row for of_row in params]
 
 
 def arguments_of(

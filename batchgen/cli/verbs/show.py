@@ -69,8 +69,8 @@ def main(arguments: Sequence[str]) -> int:
         _print_errors(reader, args.sample, as_json=args.json)
         return 0
     chosen = of_sample(view.rows(), args.sample)
-    most = args.rows if args.rows is not None or args.json else SHOWN_ROWS
-    shown = view.print(islice(chosen, most))
+    limit = args.rows if args.rows is not None or args.json else SHOWN_ROWS
+    shown = view.print(islice(chosen, limit))
     if args.json:
         return 0
     if next(chosen, None) is not None:

@@ -129,8 +129,8 @@ def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
         if dataclasses.is_dataclass(value := getattr(config, part.name)):
             fields = [f for f in dataclasses.fields(value) if f.default is not dataclasses.MISSING]
             defaults[part.name] = {key_of(f.name): plain_value(f.default) for f in fields}
-    own = config.strategy.target in choices("strategy")
-    defaults["strategy"] = choice_values("strategy", config.strategy.target) if own else {}
+    is_named = config.strategy.target in choices("strategy")
+    defaults["strategy"] = choice_values("strategy", config.strategy.target) if is_named else {}
     return defaults
 
 

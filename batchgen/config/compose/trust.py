@@ -53,7 +53,7 @@ class Trust:
             if not any(path in parents for parents in homes.values()):
                 read = " and ".join(map(str, sources)) or "the command line alone"
                 raise ConfigError(f"--trust {folder}: the configuration is read from {read}")
-        left = tuple(source for source, own in homes.items() if own.isdisjoint(known))
+        left = tuple(source for source, code in homes.items() if code.isdisjoint(known))
         return cls(left, frozenset(_typed(overrides)))
 
     def check(self, groups: Mapping[str, Any]) -> None:
@@ -63,8 +63,8 @@ class Trust:
         refusable = [named for named in foreign_code(groups) if named[1] not in self.typed]
         if not refusable:
             return
-        own = {what for _, what in _of_conf()}
-        if refused := [f"{place} {what}" for place, what in refusable if what not in own]:
+        in_package = {what for _, what in _of_conf()}
+        if refused := [f"{place} {what}" for place, what in refusable if what not in in_package]:
             flags = " ".join(f"--trust {source}" for source in self.sources)
             raise ConfigError(
                 f"{' and '.join(map(str, self.sources))}: this is not batchgen's own code, and it "
@@ -96,8 +96,8 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
                 yield below, target
         yield from _run_by(values, place)
     # What a stranger's class does with its keys is not known.
-    own = is_own(str(starter))
-    for key in launcher_class(starter).running_keys if own else launcher:
+    is_ours = is_own(str(starter))
+    for key in launcher_class(starter).running_keys if is_ours else launcher:
         if launcher.get(key):
             yield f"launcher.{key}", repr(launcher[key])
 

@@ -69,13 +69,13 @@ def _conf(group: str) -> dict[str, str]:
 
 def choice_text(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
     """The yaml file of a choice that comes with batchgen, or lies in a folder of the user."""
-    own = [file for folder in folders if (file := folder / group / f"{choice}.yaml").is_file()]
-    if own and choice not in _conf(group):
+    files = [file for folder in folders if (file := folder / group / f"{choice}.yaml").is_file()]
+    if files and choice not in _conf(group):
         try:
-            with own[0].open("rb") as source:
+            with files[0].open("rb") as source:
                 return source.read(MOST_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{own[0]} cannot be read: {error}") from None
+            raise ConfigError(f"{files[0]} cannot be read: {error}") from None
     return _conf(group)[choice]
 
 
@@ -88,8 +88,10 @@ def choice_values(group: str, choice: str) -> dict[str, Any]:
 
 def choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
     """The choices of a group, those in folders of the user included."""
-    own = [file.stem for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
-    return list(dict.fromkeys([*_conf(group), *own]))
+    in_folders = [
+        file.stem for folder in folders for file in sorted((folder / group).glob("*.yaml"))
+    ]
+    return list(dict.fromkeys([*_conf(group), *in_folders]))
 
 
 @cache
@@ -170,8 +172,8 @@ def nearest_key(key: str) -> str | None:
         names.setdefault(known.partition(".")[2], known)
     if group not in GROUPS:
         group = nearest(group, GROUPS) or ""
-    own = [known.partition(".")[2] for known in all_keys() if known.startswith(f"{group}.")]
-    if near := nearest(name, own):
+    keys = [known.partition(".")[2] for known in all_keys() if known.startswith(f"{group}.")]
+    if near := nearest(name, keys):
         return f"{group}.{near}"
     elsewhere = nearest(name, names)
     return names[elsewhere] if elsewhere else None

@@ -109,6 +109,6 @@ def _columns(values: Sequence[float]) -> list[int]:
         place = round((value - values[0]) / span * (_WIDTH - 1)) if span else _WIDTH // 2
         indices.append(max(place, indices[-1] + 2) if indices else place)
     for at in range(len(indices) - 1, -1, -1):
-        most = _WIDTH - 1 if at == len(indices) - 1 else indices[at + 1] - 2
-        indices[at] = max(min(indices[at], most), 0)
+        limit = _WIDTH - 1 if at == len(indices) - 1 else indices[at + 1] - 2
+        indices[at] = max(min(indices[at], limit), 0)
     return indices

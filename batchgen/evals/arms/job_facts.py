@@ -29,10 +29,12 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, s
     """The settings in which the configurations differ, of each of them: key → value as text. A
     configuration that is not known has no such keys."""
     flat = [dict(_keys(config)) for config in configs]
-    known = [own for own in flat if own]
-    names = list(dict.fromkeys(key for own in known for key in own))
-    differ = [key for key in names if len({own.get(key, "null") for own in known}) > 1]
-    return [{key: own.get(key, "null") for key in differ} if own else {} for own in flat]
+    known = [settings for settings in flat if settings]
+    names = list(dict.fromkeys(key for settings in known for key in settings))
+    differ = [key for key in names if len({settings.get(key, "null") for settings in known}) > 1]
+    return [
+        {key: settings.get(key, "null") for key in differ} if settings else {} for settings in flat
+    ]
 
 
 def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

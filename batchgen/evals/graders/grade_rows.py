@@ -181,13 +181,13 @@ class Grader:
     ) -> None:
         self.chain = StepChain(tuple(steps))
         self._pool: WorkerPool[AnswerRow, _Values] | None = None
-        own = sum(step.most_seconds for step in steps if isinstance(step, SelfTimedStep))
+        step_seconds = sum(step.most_seconds for step in steps if isinstance(step, SelfTimedStep))
         if any(step.isolated for step in steps):
             self._pool = WorkerPool(
                 self.chain.finish,
                 prepare=self.chain.prepare,
                 workers=workers,
-                seconds=seconds + own,
+                seconds=seconds + step_seconds,
                 memory_bytes=memory_bytes,
             )
 

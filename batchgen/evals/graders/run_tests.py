@@ -187,9 +187,9 @@ class RunTests:
     def _with_inputs(self, program: str, cases: Sequence[Case]) -> ProgramResult:
         deadline = time.monotonic() + self.total_seconds
         for place, case in enumerate(cases):
-            most = max(_LEAST_OUTPUT, 4 * len(case.output))
+            limit = max(_LEAST_OUTPUT, 4 * len(case.output))
             sandbox = replace(self._sandbox, wall_seconds=deadline - time.monotonic())
-            output, failure = run_with_input(sandbox, program, case.input, most)
+            output, failure = run_with_input(sandbox, program, case.input, limit)
             if failure is not None:
                 return replace(failure, detail=f"case {place}: {failure.detail}")
             if not same_output(output, case.output):

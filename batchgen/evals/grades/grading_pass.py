@@ -74,9 +74,9 @@ class GradingPass:
         with ThreadPoolExecutor(_THREADS, "grade") as pool:
             try:
                 tables = pool.map(self._grade_columns, parts)
-                for part, (count, seen) in zip(parts, tables, strict=True):
-                    if self.witness is not None and seen is not None:
-                        self.witness.see(part, *seen)
+                for part, (count, tables_seen) in zip(parts, tables, strict=True):
+                    if self.witness is not None and tables_seen is not None:
+                        self.witness.see(part, *tables_seen)
                     yield part, count
             finally:
                 pool.shutdown(cancel_futures=True)

@@ -38,8 +38,8 @@ class VisibleColumns:
         self.data, self.grades, self._more = tuple(data), tuple(grades), tuple(more)
         self._both = frozenset(self.data) & frozenset(self.grades)
         self.has_grades = bool(self.grades) and GRADES not in self.data
-        own = [name for name in self.grades if name not in self._both]
-        self.names = (*self.data, *own, *([GRADES] if self.has_grades else []))
+        alone = [name for name in self.grades if name not in self._both]
+        self.names = (*self.data, *alone, *([GRADES] if self.has_grades else []))
 
     def expression(self, key: str, source: str) -> RowExpression:
         """Compile an expression, or raise ConfigError, which names the `key`."""

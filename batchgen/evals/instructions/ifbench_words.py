@@ -114,12 +114,12 @@ def _person_names(text: str, args: InstructionArguments) -> bool:
 
 def _overlap(text: str, args: InstructionArguments) -> bool:
     """The share of the response's runs of three tokens that the reference has, within 2%."""
-    own, reference = (
+    in_text, reference = (
         {*zip(words, words[1:], words[2:], strict=False)}
         for words in (tokens(text), tokens(args.text("reference_text")))
     )
-    share = 100 * len(own & reference) / max(1, len(own))
-    return bool(own) and abs(share - args.number("percentage")) <= 2
+    share = 100 * len(in_text & reference) / max(1, len(in_text))
+    return bool(in_text) and abs(share - args.number("percentage")) <= 2
 
 
 def _numbers(text: str, args: InstructionArguments) -> bool:

@@ -60,7 +60,7 @@ def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig
     if not tables:
         raise ConfigError(f"no row of {job.user_path} is finished yet: there is nothing to score")
     table = pa.concat_tables(table for table, _ in tables)
-    tokens = np.concatenate([own.fill_null(0).to_numpy() for _, own in tables])
+    tokens = np.concatenate([lengths.fill_null(0).to_numpy() for _, lengths in tables])
     marks = config_marks(table, config)
     values = compute_scores(marks, config.ks, config.cut_texts, config.column)
     return {**values, "so_far": _so_far(job, table, tokens, bounded=config.column == MARK)}

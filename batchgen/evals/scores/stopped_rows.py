@@ -146,8 +146,8 @@ class StoppedRows:
         """The chance that all of k samples of a row are `hits` [Q, K], of those with marks. [Q]"""
         chances = []
         for place, runs in enumerate(self._rows(marks)):
-            own = hits[place, self.present[place]]
-            chances.append(runs[0].all_of(own, k) if len(runs) == 1 else np.nan)
+            row_hits = hits[place, self.present[place]]
+            chances.append(runs[0].all_of(row_hits, k) if len(runs) == 1 else np.nan)
         return np.array(chances)
 
     def _rows(self, marks: Floats) -> Iterator[list[_Run]]:

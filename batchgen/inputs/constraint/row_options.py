@@ -72,7 +72,7 @@ class RowOptions:
     def params(self, values: Mapping[str, Any]) -> RequestParams:
         """The job's parameters with the options of a row, a null being none; RequestError
         (bad_option, bad_constraint) for an option that cannot be honoured."""
-        own: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         names: dict[str, str] = {}
         for key, value in values.items():
             if value is None or key in self._prompt_keys or key in IGNORED_OPTIONS:
@@ -81,19 +81,19 @@ class RowOptions:
             if name in _HINTS:
                 if name in names:
                     raise _refused(f"{names[name]} and {key} are the same: give one")
-                names[name], own[name] = key, _converted(key, value, _HINTS[name])
+                names[name], changes[name] = key, _converted(key, value, _HINTS[name])
             elif key == "response_format":
-                own |= self._constraint(value)
+                changes |= self._constraint(value)
             elif key == "strategy":
-                own["decoding"] = self._decoding(value)
+                changes["decoding"] = self._decoding(value)
             else:
                 self._refuse_other(key, value, values)
-        if not own:
+        if not changes:
             return self._params
         try:
-            if own.get("max_new_tokens") == 0:
+            if changes.get("max_new_tokens") == 0:
                 raise ValueError("max_new_tokens must be at least 1, got 0")
-            return replace(self._params, **own)
+            return replace(self._params, **changes)
         except ValueError as error:
             name, _, rest = str(error).partition(" ")
             raise _refused(f"{names.get(name, name)} {rest}") from None

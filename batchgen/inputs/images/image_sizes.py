@@ -111,16 +111,19 @@ def image_sizes(
         )
     size = processor.get("size") or {}
     least = size.get("shortest_edge", processor.get("min_pixels", 65536))
-    most = size.get("longest_edge", processor.get("max_pixels", 16777216))
-    if not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (least, most)) or least > most:
+    largest = size.get("longest_edge", processor.get("max_pixels", 16777216))
+    if (
+        not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (least, largest))
+        or least > largest
+    ):
         raise ConfigError(f"model.path: {file.name}: size {size!r:.100} is not usable")
     if max_pixels is not None and max_pixels < side**2:
         raise ConfigError(
             f"prompt.max_pixels={max_pixels} is less than one token of this model, {side}×{side} "
             f"pixels: give {side**2} or more"
         )
-    limit = min(most, DEFAULT_TOKENS * side**2 if max_pixels is None else max_pixels)
-    return ImageSizes(side, min(least, limit), limit, most)
+    limit = min(largest, DEFAULT_TOKENS * side**2 if max_pixels is None else max_pixels)
+    return ImageSizes(side, min(least, limit), limit, largest)
 
 
 def has_processor(folder: Path) -> bool:

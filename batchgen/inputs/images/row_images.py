@@ -158,14 +158,14 @@ class RowImages:
         if data is None:
             assert source.path is not None
             data = self._folder.read(source.path)
-        own = image_size(io.BytesIO(data))
-        self._tell(*own)
-        height, width = self._sizes.size(*own)
+        size = image_size(io.BytesIO(data))
+        self._tell(*size)
+        height, width = self._sizes.size(*size)
         key = blake2b(data, digest_size=DIGEST_BYTES)
         key.update(f"{self.fingerprint} {height} {width}".encode())
         file_digest = _digest(data)
         read = self._reader(source, file_digest)
-        memory = decoding_bytes(*own) + len(data)
+        memory = decoding_bytes(*size) + len(data)
         decode = partial(self._decode, read, height, width, file_digest, memory)
         image = Image(self._ahead.add(decode), height, width, key.digest())
         tokens = self._sizes.tokens(height, width)

@@ -89,8 +89,8 @@ def with_adapters(
 def adapter_files(adapter: AdapterFile, *, with_template: bool) -> list[Path]:
     """The files that decide what an adapter computes, and what prompts it reads if it also gives
     the tokenizer."""
-    own = tokenizer_files(adapter.folder) if with_template else []
-    return [adapter.folder / CONFIG, adapter.folder / WEIGHTS, *own]
+    files = tokenizer_files(adapter.folder) if with_template else []
+    return [adapter.folder / CONFIG, adapter.folder / WEIGHTS, *files]
 
 
 def _hub_name(path: str) -> re.Match[str] | None:

@@ -142,18 +142,18 @@ class _Texts:
     def _units(self, index: int) -> int:
         """The most units whose text fits, by how long texts of other sizes are."""
         task, length = self._step.kind(index)
-        most = length - self._step.reserve
+        limit = length - self._step.reserve
         fits, units, last = 0, _FIRST, (0, 0)
         too_many: int | None = None
         for _ in range(_ROUNDS):
             tokens = self._tokens(index, units)
-            if tokens <= most:
+            if tokens <= limit:
                 fits = max(fits, units)
             else:
                 too_many = units if too_many is None else min(too_many, units)
             each = max((tokens - last[1]) / (units - last[0]), 0.1)
             last = units, tokens
-            guess = units + int((most - tokens) / each)
+            guess = units + int((limit - tokens) / each)
             low, high = fits + 1, (too_many or guess + 2) - 1
             if low > high:
                 break
@@ -162,7 +162,7 @@ class _Texts:
                 break
             units = guess
         if fits == 0:
-            raise BadRow(f"{task}: no text fits into {most} tokens: raise Ruler's lengths")
+            raise BadRow(f"{task}: no text fits into {limit} tokens: raise Ruler's lengths")
         return fits
 
     def _tokens(self, index: int, units: int) -> int:

@@ -151,8 +151,8 @@ def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
         values = facts.setdefault(key(), {})
         while len(values) < hidden.values:
             values[value()] = None
-    pairs = [(own, one) for own, values in facts.items() for one in values]
-    needles = [_NEEDLE.format(kind=kind, key=own, value=one) for own, one in pairs]
+    pairs = [(hidden_key, one) for hidden_key, values in facts.items() for one in values]
+    needles = [_NEEDLE.format(kind=kind, key=hidden_key, value=one) for hidden_key, one in pairs]
     queries = chance.sample(list(facts), hidden.queries) if hidden.queries > 1 else [*facts][:1]
     if hidden.among == "prose":
         context = _in_prose(chance, units, needles)
@@ -167,7 +167,7 @@ def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
         sentences.insert(int(at * (len(sentences) + 1)), *needles)
         context = "\n".join(sentences)
     one = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
-    wanted = [value for own in queries for value in facts[own]]
+    wanted = [value for hidden_key in queries for value in facts[hidden_key]]
     template, prefix = (_NIAH, _NIAH_PREFIX) if len(wanted) == 1 else (_MANY, _MANY_PREFIX)
     return RulerText(
         template.format(kind=kind, context=context, key=one),

@@ -61,8 +61,8 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
     bos_id = None if tokenizer is None else tokenizer.bos_token_id
 
     def fit(ids: list[int], params: RequestParams) -> list[int]:
-        most = prompt_room(opened.max_model_len, params.max_new_tokens)
-        return fit_prompt(ids, most, config.prompt.too_long, bos_id)
+        limit = prompt_room(opened.max_model_len, params.max_new_tokens)
+        return fit_prompt(ids, limit, config.prompt.too_long, bos_id)
 
     def token_ids(row: Row) -> list[int]:
         # The tokens of an answer that is scored are read with those of the prompt.

@@ -48,14 +48,14 @@ class ValidWhere:
         if until is None:
             return None
         post = post_steps(config.post)
-        own = {"row_id", *KEYS, *(name for name, *_ in ENOUGH_COLUMNS)}
-        data = [name for name in schema.arrow.names if name not in own]
+        names = {"row_id", *KEYS, *(name for name, *_ in ENOUGH_COLUMNS)}
+        data = [name for name in schema.arrow.names if name not in names]
         grades = [column.name for column in StepChain(post).columns] if post else []
-        seen = VisibleColumns(data, grades, (_SAMPLE_INDEX,))
-        expression = seen.expression(KEY, until.where)
-        count = _num_read(post, seen.read_by(expression).grades)
+        visible = VisibleColumns(data, grades, (_SAMPLE_INDEX,))
+        expression = visible.expression(KEY, until.where)
+        count = _num_read(post, visible.read_by(expression).grades)
         of_steps = step_descriptions(config.post[:count], post[:count])
-        return ValidWhere(expression, seen, post[:count], of_steps, schema)
+        return ValidWhere(expression, visible, post[:count], of_steps, schema)
 
     @property
     def is_isolated(self) -> bool:

@@ -78,7 +78,9 @@ def _show_rows(config: JobConfig, opened: OpenedJob, reading: Reading) -> Scan:
     from batchgen.jobs.forecast.scan import Scanner
     from batchgen.jobs.planning.plan_text import SIGNS, row_title, shown_prompt
 
-    own = not isinstance(config.constraint, NoConstraintConfig) and config.params.constraint is None
+    is_shown = (
+        not isinstance(config.constraint, NoConstraintConfig) and config.params.constraint is None
+    )
     scanner, signs = Scanner(reading), False
     for row in islice(opened.source.rows(), _COUNTED_ROWS):
         read = scanner.look(row)
@@ -94,7 +96,7 @@ def _show_rows(config: JobConfig, opened: OpenedJob, reading: Reading) -> Scan:
         shown = shown_prompt(read.ids, opened.model.tokenizer)
         print(shown)
         signs = signs or not SIGNS.isdisjoint(shown)
-        if own:
+        if is_shown:
             print(f"constraint  {_shown_constraint(read.params.constraint)}")
         print()
     if signs:

@@ -206,15 +206,15 @@ class _Planner:
         if like is not None:
             from batchgen.storage.folder.open_folder import open_folder
 
-            seen = seen_in(open_folder(like, "plan.like").path, same, device.is_gpu, like)
-            if seen is None:
+            calibration = seen_in(open_folder(like, "plan.like").path, same, device.is_gpu, like)
+            if calibration is None:
                 raise ConfigError(f"plan.like={like}: none of its rows has an answer yet")
-            return seen
+            return calibration
         if is_url(config.output.dir):  # what an earlier attempt took is not fetched for this
             return None
-        own = Path(config.output.dir)
-        is_there = (own / "manifest.json").is_file() and (own / "metrics.json").is_file()
-        return seen_in(own, same, device.is_gpu, config.output.dir) if is_there else None
+        folder = Path(config.output.dir)
+        is_there = (folder / "manifest.json").is_file() and (folder / "metrics.json").is_file()
+        return seen_in(folder, same, device.is_gpu, config.output.dir) if is_there else None
 
     def _outlook(self, expected: Forecast | None) -> list[Outlook]:
         """Whether the budget will suffice, of which a warning tells where it likely does not."""

@@ -160,11 +160,11 @@ class OpenedJob(ResolvedJob):
         of_model = model_class(self.model.config.architecture, self.model.path)
         names = {name for config in others for name in config.output.columns}
         known = of_model.declared_columns(self.model.config)
-        own = {column.name for column in self.context_columns}
+        context = {column.name for column in self.context_columns}
         # Whether rows of the others have images is found when they are opened, which may be later.
         reads = self.model.config.vision is not None
         model = dataclasses.replace(self.model, with_vision=reads)
-        columns = select_columns(known, names | own)
+        columns = select_columns(known, names | context)
         return dataclasses.replace(self, model=model, context_columns=columns)
 
     def engine_config(self, config: JobConfig) -> EngineConfig:

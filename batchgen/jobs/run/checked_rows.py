@@ -104,15 +104,15 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
             f"prompt: both together have at most {parts.max_model_len} tokens; lower it, or "
             "raise engine.max_model_len if the model allows it"
         )
-    own = RowParams(config, parts.source.features, parts.check_params)
+    row_params = RowParams(config, parts.source.features, parts.check_params)
 
     def request(row: Row) -> RowRequest:
         if row.failure is not None:
             raise row.failure
-        params = own.sampling(row)
+        params = row_params.sampling(row)
         answer = None if parts.answer is None else parts.answer.of(row)
         behind = params.max_new_tokens if answer is None else len(answer)
-        params = own.constrained(row, params)
+        params = row_params.constrained(row, params)
         choices = parts.choices(params.constraint)
         room = prompt_room(parts.max_model_len, max([behind, *map(len, choices)]))
         ids, images = parts.prompt.asked(row)

@@ -76,6 +76,6 @@ def content_fingerprint(source: Source, prompt: Prompt) -> str:
     """The fingerprint of a job's data set, another one where files that rows name may have
     changed."""
     data = source.data  # rows that steps choose cannot be counted before the folder is open
-    own = data.fingerprint
+    fingerprint = data.fingerprint
     files = None if data.num_rows is None else ImageFiles.of(source, prompt)
-    return own if files is None else fingerprint_text(own, files.stamp())
+    return fingerprint if files is None else fingerprint_text(fingerprint, files.stamp())

@@ -68,9 +68,9 @@ def bars(
     if ranked:
         items.sort(key=lambda item: -item[1])
     items = items[:20]
-    total, most = sum(counts.values()) or 1, max(counts.values(), default=1) or 1
+    total, highest = sum(counts.values()) or 1, max(counts.values(), default=1) or 1
     start = 14 + 6.8 * max((len(label(kind)) for kind, _ in items), default=0)
-    scale = Scale(0, most, start, WIDTH - 96)
+    scale = Scale(0, highest, start, WIDTH - 96)
     parts = []
     for place, (kind, count) in enumerate(items):
         y = 4 + place * LINE
@@ -134,10 +134,10 @@ def over_time(
     title: str, points: Sequence[tuple[float, float]], y_name: str, note: str = ""
 ) -> Chart:
     """A line over seconds."""
-    last, most = points[-1][0], max(value for _, value in points)
+    last, highest = points[-1][0], max(value for _, value in points)
     divisor, unit = next(((d, u) for d, u in ((3600, "hours"), (60, "minutes")) if last > 3 * d),
                          (1, "seconds"))  # fmt: skip
-    frame = Frame.of((0, last / divisor), (0, most * 1.05 or 1))
+    frame = Frame.of((0, last / divisor), (0, highest * 1.05 or 1))
     parts = frame.draw(f"{unit} of generating", y_name)
     places = [(frame.x(x / divisor), frame.y(y)) for x, y in points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -147,7 +147,7 @@ def over_time(
     every = max(len(points) // 24, 1)
     rows = [(f"{x / divisor:,.3g}", short_number(y)) for x, y in points[::every]]
     ends = f"from {short_number(points[0][1])} to {short_number(points[-1][1])}"
-    label = f"{title}: {ends}, at most {short_number(most)}"
+    label = f"{title}: {ends}, at most {short_number(highest)}"
     return Chart(title, note, drawing(parts, label), (unit, y_name), rows)
 
 

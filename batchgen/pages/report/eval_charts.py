@@ -42,8 +42,8 @@ def score_by_length(lengths: Lengths) -> Chart:
             groups.append((start, edge, n, middle, sum_ / n))
         start = edge + 1
     errors = [2 * (max(mean * (1 - mean), 0.25 / n) / n) ** 0.5 for *_, n, _, mean in groups]
-    most = max(mean + error for (*_, mean), error in zip(groups, errors, strict=True))
-    frame = Frame.of((0, len(lengths.counts) - 1 or 1), (0, _range([0, most])[1]))
+    highest = max(mean + error for (*_, mean), error in zip(groups, errors, strict=True))
+    frame = Frame.of((0, len(lengths.counts) - 1 or 1), (0, _range([0, highest])[1]))
     parts = frame.draw("tokens of the answer", "mean mark", y_text=percent)
     rows, line = [], []
     for (first, last, n, middle, mean), error in zip(groups, errors, strict=True):

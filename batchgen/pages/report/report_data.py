@@ -134,9 +134,9 @@ class Collected:
         """The keys of at most MOST_ROWS rows in order, each with the reasons to show it."""
         reasons: dict[int, list[str]] = {}
         for reason, rows in self.picked.items():
-            most = MOST_ROWS - (_AT_RANDOM if reason != "random" else 0)
+            limit = MOST_ROWS - (_AT_RANDOM if reason != "random" else 0)
             for key in rows.keys.tolist():
-                if key in reasons or len(reasons) < most:
+                if key in reasons or len(reasons) < limit:
                     reasons.setdefault(key, []).append(reason)
         return dict(sorted(reasons.items()))
 

@@ -152,10 +152,10 @@ class JobRows:
             return
         names = list(dict.fromkeys([*KEYS, *columns]))
         graded = [name for name in names if name.startswith(PREFIX)]
-        own = [name for name in names if name not in graded]
+        data_columns = [name for name in names if name not in graded]
         shard = self.reader.shard(number)
-        size = max(size, LIGHT_BATCH) if _LIGHT.issuperset(own) else size
-        for batch in shard.batches(own, first_row, size):
+        size = max(size, LIGHT_BATCH) if _LIGHT.issuperset(data_columns) else size
+        for batch in shard.batches(data_columns, first_row, size):
             if not batch.num_rows:
                 continue
             table = pa.Table.from_batches([batch])

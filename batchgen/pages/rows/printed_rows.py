@@ -54,8 +54,8 @@ class RowText:
         room = max(self.width - _INDENT - margin, _LEAST_ROOM)
         lines = [RowFacts(row).heading]
         for name, value in shown.items():
-            most = _ANSWER_LINES if name in (self.text_column, "error") else _INPUT_LINES
-            texts = wrapped(self._text(name, value), room, None if self.whole_texts else most)
+            limit = _ANSWER_LINES if name in (self.text_column, "error") else _INPUT_LINES
+            texts = wrapped(self._text(name, value), room, None if self.whole_texts else limit)
             labels = [name, *[""] * (len(texts) - 1)]
             lines += [
                 f"{'':{_INDENT}}{label:<{margin}}{text}".rstrip()

@@ -117,10 +117,10 @@ class JobView:
         """The samples in a table of rows and their grades."""
         samples = []
         for row in table.to_pylist():
-            own = {name: value for name, value in row.items() if not name.startswith(PREFIX)}
-            grades = {name.removeprefix(PREFIX): row[name] for name in row if name not in own}
+            columns = {name: value for name, value in row.items() if not name.startswith(PREFIX)}
+            grades = {name.removeprefix(PREFIX): row[name] for name in row if name not in columns}
             has_some = any(value is not None for value in grades.values())
-            samples.append(RowFacts(own, grades if has_some else None))
+            samples.append(RowFacts(columns, grades if has_some else None))
         return samples
 
     def page(self, *, tokens: bool) -> RowPage:

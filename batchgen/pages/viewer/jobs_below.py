@@ -177,10 +177,10 @@ def config_fault(folder: Path) -> str:
 
 def _too_large(folder: Path) -> str:
     """Which small file of a job is too large to be read; empty if none is."""
-    for name, most in _MOST_BYTES.items():
+    for name, limit in _MOST_BYTES.items():
         path = folder / name
-        if path.is_file() and (size := path.stat().st_size) > most:
-            return f"{name} has {size:,} bytes, more than the {most:,} that are read"
+        if path.is_file() and (size := path.stat().st_size) > limit:
+            return f"{name} has {size:,} bytes, more than the {limit:,} that are read"
     return ""
 
 

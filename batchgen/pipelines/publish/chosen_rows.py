@@ -133,8 +133,8 @@ class _Pass:
             for key, source in expressions.items()
             if source is not None
         }
-        own = ("id", "source") if job.is_set else ("error", "row_id", "row_index")
-        self._wanted = job.columns.named(own)
+        left_out = ("id", "source") if job.is_set else ("error", "row_id", "row_index")
+        self._wanted = job.columns.named(left_out)
         for expression in self._of.values():
             self._wanted |= job.columns.read_by(expression)
         self.seen = self.errors = self.passed = 0

@@ -150,8 +150,10 @@ class FolderPush:
             CommitOperationAdd(file.name, file.source) for file in batch
         ]
         if not batch and complete:
-            own = {file.name for file in self._folder.files(complete=True)}
-            names = [name for name in there if self._folder.has_rows(name) and name not in own]
+            complete_names = {file.name for file in self._folder.files(complete=True)}
+            names = [
+                name for name in there if self._folder.has_rows(name) and name not in complete_names
+            ]
             operations = [CommitOperationDelete(name) for name in names]
         if not operations:
             return False

@@ -93,12 +93,12 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
     rows, grades = job.schema.names, job.columns.grades
     if named is None:
         text = rows.index(job.text_column)
-        own = [
+        defaults = [
             field.name
             for place, field in enumerate(job.schema)
             if (field.metadata or {}).get(b"meaning") == AS_GIVEN or len(ROW_KEYS) <= place < text
         ]
-        return [*((n, False) for n in (*own, job.text_column)), *((n, True) for n in grades)]
+        return [*((n, False) for n in (*defaults, job.text_column)), *((n, True) for n in grades)]
     chosen = []
     for name in named:
         bare = name.removeprefix("grades.")

@@ -87,8 +87,8 @@ def panel_steps(
             f"{start}.{MODELS} must name two models or more, as a list or as {{name: model}} (one: "
             "model.path)"
         )
-    own = options.get(_MODEL, {})
-    if "model.path" in options or not isinstance(own, Mapping) or "path" in own:
+    model_values = options.get(_MODEL, {})
+    if "model.path" in options or not isinstance(model_values, Mapping) or "path" in model_values:
         raise ConfigError(f"{start}.{MODELS} names the models: leave out model.path")
     if "post" in options:
         raise ConfigError(
@@ -104,7 +104,11 @@ def panel_steps(
                 f"{start}.{MODELS}: {judge_name!r:.40} is no name of a judge: up to 20 letters, "
                 "digits and _, the first one a letter"
             )
-        values = {**options, JUDGE: alone, _MODEL: {**own, **_model(model, f"{start}.{MODELS}")}}
+        values = {
+            **options,
+            JUDGE: alone,
+            _MODEL: {**model_values, **_model(model, f"{start}.{MODELS}")},
+        }
         is_last = len(steps) == len(models) - 1
         panel = Panel(steps, judge_name) if is_last else None
         step = name if is_last else f"{name}_{judge_name}"

@@ -155,31 +155,31 @@ def _step(
     parents = _parents(values.pop(FROM, ()), locations.get(prefix + FROM, prefix + FROM))
     judged = values.pop(JUDGE, None)
     waits = _waits(values.pop(AFTER, None), parents, locations.get(prefix + AFTER, prefix + AFTER))
-    own = _flat(values, locations, prefix)
+    flat_values = _flat(values, locations, prefix)
     if judged is not None:
-        own, parents = _with_judge(
-            own, judged, parents, locations.get(prefix + JUDGE, prefix + JUDGE)
+        flat_values, parents = _with_judge(
+            flat_values, judged, parents, locations.get(prefix + JUDGE, prefix + JUDGE)
         )
-        own = own if panel is None else panel.values(own)
-    if DIR in own:
+        flat_values = flat_values if panel is None else panel.values(flat_values)
+    if DIR in flat_values:
         raise ConfigError(
             f"{locations.get(prefix + DIR, prefix + DIR)}: a step writes into a folder below the "
             f"pipeline's: leave it out, and give {DIR} above steps"
         )
-    if parents and ("dataset.path" in own or own.get("dataset", "job") != "job"):
-        key = "dataset.path" if "dataset.path" in own else "dataset"
+    if parents and ("dataset.path" in flat_values or flat_values.get("dataset", "job") != "job"):
+        key = "dataset.path" if "dataset.path" in flat_values else "dataset"
         raise ConfigError(
             f"{locations.get(prefix + key, prefix + key)}: the step has rows {FROM} {parents[0]}: "
             f"leave out {FROM} or {key}"
         )
-    whole = {key for key in own if key in GROUPS}
+    whole = {key for key in flat_values if key in GROUPS}
     if parents:
         whole.add("dataset")
-        own["dataset"] = "job"
+        flat_values["dataset"] = "job"
     kept = {key: value for key, value in common.items() if key.partition(".")[0] not in whole}
     of_file = {key: place for key, place in locations.items() if not key.startswith(f"{STEPS}.")}
     of_step = {k.removeprefix(prefix): v for k, v in locations.items() if k.startswith(prefix)}
-    return GivenStep(name, parents, {**kept, **own}, {**of_file, **of_step}, waits)
+    return GivenStep(name, parents, {**kept, **flat_values}, {**of_file, **of_step}, waits)
 
 
 def _with_judge(

@@ -174,8 +174,8 @@ def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Lin
     where = recipe.options.get("where")
     if recipe.to is None:
         names = recipe.options.get("columns") or rows.schema.names
-        own = [_ID] if rows.is_set else [_ROW, _SAMPLE]
-        for row in rows_where(rows, where, list(dict.fromkeys([*names, *own]))):
+        keys = [_ID] if rows.is_set else [_ROW, _SAMPLE]
+        for row in rows_where(rows, where, list(dict.fromkeys([*names, *keys]))):
             yield {name: row[name] for name in names}, _origins(rows, row)
         return
     if recipe.to == "openai":
@@ -204,10 +204,10 @@ def _of_columns(
             "in a pipeline: they keep it"
         )
     text = json_text(content)
-    own = [] if rows.is_set else [_SAMPLE]
+    keys = [] if rows.is_set else [_SAMPLE]
     origins = [
         row
-        for row in rows_where(rows, None, list(dict.fromkeys([*content, *own])))
+        for row in rows_where(rows, None, list(dict.fromkeys([*content, *keys])))
         if row[key] == content[key] and json_text({name: row[name] for name in content}) == text
     ]
     if len(origins) != 1:

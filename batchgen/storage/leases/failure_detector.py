@@ -43,11 +43,11 @@ class FailureDetector:
     def stands_still(self, what: object, content: bytes | None) -> bool:
         """Whether something has had the same content for so long that nobody writes it any more."""
         now = self._clock()
-        seen = self._seen.get(what)
-        if seen is None or seen[0] != content:
+        last = self._seen.get(what)
+        if last is None or last[0] != content:
             self._seen[what] = content, now
             return False
-        return now - seen[1] >= self._stale_after
+        return now - last[1] >= self._stale_after
 
     def how_ended(self, content: bytes | None) -> str | None:
         """How a worker says that it ended; None if it says nothing."""

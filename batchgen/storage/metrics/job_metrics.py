@@ -231,8 +231,8 @@ class Metrics:
 
     def costs(self, job: str) -> list[JobCost]:
         """What the jobs that are read and this one cost, which is called `job`."""
-        own = {"device_s": _device_s(self._attempts()), "rows": self.tally.totals.rows}
-        return all_steps({**own, "read_jobs": as_values(self.read_jobs)}, job)
+        cost = {"device_s": _device_s(self._attempts()), "rows": self.tally.totals.rows}
+        return all_steps({**cost, "read_jobs": as_values(self.read_jobs)}, job)
 
     def keep(self) -> None:
         """Write the file again, at the end, if it is not as this worker saved it last: the first

@@ -41,7 +41,7 @@ class BegunRow(NamedTuple):
 
 def begun_schema(schema: OutputSchema) -> pa.Schema:
     """The schema of the records of a job with these columns."""
-    own = [
+    fields = [
         *(schema.arrow.field(name).remove_metadata() for name in KEYS),
         pa.field(_KEY, pa.binary()),
         pa.field(_START, pa.int32()),
@@ -49,7 +49,7 @@ def begun_schema(schema: OutputSchema) -> pa.Schema:
     ]
     names = [*schema.counts, *(column.name for column in _columns(schema))]
     values = [schema.arrow.field(name).remove_metadata() for name in names]
-    return pa.schema([*own, *values], metadata=_VERSION)
+    return pa.schema([*fields, *values], metadata=_VERSION)
 
 
 def _columns(schema: OutputSchema) -> list[OutputColumn]:

@@ -107,8 +107,8 @@ class Enough:
         assert self.width is not None
         n = np.arange(1, self.most + 1)
         square = np.square(self.width * (n + _Z * _Z) / (2 * _Z)) - _Z * _Z / 4
-        most: Floats = np.floor(n * square + _SLACK)
-        return most
+        largest: Floats = np.floor(n * square + _SLACK)
+        return largest
 
     def is_reached(self, valid: Ints | Floats, n: Ints) -> Bools:
         """Whether `valid` of the first `n` samples are enough, without regard to `most`."""

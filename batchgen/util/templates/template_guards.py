@@ -52,8 +52,8 @@ class TreeGuards(NodeTransformer):
         self.generic_visit(node)
         parts = node.find_all((nodes.Output, nodes.Concat, nodes.Call, nodes.Filter))
         data = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
-        most = data + bounds.SMALL * sum(len(getattr(part, "nodes", "1")) for part in parts)
-        step = _filtered(nodes.Const(1 + most), _ROUND, node.lineno)
+        limit = data + bounds.SMALL * sum(len(getattr(part, "nodes", "1")) for part in parts)
+        step = _filtered(nodes.Const(1 + limit), _ROUND, node.lineno)
         node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         if node.test is not None:
             test = _filtered(nodes.Const(1), _ROUND, node.lineno)

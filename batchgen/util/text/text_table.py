@@ -96,8 +96,8 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     lines = [(scores.get("column", "score"), _average(scores["avg"], shown))]
     if (chance := scores.get("chance")) is not None:
         lines.append(("chance", f"{percent_text(chance)}: so many guesses would be right"))
-    if (most := scores.get("range")) is not None:
-        lines.append(("range", f"{shown(most[0])} to {shown(most[1])}"))
+    if (value_range := scores.get("range")) is not None:
+        lines.append(("range", f"{shown(value_range[0])} to {shown(value_range[1])}"))
     lines += [*_metrics(scores), *_rates(scores)]
     subsets = scores.get("subsets", {})
     for name, part in zip(_short(list(subsets)), subsets.values(), strict=True):

@@ -46,10 +46,10 @@ class JobDownload:
             raise ConfigError("no row is finished yet: there is nothing to download")
         self._rows, self._wanted = rows, wanted
         self._filtered = wanted.columns(schema, rows.text_column)
-        own = {name for name in schema.names if not name.startswith(PREFIX)}
+        names = {name for name in schema.names if not name.startswith(PREFIX)}
         plain = {name: name.removeprefix(PREFIX) for name in columns}
         # The names of the columns in the file, by their names in the job.
-        self.columns = {n: n if n != p and p in own else p for n, p in plain.items()}
+        self.columns = {n: n if n != p and p in names else p for n, p in plain.items()}
         fields = [schema.field(n).with_name(shown) for n, shown in self.columns.items()]
         self._schema = pa.schema(fields)
 

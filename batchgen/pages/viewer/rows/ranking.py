@@ -176,9 +176,9 @@ def _agreement(column: pa.Array, begin: npt.NDArray[np.int64]) -> Floats:
     row = np.repeat(np.arange(len(begin)), sizes)
     pairs, votes = np.unique(np.stack([row, codes]), axis=1, return_counts=True)
     votes[pairs[1] < 0] = 0  # no answer is no vote
-    most = np.zeros(len(begin))
-    np.maximum.at(most, pairs[0], votes)
-    return np.repeat(most / sizes, sizes)
+    highest = np.zeros(len(begin))
+    np.maximum.at(highest, pairs[0], votes)
+    return np.repeat(highest / sizes, sizes)
 
 
 class Rankings:

@@ -78,9 +78,12 @@ def audit_steps(
         raise ConfigError(f"{job_path}: no step of the pipeline has shards yet")
     for place, name in enumerate(begun):
         share = max(1, rows // len(begun) + (place < rows % len(begun)))
-        own = list(_of_step(overrides, name, record))
+        step_overrides = list(_of_step(overrides, name, record))
         folder = f"{out}/{record.current[name]}"
-        yield name, audit_folder(folder, share, seed, own, trusted, operations=operations)
+        yield (
+            name,
+            audit_folder(folder, share, seed, step_overrides, trusted, operations=operations),
+        )
 
 
 def _has_shards(folder: Path) -> bool:

@@ -102,15 +102,15 @@ def _numbers(parts: ResolvedJob, ids: set[str]) -> Mapping[str, int]:
 
 
 def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRow:
-    own = again.filter(pc.equal(again["row_id"], row.row_id))
-    if text_as != text and text_as not in own.schema.names:
-        own = own.append_column(text_as, own[text])
-    left_out = {_ID, *(() if _is_copied(own, row.stored) else (SOURCE,))}
-    names = [name for name in row.stored.schema.names if name in own.schema.names]
+    computed = again.filter(pc.equal(again["row_id"], row.row_id))
+    if text_as != text and text_as not in computed.schema.names:
+        computed = computed.append_column(text_as, computed[text])
+    left_out = {_ID, *(() if _is_copied(computed, row.stored) else (SOURCE,))}
+    names = [name for name in row.stored.schema.names if name in computed.schema.names]
     names = [name for name in names if name not in left_out]
     difference: str | None = "there is no such sample here"
-    for at in range(own.num_rows):
-        one = own.slice(at, 1)
+    for at in range(computed.num_rows):
+        one = computed.slice(at, 1)
         if row.sample in (None, one[KEYS[1]][0].as_py()):
             difference = first_difference(one, row.stored, names)
             if difference is None:

@@ -231,8 +231,8 @@ class TokenRows:
 
     def _temperature(self, row: LocatedRow) -> float:
         """What the row was sampled with: its own, if a column of the rows has options."""
-        own = row.variables.get(str(self._sampling.get("column"))) or {}
-        temperature = own.get("temperature") if isinstance(own, Mapping) else None
+        row_options = row.variables.get(str(self._sampling.get("column"))) or {}
+        temperature = row_options.get("temperature") if isinstance(row_options, Mapping) else None
         return float(self._sampling.get("temperature", 1.0) if temperature is None else temperature)
 
     def _named(self, row: LocatedRow) -> dict[str, Any]:

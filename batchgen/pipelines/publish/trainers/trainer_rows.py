@@ -235,13 +235,13 @@ class TrainerRows:
         return name.partition("/")[2] if _reads_several_jobs(self._rows.group("dataset")) else name
 
     def _dpo(self) -> Iterator[dict[str, Any]]:
-        gap, most = self._asked.gap or 0.0, self._asked.pairs or 1
+        gap, limit = self._asked.gap or 0.0, self._asked.pairs or 1
         for group in self._members(lambda row: _parts(self._talks.of(row))):
             scores = [one.score for one in group]
             texts = [one.content["answer"] for one in group]
             if None in scores:
                 self.left_out["without a score"] += scores.count(None)
-            chosen = pairs(scores, texts, gap, most)
+            chosen = pairs(scores, texts, gap, limit)
             if not chosen:
                 self.left_out["in groups without a pair"] += len(scores) - scores.count(None)
             for better, worse in chosen:
