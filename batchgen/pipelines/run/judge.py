@@ -129,7 +129,7 @@ def _values(
         raise ConfigError(f"{start}.target: the template {name} shows no right answer")
     if template.target is not None:
         columns["wanted"] = str(options.get("target", template.target))
-    sets = [f"{{%- set {name} = row[{column!r}] %}}" for name, column in columns.items()]
+    sets = [f"{{%- set {key} = row[{column!r}] %}}" for key, column in columns.items()]
     sets.append(_answers(template))
     if template.scale == "score":
         sets.append(f"{{%- set low, high = {low}, {high} %}}")
