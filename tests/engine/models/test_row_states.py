@@ -171,6 +171,7 @@ def check(loop: PlainLoop, rows: Sequence[Request], found: dict[int, RequestOutp
         np.testing.assert_array_equal(output.columns[ROUTE], routes)
 
 
+@pytest.mark.thorough
 def test_the_loop_computes_the_model() -> None:
     model = make_toy()
     ids = [(7 * i * i + 3 * i) % 128 for i in range(50)]

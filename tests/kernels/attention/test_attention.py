@@ -224,7 +224,7 @@ def test_the_kernels_attend_as_the_reference_does(
     assert_right(reference(make_batch(*parts, device="cpu")), batch)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 300])
 @pytest.mark.parametrize("kind", ["decode", "verify", "both"])
 def test_windows_sinks_and_caps(kind: str, window: int | None) -> None:
@@ -237,6 +237,7 @@ def test_windows_sinks_and_caps(kind: str, window: int | None) -> None:
     assert_right(reference(batch), batch)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("window", [100, 600, 2000])
 def test_splits_of_a_window(window: int) -> None:
     """A window of several splits, and sinks where they are combined."""

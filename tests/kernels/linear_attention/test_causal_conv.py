@@ -46,6 +46,7 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.silu(F.conv1d(wide, weight.double()[:, None], added, groups=len(weight)))[0].T
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
@@ -74,7 +75,7 @@ def test_a_prefill_is_the_convolution_however_it_is_cut(
     assert torch.equal(window[4], untouched)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
