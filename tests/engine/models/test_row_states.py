@@ -210,7 +210,7 @@ def test_any_schedule(loop: PlainLoop, overlap: bool, prefix_caching: bool, batc
 
 
 @pytest.mark.thorough
-@settings(max_examples=settings().max_examples // 25, deadline=None)
+@settings(max_examples=max(1, settings().max_examples // 25), deadline=None)
 @given(data=st.data())
 def test_hypothesis_finds_no_schedule_that_matters(loop: PlainLoop, data: st.DataObject) -> None:
     rows = requests(10, seed=data.draw(st.integers(0, 3), label="rows"))

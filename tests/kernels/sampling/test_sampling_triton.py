@@ -116,7 +116,7 @@ shapes = st.tuples(
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 few = settings(max_examples=settings().max_examples // 10, deadline=None)
-fewer = settings(few, max_examples=settings().max_examples // 16)
+fewer = settings(few, max_examples=max(1, settings().max_examples // 16))
 fewest = settings(few, max_examples=max(1, settings().max_examples // 33))
 tiles = st.sampled_from([TILES, CandidateTiles(4, 1024, 512), CandidateTiles(16, 32, 64)])
 """The real ones, and some that take many groups, and loops over them, at these sizes."""
