@@ -17,8 +17,9 @@ from typing import Any
 from warnings import WarningMessage
 
 import pytest
+from _pytest.capture import CaptureManager
 
-RUN = 40  # tests of one module that a fork takes at once, as they share what the module prepares
+RUN = 100  # tests of one module that a fork takes at once, as they share what the module prepares
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,8 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not _divides(session):
         return None
-    capture = session.config.pluginmanager.getplugin("capturemanager")
-    assert capture is not None
+    capture = _capture(session.config)
     capture.stop_global_capturing()  # forks would share the files that it writes to
     forks = {}
     try:
@@ -39,7 +39,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             fork = _Fork(session, queue, number)
             forks[fork.reports] = fork
         os.close(queue)
-        capture.start_global_capturing()
+        _start(capture)
         while forks:
             for reports in wait(forks):
                 assert isinstance(reports, Connection)
@@ -49,6 +49,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         for fork in forks.values():
             fork.process.terminate()
     return True
+
+
+def _capture(config: pytest.Config) -> CaptureManager:
+    capture = config.pluginmanager.getplugin("capturemanager")
+    assert isinstance(capture, CaptureManager)
+    return capture
+
+
+def _start(capture: CaptureManager) -> None:
+    """Let it capture what tests write, and nothing between them."""
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
 
 
 def _divides(session: pytest.Session) -> bool:
@@ -157,9 +169,8 @@ def _work(session: pytest.Session, queue: int, sink: Connection, number: int) ->
     factory._basetemp = factory.mktemp(f"fork{number}", numbered=False)
     config.pluginmanager.unregister(name="terminalreporter")
     config.pluginmanager.register(_Reporter(config, sink))
-    capture = config.pluginmanager.getplugin("capturemanager")
-    assert capture is not None
-    capture.start_global_capturing()
+    capture = _capture(config)
+    _start(capture)
     try:
         tests = _taken(queue, _runs(session.items))
         test = next(tests, None)
