@@ -14,7 +14,7 @@ from batchgen.engine.engine_models import check_products, chunk_multiple, planne
 from batchgen.engine.execution.graph_shapes import CHUNK_ROWS
 from batchgen.engine.execution.model_runner import ModelRunner
 from batchgen.engine.interface.engine_config import EngineConfig, bit_rules
-from batchgen.engine.layers.lora import num_slots
+from batchgen.engine.lora.layer_lora import num_slots
 from batchgen.engine.memory.largest_steps import max_scored_tokens
 from batchgen.engine.memory.memory_plan import plan_memory
 from batchgen.engine.memory.model_use import ModelUse

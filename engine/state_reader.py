@@ -18,6 +18,7 @@ from batchgen.engine.rows.scheduled_batch import PrefillBatch, StateBatch, State
 from batchgen.engine.rows.sequence import Sequence as Row
 from batchgen.engine.sampling.sampler import score_tokens
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
+from batchgen.engine.scheduling.prefill_inputs import lora_slots
 
 
 class StateReader:
@@ -64,9 +65,11 @@ class StateReader:
             np.stack((token_ids, positions + 1, sources)), torch.int64, device
         ).unbind()
         sampling = sampling_inputs(seqs, device)
+        slots = lora_slots(seqs, device) if self._runner.model.adapts_logits else None
 
         def scored(part: slice) -> StepOutput:
-            logits = self._runner.compute_logits(hidden[index[part]])
+            own = None if slots is None else slots[upload(owners[part], torch.int64, device)]
+            logits = self._runner.compute_logits(hidden[index[part]], own)
             return score_tokens(
                 logits, sampling.index_select(owners[part]), there[part], given[part]
             )

@@ -97,6 +97,10 @@ class BitRules:
             most = max(most // width, 2)
         return Splits(_SHORT_SPLIT if few else _LONG_SPLIT, most)
 
+    def has_splits(self, room: int) -> bool:
+        """Whether contexts of at most `room` tokens may have several splits."""
+        return room > (_SHORT_SPLIT if self.short_splits else _LONG_SPLIT)
+
     def latent_splits(self, rows: int, width: int) -> Splits:
         """Choose how contexts are cut for latent attention."""
         few = self._are_few(rows, 1)

@@ -165,11 +165,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     `qwen3_5` and `qwen3_5_moe` (with a vision tower), `qwen3_5_text` and `qwen3_5_moe_text`, or one
     with latent attention: `deepseek_v2`, `deepseek_v3` and `glm4_moe_lite`, or `glm4_moe`,
     `minimax_m2`, `ministral3`, `mistral3` (with a vision tower), `olmo3`, `smollm3`, `gemma3_text`,
-    `gemma4_text`, `gemma4_moe`, `gemma4_e2b`, `gemma3`, `gemma4` or `mistral3_small` (with a vision
-    tower), `gpt_oss`, or one of `CLASSES` in tests/support/engine/tiny_models.py. config overrides
-    sizes. The projections of experts are saved apart (`split_experts=False` leaves those of a layer
-    in one tensor, as gpt-oss's always are). `llada2_moe` and
-    `fast_dllm_qwen` have the names and the configuration that their checkpoints have.
+    `gemma4_text`, `gemma4_moe`, `gemma4_e2b`, `gemma3`, `gemma4`, `mistral3_small` or
+    `llama4_tower` (with a vision tower), `gpt_oss`, or one of `CLASSES` in
+    tests/support/engine/tiny_models.py. config overrides sizes. The projections of experts are
+    saved apart (`split_experts=False` leaves those of a layer in one tensor, as gpt-oss's always
+    are). `llada2_moe` and `fast_dllm_qwen` have the names and the configuration that their
+    checkpoints have.
     `max_shard_size` saves it in shards. The same arguments give the same folder, which tests must
     not change.
     """

@@ -25,8 +25,9 @@ class KVSpec:
     num_heads: int  # the number of query heads that read them. Attention chooses its tiles by it.
     num_kv_heads: int  # the number of key heads, which is also that of value heads
     head_dim: int  # the number of values in one head
-    # A query sees this many tokens, its own and those just before it; None: all of its row. Layers
-    # with a window keep tokens in blocks of their own, as long as some later token sees them.
+    # A query sees this many tokens, its own and those just before it; of a `ChunkWindow` those of
+    # its chunk; None: all of its row. Layers with a window keep tokens in blocks of their own, as
+    # long as some later token could see them in a window that slides.
     window: int | None = None
 
     def token_bytes(self, dtype: torch.dtype) -> int:

@@ -77,21 +77,6 @@ def run_forward(
         for part in parts
         if part.inputs.window_tables is not None
     ]
-    attention = [
-        AttentionMetadata(
-            part.inputs.positions,
-            tuple(part.inputs.query_lens.tolist()),
-            tuple(part.inputs.context_lens.tolist()),
-            part.inputs.block_tables,
-            part.tiles,
-            decode_width=part.width,
-            block_length=block_length,
-            window_tables=part.inputs.window_tables,
-            replayed=_replayed(part, rules),
-            rules=rules,
-        )
-        for part in parts
-    ]
     if model.lora is not None:
         # The layers read this while the forward is launched.
         slots = _joined([_lora_slots(part) for part in parts])
@@ -102,7 +87,7 @@ def run_forward(
     context = ForwardContext(
         caches.layers,
         _joined(kv_slots),
-        attention,
+        [_attention_metadata(part, block_length, rules) for part in parts],
         [] if caches.states is None else [_row_metadata(part, caches.states) for part in parts],
         caches.columns,
         _joined(hidden_inputs) if model.reads_hidden else None,
@@ -122,13 +107,30 @@ def run_forward(
     return hidden
 
 
+def _attention_metadata(part: Part, block_length: int, rules: BitRules) -> AttentionMetadata:
+    """What the attention layers read of a part."""
+    return AttentionMetadata(
+        part.inputs.positions,
+        tuple(part.inputs.query_lens.tolist()),
+        tuple(part.inputs.context_lens.tolist()),
+        part.inputs.block_tables,
+        part.tiles,
+        decode_width=part.width,
+        block_length=block_length,
+        window_tables=part.inputs.window_tables,
+        replayed=_replayed(part, rules),
+        rules=rules,
+    )
+
+
 def _lora_slots(part: Part) -> Tensor:
     """Return the adapter slots of a part's tokens, [T] int64."""
     inputs = part.inputs
-    assert inputs.lora_slots is not None
-    if part.rows is not None:
+    if part.rows is not None and inputs.lora_slots is not None:
         return inputs.lora_slots.index_select(0, part.rows)
-    return inputs.lora_slots.repeat_interleave(len(inputs.input_ids) // inputs.num_rows)
+    slots = inputs.lora_slots_of_tokens
+    assert slots is not None
+    return slots
 
 
 def _replayed(part: Part, rules: BitRules) -> tuple[int, ...] | None:

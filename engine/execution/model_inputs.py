@@ -55,6 +55,13 @@ class ModelInputs(Batched):
     lora_slots: Tensor | None = row(optional=True)
 
     @property
+    def lora_slots_of_tokens(self) -> Tensor | None:
+        """The adapter slot of each token, [T], if all rows have the same number of tokens."""
+        if self.lora_slots is None:
+            return None
+        return self.lora_slots.repeat_interleave(len(self.input_ids) // self.num_rows)
+
+    @property
     def turned_by(self) -> Tensor:
         """The positions that rotary tables are read at, [T] or [T, 3]."""
         if self.rope_positions is not None:

@@ -144,10 +144,11 @@ class ModelRunner:
         inputs, rows = prefill.inputs, prefill.rows
         last = self._last_tokens(inputs, rows)
         positions = inputs.positions[last]
+        slots = self._logit_slots(inputs, rows)
         if prefill.all_hidden:
             hidden = self._all_hidden(prefill)
-            return ModelOutput(self._logits_of(hidden[last]), positions, hidden)
-        return ModelOutput(self._logits_of(self.prefill_states(prefill)), positions)
+            return ModelOutput(self._logits_of(hidden[last], slots), positions, hidden)
+        return ModelOutput(self._logits_of(self.prefill_states(prefill), slots), positions)
 
     @torch.inference_mode()
     def prefill_states(self, prefill: PrefillInputs) -> Tensor:
@@ -188,11 +189,22 @@ class ModelRunner:
             window_tables=None if windows is None else windows[index],
         )
 
-    def _logits_of(self, hidden: Tensor) -> Logits:
+    def _logit_slots(
+        self, inputs: ModelInputs, rows: npt.NDArray[np.int64] | None = None
+    ) -> Tensor | None:
+        """Return the adapter slots of all tokens, or of the last one of these rows, for their
+        logits; None if no adapter changes logits besides the hidden states."""
+        if not self.model.adapts_logits or inputs.lora_slots is None:
+            return None
+        if rows is None:
+            return inputs.lora_slots_of_tokens
+        return inputs.lora_slots[upload(rows, torch.int64, self.device)]
+
+    def _logits_of(self, hidden: Tensor, lora_slots: Tensor | None) -> Logits:
         """Compute logits, but skip the head if there are no rows, because its weights take as long
         to read as those of some layers."""
         if len(hidden):
-            return self.divided_logits(hidden)
+            return self.divided_logits(hidden, lora_slots)
         return Logits(hidden.new_empty((0, self.model.vocab_size)), self.model.vocab_size)
 
     @torch.inference_mode()
@@ -200,7 +212,8 @@ class ModelRunner:
         """Run a decode step of B rows of W tokens each and return the logits of all B · W tokens.
         The layers write what they keep of these tokens into the caches."""
         hidden = self.hidden_states(inputs)
-        return ModelOutput(self.divided_logits(hidden), inputs.positions, hidden)
+        logits = self.divided_logits(hidden, self._logit_slots(inputs))
+        return ModelOutput(logits, inputs.positions, hidden)
 
     def filled_rows(self, num_rows: int, width: int) -> int:
         """Return how many rows a decode forward may have that costs no more than one of `num_rows`.
@@ -225,9 +238,10 @@ class ModelRunner:
         return self._forward(parts)[:tokens]
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size]."""
-        return self.divided_logits(hidden).whole()
+    def compute_logits(self, hidden: Tensor, lora_slots: Tensor | None = None) -> Tensor:
+        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size] of
+        tokens with these adapter slots [R]."""
+        return self.divided_logits(hidden, lora_slots).whole()
 
     @torch.inference_mode()
     def class_scores(self, hidden: Tensor) -> Tensor:
@@ -238,12 +252,15 @@ class ModelRunner:
         return self.model.class_scores(hidden)[:rows]
 
     @torch.inference_mode()
-    def divided_logits(self, hidden: Tensor) -> Logits:
-        """Compute the logits of R hidden states [R, hidden_size], on each rank its columns."""
+    def divided_logits(self, hidden: Tensor, lora_slots: Tensor | None = None) -> Logits:
+        """Compute the logits of R hidden states [R, hidden_size], on each rank its columns, of
+        tokens with these adapter slots [R]."""
         rows, model = len(hidden), self.model
         if missing := -rows % self._token_multiple:
             hidden = F.pad(hidden, (0, 0, 0, missing))
-        return Logits(model.own_logits(hidden)[:rows], model.vocab_size, model.parallel)
+        with model.adapted_logits(None if lora_slots is None else F.pad(lora_slots, (0, missing))):
+            own = model.own_logits(hidden)
+        return Logits(own[:rows], model.vocab_size, model.parallel)
 
     @torch.inference_mode()
     def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:
@@ -263,7 +280,11 @@ class ModelRunner:
             ending = hidden[last]
         else:
             decoded, ending = self._mixed_states(decode, prefill, last)
-        logits = self.divided_logits(torch.cat((decoded, ending)))
+        slots = [self._logit_slots(decode), self._logit_slots(inputs, rows)]
+        known = [each for each in slots if each is not None]
+        logits = self.divided_logits(
+            torch.cat((decoded, ending)), torch.cat(known) if known else None
+        )
         if hidden is not None:
             hidden = hidden[: len(inputs.input_ids)]
         return (

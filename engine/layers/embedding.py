@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.linear import Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.lora.layer_lora import EmbeddingLoRA, LoRAState
+from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import (
     EMBEDDING_LANE,
     Stream,
     TensorParallel,
+    summed,
 )
 from batchgen.kernels.layers.embedding import embedding, embedding_share
+from batchgen.kernels.lora.lora import LoRAPart
 from batchgen.kernels.sampling.sampling_triton import CHUNK
 
 
 class Embedding(nn.Module):
     """A table of vectors of token ids, which are multiplied by `scale`; each rank of tensor
-    parallelism has consecutive ids. The factor is rounded to the vectors' dtype first."""
+    parallelism has consecutive ids. The factor is rounded to the vectors' dtype first. Tokens may
+    have adapters, which add to their vectors."""
 
     def __init__(
         self,
@@ -38,9 +45,15 @@ class Embedding(nn.Module):
         rows = rows_of_rank(vocab_size, where.parallel)
         self.weight = empty_parameter(rows, hidden_size, device=where.device, dtype=where.dtype)
         _clear_padding(self.weight, vocab_size, where.parallel)
+        self.lora: EmbeddingLoRA | None = None
 
     def forward(self, input_ids: Tensor) -> Stream:
         """Look up the vectors [T, hidden_size] of token ids [T] int64."""
+        vectors = self._vectors(input_ids)
+        return vectors if self.lora is None else self.lora.add_(summed(vectors), input_ids)
+
+    def _vectors(self, input_ids: Tensor) -> Stream:
+        """Do what `forward` does, without adapters."""
         if self._parallel.size == 1:
             return self._scaled(embedding(input_ids, self.weight))
         own = embedding_share(input_ids, self.weight, self._parallel.rank * len(self.weight))
@@ -53,6 +66,30 @@ class Embedding(nn.Module):
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the table."""
         yield vocab_slot(f"{path}.weight", self.weight, self._vocab_size, self._parallel)
+
+    def lora_sites(self, path: str) -> Iterator[LoRASite]:
+        """Yield the table as a product with vectors of a one; each rank has all ids of an adapter's
+        A."""
+        width = self.weight.shape[1]
+        yield LoRASite((LoRAPlace(path, LoRAPart(0, width)),), width, self._vocab_size)
+
+    def add_lora(
+        self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
+    ) -> None:
+        """Let adapters stand beside the table, as `Linear.add_lora` does."""
+        if not any(path in own for own in factors):
+            return
+        scaled = [
+            {path: replace(own[path], scale=own[path].scale * self._scale)} if path in own else {}
+            for own in factors
+        ]
+        (site,) = self.lora_sites(path)
+        self.lora = EmbeddingLoRA(site, scaled, state, self.weight.dtype, self.weight.device)
+
+    def pack(self, products: CPUProducts) -> None:
+        """Choose how adapters are computed on a CPU."""
+        if self.lora is not None:
+            self.lora.pack(products)
 
 
 class LogitsLayer(Linear):
@@ -77,6 +114,12 @@ class LogitsLayer(Linear):
         """Yield the slot of the weight."""
         yield vocab_slot(f"{path}.weight", self.weight, self._vocab_size, self._parallel)
 
+    def lora_places(self, path: str) -> Iterator[LoRAPlace]:
+        """Yield the weight; of B each rank has the rows that it has of W."""
+        shard = ids_of_rank(self.out_features, self._vocab_size, self._parallel)
+        divided = self._parallel.size > 1
+        yield LoRAPlace(path, LoRAPart(0, shard.length), rows=shard if divided else None)
+
 
 _FEWEST_CHUNKS = 4
 """Ranks have whole chunks of the sampler if each has at least this number, of which rounding up
@@ -97,11 +140,14 @@ def vocab_slot(name: str, weight: Tensor, vocab_size: int, parallel: TensorParal
     """Return the slot of a rank's rows [rows, hidden_size] of a tensor with a row for each id."""
     if parallel.size == 1:
         return WeightSlot.plain(name, weight)
-    start = min(parallel.rank * len(weight), vocab_size)
-    end = min(start + len(weight), vocab_size)
-    return WeightSlot.plain(
-        name, weight[: end - start], shard=Shard(0, vocab_size, ((start, end),))
-    )
+    shard = ids_of_rank(len(weight), vocab_size, parallel)
+    return WeightSlot.plain(name, weight[: shard.length], shard=shard)
+
+
+def ids_of_rank(rows: int, vocab_size: int, parallel: TensorParallel) -> Shard:
+    """Return the token ids of which a rank that has `rows` of a table has vectors."""
+    start = min(parallel.rank * rows, vocab_size)
+    return Shard(0, vocab_size, ((start, min(start + rows, vocab_size)),))
 
 
 def _clear_padding(weight: Tensor, vocab_size: int, parallel: TensorParallel) -> None:

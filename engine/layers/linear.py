@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.four_bit_slot import FourBitSlot, four_bit_parameters
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.lora import Factors, LayerLoRA, LoRAPlace, LoRAState
 from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.lora.layer_lora import LayerLoRA, LoRAState
+from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, summed
@@ -200,16 +201,18 @@ class Linear(nn.Module):
         if self._quantisable:
             yield LoRAPlace(path, LoRAPart(0, self.out_features))
 
+    def lora_sites(self, path: str) -> Iterator[LoRASite]:
+        """Yield the product, if adapters can stand beside it."""
+        if places := tuple(self.lora_places(path)):
+            yield LoRASite(places, self.out_features, self.in_features)
+
     def add_lora(
         self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
     ) -> None:
         """Let adapters stand beside the layer; each maps names of weights to what it adds."""
-        places = list(self.lora_places(path))
-        if any(place.name in own for place in places for own in factors):
-            depth, device = self.in_features, self.weight.device
-            self.lora = LayerLoRA(
-                places, factors, state, self.out_features, depth, self._dtype, device
-            )
+        for site in self.lora_sites(path):
+            if site.adapted_parts(factors):
+                self.lora = LayerLoRA(site, factors, state, self._dtype, self.weight.device)
 
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weight to the layout for this CPU; it cannot be loaded again then.

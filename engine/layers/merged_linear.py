@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from batchgen.engine.layers.four_bit_slot import FourBitSlot
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import Linear, empty_fp8, empty_parameter
-from batchgen.engine.layers.lora import LoRAPlace
 from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.lora.lora_places import LoRAPlace
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.fp8.fp8_linear import fp8_linear

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from batchgen.kernels.row_indices import row_indices
+
 # YaRN divides by the logarithm of rope_theta, and models leave a scaling out as one of zero.
 _LEAST = {"rope_theta": 1.0, "mscale": -1.0, "mscale_all_dim": -1.0}
 """What parameters must be over; others must be over 0."""
@@ -195,11 +197,12 @@ class YarnRope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Multiplies queries at position p by 1 + beta · ln(1 + ⌊p / original⌋) after their rotation,
-    which keeps attention sharp beyond the original context (Llama 4, Meta 2025)."""
+    """Multiplies queries at position p by 1 + beta · ln(1 + ⌊(p + ahead) / original⌋) after their
+    rotation, which keeps attention sharp beyond the original context (Llama 4, Meta 2025)."""
 
     beta: float
     original: int  # positions before the first change
+    ahead: int = 0  # is added to positions
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -213,7 +216,8 @@ class QueryScale:
 
     def table(self, num_positions: int) -> Tensor:
         """Return the factor at each position below this number, [P] float32 on the CPU."""
-        steps = torch.floor(torch.arange(num_positions, device="cpu") / self.original)
+        positions = torch.arange(self.ahead, num_positions + self.ahead, device="cpu")
+        steps = torch.floor(positions / self.original)
         return 1 + self.beta * torch.log(1 + steps)
 
 
@@ -236,7 +240,7 @@ class RotaryTable:
     They are computed on the CPU, so that every device reads the same bits. `rotary_dim` values of a
     head are rotated; in most models all. With `sections`, positions may have three axes, time, row
     and column, of which each frequency reads one: these are the numbers of frequencies of each
-    axis, which take turns (M-RoPE, Wang et al. 2024, as Qwen3-VL interleaves it).
+    axis (M-RoPE, Wang et al. 2024), which take turns, as in Qwen3-VL, or are not `interleaved`.
     """
 
     def __init__(
@@ -246,6 +250,7 @@ class RotaryTable:
         num_positions: int,
         device: torch.device,
         sections: tuple[int, int, int] | None = None,
+        interleaved: bool = True,
     ) -> None:
         angles = torch.outer(
             torch.arange(num_positions, device="cpu").float(), rope.inv_freq(rotary_dim)
@@ -257,7 +262,7 @@ class RotaryTable:
         self._table = table.to(device)
         self._axes: Tensor | None = None
         if sections is not None:
-            axes = axes_of_frequencies(rotary_dim // 2, sections)
+            axes = axes_of_frequencies(rotary_dim // 2, sections, interleaved)
             self._axes = torch.cat((axes, axes)).to(device)
             self._columns = torch.arange(rotary_dim, device=device)
 
@@ -270,9 +275,13 @@ class RotaryTable:
         return self._table[positions[:, self._axes], self._columns]
 
 
-def axes_of_frequencies(number: int, sections: tuple[int, int, int]) -> Tensor:
+def axes_of_frequencies(
+    number: int, sections: tuple[int, int, int], interleaved: bool = True
+) -> Tensor:
     """Return the axis that each frequency reads, [number] int64 on the CPU: 0 is time,
     1 the row and 2 the column."""
+    if not interleaved:
+        return row_indices(torch.tensor(sections, device="cpu"))
     index = torch.arange(number, device="cpu")
     axis = index % 3
     ends = torch.tensor([number, 3 * sections[1], 3 * sections[2]], device="cpu")

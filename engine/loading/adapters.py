@@ -4,56 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 from batchgen.engine.layers.decoder_layer import DecoderLayer, HasInputProjection
+from batchgen.engine.layers.embedding import Embedding
+from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import Linear
-from batchgen.engine.layers.lora import (
-    Factors,
-    LoRAPlace,
-    LoRAState,
-    adapted_parts,
-    num_slots,
-    stacked_rank,
-)
 from batchgen.engine.layers.weight_slot import named_parts
+from batchgen.engine.loading.adapter_factors import FactorPair, factor_pairs, piece_name
 from batchgen.engine.loading.folding import check_fold, fold_adapter
 from batchgen.engine.loading.peft_config import FOLD_IT
 from batchgen.engine.loading.peft_files import AdapterFile
-from batchgen.engine.models.causal_lm import CausalLM, full_name
+from batchgen.engine.lora.layer_lora import LoRAState, num_slots
+from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite, stacked_rank
+from batchgen.engine.models.causal_lm import LM_HEAD, CausalLM
 
 _WEIGHT = ".weight"
+_MOST_RANK = 256
+"""The highest rank of factors that stand beside weights."""
+_Layer = Linear | Embedding | Experts
 
 
 def check_adapter(adapter: AdapterFile, model: CausalLM, *, fold: bool = False) -> None:
     """Raise ValueError if an adapter does not fit a model, whose parameters need no values, or if
     it cannot stand beside its weights, nor be added to them with `fold`; the message names the
     tensor."""
-    places: dict[str, list[tuple[LoRAPlace, int]]] = {}
+    places: dict[str, list[tuple[LoRAPlace, LoRASite]]] = {}
     for layer, path in _layers(model):
-        for place in layer.lora_places(path):
-            depth = layer.in_features if place.columns is None else place.columns.size
-            places.setdefault(place.name, []).append((place, depth))
-    single = [name for name, found in places.items() if len(found) == 1]
-    if fold:
-        _check_complete(adapter, check_fold(adapter, model), single)
-        return
-    adapted = set()
-    for module, (down, up) in adapter.modules().items():
-        name = _piece_name(module, model)
-        if name not in places:
+        for site in layer.lora_sites(path):
+            for place in site.places:
+                places.setdefault(place.name, []).append((place, site))
+    pairs = {} if fold else factor_pairs(adapter, model)
+    for name, pair in pairs.items():
+        _check_pair(adapter, model, name, pair, places.get(name, []))
+    adapted = check_fold(adapter, model) if fold else set(pairs)
+    # Those of all experts in one tensor are no modules, which `target_modules` names.
+    of_experts = {name for name, found in places.items() if found[0][1].of_experts}
+    names = [
+        name
+        for name, found in places.items()
+        if len(found) == 1 and (name not in of_experts or adapted & of_experts)
+    ]
+    _check_complete(adapter, adapted, names)
+
+
+def _check_pair(
+    adapter: AdapterFile,
+    model: CausalLM,
+    name: str,
+    pair: FactorPair,
+    places: Sequence[tuple[LoRAPlace, LoRASite]],
+) -> None:
+    """Refuse factors whose weight, to which these places belong, the model has not, has nothing
+    beside, or has in another shape."""
+    down, up, module = pair.down_name, pair.up_name, pair.module
+    if not places:
+        raise ValueError(f"{adapter.folder}: tensor {down} adapts {module}{_why_not(name, model)}")
+    if pair.parameter is None:
+        adapter.check_rank(pair.rank, down, up)
+    if pair.rank > _MOST_RANK:
+        raise ValueError(
+            f"{adapter.folder}: tensor {down} has rank {pair.rank}, and adapters beside the "
+            f"weights have at most {_MOST_RANK}: {FOLD_IT}"
+        )
+    place, site = places[0]
+    sizes = site.in_features(place), sum(one.out_features for one, _ in places)
+    exchanged = pair.parameter is not None and pair.parameter.exchanged
+    has = pair.sizes(adapter)
+    for tensor, index in ((down, exchanged), (up, not exchanged)):
+        if has[index] != sizes[index]:
             raise ValueError(
-                f"{adapter.folder}: tensor {down} adapts {module}{_why_not(name, model)}"
+                f"{adapter.folder}: tensor {tensor} has shape {list(adapter.shapes[tensor])}, and "
+                f"{module} of the model has {sizes[index]} {'out' if index else 'in'} features: "
+                "the adapter is of another model"
             )
-        adapted.add(name)
-        outs = sum(place.out_features for place, _ in places[name])
-        depth, shapes = places[name][0][1], adapter.shapes
-        for tensor, axis, size in ((down, 1, depth), (up, 0, outs)):
-            if shapes[tensor][axis] != size:
-                raise ValueError(
-                    f"{adapter.folder}: tensor {tensor} has shape {list(shapes[tensor])}, and "
-                    f"{module} of the model has {size} {'in' if axis else 'out'} features: the "
-                    "adapter is of another model"
-                )
-    _check_complete(adapter, adapted, single)
 
 
 def _check_complete(adapter: AdapterFile, adapted: set[str], names: list[str]) -> None:
@@ -93,15 +118,14 @@ def add_adapters(
     factors: list[dict[str, Factors]] = []
     for adapter in adapters.values():
         check_adapter(adapter, model)
-        read = adapter.read()
-        factors.append({_piece_name(module, model): own for module, own in read.items()})
+        tensors, pairs = adapter.tensors(), factor_pairs(adapter, model)
+        _check_copies(adapter, tensors, model)
+        factors.append({name: pair.read(tensors) for name, pair in pairs.items()})
     ranks = tuple(max(one.rank for one in own.values()) for own in factors)
     in_slots = list(range(1, num_slots(len(adapters), slots) + 1))
     model.lora = state = LoRAState(tuple(adapters), ranks, default, in_slots)
     for layer, path in _layers(model):
         layer.add_lora(path, factors, state)
-        if layer.lora is not None:
-            state.layers.append(layer.lora)
     for part in model.layers:
         _read_unquantised(part)
     model.weight_bytes += state.num_bytes
@@ -110,13 +134,29 @@ def add_adapters(
 def slot_numbers(model: CausalLM, adapters: Sequence[AdapterFile]) -> int:
     """Return how many numbers an adapter slot has on a GPU, for adapters that fit the model, whose
     parameters need no values."""
-    names = [{_piece_name(module, model) for module in one.modules()} for one in adapters]
-    rank = stacked_rank([one.highest_rank for one in adapters])
-    found = 0
-    for layer, path in _layers(model):
-        if parts := adapted_parts(list(layer.lora_places(path)), names):
-            found += rank * (len(parts) * layer.in_features + layer.out_features)
-    return found
+    pairs = [factor_pairs(adapter, model) for adapter in adapters]
+    rank = stacked_rank([pair.rank for own in pairs for pair in own.values()])
+    return sum(
+        site.slot_numbers(pairs, rank)
+        for layer, path in _layers(model)
+        for site in layer.lora_sites(path)
+    )
+
+
+def _check_copies(adapter: AdapterFile, tensors: Mapping[str, Tensor], model: CausalLM) -> None:
+    """Refuse an adapter whose file repeats a weight of its base model that is not this model's. One
+    of the two may be rounded to the other's dtype."""
+    slots = {slot.sources[0]: slot for slot in model.checkpoint_slots()}
+    for module, name in adapter.copies().items():
+        target = piece_name(module, model) + _WEIGHT
+        slot, whole = slots[model.copies.get(target, target)], tensors[name]
+        its = whole if slot.shard is None else slot.shard.take(whole)
+        own = slot.parameter.cpu()
+        if not (torch.equal(its.to(own.dtype), own) or torch.equal(own.to(its.dtype), its)):
+            raise ValueError(
+                f"{adapter.folder}: tensor {name} is not the model's own {target}: the adapter was "
+                f"trained on another model, or {FOLD_IT}"
+            )
 
 
 def _read_unquantised(layer: DecoderLayer) -> None:
@@ -128,17 +168,14 @@ def _read_unquantised(layer: DecoderLayer) -> None:
             norm.quantise_result(None)
 
 
-def _layers(model: CausalLM) -> Iterator[tuple[Linear, str]]:
-    """Yield the linear layers of a model's decoder, each with its name in checkpoints."""
-    for path, part in named_parts(model.model, "model"):
-        if isinstance(part, Linear):
+def _layers(model: CausalLM) -> Iterator[tuple[_Layer, str]]:
+    """Yield the layers of a model that may have adapters, each with its name in checkpoints."""
+    parts = list(named_parts(model.model, "model"))
+    if model.lm_head is not None:
+        parts.append((LM_HEAD.removesuffix(_WEIGHT), model.lm_head))
+    for path, part in parts:
+        if isinstance(part, Linear | Embedding | Experts):
             yield part, path
-
-
-def _piece_name(module: str, model: CausalLM) -> str:
-    """Return what the model calls a module of a checkpoint."""
-    name = model.piece_name(full_name(module + _WEIGHT), model.config)
-    return name.removesuffix(_WEIGHT)
 
 
 def _why_not(name: str, model: CausalLM) -> str:

@@ -164,7 +164,8 @@ def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
             f"{file}: model_type is {_shown(values.get('model_type'))}, and architecture "
             f"{architectures[0]} goes with {expected!r}"
         )
-    if "text_config" in model.hf_config().sub_configs and not values.get("text_config"):
+    nested = "text_config" in model.hf_config().sub_configs and not model.has_flat_files
+    if nested and not values.get("text_config"):
         raise ValueError(f"{file}: text_config, which describes the decoder, is missing")
     return model
 

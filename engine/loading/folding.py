@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.layers.feed_forward.experts import Experts
-from batchgen.engine.layers.weight_slot import WeightSlot, named_parts
-from batchgen.engine.loading.peft_files import PREFIX, AdapterFile
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.loading.adapter_factors import expert_parameter, experts_of
+from batchgen.engine.loading.peft_files import NESTED, PREFIX, AdapterFile
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
 
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
-_NESTED = ".base_layer"
-_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""The weights of experts in one module, in the order in which PEFT wraps them, the first inmost."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +112,10 @@ def _changes(adapter: AdapterFile, model: CausalLM) -> Iterator[_Change]:
             factors.setdefault((found[1], found[2] is not None), {})[found[3]] = name
         elif _MAGNITUDE.fullmatch(name) is None:
             yield _saved(adapter, model, name)
-    experts = {
-        path: part for path, part in named_parts(model.model, "model") if isinstance(part, Experts)
-    }
+    experts = experts_of(model)
     for (stem, of_embedding), own in factors.items():
         down, up = adapter.both(stem, own)
-        module = stem.removeprefix(PREFIX).replace(_NESTED, "")
+        module = stem.removeprefix(PREFIX).replace(NESTED, "")
         path = _target(module + ".weight", model).removesuffix(".weight")
         _refuse_shared(adapter, model, down, f"{path}.weight")
         if (part := experts.get(path)) is not None:
@@ -148,41 +144,22 @@ def _changes(adapter: AdapterFile, model: CausalLM) -> Iterator[_Change]:
 def _of_experts(
     adapter: AdapterFile, experts: Experts, of: tuple[str, str], down: str, up: str
 ) -> _Change:
-    """What factors of a weight of all experts add: A [E · R, in], B [out, R · E], in whose columns
-    the experts take turns (PEFT, tuners/lora/layer.py, ParamWrapper)."""
+    """What factors of a weight of all experts add."""
     stem, path = of
-    config = adapter.config
-    wanted = [
-        name
-        for name in _EXPERT_PARAMETERS
-        if any(f".{path}.{name}".endswith(f".{each}") for each in config.parameters)
-    ]
-    depth = stem.count(_NESTED)
-    if depth >= len(wanted):
-        raise ValueError(
-            f"{adapter.folder} is damaged: tensor {down} adapts a weight of all experts, and "
-            f"target_parameters has {', '.join(config.parameters) or 'none'}"
-        )
-    name = wanted[len(wanted) - 1 - depth]
-    count, out, width = experts.sizes(name)
-    rank, scale = config.rank_of(f"{path}.{name}"), config.scale_of(f"{path}.{name}")
-    adapter.check_rank(rank * count, down, up)
-    # Older versions of PEFT took the axes of all weights for those of gpt-oss.
-    sides = adapter.shapes[up][0], adapter.shapes[down][1]
-    turned = experts.variant.interleaved or (sides == (width, out) and sides != (out, width))
+    parameter = expert_parameter(adapter, experts, stem, path, (down, up))
+    turned, scale = experts.variant.interleaved, parameter.scale
 
     def value(tensors: Mapping[str, Tensor]) -> Tensor:
-        a = tensors[down].float().unflatten(0, (count, rank))  # [E, R, in]
-        b = tensors[up].float().unflatten(1, (rank, count)).permute(2, 0, 1)  # [E, out, R]
-        added: Tensor = b @ a * scale
+        a, b = tensors[down].float(), tensors[up].float()
+        added: Tensor = parameter.up(a, b) @ parameter.down(a, b) * scale
         return added.transpose(1, 2) if turned else added
 
-    return _Change(f"{path}.{name}", down, value)
+    return _Change(f"{path}.{parameter.name}", down, value)
 
 
 def _saved(adapter: AdapterFile, model: CausalLM, name: str) -> _Change:
     """A weight or bias that was trained, or kept, as a whole."""
-    plain = name.removeprefix(PREFIX).replace(_NESTED, "")
+    plain = name.removeprefix(PREFIX).replace(NESTED, "")
     module, _, kind = plain.rpartition(".")
     config, target = adapter.config, _target(plain, model)
     listed = any(f".{module}".endswith(f".{one}") for one in config.saved)

@@ -28,6 +28,7 @@ INERT: Mapping[str, str] = {
     **dict.fromkeys(
         [
             *("vision_config", "audio_config", "image_token_id", "image_token_index"),
+            "vision_token_id",
             *("video_token_id", "audio_token_id", "mm_tokens_per_image", "vision_feature_layer"),
             *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
         ],
@@ -40,7 +41,10 @@ INERT: Mapping[str, str] = {
         ["mamba_expand", "expand"], "the number of Mamba heads and their size say as much"
     ),
     "num_logits_to_keep": "which logits a forward returns",
-    "output_router_logits": "what a forward returns besides logits",
+    **dict.fromkeys(
+        ["output_router_logits", "output_attentions", "output_hidden_states", "return_dict"],
+        "what a forward returns besides logits",
+    ),
     "pad_token_id": "rows are not padded",
     "use_cache": "there is always a cache",
     "text_config": "the decoder's part, whose keys count by themselves",
@@ -66,6 +70,7 @@ INERT_OF: Mapping[str, Mapping[str, str]] = {
         }
         for kind in ("gemma4", "gemma4_text")
     },
+    "qwen2_5_vl": {"sliding_window": _NO_WINDOW, "use_sliding_window": _NO_WINDOW},
     "qwen3_vl": {"layer_types": "kept, and all layers have the same mask"},
     "qwen3_vl_moe": {"layer_types": "kept, and all layers have the same mask"},
     **{
@@ -95,7 +100,10 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (None, False),
 }
 """Keys of any family that change the model, and the values that the engine has."""
-_HONOURED = {"per_layer_config": ("gemma4", "gemma4_text")}  # FIXED keys, by kinds of models
+_HONOURED = {  # FIXED keys, by kinds of models
+    "per_layer_config": ("gemma4", "gemma4_text"),
+    "attention_chunk_size": ("llama4", "llama4_text"),
+}
 _OF_FILES = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "tokenizer_class"),
@@ -128,6 +136,8 @@ def unknown_keys(values: Mapping[str, Any], kind: type[PretrainedConfig]) -> lis
         # A part may be of any class, which it names itself.
         known = type(kind.from_dict(dict(values)).text_config) if place else kind
         names = {*known().to_dict(), *known.attribute_map, *_OF_FILES, *INERT, *FIXED}
+        if "text_config" in kind.sub_configs and not values.get("text_config"):
+            names |= set(known().text_config.to_dict())
         found += [place + key for key in part if key not in names and not key.startswith("_")]
     return found
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from batchgen.engine.layers.lora import Factors
 from batchgen.engine.loading.peft_config import (
     CONFIG,
     FOLD_IT,
@@ -20,9 +19,10 @@ from batchgen.engine.loading.peft_config import (
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
-_MOST_RANK = 256
-"""The highest rank of factors that stand beside weights."""
+NESTED = ".base_layer"
+"""What PEFT puts behind the name of a module that it wraps, for what is in the module itself."""
+_FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
+_COPY = re.compile(r"(.+)\.base_layer\.weight")
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,32 @@ class AdapterFile:
         """The numbers in all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    @property
-    def highest_rank(self) -> int:
-        """The highest rank of its factors, which stand beside the weights."""
-        return max(self.shapes[down][0] for down, _ in self.modules().values())
-
     def modules(self) -> dict[str, tuple[str, str]]:
         """Return the names of A and B in the file by the name of the module of the base model that
-        they stand beside. Raises ValueError if one of the two is missing, or a tensor is neither.
-        """
+        they stand beside. Raises ValueError if one of the two is missing, or a tensor is neither,
+        nor one of `copies`."""
         found: dict[str, dict[str, str]] = {}
+        copies = self.copies().values()
         for name in self.shapes:
             match = _FACTOR.fullmatch(name)
-            if match is None:
+            if match is not None:
+                found.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = name
+            elif name not in copies:
                 raise ValueError(f"{self.folder}: tensor {name} {_what_it_is(name)}")
-            found.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = name
         return {module: self.both(module, factors) for module, factors in found.items()}
+
+    def copies(self) -> dict[str, str]:
+        """Return the tensors that repeat weights of the base model, by the name of the module: PEFT
+        saves those of an embedding and of lm_head beside their factors."""
+        found: dict[str, str] = {}
+        for name in self.shapes:
+            match = _COPY.fullmatch(name)
+            if match is not None and any(
+                factor is not None and factor[1] == match[1]
+                for factor in map(_FACTOR.fullmatch, self.shapes)
+            ):
+                found[match[1].removeprefix(PREFIX)] = name
+        return found
 
     def both(self, module: str, factors: Mapping[str, str]) -> tuple[str, str]:
         """Return the names of A and B of a module. Raises ValueError if one is missing."""
@@ -107,14 +117,6 @@ class AdapterFile:
         found: dict[str, Tensor] = load_file(self.folder / WEIGHTS)
         return found
 
-    def read(self) -> dict[str, Factors]:
-        """Read the tensors; returns what the adapter adds by the name of the module."""
-        tensors = self.tensors()
-        return {
-            module: Factors(down, up, tensors[down], tensors[up], self.config.scale_of(module))
-            for module, (down, up) in self.modules().items()
-        }
-
 
 def open_adapter(folder: Path, *, fold: bool = False) -> AdapterFile:
     """Read what an adapter is, and the names and shapes of its tensors; with `fold` also one that
@@ -154,19 +156,11 @@ def open_adapter(folder: Path, *, fold: bool = False) -> AdapterFile:
         raise ValueError(f"{path} has no tensors: the adapter adds nothing")
     adapter = AdapterFile(folder, config, shapes)
     if not fold:
-        for module, (down, up) in adapter.modules().items():
-            adapter.check_rank(config.rank_of(module), down, up)
-            if (rank := config.rank_of(module)) > _MOST_RANK:
-                raise ValueError(
-                    f"{folder}: tensor {down} has rank {rank}, and adapters beside the weights "
-                    f"have at most {_MOST_RANK}: {FOLD_IT}"
-                )
+        adapter.modules()
     return adapter
 
 
 def _what_it_is(name: str) -> str:
-    if "lora_embedding" in name:
-        return f"adapts an embedding, which is not computed beside the weights: {FOLD_IT}"
     if "lora_magnitude_vector" in name:
         return f"is of DoRA, which is not computed beside the weights: {FOLD_IT}"
     return "is none of a low-rank adapter (….lora_A.weight, ….lora_B.weight)"

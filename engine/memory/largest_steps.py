@@ -142,7 +142,9 @@ def _run_decode(
 ) -> None:
     """Run a decode step, with logits for the tokens of all rows and of the chunk beside them."""
     yielding = config.max_num_seqs * max(use.widths) + _chunk_beside(use, config)
-    runner.compute_logits(runner.hidden_states(inputs)[:yielding])
+    slots = inputs.lora_slots_of_tokens
+    of_yielding = None if slots is None else slots[:yielding]
+    runner.compute_logits(runner.hidden_states(inputs)[:yielding], of_yielding)
 
 
 def _chunk_beside(use: ModelUse, config: ResolvedConfig) -> int:

@@ -29,6 +29,7 @@ from batchgen.engine.models.quantise import quantise_layer
 from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, Stream, TensorParallel, summed
+from batchgen.engine.vision.make_tower import make_tower
 from batchgen.engine.vision.vision_tower import VisionTower
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
@@ -150,6 +151,8 @@ class CausalLM(TokenModel):
     """The class of transformers that reads this model's config.json."""
     is_diffusion: ClassVar[bool] = False
     """Whether the model fills in masked tokens, as `ModelConfig.diffusion` then describes."""
+    has_flat_files: ClassVar[bool] = False
+    """Whether a config.json may have the decoder's keys beside the tower's part."""
 
     def __init__(
         self,
@@ -211,7 +214,7 @@ class CausalLM(TokenModel):
             why = "" if lack is None else f": {lack}"
             raise ValueError(f"{self.config.architecture} reads no images{why}")
         # Every rank has the whole tower, and encodes some of the images.
-        return VisionTower(config, where=Placement(self.device, self.dtype))
+        return make_tower(config, where=Placement(self.device, self.dtype))
 
     def _layer(self, index: int) -> DecoderLayer:
         layer = self.make_layer(index)
@@ -312,6 +315,10 @@ class CausalLM(TokenModel):
             return hidden.new_empty((len(hidden), 0))
         logits: Tensor = self.lm_head(hidden)
         return logits
+
+    @property
+    def adapts_logits(self) -> bool:
+        return self.lm_head is not None and self.lm_head.lora is not None
 
     def class_scores(self, hidden: Tensor) -> Tensor:
         """Compute a classifier's scores, as `TokenModel.class_scores` says."""

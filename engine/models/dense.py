@@ -210,9 +210,12 @@ class DenseForCausalLM(CausalLM):
         family, positions = self.family, self.config.max_position_embeddings
         ropes = family.layer_ropes or (family.rope,) * self.config.num_layers
         vision = self.config.vision
-        sections = vision.mrope_sections if vision is not None and self.turns_by_axes else None
+        sections, take_turns = None, True
+        if vision is not None and self.turns_by_axes:
+            sections, take_turns = vision.mrope_sections, vision.mrope_interleaved
+        size = family.rotary_dim
         tables = {
-            rope: RotaryTable(rope, family.rotary_dim, positions, self.device, sections)
+            rope: RotaryTable(rope, size, positions, self.device, sections, take_turns)
             for rope in dict.fromkeys(ropes)
             if rope is not None
         }

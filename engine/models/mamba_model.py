@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.mixers.mamba2 import Mamba2, MambaShape
 from batchgen.engine.models.model_config import ModelConfig, check_positive
-from batchgen.engine.models.moe_model import MoEConfig, MoEForCausalLM, extended
+from batchgen.engine.models.moe_model import NO_EXPERTS, MoEConfig, MoEForCausalLM, extended
 from batchgen.kernels.linear_attention.state_rows import CHUNK
 
 if TYPE_CHECKING:
@@ -77,16 +77,12 @@ def mamba_config(
 ) -> ModelConfig:
     """Add Mamba2 mixers in some layers to a configuration without them; `options` are of
     `MambaConfig`, those of experts if layers have some."""
-    none: dict[str, Any] = {
-        "moe_layers": (), "num_experts": 0, "experts_per_token": 0, "expert_size": 0,
-        "renormalise": True,
-    }  # fmt: skip
     return extended(
         dense,
         MambaConfig,
         mamba_layers=tuple(mamba_layers),
         mamba=mamba,
-        **none | options,
+        **NO_EXPERTS | options,
     )
 
 

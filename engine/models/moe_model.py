@@ -30,6 +30,13 @@ _REPLAY = (
 )
 
 
+NO_EXPERTS: dict[str, Any] = {
+    "moe_layers": (), "num_experts": 0, "experts_per_token": 0, "expert_size": 0,
+    "renormalise": True,
+}  # fmt: skip
+"""What `MoEConfig` has in a model none of whose layers have experts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig(DenseConfig):
     """What decoders with experts have in their configuration besides that of dense ones."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from batchgen.engine.caches.cache_specs import AttentionSpec
 from batchgen.engine.layers.cpu_products import CPUProducts
+from batchgen.engine.layers.embedding import Embedding
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
@@ -36,7 +37,7 @@ def pack_layers(
     """
     products = CPUProducts()
     for module in model.modules():
-        if isinstance(module, Linear | Experts | KVExpansion):
+        if isinstance(module, Linear | Embedding | Experts | KVExpansion):
             module.pack(products)
         if isinstance(module, Linear):
             module.rules = rules

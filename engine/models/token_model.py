@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -16,13 +17,14 @@ from batchgen.engine.caches.cache_specs import (
     longest_window,
 )
 from batchgen.engine.caches.forward_context import ForwardContext
-from batchgen.engine.layers.lora import LoRAState
+from batchgen.engine.lora.layer_lora import LoRAState
 from batchgen.engine.models.packing import pack_layers
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.sampling.logits import Logits
 from batchgen.engine.vision.vision_tower import VisionTower
 from batchgen.kernels.four_bit.panels import WORD_VALUES
+from batchgen.kernels.lora.lora_tokens import lora_tokens
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 
@@ -105,6 +107,23 @@ class TokenModel(nn.Module, ABC):
         """Compute the scores [R, C] of a classifier's C classes, in the model's dtype, from states
         [R, hidden_size]."""
         raise NotImplementedError("only classifiers score classes")
+
+    @property
+    def adapts_logits(self) -> bool:
+        """Whether adapters stand beside what computes logits."""
+        return False
+
+    @contextmanager
+    def adapted_logits(self, lora_slots: Tensor | None) -> Iterator[None]:
+        """Let `own_logits` add what the adapters in these slots [R] add to logits."""
+        if self.lora is None or lora_slots is None or not self.adapts_logits:
+            yield
+            return
+        self.lora.tokens = lora_tokens(lora_slots, self.lora.num_slots)
+        try:
+            yield
+        finally:
+            self.lora.tokens = None
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute all logits [R, vocab_size]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from batchgen.engine.models.model_config import (
     own_dtype,
 )
 from batchgen.engine.vision.image_span import ImageRules
-from batchgen.engine.vision.vision_config import VisionConfig
+from batchgen.engine.vision.vision_config import DeepstackConfig, VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,16 +65,38 @@ def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
     )
 
 
-def with_tower(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
-    """Add the vision tower of Qwen3-VL's form to a decoder's configuration, or what the engine
-    lacks for it, without which the decoder runs."""
+def deepstack_tower(hf: PretrainedConfig) -> DeepstackConfig:
+    """Read the configuration of a tower of Qwen3-VL's form. Raises ValueError if it is not
+    supported."""
+    tower = hf.vision_config
+    check_positive(num_position_embeddings=tower.num_position_embeddings)
+    side = math.isqrt(tower.num_position_embeddings)
+    if side**2 != tower.num_position_embeddings:
+        raise ValueError(
+            f"num_position_embeddings is {tower.num_position_embeddings}, and must be a square"
+        )
+    fields = tower_fields(hf, "gelu_pytorch_tanh")
+    if not hf.text_config.rope_parameters.get("mrope_interleaved", True):
+        raise ValueError("mrope_interleaved is false, which is not supported for images")
+    return DeepstackConfig(**fields, table_side=side, deepstack=_deepstack(tower))
+
+
+def with_tower(
+    hf: PretrainedConfig,
+    config: ModelConfig,
+    read: Callable[[PretrainedConfig], VisionConfig] = deepstack_tower,
+) -> ModelConfig:
+    """Add the vision tower that `read` finds to a decoder's configuration, or what the engine lacks
+    for it, without which the decoder runs."""
     try:
-        return replace(config, vision=_checked_tower(hf, config))
+        return replace(config, vision=_checked_tower(hf, config, read))
     except ValueError as error:
         return replace(config, vision_lack=str(error))
 
 
-def _checked_tower(hf: PretrainedConfig, config: ModelConfig) -> VisionConfig:
+def _checked_tower(
+    hf: PretrainedConfig, config: ModelConfig, read: Callable[[PretrainedConfig], VisionConfig]
+) -> VisionConfig:
     """Read the tower's configuration. Raises ValueError if it does not go with the decoder's."""
     ids = (hf.image_token_id, hf.video_token_id, hf.vision_start_token_id, hf.vision_end_token_id)
     if bad := [i for i in ids if type(i) is not int or not 0 <= i < config.vocab_size]:
@@ -81,8 +104,8 @@ def _checked_tower(hf: PretrainedConfig, config: ModelConfig) -> VisionConfig:
             f"the token id {bad[0]!r:.60} of images or videos is not in the vocabulary of "
             f"{config.vocab_size}"
         )
-    vision = _vision_config(hf)
-    if len(vision.deepstack) >= config.num_layers:
+    vision = read(hf)
+    if isinstance(vision, DeepstackConfig) and len(vision.deepstack) >= config.num_layers:
         raise ValueError(
             f"deepstack_visual_indexes has {len(vision.deepstack)} entries, and must have fewer "
             f"than the decoder has layers, {config.num_layers}"
@@ -95,12 +118,14 @@ def _checked_tower(hf: PretrainedConfig, config: ModelConfig) -> VisionConfig:
     return vision
 
 
-def _vision_config(hf: PretrainedConfig) -> VisionConfig:
+def tower_fields(hf: PretrainedConfig, activation: str) -> dict[str, Any]:
+    """Read what all towers have, as fields of `VisionConfig`. Raises ValueError if a value is not
+    supported."""
     tower = hf.vision_config
-    if tower.hidden_act != "gelu_pytorch_tanh" or tower.in_channels != 3:
+    if tower.hidden_act != activation or tower.in_channels != 3:
         raise ValueError(
             f"the vision tower has hidden_act {tower.hidden_act!r} and {tower.in_channels} colours;"
-            " supported are 'gelu_pytorch_tanh' and 3"
+            f" supported are {activation!r} and 3"
         )
     check_positive(
         patch_size=tower.patch_size,
@@ -111,39 +136,31 @@ def _vision_config(hf: PretrainedConfig) -> VisionConfig:
         vision_num_heads=tower.num_heads,
         vision_intermediate_size=tower.intermediate_size,
         out_hidden_size=tower.out_hidden_size,
-        num_position_embeddings=tower.num_position_embeddings,
     )
-    side = math.isqrt(tower.num_position_embeddings)
-    if side**2 != tower.num_position_embeddings:
-        raise ValueError(
-            f"num_position_embeddings is {tower.num_position_embeddings}, and must be a square"
-        )
     if tower.hidden_size % (4 * tower.num_heads):
         raise ValueError(
             f"the vision tower's hidden_size {tower.hidden_size} must be a multiple of 4 times its "
             f"num_heads {tower.num_heads}"
         )
-    return VisionConfig(
-        rules=ImageRules(
+    return {
+        "rules": ImageRules(
             hf.image_token_id,
             hf.video_token_id,
             hf.vision_start_token_id,
             hf.vision_end_token_id,
             tower.patch_size * tower.spatial_merge_size,
         ),
-        patch_size=tower.patch_size,
-        temporal_size=tower.temporal_patch_size,
-        merge_size=tower.spatial_merge_size,
-        depth=tower.depth,
-        width=tower.hidden_size,
-        num_heads=tower.num_heads,
-        mlp_size=tower.intermediate_size,
-        out_size=tower.out_hidden_size,
-        table_side=side,
-        rope_theta=_theta(tower.rope_parameters),
-        deepstack=_deepstack(tower),
-        mrope_sections=_sections(hf.text_config.rope_parameters),
-    )
+        "patch_size": tower.patch_size,
+        "temporal_size": tower.temporal_patch_size,
+        "merge_size": tower.spatial_merge_size,
+        "depth": tower.depth,
+        "width": tower.hidden_size,
+        "num_heads": tower.num_heads,
+        "mlp_size": tower.intermediate_size,
+        "out_size": tower.out_hidden_size,
+        "rope_theta": _theta(tower.rope_parameters),
+        "mrope_sections": _sections(hf.text_config.rope_parameters),
+    }
 
 
 def _theta(parameters: dict[str, Any] | None) -> float:
@@ -155,20 +172,24 @@ def _theta(parameters: dict[str, Any] | None) -> float:
 
 def _deepstack(tower: PretrainedConfig) -> tuple[int, ...]:
     """Return the blocks whose features the decoder's layers add; some towers have none."""
-    indexes = tuple(tower.to_dict().get("deepstack_visual_indexes") or ())
+    return ascending_blocks(tower, "deepstack_visual_indexes")
+
+
+def ascending_blocks(tower: PretrainedConfig, key: str) -> tuple[int, ...]:
+    """Return the blocks of a tower that a key names; none if it is not there. Raises ValueError if
+    they do not ascend."""
+    indexes = tuple(tower.to_dict().get(key) or ())
     ascending = sorted({i for i in indexes if type(i) is int and 0 <= i < tower.depth})
     if list(indexes) != ascending:
         raise ValueError(
-            f"deepstack_visual_indexes is {indexes!r:.60}, and must be ascending blocks of the "
-            f"vision tower's {tower.depth}"
+            f"{key} is {indexes!r:.60}, and must be ascending blocks of the vision tower's "
+            f"{tower.depth}"
         )
     return indexes
 
 
 def _sections(parameters: dict[str, Any]) -> tuple[int, int, int]:
-    """Return the sections of multimodal rotary embedding, which must be interleaved."""
-    if not parameters.get("mrope_interleaved", True):
-        raise ValueError("mrope_interleaved is false, which is not supported for images")
+    """Return the sections of multimodal rotary embedding."""
     sections = parameters.get("mrope_section")
     if (
         not isinstance(sections, list | tuple)

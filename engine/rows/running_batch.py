@@ -16,7 +16,11 @@ from batchgen.engine.interface.outputs import HostOutput, RequestError
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.rows.token_logs import TokenLogs
-from batchgen.engine.sampling.sampler import ANSWER_REST_PROBS, ANSWER_TOP_LOGPROBS, rest_probs
+from batchgen.engine.sampling.sampler_columns import (
+    ANSWER_REST_PROBS,
+    ANSWER_TOP_LOGPROBS,
+    rest_probs,
+)
 
 BatchSlots = npt.NDArray[np.int64]
 """The batch slots of some rows, [R] int64."""

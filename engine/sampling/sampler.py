@@ -6,19 +6,22 @@ and V the size of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.interface.outputs import OutputColumn, StepOutput
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.sampling.logits import Logits
+from batchgen.engine.sampling.processed_logits import exclude, process, scale_and_filter
+from batchgen.engine.sampling.sampler_columns import (
+    ANSWER_PREFIX,
+    ENTROPY,
+    LOGPROBS,
+    TOP_LOGPROB_IDS,
+    TOP_LOGPROBS,
+)
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
-from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling import (
     entropy_triton,
     filter_triton,
@@ -27,25 +30,7 @@ from batchgen.kernels.sampling import (
 )
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.sampling_triton import Share
-from batchgen.kernels.sampling.token_mask import TokenMask, apply_token_mask
-
-LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
-"""The log-probability of each generated token."""
-# The tail shape of these two is the row's own K, which `requested_columns` puts in.
-TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
-"""The log-probabilities of the K most likely tokens at each position."""
-TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
-"""The ids of those K tokens."""
-
-ENTROPY = OutputColumn("entropy", np.dtype(np.float32))
-"""The entropy of the distribution of each generated token, in nats."""
-
-_ANSWER = "answer_"
-"""What the names of columns of answer scope begin with."""
-ANSWER_TOP_LOGPROBS = _ANSWER + TOP_LOGPROBS.name
-ANSWER_REST_PROBS = OutputColumn("answer_rest_probs", np.dtype(np.float32), scope="answer")
-"""The probability of all tokens but the K most likely ones at each position of an answer."""
-_INF = float("inf")
+from batchgen.kernels.sampling.token_mask import TokenMask
 
 
 class Drawn(NamedTuple):
@@ -63,96 +48,6 @@ class Drawn(NamedTuple):
     conflict: Tensor | None = None  # [R] bool; None without a mask
     # [R] float32, in nats: of the distribution that the token was drawn from, if asked for
     entropy: Tensor | None = None
-
-
-def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
-    """Return the output columns of the sampler that a row with these options asks for."""
-    columns = [LOGPROBS] if params.logprobs else []
-    if params.top_logprobs:
-        tail = (params.top_logprobs,)
-        columns.append(replace(TOP_LOGPROBS, tail_shape=tail))
-        columns.append(replace(TOP_LOGPROB_IDS, tail_shape=tail))
-    columns += [ENTROPY] if ENTROPY.name in params.columns else []
-    if params.scores_answer:
-        columns = [replace(c, name=_ANSWER + c.name, scope="answer") for c in columns]
-        columns += [ANSWER_REST_PROBS] if params.top_logprobs else []
-    return tuple(columns)
-
-
-def of_answer(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """The sampler's columns of generated tokens under the names that those of a given answer have,
-    and all others as they are, with the probability of the rest if top log-probabilities are
-    there."""
-    own = {LOGPROBS.name, TOP_LOGPROBS.name, TOP_LOGPROB_IDS.name, ENTROPY.name}
-    out = {_ANSWER + name if name in own else name: v for name, v in columns.items()}
-    if ANSWER_TOP_LOGPROBS in out:
-        out[ANSWER_REST_PROBS.name] = rest_probs(out[ANSWER_TOP_LOGPROBS])
-    return out
-
-
-def process(
-    logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
-) -> Tensor:
-    """Compute the logits of the distribution that rows are sampled from, as [R, V] float32.
-
-    The options apply in this order: penalties, the bans of stop ids before min_new_tokens and of
-    tokens that are never sampled (unless a ban leaves no token), the mask, temperature, top-k,
-    top-p, min-p. The filters come after the mask so that they choose among allowed tokens.
-    `positions` [R] belong to the tokens to be sampled. A row is -inf everywhere only if its logits
-    were or the mask left nothing. May return the logits themselves.
-    """
-    left, _ = _exclude(logits, sampling, positions, mask)
-    return _scale_and_filter(left, logits, sampling)
-
-
-def _exclude(
-    logits: Tensor, sampling: SamplingInputs, positions: Tensor, mask: TokenMask | None
-) -> tuple[Tensor, Tensor | None]:
-    """Apply penalties, ban and mask; also return which rows have no token left, with a mask."""
-    out = _penalised(logits, sampling, positions)
-    if mask is None:
-        return out, None
-    return apply_token_mask(out, mask, out=None if out is logits else out)
-
-
-def _scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) -> Tensor:
-    """Apply temperature and filters to `_exclude`'s result, which may be overwritten."""
-    if not (sampling.any_temperature or sampling.any_filters):
-        return left.float()
-    out = _float_copy(logits) if left is logits else left.float()
-    if sampling.any_temperature:
-        kernels.apply_temperature(out, sampling.temperature)
-    if sampling.any_filters:
-        kernels.filter_top_k_top_p_min_p(out, sampling.top_k, sampling.top_p, sampling.min_p)
-    return out
-
-
-def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> Tensor:
-    """Apply penalties and bans: [R, V] float32, or the logits if there are none."""
-    if not (sampling.any_penalties or sampling.any_min_new_tokens or sampling.any_bans):
-        return logits
-    out = _float_copy(logits)
-    if sampling.any_penalties:
-        kernels.apply_penalties(
-            out,
-            logits,
-            sampling.history,
-            positions,
-            sampling.prompt_lens,
-            sampling.repetition,
-            sampling.presence,
-            sampling.frequency,
-        )
-    if sampling.any_min_new_tokens:
-        kernels.apply_ban(out, sampling.stop_ids, positions < sampling.min_positions)
-    if sampling.any_bans:
-        kernels.apply_ban(out, sampling.banned_ids, torch.ones_like(sampling.greedy))
-    return out
-
-
-def _float_copy(logits: Tensor) -> Tensor:
-    """A contiguous float32 copy of the logits, which may be overwritten."""
-    return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def sample_tokens(
@@ -196,8 +91,8 @@ def draw_tokens(
     if logits.is_cuda:
         asked = {"confidence": confidence, "entropy": entropy}
         return draw_fused(logits, sampling, positions, draws, **asked, mask=mask)
-    left, empty = _exclude(logits, sampling, positions, mask)
-    processed = _scale_and_filter(left, logits, sampling)
+    left, empty = exclude(logits, sampling, positions, mask)
+    processed = scale_and_filter(left, logits, sampling)
     if sampling.all_greedy:
         token_ids = processed.argmax(-1)
     else:
@@ -237,13 +132,6 @@ def describe(
     return columns
 
 
-def rest_probs(top_logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the probability of all tokens but the K whose log-probabilities [N, K] are given."""
-    rest = 1 - np.exp(top_logprobs.astype(np.float64)).sum(1)
-    clipped: npt.NDArray[np.float32] = rest.clip(0).astype(np.float32)
-    return clipped
-
-
 def score_tokens(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
@@ -281,7 +169,9 @@ def _scored(drawn: Drawn) -> StepOutput:
         num_tokens=torch.ones_like(drawn.failed, dtype=torch.int32),
         token_ids=drawn.token_ids.unsqueeze(1),
         failed=drawn.failed,
-        columns={_ANSWER + name: values.unsqueeze(1) for name, values in drawn.columns.items()},
+        columns={
+            ANSWER_PREFIX + name: values.unsqueeze(1) for name, values in drawn.columns.items()
+        },
     )
 
 
@@ -325,7 +215,7 @@ def _draw_fused(
 ) -> Drawn:
     """`draw_fused`, or with `scored_ids` [R] the same of these tokens in place of drawn ones. With
     a `share` the logits are the columns of this rank (`Logits.share_for`)."""
-    left, empty = _exclude(logits, sampling, positions, mask)
+    left, empty = exclude(logits, sampling, positions, mask)
     threshold = None
     if sampling.any_filters:
         threshold = filter_triton.thresholds(
@@ -365,7 +255,7 @@ def _draw_fused(
     if sampling.any_entropy:
         source = logits
         if sampling.any_processed_logprobs:  # this may overwrite `left`
-            processed = _scale_and_filter(left, logits, sampling)
+            processed = scale_and_filter(left, logits, sampling)
             source = torch.where(sampling.processed_logprobs.unsqueeze(1), processed, logits)
         columns[ENTROPY.name] = kernels.entropy_of(source)
     return Drawn(drawn.token_ids, drawn.failed, columns, drawn.confidence, conflict, entropies)

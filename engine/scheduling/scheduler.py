@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.interface.outputs import HostOutput, RequestError
-from batchgen.engine.rows.running_batch import BatchSlots, RunningBatch
+from batchgen.engine.rows.running_batch import RunningBatch
 from batchgen.engine.rows.scheduled_batch import (
     DecodeBatch,
     MixedBatch,
@@ -25,6 +25,7 @@ from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.scheduling.adapter_slots import AdapterSlots
 from batchgen.engine.scheduling.admission import Admission
 from batchgen.engine.scheduling.block_manager import BlockManager
+from batchgen.engine.scheduling.decode_builder import DecodeBuilder
 from batchgen.engine.scheduling.image_store import ImageStore
 from batchgen.engine.scheduling.pacing import Pacing
 from batchgen.engine.scheduling.prefill_builder import PrefillBuilder
@@ -36,9 +37,6 @@ from batchgen.engine.scheduling.prefill_policy import (
     is_last_wave,
     longest_first,
 )
-
-NewBlock = tuple[int, int, int]
-"""An entry of `DecodeBatch.new_blocks`."""
 
 
 class Scheduler:
@@ -88,6 +86,7 @@ class Scheduler:
         self._newest: Sequence | None = None  # the row that was admitted last
         self.block_manager = block_manager
         self.running = RunningBatch(limits.max_num_seqs, counts)
+        self._decode = DecodeBuilder(block_manager, self.running, pacing, self._preempt)
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # which admitted rows found in the prefix cache
 
@@ -259,77 +258,8 @@ class Scheduler:
         return seq
 
     def _decode_batch(self, width: int) -> DecodeBatch | None:
-        """Plan a decode batch of `width` tokens a row and reserve the blocks that it needs."""
-        running = self.running
-        keep = np.flatnonzero(self._staying())
-        slots = running.order[keep]
-        needed = self._pacing.cache_tokens(
-            running.num_tokens[slots], running.pending[slots], width, running.max_tokens[slots]
-        )
-        ending = len(running) - len(slots) - (self._cut is not None)
-        if ending and self._lacks_blocks(slots, needed):
-            return None  # rows that end with the launched steps will free their blocks
-        count, *new_blocks = self._reserve(slots, needed)
-        if not count:
-            return None
-        slots = slots[:count]
-        moved = running.decode(keep[:count], width)
-        epochs, guide = running.epochs[slots], running.guide(slots)
-        full, of_window = new_blocks
-        return DecodeBatch(slots, epochs, moved, full, width, needed[:count], guide, of_window)
-
-    def _lacks_blocks(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:
-        """Whether the free blocks are too few to give the rows at these slots [R] room for `needed`
-        [R] tokens each."""
-        missing = -(-(needed - self.running.reserved[slots]) // self.block_manager.block_size)
-        return self.block_manager.lacks(int(np.maximum(missing, 0).sum()))
-
-    def _reserve(
-        self, slots: BatchSlots, needed: npt.NDArray[np.int64]
-    ) -> tuple[int, list[NewBlock], list[NewBlock]]:
-        """Reserve blocks so that the rows at these slots [R] have room for `needed` [R] tokens. If
-        the cache is full, rows are preempted, the one that joined last first. Returns how many of
-        the rows remain, the first ones, and `DecodeBatch.new_blocks` and `new_window_blocks` for
-        them."""
-        manager, reserved = self.block_manager, self.running.reserved
-        new_blocks: list[NewBlock] = []
-        of_window: list[NewBlock] = []
-        count = len(slots)
-        lacking = np.flatnonzero(needed > reserved[slots])
-        for row in lacking.tolist():
-            if row >= count:
-                break  # this row and all after it were preempted
-            seq = self.running[slots[row]]
-            before, window_before = len(seq.block_table), len(seq.window_table)
-            while not manager.reserve(seq, needed[row]):
-                if self._give_back_lookahead(slots[:count], needed[:count]):
-                    continue
-                if self._cut is not None:  # it joined last
-                    self._preempt(self._cut)
-                    continue
-                count -= 1
-                self._preempt(self.running[slots[count]])
-                if row == count:
-                    break
-            else:
-                reserved[slots[row]] = manager.room_of(seq)
-                blocks = seq.block_table[before:]
-                new_blocks += [(row, before + i, block) for i, block in enumerate(blocks)]
-                blocks = seq.window_table[window_before:]
-                of_window += [(row, window_before + i, block) for i, block in enumerate(blocks)]
-        assert count or not len(lacking), "a row that fits alone could not be scheduled alone"
-        return count, new_blocks, of_window
-
-    def _give_back_lookahead(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:
-        """Free blocks that were reserved for drafts which were then rejected: those of the rows at
-        these slots [R] behind the `needed` [R] KV slots. Returns whether any block was freed."""
-        reserved, manager = self.running.reserved, self.block_manager
-        rows = np.flatnonzero(reserved[slots] - needed >= manager.block_size)
-        for row in rows.tolist():
-            seq = self.running[slots[row]]
-            manager.trim(seq, needed[row])
-            reserved[slots[row]] = manager.room_of(seq)
-        return bool(len(rows))
+        """Plan a decode batch of `width` tokens a row."""
+        return self._decode.batch(np.flatnonzero(self._staying()), width, self._cut)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take all that a running row owns of the caches, and let it wait before all others to be

@@ -29,6 +29,7 @@ from batchgen.kernels.attention.prefill_plan import (
     plan_prefill,
     tile_tokens,
 )
+from batchgen.kernels.attention.windows import first_seen, window_key
 
 CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
@@ -68,10 +69,10 @@ def paged_attention(
     """Compute softmax(q·kᵀ·scale)·v for each query q [T, num_heads, head_dim] over its row's
     context.
 
-    With a `window` a query sees only the last `window` tokens up to its own, and attention must be
-    causal. `sinks` [num_heads] are scores that stand in each head's softmax beside those of the
-    tokens, for which nothing is added. With a `cap`, a token's score s becomes cap · tanh(s / cap)
-    (Gemma 2, arXiv 2408.00118).
+    With a `window` a query sees only the last `window` tokens up to its own, or those of its chunk
+    if that is a `ChunkWindow`, and attention must be causal. `sinks` [num_heads] are scores that
+    stand in each head's softmax beside those of the tokens, for which nothing is added. With a
+    `cap`, a token's score s becomes cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118).
 
     The cache already holds the T new tokens; on a CPU key and value may be one tensor. Each part of
     the tokens, one after another, is computed by itself, so decoding rows and rows of prefill are
@@ -100,7 +101,7 @@ def attend_part_triton(
     cap: float | None = None,
 ) -> None:
     """Compute `paged_attention` of one part with Triton, into `out`."""
-    for index, form in in_forms(meta):
+    for index, form in in_forms(meta, cache.key.shape[2]):
         if index is None:
             _attend_form(q, cache, form, scale, out, window, sinks, cap)
         else:
@@ -121,7 +122,7 @@ def _attend_form(
 ) -> None:
     kv_heads, _, block_size, head_dim = cache.key.shape
     num_heads = q.shape[1]
-    shape = (num_heads, kv_heads, block_size, head_dim, window or 0)
+    shape = (num_heads, kv_heads, block_size, head_dim, *window_key(window))
     if shape not in meta.plans:
         meta.plans[shape] = _make_triton_plan(q, cache, meta, window)
     plan, tables = meta.plans[shape]
@@ -176,7 +177,7 @@ def _attend_part_reference(
     sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> None:
-    shape = (q.shape[1], *cache.key.shape, window or 0)
+    shape = (q.shape[1], *cache.key.shape, *window_key(window))
     plan = meta.plans.get(shape)
     if plan is None:
         plan = meta.plans[shape] = _make_plan(q.shape[1], cache, meta, window)
@@ -241,7 +242,7 @@ def _make_group(
         used = -(-max(meta.context_lens[rows]) // block_size)
         tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
     else:
-        starts = (limits[:, :1] - (window - 1)).clamp(min=0) // CHUNK * CHUNK
+        starts = first_seen(limits[:, :1], window).clamp(min=0) // CHUNK * CHUNK
         most = int((limits[:, -1:] - starts).max()) // CHUNK + 1
         places = starts // block_size + torch.arange(most * per_chunk, device=starts.device)
         padded = F.pad(meta.tables(window)[rows], (0, 1))  # past a row's end stands scratch
@@ -291,7 +292,7 @@ def _attend(
         limits = group.limits.unsqueeze(-1)
         if group.starts is not None and window is not None:
             context = context + group.starts.unsqueeze(-1)
-            hidden = (context > limits) | (context <= limits - window)
+            hidden = (context > limits) | (context < first_seen(limits, window))
         else:
             hidden = context > limits
         score.unflatten(0, (kv_heads, num_rows)).masked_fill_(hidden, float("-inf"))

@@ -28,6 +28,7 @@ from batchgen.kernels.attention.split_combine import (
     partial_results,
     sink_share,
 )
+from batchgen.kernels.attention.windows import first_seen_triton, window_arguments
 from batchgen.kernels.device import device_programs
 
 MAX_QUERIES = 128
@@ -89,7 +90,7 @@ def paged_attention_decode(
     _decode_kernel[(device_programs(q.device, config.programs_per_sm),)](
         q, *cache, positions, block_tables, plan.units, plan.count, out, partial, log_sums, sinks,
         scale, q.stride(0), q.stride(1), cache.key.stride(0), block_tables.stride(0),
-        block_length, **sizes, BLOCKED=blocked, WINDOW=window, CAP=cap,
+        block_length, **sizes, BLOCKED=blocked, **window_arguments(window), CAP=cap,
         QUERIES_PAD=max(16, triton.next_power_of_2(queries)), DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size, BLOCK_N=config.block_n,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INTERPRETED=not q.is_cuda,
@@ -118,9 +119,9 @@ def _decode_kernel(
     q, key, value, positions, tables, units, count, out, partial, log_sums, sinks,
     scale, q_token_stride, q_head_stride, kv_head_stride, table_stride, block_length,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, QUERIES_PAD: tl.constexpr,
-    DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCKED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr,
+    QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program takes one (unit, KV head) item of each round.
 
@@ -149,13 +150,14 @@ def _decode_kernel(
                 limit = (limit // block_length + 1) * block_length - 1
             lowest = 0
             if WINDOW is not None:  # the row's first query sees no token before this one
-                lowest = tl.load(positions + row * WIDTH).to(tl.int32) - (WINDOW - 1)
+                lowest = tl.load(positions + row * WIDTH).to(tl.int32)
+                lowest = first_seen_triton(lowest, WINDOW, CHUNKED)
             source = token * q_token_stride + head_of_query * q_head_stride
             queries = tl.load(q + source[:, None] + dim[None, :], mask=real, other=0.0)
             top, total_weight, sums = _attend_unit(
                 queries, limit, key + head * kv_head_stride, value + head * kv_head_stride,
-                tables + row * table_stride, start, stop, lowest, scale, WINDOW, CAP,
-                HEAD_DIM, QUERIES_PAD, DIM_PAD, BLOCK_SIZE, BLOCK_N, PRECISION, INTERPRETED,
+                tables + row * table_stride, start, stop, lowest, scale, WINDOW, CHUNKED,
+                CAP, HEAD_DIM, QUERIES_PAD, DIM_PAD, BLOCK_SIZE, BLOCK_N, PRECISION, INTERPRETED,
             )  # fmt: skip
             # A query that sees no token of a unit gets the result 0 with weight 0.
             unseen = total_weight == 0.0
@@ -178,8 +180,8 @@ def _decode_kernel(
 @triton.jit
 def _attend_unit(
     queries, limit, key, value, table, start, stop, lowest, scale, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNKED: tl.constexpr, CAP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the positions from `start` to `stop` - 1 with online softmax, in powers of 2
@@ -228,7 +230,7 @@ def _attend_unit(
         # The score is replaced, not added to: the key of an unseen token may be NaN.
         seen = cached[None, :] & (position[None, :] <= limit[:, None])
         if WINDOW is not None:
-            seen &= position[None, :] > limit[:, None] - WINDOW
+            seen &= position[None, :] >= first_seen_triton(limit, WINDOW, CHUNKED)[:, None]
         score = tl.where(seen, score, -float("inf"))
         peak = tl.maximum(top, tl.max(score, 1))
         shift = tl.where(peak == -float("inf"), 0.0, peak)

@@ -21,6 +21,9 @@ from batchgen.kernels.rules import BY_BATCH, BitRules
 MOST_ROWS = 256
 """The most rows of a decode step in which tokens are read again, so that its partial results take
 no more memory than those of other decode steps."""
+RUN = 8
+"""Tokens of a row that are read again as one row of a decode step, where a query has the same bits
+beside others. Kernels divide such rows where it has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +73,42 @@ def are_replayed(query_lens: Sequence[int], replayed: Sequence[int]) -> Tensor:
     return row_indices(counts) % 2 == 1
 
 
-def in_forms(meta: AttentionMetadata) -> list[Form]:
+def in_forms(meta: AttentionMetadata, block_size: int) -> list[Form]:
     """Divide a part by the forms that its tokens take; the layers of a forward share the result."""
     if meta.replayed is None:
         return [(None, meta)]
     if () not in meta.plans:
-        meta.plans[()] = _divided(meta, meta.replayed)
-    found: list[Form] = meta.plans[()]
-    return found
+        meta.plans[()] = _divided(meta, meta.replayed, block_size)
+    forms: list[Form] = meta.plans[()]
+    return forms
 
 
-def _divided(meta: AttentionMetadata, replayed: tuple[int, ...]) -> list[Form]:
+def _divided(meta: AttentionMetadata, replayed: tuple[int, ...], block_size: int) -> list[Form]:
     assert meta.decode_width is None and meta.tiles is None
     again = torch.tensor(replayed)
     lens, contexts = torch.tensor(meta.query_lens), torch.tensor(meta.context_lens)
     is_again, length = are_replayed(meta.query_lens, replayed), meta.block_length
     assert not (again % length).any(), "blocks are read as a whole"
-    found: list[Form] = []
+    forms: list[Form] = []
     if (lens > again).any():
         rows = (lens > again).nonzero().flatten()
         tokens = (~is_again).nonzero().flatten()
-        found.append(_part(meta, tokens, rows, lens - again, contexts - again, None))
-    rows = row_indices(again // length)
-    widths, tokens = torch.full_like(again, length), is_again.nonzero().flatten()
-    for start in range(0, len(rows), MOST_ROWS):
-        some = slice(start, start + MOST_ROWS)
-        own = tokens[start * length : (start + MOST_ROWS) * length]
-        found.append(_part(meta, own, rows[some], widths, contexts, length))
-    return found
+        forms.append(_part(meta, tokens, rows, lens - again, contexts - again, None))
+    run = RUN if length == 1 and meta.rules.divide_queries else length
+    whole, tokens = again // run * run, is_again.nonzero().flatten()
+    is_run = are_replayed(replayed, whole.tolist())
+    # Runs in which a row has no splits have no partial results, so more of them fit.
+    has_splits = meta.rules.has_splits(meta.block_tables.shape[1] * block_size)
+    most_runs = MOST_ROWS // (run // length) if has_splits else MOST_ROWS
+    steps = (run, whole, is_run, most_runs), (length, again - whole, ~is_run, MOST_ROWS)
+    for width, counts, are_read, most in steps:
+        rows, own = row_indices(counts // width), tokens[are_read]
+        widths = torch.full_like(again, width)
+        for start in range(0, len(rows), most):
+            some = rows[start : start + most]
+            places = own[start * width : (start + most) * width]
+            forms.append(_part(meta, places, some, widths, contexts, width))
+    return forms
 
 
 def _part(

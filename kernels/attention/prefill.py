@@ -28,6 +28,7 @@ from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import gather_context
 from batchgen.kernels.attention.prefill_plan import PrefillPlan
 from batchgen.kernels.attention.split_combine import capped_score, sink_share
+from batchgen.kernels.attention.windows import first_seen_triton, window_arguments
 
 
 def paged_attention_prefill(
@@ -77,8 +78,8 @@ def paged_attention_prefill(
     _prefill_kernel[(num_kv_heads * len(plan.tiles),)](
         q, key, value, out, positions, tables, plan.tiles, sinks, table_stride, q.stride(0),
         cache.key.stride(0), gathered, scale * math.log2(math.e), block_length,
-        BLOCKED=block_length > 1, WINDOW=window, CAP=cap, GATHERED=plan.gather is not None,
-        NUM_HEADS=num_heads, GROUP=plan.group, HEAD_DIM=head_dim,
+        BLOCKED=block_length > 1, **window_arguments(window), CAP=cap,
+        GATHERED=plan.gather is not None, NUM_HEADS=num_heads, GROUP=plan.group, HEAD_DIM=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, INTERPRETED=not q.is_cuda,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -115,13 +116,14 @@ def _attend_tile(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAP: tl.constexpr,
     GATHERED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add one tile of keys, the positions from `start` to start + BLOCK_N - 1, to a query tile.
 
-    With MASKED a query sees only keys up to its `last_seen` [BLOCK_M], of these only the last
+    With MASKED a query sees only keys up to its `last_seen` [BLOCK_M], of these only those inside
     WINDOW if that is given, else the whole tile. Values loaded past `limit` or before the window
     are finite. With GATHERED, `table` is where the row begins among the copies;
     else `block` [BLOCK_N] are the keys' KV blocks. Those of the next tile are loaded here and
@@ -155,7 +157,7 @@ def _attend_tile(
         # Masked before the scaling: so the fused multiply-subtract below rounds as without MASKED.
         seen = n[None, :] <= last_seen[:, None]
         if WINDOW is not None:
-            seen &= n[None, :] > last_seen[:, None] - WINDOW
+            seen &= n[None, :] >= first_seen_triton(last_seen, WINDOW, CHUNKED)[:, None]
         score = tl.where(seen, score, float("-inf"))
     peak = tl.maximum(top, tl.max(score, 1) * scale_log2)
     shift = peak
@@ -186,6 +188,7 @@ def _prefill_kernel(
     block_length,
     BLOCKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAP: tl.constexpr,
     GATHERED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -229,7 +232,8 @@ def _prefill_kernel(
     n = tl.arange(0, BLOCK_N)
     begin = 0
     if WINDOW is not None:  # no query of the tile sees a key before `begin`
-        begin = tl.maximum(common - WINDOW, 0) // BLOCK_N * BLOCK_N
+        begin = first_seen_triton(common - 1, WINDOW, CHUNKED)
+        begin = tl.maximum(begin, 0) // BLOCK_N * BLOCK_N
         n += begin
     if GATHERED:
         table = kv_head * num_gathered + tl.load(table)
@@ -246,19 +250,20 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if WINDOW is not None:
         # All queries see the keys from here to `full`.
-        whole = tl.minimum(tl.cdiv(tl.maximum(limit - WINDOW, 0), BLOCK_N) * BLOCK_N, full)
+        whole = first_seen_triton(limit - 1, WINDOW, CHUNKED)
+        whole = tl.minimum(tl.cdiv(tl.maximum(whole, 0), BLOCK_N) * BLOCK_N, full)
         last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
         for start in tl.range(begin, whole, BLOCK_N):
             acc, top, total, block = _attend_tile(
                 acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CAP, GATHERED,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP, GATHERED,
                 INTERPRETED,
             )  # fmt: skip
         begin = whole
     for start in tl.range(begin, full, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, table, block, start, None, limit, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, WINDOW, CAP, GATHERED,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, WINDOW, CHUNKED, CAP, GATHERED,
                 INTERPRETED,
         )  # fmt: skip
     # This is loaded only here because the loop above has no registers to spare.
@@ -269,7 +274,7 @@ def _prefill_kernel(
     for start in tl.range(full, limit, BLOCK_N):
         acc, top, total, block = _attend_tile(
             acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CAP, GATHERED,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP, GATHERED,
                 INTERPRETED,
         )  # fmt: skip
 

@@ -52,18 +52,22 @@ class FourBitExperts(NamedTuple):
         assert gate_up.sizes == (experts, 2 * inner, hidden)
         assert x.dtype == gate_up.dtype == down.dtype
         activated = torch.empty((len(parts), inner), dtype=x.dtype, device=x.device)
-        bias = epilogues.down_bias
+        bias, pairs = epilogues.down_bias, epilogues.sorted_adapters(alignment)
+        added = None if pairs is None else pairs.gate_up(x, 2 * inner)
         if isinstance(tiles, FourBitTiles):
-            four_bit_gate_up(x, gate_up, alignment, tiles.gate_up, k, activated, epilogues)
+            four_bit_gate_up(x, gate_up, alignment, tiles.gate_up, k, activated, epilogues, added)
             four_bit_down(activated, down, weights, alignment, tiles.down, parts, bias)
-            return
-        # The first matrix is freed before the second one needs memory.
-        gate_up_product(
-            x, dequantise_panels(gate_up), alignment, tiles.gate_up, k, activated, epilogues
-        )
-        down_product(
-            activated, dequantise_panels(down), weights, alignment, tiles.down, parts, bias
-        )
+        else:
+            # The first matrix is freed before the second one needs memory.
+            gate_up_product(
+                x, dequantise_panels(gate_up), alignment, tiles.gate_up, k, activated, epilogues,
+                added,
+            )  # fmt: skip
+            down_product(
+                activated, dequantise_panels(down), weights, alignment, tiles.down, parts, bias
+            )
+        if pairs is not None:
+            pairs.add_down_(parts, activated, weights)
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
         """Compute `grouped_mlp` in PyTorch, as plainly as it can be written."""

@@ -23,6 +23,7 @@ from batchgen.kernels.moe.slot_tile_triton import (
     gated_product,
     store_slots,
     tile_of_program,
+    with_added,
     with_bias,
 )
 from batchgen.kernels.moe.tiled_layout import PANEL
@@ -39,14 +40,15 @@ def four_bit_gate_up(
     k: int,
     out: Tensor,  # [T·k, I]
     epilogues: Epilogues = PLAIN,
+    added: Tensor | None = None,  # [T·k, parts · I], in the order of slots
 ) -> None:
     """Compute silu(gate·x) · (up·x) of every slot in float32, or what `epilogues` say, into `out`
-    in the order of places."""
+    in the order of places. Adapters have `added` to the products before the gate."""
     inner = out.shape[1]
     limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
-        x, weight.words, weight.scales, epilogues.gate_up_bias, out, *alignment[:-1],
+        x, weight.words, weight.scales, epilogues.gate_up_bias, added, out, *alignment[:-1],
         x.stride(0), k, inner, weight.words.shape[1], LIMIT=limit, SLOPE=slope,
         GELU=epilogues.function == "gelu",
         **_options(alignment, tiles, weight),
@@ -89,8 +91,8 @@ def _options(
 
 @triton.jit(do_not_specialize=["slots_per_token"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _gate_up(
-    x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
-    tile_ends_ptr, num_tiles_ptr, x_stride, slots_per_token, inner, panels,
+    x_ptr, words_ptr, scales_ptr, bias_ptr, added_ptr, out_ptr, slots_ptr, tile_experts_ptr,
+    tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_stride, slots_per_token, inner, panels,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -104,22 +106,22 @@ def _gate_up(
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
-            x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, expert, first, end,
-            first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, GELU,
+            x_ptr, words_ptr, scales_ptr, bias_ptr, added_ptr, out_ptr, slots_ptr, expert, first,
+            end, first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, GELU,
             BLOCK_M // 2, BLOCK_N, CODE, GROUP, EVEN, INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
-            x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, expert, first, end,
-            first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, GELU, BLOCK_M,
-            BLOCK_N, CODE, GROUP, EVEN, INTERPRETED,
+            x_ptr, words_ptr, scales_ptr, bias_ptr, added_ptr, out_ptr, slots_ptr, expert, first,
+            end, first_column, x_stride, slots_per_token, inner, panels, LIMIT, SLOPE, GELU,
+            BLOCK_M, BLOCK_N, CODE, GROUP, EVEN, INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
 def _gate_up_tile(
-    x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
-    x_stride, slots_per_token, inner, panels,
+    x_ptr, words_ptr, scales_ptr, bias_ptr, added_ptr, out_ptr, slots_ptr, expert, first, end,
+    first_column, x_stride, slots_per_token, inner, panels,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -160,6 +162,8 @@ def _gate_up_tile(
     up = times_factors(up, scales + inner, panels, rows, CODE)
     gate = with_bias(gate, bias_ptr, expert, rows, row, True)
     up = with_bias(up, bias_ptr, expert, rows, inner + row, True)
+    gate = with_added(gate, added_ptr, slot, rows, row, True)
+    up = with_added(up, added_ptr, slot, rows, inner + row, True)
     result = tl.trans(gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty))
     target = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]
     tl.store(target, result, mask=is_place[:, None] & (column < inner)[None, :])

@@ -22,7 +22,7 @@ from batchgen.kernels.moe.tiled_layout import matrix_sizes
 
 
 class FP8Experts(NamedTuple):
-    """`ExpertWeights` in FP8, without other epilogues than SwiGLU.
+    """`ExpertWeights` in FP8, without other epilogues than SwiGLU and adapters.
 
     x and what is between the two products are quantised in groups of 128 values. If 128 rows of a
     weight share a scale, I is a multiple of 128.
@@ -54,26 +54,40 @@ class FP8Experts(NamedTuple):
         """Compute both products, as `ExpertWeights.multiply` says."""
         gate_up, down, powers, rows = self
         (experts, hidden, inner), slots = self.sizes, len(parts)
-        assert epilogues == PLAIN
+        assert epilogues._replace(adapters=None) == PLAIN
         assert matrix_sizes(gate_up.values) == (experts, 2 * inner, hidden)
         assert gate_up.scale_rows == 1 or inner % BLOCK == 0
         values, scales = quantise_rows_triton(x, powers) if rows is None else rows[:2]
         activated = torch.empty((slots, inner), dtype=FP8, device=parts.device)
         of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=parts.device)
-        k = weights.shape[1]
-        fp8_gate_up(values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers)
+        k, pairs = weights.shape[1], epilogues.sorted_adapters(alignment)
+        added = None if pairs is None else pairs.gate_up(x, 2 * inner)
+        # Adapters read what is between the products as it was before it was rounded to FP8.
+        plain = None if pairs is None else torch.empty_like(activated, dtype=parts.dtype)
+        fp8_gate_up(
+            values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers, added, plain
+        )
         fp8_down(activated, of_groups, down, weights, alignment, tiles, parts)
+        if pairs is not None and plain is not None:
+            pairs.add_down_(parts, plain, weights)
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
         """Compute `grouped_mlp` in PyTorch, as plainly as it can be written."""
-        assert epilogues == PLAIN
+        adapters = epilogues.adapters
+        assert epilogues._replace(adapters=None) == PLAIN
         gate_up, down, powers, _ = self
         of_slots = torch.zeros((*ids.shape, x.shape[1]), device=x.device)
         for expert in ids[ids < len(gate_up.values)].unique().tolist():
             token, slot = (ids == expert).nonzero(as_tuple=True)
             wide, narrow = (FP8Weight(w.values[expert], w.scales[expert]) for w in (gate_up, down))
             tokens = quantise_rows(x[token], powers_of_two=powers)
-            inner = silu_and_mul_reference(fp8_linear_reference(tokens, wide))
+            products, slots = fp8_linear_reference(tokens, wide), token * ids.shape[1] + slot
+            if adapters is not None:
+                adapters.add_gate_up_(products, x[token], slots)
+            inner = silu_and_mul_reference(products)
             inner_rows = quantise_rows(inner, powers_of_two=powers)
-            of_slots[token, slot] = fp8_linear_reference(inner_rows, narrow)
+            yielded = fp8_linear_reference(inner_rows, narrow)
+            if adapters is not None:
+                adapters.add_down_(yielded, inner, slots)
+            of_slots[token, slot] = yielded
         return (of_slots * weights.unsqueeze(-1)).sum(1).to(x.dtype)

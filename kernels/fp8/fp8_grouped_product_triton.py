@@ -12,7 +12,7 @@ from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, fitting_stages
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.quantise_triton import quantise_groups
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program
+from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program, with_added
 from batchgen.kernels.moe.tiled_layout import are_panels
 from batchgen.kernels.moe.tiled_layout_triton import load_weights, weights_operand
 
@@ -27,14 +27,17 @@ def fp8_gate_up(
     out: Tensor,  # [T·k, I] e4m3
     out_scales: Tensor,  # [⌈I/128⌉, T·k] float32
     powers_of_two: bool,
+    added: Tensor | None = None,  # [T·k, 2·I], in the order of slots
+    plain: Tensor | None = None,  # [T·k, I]
 ) -> None:
-    """Compute silu(gate·x) · (up·x) of every slot and quantise it, in the order of places."""
+    """Compute silu(gate·x) · (up·x) of every slot and quantise it, in the order of places. Adapters
+    have `added` to the products; what is quantised is also written to `plain`."""
     inner, hidden = out.shape[1], values.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(inner, BLOCK),)
     _gate_up[grid](
-        values, scales, weights_operand(weight.values, BLOCK), weight.scales, out, out_scales,
-        *alignment[:-1],
-        scales.stride(0), out_scales.stride(0), weight.scales.stride(0), k, inner, hidden,
+        values, scales, weights_operand(weight.values, BLOCK), weight.scales, added, out,
+        out_scales, plain, *alignment[:-1], scales.stride(0), out_scales.stride(0),
+        weight.scales.stride(0), k, inner, hidden,
         POWERS=powers_of_two, BLOCK_N=BLOCK, SWAP=tiles.gate_up_swap,
         **_options(alignment, tiles, weight), num_warps=tiles.gate_up_warps,
         num_stages=fitting_stages(tiles.gate_up_stages, tiles.block_m + 2 * BLOCK, out.device),
@@ -82,8 +85,8 @@ _PLAIN = ["x_scales_stride", "out_scales_stride", "slots_per_token"]
 
 @triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _gate_up(
-    x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr,
-    tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, added_ptr, out_ptr, out_scales_ptr, plain_ptr,
+    slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
     out_scales_stride, expert_scales, slots_per_token, inner, hidden, POWERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -97,24 +100,25 @@ def _gate_up(
     group = tl.program_id(0) % columns
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
-            x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
-            first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
-            inner, hidden, POWERS, BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS,
-            INTERPRETED,
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, added_ptr, out_ptr, out_scales_ptr,
+            plain_ptr, slots_ptr, expert, first, end, group, x_scales_stride, out_scales_stride,
+            expert_scales, slots_per_token, inner, hidden, POWERS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            SCALE_ROWS, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
-            x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
-            first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
-            inner, hidden, POWERS, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, added_ptr, out_ptr, out_scales_ptr,
+            plain_ptr, slots_ptr, expert, first, end, group, x_scales_stride, out_scales_stride,
+            expert_scales, slots_per_token, inner, hidden, POWERS, BLOCK_M, BLOCK_N, BLOCK_K,
+            SCALE_ROWS, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
 def _gate_up_tile(
-    x_ptr, x_scales_ptr, weight, w_scales_ptr, out_ptr, out_scales_ptr, slots_ptr, expert,
-    first, end, group, x_scales_stride, out_scales_stride, expert_scales, slots_per_token,
-    inner, hidden, POWERS: tl.constexpr,
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, added_ptr, out_ptr, out_scales_ptr, plain_ptr,
+    slots_ptr, expert, first, end, group, x_scales_stride, out_scales_stride, expert_scales,
+    slots_per_token, inner, hidden, POWERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +126,8 @@ def _gate_up_tile(
     place = first + tl.arange(0, BLOCK_M)
     column = group * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the end repeat the last one, and columns past the last one others: without masks.
-    token = tl.load(slots_ptr + tl.minimum(place, end - 1)) // slots_per_token
+    slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    token = slot // slots_per_token
     row = column % inner
     k = tl.arange(0, BLOCK_K)
     x_source = x_ptr + token.to(tl.int64)[:, None] * hidden + k[None, :]
@@ -159,13 +164,18 @@ def _gate_up_tile(
         x_scales = next_x_scales
         up_scales = next_up_scales
 
+    gate = with_added(gate, added_ptr, slot, 2 * inner, row, SWAP)
+    up = with_added(up, added_ptr, slot, 2 * inner, inner + row, SWAP)
     result = gate / (1.0 + tl.exp(-gate)) * up
     if SWAP:
         result = tl.trans(result)
     mask = (place < end)[:, None] & (column < inner)[None, :]
     result = tl.where(column[None, :] < inner, result, 0.0)
+    target = place.to(tl.int64)[:, None] * inner + column[None, :]
+    if plain_ptr is not None:
+        tl.store(plain_ptr + target, result.to(plain_ptr.dtype.element_ty), mask=mask)
     values, scales = quantise_groups(result, 1, POWERS, INTERPRETED)
-    tl.store(out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :], values, mask=mask)
+    tl.store(out_ptr + target, values, mask=mask)
     tl.store(out_scales_ptr + group * out_scales_stride + place, scales, mask=place < end)
 
 

@@ -26,6 +26,8 @@ def causal_conv_step_triton(
     window: Tensor,
     records: Tensor,
     rows: StepRows,
+    *,
+    with_silu: bool = True,
 ) -> Tensor:
     """`causal_conv_step` in one launch."""
     channels, taps = weight.shape
@@ -36,14 +38,20 @@ def causal_conv_step_triton(
         _conv_step[(len(rows.slots) * blocks,)](
             x, weight, bias, window, records, out, rows.slots, rows.pending, rows.first,
             x.stride(0), weight.stride(0), weight.stride(1), window.stride(0), channels, TAPS=taps,
-            WIDTH=rows.width, RING=records.shape[1], FOLD=rows.fold,
+            WIDTH=rows.width, RING=records.shape[1], FOLD=rows.fold, SILU=with_silu,
             BLOCKS=blocks, BLOCK=_STEP_BLOCK, TILE=triton.next_power_of_2(taps), num_warps=1,
         )  # fmt: skip
     return out
 
 
 def causal_conv_prefill_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, rows: PrefillRows
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    rows: PrefillRows,
+    *,
+    with_silu: bool = True,
 ) -> Tensor:
     """`causal_conv_prefill` in two launches: the tokens, then the windows that they have read."""
     channels, taps = weight.shape
@@ -55,7 +63,7 @@ def causal_conv_prefill_triton(
         _conv_prefill[(rows.most_chunks(), blocks)](
             x, weight, bias, window, out, rows.slots, rows.positions, rows.starts, x.stride(0),
             weight.stride(0), weight.stride(1), window.stride(0), channels, batch,
-            TAPS=taps, CHUNK=CHUNK, TOKENS=_TOKENS, BLOCK=_BLOCK, num_warps=1,
+            TAPS=taps, CHUNK=CHUNK, TOKENS=_TOKENS, SILU=with_silu, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
         _conv_windows[(batch, blocks)](
             x, window, rows.slots, rows.positions, rows.starts, snapshots, x.stride(0),
@@ -71,7 +79,7 @@ def _conv_step(
     x_ptr, weight_ptr, bias_ptr, window_ptr, records_ptr, out_ptr, slots_ptr, pending_ptr,
     first_ptr, x_stride, weight_channel, weight_tap, window_stride, channels,
     TAPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, FOLD: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    SILU: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Each program convolves BLOCK channels of one row for its WIDTH tokens.
 
@@ -103,7 +111,7 @@ def _conv_step(
         total = tl.sum(value.to(tl.float32) * weight, axis=0)[None, :]
         if bias_ptr is not None:
             total += tl.load(bias_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-        out = total / (1.0 + tl.exp(-total))
+        out = total / (1.0 + tl.exp(-total)) if SILU else total
         target = out_ptr + (row * WIDTH + j) * channels + channel
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=channel < channels)
         record = tl.load(x + j * x_stride, mask=channel < channels, other=0.0)
@@ -132,7 +140,8 @@ def _before(
 def _conv_prefill(
     x_ptr, weight_ptr, bias_ptr, window_ptr, out_ptr, slots_ptr, positions_ptr, starts_ptr,
     x_stride, weight_channel, weight_tap, window_stride, channels, num_rows,
-    TAPS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes BLOCK channels of one chunk, TOKENS tokens at a time."""
     row, chunk = row_of_chunk(starts_ptr, tl.program_id(0), num_rows, CHUNK)
@@ -169,7 +178,7 @@ def _conv_prefill(
                 total += values[i + tap] * weights[tap]
             if bias_ptr is not None:
                 total += bias
-            out = total / (1.0 + tl.exp(-total))
+            out = total / (1.0 + tl.exp(-total)) if SILU else total
             size = tl.where(begin + i < first + count, channels, 0)
             target = out_ptr + (begin + i).to(tl.int64) * channels + channel
             tl.store(target, out.to(out_ptr.dtype.element_ty), mask=channel < size)

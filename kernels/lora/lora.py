@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.lora.lora_tokens import LoRATokens
-from batchgen.kernels.lora.lora_triton import add_lora_triton_
+from batchgen.kernels.lora.lora_triton import add_hidden_triton_, add_lora_triton_
 
 Product = Callable[[Tensor], Tensor]
 """Computes x·Wᵀ for x [T, K]."""
@@ -65,6 +65,24 @@ def add_lora_(
         for part, down, up in products[slot - 1] if slot else ():
             rows = x.index_select(0, index)
             out[:, part.start : part.start + part.size].index_add_(0, index, up(down(rows)))
+    return out
+
+
+def add_lora_columns_(
+    out: Tensor, ids: Tensor, tokens: LoRATokens, stacked: StackedFactors
+) -> Tensor:
+    """Add B times column ids [T] int64 of A of each token's adapter to `out` [T, out_features] in
+    place, and return it: what `add_lora_` does for x that has a one there, and zeros."""
+    down, up, blocks = stacked
+    # Tokens without an adapter read that of the last slot, and nothing is added to them.
+    hidden = down[tokens.slots - 1, :, ids].float()
+    if tokens.alignment is not None:
+        return add_hidden_triton_(out, hidden.unsqueeze(0), tokens.alignment, up, blocks)
+    for first, end, at in blocks.tolist():
+        own = up[tokens.slots - 1, first:end].float()
+        added = torch.einsum("tnr,tr->tn", own, hidden[:, at : at + up.shape[2]])
+        total = (out[:, first:end].float() + added).to(out.dtype)
+        out[:, first:end] = torch.where(tokens.slots[:, None] == 0, out[:, first:end], total)
     return out
 
 

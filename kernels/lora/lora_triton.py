@@ -30,35 +30,69 @@ the second launch moves 64 KiB of results of 64 tokens, and reads 4 KiB of sums 
 
 
 def add_lora_triton_(
-    out: Tensor, x: Tensor, alignment: Alignment, down: Tensor, up: Tensor, blocks: Tensor
+    out: Tensor,
+    x: Tensor,
+    alignment: Alignment,
+    down: Tensor,
+    up: Tensor,
+    blocks: Tensor,
+    *,
+    rows: Tensor | int = 1,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Add B·(A·x) of each token's adapter to `out` [T, N] in place for x [T, K]; the factors are
-    those of `StackedFactors`, with a rank that is a power of 2 from 16 on."""
-    (count, depth), (_, width, rank) = x.shape, up.shape
-    ranks = down.shape[1]
-    assert x.stride(1) == out.stride(1) == 1 and rank >= 16 and rank & (rank - 1) == 0
+    those of `StackedFactors`, with a rank that is a power of 2 from 16 on.
+
+    Token t reads row t // `rows` of x, or the one that `rows` [T] int32 names. What is added is
+    multiplied by its weight [T] float32 if there are `weights`.
+    """
+    hidden = _hidden(len(out), x, alignment, down, up.shape[2], rows)
+    return add_hidden_triton_(out, hidden, alignment, up, blocks, weights)
+
+
+def _hidden(
+    count: int, x: Tensor, alignment: Alignment, down: Tensor, rank: int, rows: Tensor | int
+) -> Tensor:
+    """Compute A·x in one part, or in several that are to be added up: [parts, T, P · R] float32."""
+    depth, ranks = x.shape[1], down.shape[1]
+    assert x.stride(1) == 1 and rank >= 16 and rank & (rank - 1) == 0
     splits = min(_SPLITS, triton.cdiv(depth, _BLOCK_K))
     share = triton.cdiv(triton.cdiv(depth, _BLOCK_K), splits) * _BLOCK_K
     planes = 1 if count >= _ONE_PROGRAM else splits
     hidden = torch.empty((planes, count, ranks), dtype=torch.float32, device=x.device)
     block_r = min(_BLOCK_R, triton.next_power_of_2(ranks))
     columns = triton.cdiv(ranks, block_r)
-    tiles, block_m = alignment.most_tiles, alignment.block_m
-    wide, interpreted = x.dtype == torch.float32, not x.is_cuda
-    _down[(tiles * columns, planes)](
-        x, down, hidden, alignment.slots, *alignment[1:-1], count, depth, ranks, share, x.stride(0),
-        COLUMNS=columns, ALL_PARTS=planes < splits, BLOCK_M=block_m, BLOCK_R=block_r,
+    wide, of_rows = x.dtype == torch.float32, isinstance(rows, Tensor)
+    _down[(alignment.most_tiles * columns, planes)](
+        x, down, hidden, rows if of_rows else None, alignment.slots, *alignment[1:-1], count,
+        depth, ranks, share, x.stride(0), 1 if of_rows else rows,
+        COLUMNS=columns, ALL_PARTS=planes < splits, BLOCK_M=alignment.block_m, BLOCK_R=block_r,
         BLOCK_K=_BLOCK_K // (2 if wide else 1),
-        INTERPRETED=interpreted, num_warps=4, num_stages=1 if wide else 3,
+        INTERPRETED=not x.is_cuda, num_warps=4, num_stages=1 if wide else 3,
     )  # fmt: skip
+    return hidden
+
+
+def add_hidden_triton_(
+    out: Tensor,
+    hidden: Tensor,  # [parts, T, P · R] float32
+    alignment: Alignment,
+    up: Tensor,
+    blocks: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Add B times the sum of the parts of hidden values to `out`, as `add_lora_triton_` does."""
+    (planes, count, ranks), (_, width, rank) = hidden.shape, up.shape
+    assert out.stride(1) == 1 and hidden.is_contiguous()
+    block_m = alignment.block_m
     # More values for each thread would leave no room for a second program beside the first.
     step_n, step_r, warps = (128, 64, 4) if block_m == 16 else (64, 32, 8)
     registers = 128 if block_m > 16 and rank <= step_r else None
-    _up[(tiles * len(blocks),)](
-        out, hidden, up, blocks, alignment.slots, *alignment[1:-1], count, width, ranks,
+    _up[(alignment.most_tiles * len(blocks),)](
+        out, hidden, up, blocks, weights, alignment.slots, *alignment[1:-1], count, width, ranks,
         out.stride(0),
         COLUMNS=len(blocks), PLANES=planes, BLOCK_M=block_m, BLOCK_N=BLOCK_N, STEP_N=step_n,
-        RANK=rank, BLOCK_R=min(step_r, rank), INTERPRETED=interpreted, num_warps=warps,
+        RANK=rank, BLOCK_R=min(step_r, rank), INTERPRETED=not out.is_cuda, num_warps=warps,
         maxnreg=registers,
     )  # fmt: skip
     return out
@@ -66,8 +100,8 @@ def add_lora_triton_(
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _down(
-    x_ptr, down_ptr, hidden_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
-    num_tiles_ptr, count, depth, ranks, share, x_stride,
+    x_ptr, down_ptr, hidden_ptr, rows_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
+    tile_ends_ptr, num_tiles_ptr, count, depth, ranks, share, x_stride, x_rows,
     COLUMNS: tl.constexpr, ALL_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +117,10 @@ def _down(
     token = tl.load(slots_ptr + tl.minimum(place, end - 1))
     r = tl.program_id(0) % COLUMNS * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
-    x_tile = x_ptr + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    x_row = token // x_rows
+    if rows_ptr is not None:
+        x_row = tl.load(rows_ptr + token)
+    x_tile = x_ptr + x_row.to(tl.int64)[:, None] * x_stride + k[None, :]
     row = adapter.to(tl.int64) * ranks + tl.minimum(r, ranks - 1)
     a_tile = down_ptr + row[:, None] * depth + k[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -109,8 +146,8 @@ def _down(
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _up(
-    out_ptr, hidden_ptr, up_ptr, blocks_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
-    tile_ends_ptr, num_tiles_ptr, count, width, ranks, out_stride,
+    out_ptr, hidden_ptr, up_ptr, blocks_ptr, weights_ptr, slots_ptr, tile_experts_ptr,
+    tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, count, width, ranks, out_stride,
     COLUMNS: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEP_N: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +180,8 @@ def _up(
             if INTERPRETED:
                 b = b.to(tl.float32)
             total = tl.dot(hidden, tl.trans(b), total, input_precision="ieee")
+        if weights_ptr is not None:
+            total *= tl.load(weights_ptr + token)[:, None]
         target = out_ptr + token[:, None] * out_stride + n[None, :]
         there = (place < end)[:, None] & (n < last)[None, :]
         before = tl.load(target, mask=there, other=0.0).to(tl.float32)

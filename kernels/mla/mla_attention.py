@@ -92,7 +92,7 @@ def attend_part(
     """`latent_attention` of one part with Triton, in `out` [T, num_heads, V] if that is given."""
     if out is None:
         out = q.new_empty((*q.shape[:2], expansion.value_size))
-    for index, form in in_forms(meta):
+    for index, form in in_forms(meta, plane.shape[1]):
         if index is None:
             _attend_form(q, plane, expansion, rotated, form, scale, out)
         else:

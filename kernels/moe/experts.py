@@ -106,8 +106,12 @@ class PlainExperts(NamedTuple):
         assert x.dtype == self.gate_up.dtype == self.down.dtype
         activated = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
         k, bias = weights.shape[1], epilogues.down_bias
-        gate_up_product(x, self.gate_up, alignment, tiles.gate_up, k, activated, epilogues)
+        pairs = epilogues.sorted_adapters(alignment)
+        added = None if pairs is None else pairs.gate_up(x, epilogues.parts * inner)
+        gate_up_product(x, self.gate_up, alignment, tiles.gate_up, k, activated, epilogues, added)
         down_product(activated, self.down, weights, alignment, tiles.down, parts, bias)
+        if pairs is not None:
+            pairs.add_down_(parts, activated, weights)
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
         """Compute `grouped_mlp` of plain rows on a CPU."""
@@ -115,7 +119,7 @@ class PlainExperts(NamedTuple):
             ExpertProducts(self.gate_up.unbind(), bias=epilogues.gate_up_bias),
             ExpertProducts(self.down.unbind(), bias=epilogues.down_bias),
         )
-        return grouped_mlp_cpu(x, *products, ids, weights, *epilogues[2:])
+        return grouped_mlp_cpu(x, *products, ids, weights, epilogues)
 
 
 def grouped_mlp_reference(
@@ -133,9 +137,15 @@ def grouped_mlp_reference(
         wide = x[token] @ gate_up[expert].t()
         if epilogues.gate_up_bias is not None:
             wide += epilogues.gate_up_bias[expert]
-        narrow = gated(wide, *epilogues[2:]) @ down[expert].t()
+        slots = token * ids.shape[1] + slot
+        if epilogues.adapters is not None:
+            epilogues.adapters.add_gate_up_(wide, x[token], slots)
+        inner = gated(wide, epilogues.clamped, epilogues.function)
+        narrow = inner @ down[expert].t()
         if epilogues.down_bias is not None:
             narrow += epilogues.down_bias[expert]
+        if epilogues.adapters is not None:
+            epilogues.adapters.add_down_(narrow, inner, slots)
         of_slots[token, slot] = narrow
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for values, weight in zip(of_slots.unbind(1), weights.unbind(1), strict=True):

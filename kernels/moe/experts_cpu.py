@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from batchgen.kernels.layers.activation import ExpertFunction
 from batchgen.kernels.layers.linear import MOST_ROWS, linear
-from batchgen.kernels.moe.epilogues import ClampedGate, gated
+from batchgen.kernels.moe.epilogues import PLAIN, Epilogues, gated
 
 _GROUP_ROWS = 256
 """Rows of several experts that are gathered, activated and put back together. With few rows each,
@@ -37,8 +36,7 @@ def grouped_mlp_cpu(
     down: ExpertProducts,
     ids: Tensor,
     weights: Tensor,
-    clamped: ClampedGate | None = None,
-    function: ExpertFunction = "silu",
+    epilogues: Epilogues = PLAIN,
 ) -> Tensor:
     """Compute `grouped_mlp` with each expert's weights as `linear` takes them.
 
@@ -50,15 +48,20 @@ def grouped_mlp_cpu(
     counts = experts.bincount(minlength=num_experts)[:num_experts].tolist()
     order = experts.argsort(stable=True)
     weight_of_pair, first = weights.reshape(-1, 1), 0
-    total = torch.zeros(x.shape, dtype=torch.float32)
+    total, adapters = torch.zeros(x.shape, dtype=torch.float32), epilogues.adapters
     for group in _groups(counts):
         lengths = counts[group.start : group.stop]
         pairs = order[first : first + sum(lengths)]
         first += len(pairs)
         tokens = pairs // ids.shape[1]
         rows = x.index_select(0, tokens)
-        inner = gated(_by_expert(rows, gate_up, group, lengths), clamped, function)
+        wide = _by_expert(rows, gate_up, group, lengths)
+        if adapters is not None:
+            adapters.add_gate_up_(wide, rows, pairs)
+        inner = gated(wide, epilogues.clamped, epilogues.function)
         found = _by_expert(inner, down, group, lengths)
+        if adapters is not None:
+            adapters.add_down_(found, inner, pairs)
         # One row after another is added: a token's parts in the order of their experts.
         total.index_add_(0, tokens, found * weight_of_pair.index_select(0, pairs))
     return total.to(x.dtype)

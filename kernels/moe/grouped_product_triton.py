@@ -25,6 +25,7 @@ from batchgen.kernels.moe.slot_tile_triton import (
     gated_product,
     store_slots,
     tile_of_program,
+    with_added,
     with_bias,
 )
 from batchgen.kernels.moe.tiled_layout import PANEL, are_panels
@@ -41,14 +42,16 @@ def gate_up_product(
     k: int,
     out: Tensor,  # [T·k, I]
     epilogues: Epilogues = PLAIN,
+    added: Tensor | None = None,  # [T·k, parts · I], in the order of slots
 ) -> None:
     """Compute silu(gate·x) · (up·x) of every slot in float32, or what `epilogues` say, into `out`
-    in the order of places."""
+    in the order of places. Adapters have `added` to the products before the gate."""
     inner, hidden = out.shape[1], x.shape[1]
     limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
     _gate_up[grid](
-        x, weights_operand(weight, tiles.block_n), epilogues.gate_up_bias, out, *alignment[:-1],
+        x, weights_operand(weight, tiles.block_n), epilogues.gate_up_bias, added, out,
+        *alignment[:-1],
         x.stride(0), k, inner, hidden, LIMIT=limit, SLOPE=slope,
         GELU=epilogues.function == "gelu", PARTS=epilogues.parts,
         **_options(alignment, tiles, weight, hidden),
@@ -148,8 +151,8 @@ def _add_products(acc, values, weights, SWAP: tl.constexpr, INTERPRETED: tl.cons
 
 @triton.jit(do_not_specialize=["slots_per_token"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _gate_up(
-    x_ptr, weight, bias_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr,
-    num_tiles_ptr, x_stride, slots_per_token, inner, hidden,
+    x_ptr, weight, bias_ptr, added_ptr, out_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr,
+    tile_ends_ptr, num_tiles_ptr, x_stride, slots_per_token, inner, hidden,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -163,22 +166,22 @@ def _gate_up(
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
-            x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, PARTS, BLOCK_M // 2, BLOCK_N,
-            BLOCK_K, EVEN_K, SWAP, PANELS, INTERPRETED,
+            x_ptr, weight, bias_ptr, added_ptr, out_ptr, slots_ptr, expert, first, end,
+            first_column, x_stride, slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, PARTS,
+            BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
-            x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-            slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
-            EVEN_K, SWAP, PANELS, INTERPRETED,
+            x_ptr, weight, bias_ptr, added_ptr, out_ptr, slots_ptr, expert, first, end,
+            first_column, x_stride, slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, PARTS,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
 def _gate_up_tile(
-    x_ptr, weight, bias_ptr, out_ptr, slots_ptr, expert, first, end, first_column, x_stride,
-    slots_per_token, inner, hidden,
+    x_ptr, weight, bias_ptr, added_ptr, out_ptr, slots_ptr, expert, first, end, first_column,
+    x_stride, slots_per_token, inner, hidden,
     LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -210,8 +213,10 @@ def _gate_up_tile(
             up = _add_products(up, x, weights, SWAP, INTERPRETED)
 
     gate = with_bias(gate, bias_ptr, expert, PARTS * inner, row, SWAP)
+    gate = with_added(gate, added_ptr, slot, PARTS * inner, row, SWAP)
     if PARTS == 2:
         up = with_bias(up, bias_ptr, expert, 2 * inner, inner + row, SWAP)
+        up = with_added(up, added_ptr, slot, 2 * inner, inner + row, SWAP)
         result = gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty)
     else:
         # Without a gate, what is called so is the only projection.

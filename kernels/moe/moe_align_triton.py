@@ -21,6 +21,8 @@ from torch import Tensor
 
 FEW_SLOTS = 4096
 """One launch sorts up to this many slots."""
+_FEW_EXPERTS = 512
+"""One launch sorts slots of up to this many experts, as each of its programs counts all of them."""
 _CHUNK = 1024
 """Slots of a chunk."""
 _COUNTS = 4096
@@ -75,7 +77,7 @@ def moe_align(
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
     found = Alignment(slots, tiles[0], tiles[1], tiles[2], num_tiles, block_m)
     block_e = triton.next_power_of_2(num_experts + some_elsewhere)
-    if num_slots <= FEW_SLOTS:
+    if num_slots <= FEW_SLOTS and num_experts <= _FEW_EXPERTS:
         block = max(128, triton.next_power_of_2(num_slots))
         _align_expert[(num_experts,)](
             ids, *found[:-1], num_slots,

@@ -32,6 +32,17 @@ def with_bias(acc, bias_ptr, expert, stride, row, SWAP: tl.constexpr):
 
 
 @triton.jit
+def with_added(acc, added_ptr, slot, stride, row, SWAP: tl.constexpr):
+    """Return acc, as `with_bias` does, plus what adapters add to each slot: the values at `row` of
+    [slots, stride], if there are any."""
+    if added_ptr is not None:
+        source = added_ptr + slot.to(tl.int64)[:, None] * stride + row[None, :]
+        added = tl.load(source).to(tl.float32)
+        acc += tl.trans(added) if SWAP else added
+    return acc
+
+
+@triton.jit
 def gated_product(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr):
     """Return silu(gate) · up, or gelu(gate) · up, or what `ClampedGate` says, if it has a limit."""
     if GELU:

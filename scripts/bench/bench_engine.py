@@ -1,19 +1,15 @@
-"""Measure the engine: its throughput, its start, and what options of it cost.
+"""Measure the engine: its throughput, and what options of it cost.
 
     python scripts/bench/bench_engine.py throughput --model qwen3-8b --workload mixed,decode
-    python scripts/bench/bench_engine.py throughput --model qwen3-8b --workload mixed \\
-        --profile trace.json
     python scripts/bench/bench_engine.py throughput --model qwen3-30b-a3b --workload mixed \\
         --routing uniform [--columns routed_experts] [--quantization none,fp8] [--requests 128]
-    TRITON_CACHE_DIR=$(mktemp -d) python scripts/bench/bench_engine.py start-up --model qwen3-8b
     python scripts/bench/bench_engine.py determinism [--models qwen3-0.6b] [--schedules 200]
     python scripts/bench/bench_engine.py price --models qwen3-8b,gpt-oss-20b [--layers 12]
     python scripts/bench/bench_engine.py price --models qwen3-8b,qwen3-8b \\
         --against qwen3-8b-int4,qwen3-8b-nvfp4
     python scripts/bench/bench_engine.py adapters --model qwen3-8b [--adapters 1,4,16] [--rank 16]
     python scripts/bench/bench_engine.py unmasking [--model sdar-8b] [--in-flight 128]
-    python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4] \\
-        [--chunk-tokens 256,0] [--runs 2] [--profile]
+    python scripts/bench/bench_engine.py tensor-parallel [--model qwen3-30b-a3b] [--ranks 1,2,4]
 
 All modes take random weights, in bfloat16 on a GPU, or in FP8 with `--quantization fp8`, and in
 float32 on a CPU. Prompts are random, and EOS is ignored. Every mode writes its figures with `--json
@@ -23,14 +19,11 @@ PATH`.
 from __future__ import annotations
 
 import argparse
-import threading
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from measuring import Mode, Rates, commas, measure_rates, process_age, run_mode
+from measuring import Mode, Rates, commas, measure_rates, run_mode
 from modes import adapters, determinism, price, tensor_parallel, unmasking
 from modes.engine_runs import Bench, Run
 from modes.routing import ROUTINGS
@@ -93,7 +86,7 @@ def describe(run: Run, figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(MODELS), required=True)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--routing", choices=ROUTINGS, default="model", help="who chooses experts")
@@ -104,14 +97,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     parser.add_argument("--no-overlap", dest="overlap", action="store_false", default=None)
     parser.add_argument("--no-cuda-graph", dest="cuda_graph", action="store_false", default=None)
-
-
-def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
     parser.add_argument("--workload", type=commas(str, WORKLOADS), required=True)
     parser.add_argument("--runs", type=int, default=1, help="timed runs of each workload")
-    parser.add_argument("--profile", type=Path, help="after the runs: the trace of some steps")
-    parser.add_argument("--profile-after", type=int, default=8, help="steps before")
 
 
 def make_bench(options: argparse.Namespace, quantization: str) -> Bench:
@@ -161,9 +148,6 @@ def run_workloads(
             run = bench.run(name, options.temperature, here)
             runs.append(figures_of(run))
             print(describe(run, runs[-1]), flush=True)
-    for name in options.workload if options.profile else ():
-        path = options.profile.with_name(f"{name}-{options.profile.name}")
-        bench.profile(name, options.temperature, path, options.profile_after)
     return {
         "model": options.model,
         "engine_config": asdict(bench.engine.config),
@@ -181,46 +165,8 @@ def run_workloads(
     }
 
 
-def run_start_up(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time the start of a process up to its first token, and count the kernels that it compiles."""
-    imported = process_age()
-    compiled: list[bool] = []  # whether a thread compiled it ahead; kernels of the cache not at all
-
-    def listen(cache_hit: bool, **_: Any) -> None:
-        if not cache_hit:
-            compiled.append(threading.current_thread() is not threading.main_thread())
-
-    triton.knobs.compilation.listener = listen
-    bench = make_bench(options, options.quantization[0])
-    built, of_engine = process_age(), len(compiled)
-    bench.first_token(options.temperature)
-    total, ahead = process_age(), sum(compiled)
-    print(
-        f"first token {total:.2f} s after the process started: imports {imported:.2f} s, weights "
-        f"{bench.load_seconds:.2f} s, engine {bench.engine_seconds:.2f} s, "
-        f"request {total - built:.2f} s\n"
-        f"kernels compiled ahead {ahead}, by the engine's launches {of_engine - ahead}, "
-        f"by the request's {len(compiled) - of_engine}"
-    )
-    seconds = {
-        "first_token_seconds": total,
-        "imports_seconds": imported,
-        "load_seconds": bench.load_seconds,
-        "engine_seconds": bench.engine_seconds,
-        "request_seconds": total - built,
-    }
-    kernels = {
-        "kernels_compiled_ahead": ahead,
-        "kernels_compiled_by_engine": of_engine - ahead,
-        "kernels_compiled_by_request": len(compiled) - of_engine,
-    }
-    config = {"model": options.model, "engine_config": asdict(bench.engine.config)}
-    return [config | seconds | kernels]
-
-
 MODES = {
     "throughput": Mode(add_throughput_arguments, run_throughput),
-    "start-up": Mode(add_model_arguments, run_start_up),
     "determinism": Mode(determinism.add_arguments, determinism.run),
     "price": Mode(price.add_arguments, price.run),
     "adapters": Mode(adapters.add_arguments, adapters.run),

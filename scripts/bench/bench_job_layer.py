@@ -1,9 +1,7 @@
-"""Measure what a job costs beside its engine: its rows, records of those that are begun, and
-workers beside each other.
+"""Measure what a job costs beside its engine: its rows, and records of those that are begun.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
 python scripts/bench/bench_job_layer.py begun [--rows 256] [--tokens 3600]
-python scripts/bench/bench_job_layer.py workers [--workers 1,4] -- +experiment=nano_hybrid
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from measuring import Mode, run_mode
-from modes import begun, workers
+from modes import begun
 from synthetic_job import InstantEngine, instant_job, integer_steps, must_be_flat
 
 from batchgen.jobs.run.graded_job import grade_and_score
@@ -137,7 +135,6 @@ def run_jobs(options: argparse.Namespace) -> list[Any]:
 MODES = {
     "job": Mode(add_job_arguments, run_jobs),
     "begun": Mode(begun.add_arguments, begun.run),
-    "workers": Mode(workers.add_arguments, workers.run),
 }
 
 

@@ -92,14 +92,6 @@ def run_mode(description: str, modes: dict[str, Mode], arguments: list[str] | No
     return found
 
 
-def process_age() -> float:
-    """Return the seconds since this process started, interpreter included, known to 10 ms."""
-    # The command's name, in parentheses, may hold spaces; starttime is field 22, this is from 3.
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-
-
 def resident_mib(pid: int | str = "self") -> float:
     """Return the MiB of memory that a process holds now."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])

@@ -225,7 +225,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _30B,
     "qwen3-30b-a3b-fp8": _30B | _FP8,
     "qwen3-30b-a3b-int4": _30B | _INT4,
-    "qwen3-30b-a3b-nvfp4": _30B | _NVFP4,
     "sdar-8b": _8B | _DIFFUSION | {"mask_token_id": 151669},
     # The shape of Qwen3.5-35B-A3B without its vision tower.
     "hybrid-35b-a3b": _QWEN3

@@ -19,7 +19,7 @@ from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.dataset.source import Row
 from batchgen.inputs.prompts.row_prompts import Prompt
-from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.open_job import resolve_job
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.util.request_id import RequestId
 

@@ -33,6 +33,7 @@ from batchgen.cli.help import help_text
 from batchgen.cli.verb_table import VERBS, run_verb
 from batchgen.config.groups.config_keys import GROUPS, choices, default_choices
 from batchgen.engine.models.causal_lm import CausalLM
+from batchgen.engine.models.conv_model import ConvForCausalLM
 from batchgen.engine.models.hybrid import HybridForCausalLM
 from batchgen.engine.models.mamba_model import MambaForCausalLM
 from batchgen.engine.models.mla_model import LatentForCausalLM
@@ -73,9 +74,10 @@ GPTQ, compressed-tensors and ModelOpt are kept in 4 bits or dequantised
 ([Sampling](../guides/sampling.md)). Families with experts write the column `routed_experts`.
 DeepseekV3 also loads R1, Moonlight and Kimi-K2, whose tokenizers are code of their repositories,
 which is never run: put a converted tokenizer.json into the folder. Glm4MoeLite is GLM-4.7-Flash.
-Phi-3 and Phi-4-mini with LongRoPE have contexts of 4,096 tokens here. Vision towers are left out
-but for Qwen3VL and Qwen3_5 and their Moe kinds, which read images. Of causal families classifiers
-and reward models (…ForSequenceClassification) and decoders alone (…Model) load, too
+Phi-3 and Phi-4-mini with LongRoPE have contexts of 4,096 tokens here, and Llama4 of 1,048,576.
+Vision towers are left out but for Qwen2_5_VL, Qwen3VL, Qwen3_5 and their Moe kinds, which read
+images. Of causal families classifiers and reward models (…ForSequenceClassification) and decoders
+alone (…Model) load, too
 ([Embeddings and rewards](../guides/embeddings.md))."""
 MISSING_HEAD = """## What is not supported
 
@@ -182,6 +184,8 @@ def family_table() -> str:
             mixer = "attention and gated delta networks"
         elif issubclass(model, MambaForCausalLM):
             mixer = "attention and Mamba2"
+        elif issubclass(model, ConvForCausalLM):
+            mixer = "attention and short convolutions"
         paradigms = "`dllm`" if model.is_diffusion else "`ar`, `ar_spec`"
         name = architecture.partition("For")[0]
         about = (inspect.getdoc(import_module(entry.module)) or "").split("\n\n")[0]

@@ -120,13 +120,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     model = AutoModelForImageTextToText.from_pretrained(SHIPPED, dtype=torch.float32)
-    layers = adapted(model, torch.Generator().manual_seed(args.seed))
+    layers = adapted(model, torch.Generator().manual_seed(0))
     learned = [p for layer in layers.values() for p in (layer.down, layer.up)]
     optimizer = torch.optim.AdamW(learned, lr=5e-3, weight_decay=0.0)
-    practice = doubles("train", str(args.seed))
+    practice = doubles("train", "0")
     for step in range(1, max(STEPS) + 1):
         problems = [next(practice) for _ in range(BATCH)]
         chats = [chat(q.encode(), f"{working} Answer: {a}") for q, working, a in problems]

@@ -20,20 +20,15 @@ class Batch(NamedTuple):
         ids: [B, N] int64.
         prompt_lens: [B] int64, tokens of each prompt.
         lens: [B] int64, tokens of each prompt and answer, with the answer's first <|im_end|>.
-        patches: [patches, 3 · 16 · 16] uint8, of all pictures of all rows in order, if any.
-        grids: [pictures, 3] int64: 1, and the rows and columns of patches of each picture.
     """
 
     ids: Tensor
     prompt_lens: Tensor
     lens: Tensor
-    patches: Tensor | None = None
-    grids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Copy the rows to a device."""
-        moved: Any = (None if part is None else part.to(device) for part in self)
-        return Batch(*moved)
+        return Batch(*(part.to(device) for part in self))
 
 
 class Recipe(NamedTuple):
@@ -41,12 +36,12 @@ class Recipe(NamedTuple):
 
     Attributes:
         learner: makes from the contents of config.json what has a `module` and its `loss(batch)`.
-        make_batch: draws the rows of a step from a seed, the step, the share of the run that is
-            over (0 to 1) and the number of rows; other processes call it.
+        make_batch: draws the rows of a step from a seed, the step and the number of rows; other
+            processes call it.
     """
 
     learner: Callable[[dict[str, Any]], Any]
-    make_batch: Callable[[int, int, float, int], Batch]
+    make_batch: Callable[[int, int, int], Batch]
     steps: int
     batch_size: int
     lr: float

@@ -179,7 +179,7 @@ def _digits(a: int, b: int) -> Iterator[tuple[int, int]]:
         yield a // 10**place % 10, b // 10**place % 10
 
 
-def make_batch(seed: int, step: int, progress: float, rows: int) -> Batch:
+def make_batch(seed: int, step: int, rows: int) -> Batch:
     """Draw the rows of a step, the two forms in turn."""
     stream = itertools.islice(problems("train", f"{seed}.{step}"), rows)
     texts = [problem.texts(as_json=index % 2 == 1) for index, problem in enumerate(stream)]

@@ -1,4 +1,4 @@
-"""Train one of the small models that batchgen ships: arithmetic in text, or numbers in pictures.
+"""Train one of the small models of arithmetic that batchgen ships.
 
     python scripts/nano/train_nano.py nano_sdar --out OUT
     batchgen +experiment=nano_sdar model.path=OUT
@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 
 SHIPPED = Path(__file__).parents[2] / "batchgen" / "data"
-MODELS = ("nano_sdar", "nano_hybrid", "nano_vl")
+MODELS = ("nano_sdar", "nano_hybrid")
 OPTIONS = {"steps": int, "batch_size": int, "lr": float}
 WARMUP_STEPS = 200
 REPORT_EVERY = 500
@@ -43,8 +43,7 @@ class Batches(Dataset[Batch]):
         return self._recipe.steps
 
     def __getitem__(self, step: int) -> Batch:
-        recipe = self._recipe
-        return recipe.make_batch(self._seed, step, step / recipe.steps, recipe.batch_size)
+        return self._recipe.make_batch(self._seed, step, self._recipe.batch_size)
 
 
 def train(recipe: Recipe, config: dict[str, Any], seed: int) -> tuple[Any, float]:

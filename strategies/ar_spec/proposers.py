@@ -13,7 +13,8 @@ from batchgen.engine.execution.model_inputs import ModelInputs
 from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
 from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
-from batchgen.engine.sampling.sampler import process, sample_tokens
+from batchgen.engine.sampling.processed_logits import process
+from batchgen.engine.sampling.sampler import sample_tokens
 from batchgen.kernels.speculation.rejection import draw_drafts
 from batchgen.strategies.ar_spec.controller import DraftCosts, ForwardSeconds
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs

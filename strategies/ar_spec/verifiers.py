@@ -11,7 +11,8 @@ from torch import Tensor
 
 from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.interface.outputs import StepOutput
-from batchgen.engine.sampling.sampler import describe, process, sample_tokens
+from batchgen.engine.sampling.processed_logits import process
+from batchgen.engine.sampling.sampler import describe, sample_tokens
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.speculation.drafts import accept_drafts
 from batchgen.kernels.speculation.rejection import verify

@@ -16,8 +16,9 @@ from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.strategies.dllm.block_rows import Writes
 from batchgen.strategies.dllm.edits import EDIT_LOG, edit_log
 from batchgen.strategies.dllm.guided import denoise
+from batchgen.strategies.dllm.joining_blocks import STEP_MAP
 from batchgen.strategies.dllm.replay import next_step
-from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
+from batchgen.strategies.dllm.step_inputs import DLLMStepInputs
 
 Draw = Callable[[TokenMask | None], Drawn]
 """Draws a token at each of the B · L positions of the blocks, under a mask if that is not None."""

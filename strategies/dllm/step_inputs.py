@@ -16,20 +16,17 @@ from torch import Tensor
 
 from batchgen.engine.device.transfer import Download, upload
 from batchgen.engine.execution.model_inputs import ModelInputs
-from batchgen.engine.interface.outputs import OutputColumn, StepOutput
+from batchgen.engine.interface.outputs import StepOutput
 from batchgen.engine.models.model_config import Diffusion
-from batchgen.engine.rows.sequence import Sequence
 from batchgen.engine.sampling.sampler import Drawn
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
-from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
+from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes, widened
 from batchgen.strategies.dllm.edits import EDIT_LOG
+from batchgen.strategies.dllm.joining_blocks import commit_inputs, joining_blocks
 from batchgen.strategies.dllm.replay import Replays
 from batchgen.strategies.dllm.rules.rule import Rule
 from batchgen.strategies.dllm.unmasking import RuleRows
-
-STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
-"""Which of the row's denoise steps wrote the token, counted from 1."""
 
 
 class DLLMStepInputs(StepInputs):
@@ -154,7 +151,7 @@ class DLLMStepInputs(StepInputs):
         next block sees its final keys and values, because a layer writes all of them before it
         reads any."""
         self._commits = None
-        blocks, newest, length = self.blocks, self.newest, self._length
+        blocks, newest = self.blocks, self.newest
         # A complete block commits in any case, beside its row's next block or in its place.
         self._final = KnownBlocks(
             self.complete,
@@ -166,26 +163,12 @@ class DLLMStepInputs(StepInputs):
         )
         if not room:
             return
-        count = newest.num_rows
         # A row whose last block is complete has no next one. It ends when the host reads the step.
         waiting = self.complete & (blocks.starts < blocks.last_starts)
         rank = waiting.cumsum(0)
         fused = waiting & (rank <= room)
-        chosen = torch.full((room + 1,), count, device=fused.device)
-        chosen.scatter_(
-            0, torch.where(fused, rank - 1, room), torch.arange(count, device=fused.device)
-        )
-        rows = chosen[:room]
-        none = (rows == count).unsqueeze(1)
-        rows = rows.clamp(max=count - 1)
-        self._commits = ModelInputs(
-            input_ids=blocks.token_ids[rows].flatten(),
-            positions=self.positions[rows].masked_fill(none, 0).flatten(),
-            block_tables=newest.block_tables[rows].masked_fill(none, 0),
-            query_lens=np.full(room, length),
-            context_lens=np.full(room, newest.context_lens.max()),
-            lora_slots=None if newest.lora_slots is None else newest.lora_slots[rows],
-        )
+        rows = torch.where(fused, rank - 1, room)
+        self._commits = commit_inputs(blocks, self.positions, newest, rows, room)
         self._blocks = self._opened(blocks, fused)
 
     @property
@@ -255,28 +238,8 @@ class DLLMStepInputs(StepInputs):
         """Add B rows whose prefill has read their whole blocks. Their remaining known tokens are
         the beginning of the first block to denoise."""
         length, count, device = self._length, len(rows.seqs), newest.device
-        starts = rows.context_lens
-        last_starts = np.array([(seq.max_tokens - 1) // length * length for seq in rows.seqs])
-        given = np.array([seq.num_tokens for seq in rows.seqs]) - starts
-        token_ids = np.zeros((count, length), np.int64)
-        for ids, seq, start, known in zip(token_ids, rows.seqs, starts, given, strict=True):
-            ids[:known] = seq.token_ids[start:]
-        steps = np.array([_steps_so_far(seq) for seq in rows.seqs])
-        firsts = np.array([self.prefilled_tokens(seq.num_prompt_tokens) for seq in rows.seqs])
-        there = upload(np.stack([starts, last_starts, given, steps, firsts]), torch.int64, device)
-        masked = torch.arange(length, device=device) >= there[2].unsqueeze(1)
-        new = BlockRows(
-            starts=there[0],
-            first_starts=there[4],
-            last_starts=there[1],
-            token_ids=upload(token_ids, torch.int64, device),
-            masked=masked,
-            prompt_tokens=there[2],
-            denoised=torch.zeros_like(there[0]),
-            steps=there[3].int(),
-            complete=~masked.any(1),
-            edit_steps=torch.zeros_like(there[0]),
-        )
+        firsts = [self.prefilled_tokens(seq.num_prompt_tokens) for seq in rows.seqs]
+        new = joining_blocks(rows, firsts, length, device)
         own = [seq.params.decoding for seq in rows.seqs]
         rules = [each if isinstance(each, Rule) else self._rule for each in own]
         new_rules = RuleRows.build(rules, device)
@@ -326,7 +289,7 @@ class DLLMStepInputs(StepInputs):
         for name, values in columns.items():
             old = self.columns.get(name)
             if old is None or old.shape != values.shape:
-                old = _widened(old, values)
+                old = widened(old, values)
             chosen = positions.view(*positions.shape, *[1] * (values.dim() - 2))
             self.columns[name] = torch.where(chosen, values, old)
         some, masked = positions.any(1), blocks.masked & ~writes.unmasked
@@ -381,20 +344,3 @@ class DLLMStepInputs(StepInputs):
         assert self._after is not None and self._committed is not None, "write comes first"
         self._blocks = self._opened(self._after, self._committed)
         self._final = self._after = self._commits = self._sent = self._committed = None
-
-
-def _steps_so_far(seq: Sequence) -> int:
-    """How many steps of a preempted row have unmasked a position, as its column `step_map` tells. 0
-    for a new row, and for one that does not ask for the column and so does not need the number."""
-    column = seq.columns.get(STEP_MAP.name)
-    values = None if column is None else column.array()
-    return int(values.max()) if values is not None and len(values) else 0
-
-
-def _widened(old: Tensor | None, values: Tensor) -> Tensor:
-    """A tensor in the shape of `values` that holds `old` where the shapes overlap, and else 0."""
-    out = torch.zeros_like(values)
-    if old is not None:
-        tail = tuple(slice(min(a, b)) for a, b in zip(old.shape, values.shape, strict=True))
-        out[tail] = old[tail]
-    return out

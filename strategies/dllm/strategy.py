@@ -28,6 +28,7 @@ from batchgen.strategies.counts import NUM_FORWARDS
 from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.denoise_step import decide_writes, draw_blocks, ordered
 from batchgen.strategies.dllm.edits import EDIT_LOG
+from batchgen.strategies.dllm.joining_blocks import STEP_MAP
 from batchgen.strategies.dllm.option_checks import check_length, check_row, rule_of
 from batchgen.strategies.dllm.replay import is_exact
 from batchgen.strategies.dllm.rules.named_rules import named_rule, rule_of_row
@@ -41,7 +42,7 @@ from batchgen.strategies.dllm.step_counts import (
     count_forwards,
     summary_lines,
 )
-from batchgen.strategies.dllm.step_inputs import STEP_MAP, DLLMStepInputs
+from batchgen.strategies.dllm.step_inputs import DLLMStepInputs
 
 TAIL_COLUMNS = tuple(
     OutputColumn(TAIL + name, np.dtype(np.int32), scope="tail")
@@ -245,7 +246,8 @@ class DLLMStrategy(Strategy):
         hidden = runner.hidden_states(inputs)[:count]
         if self._shifted:
             hidden = hidden.unflatten(0, (-1, self._length)).roll(1, 1).flatten(0, 1)
-        logits = runner.compute_logits(hidden)
+        slots = inputs.lora_slots_of_tokens
+        logits = runner.compute_logits(hidden, None if slots is None else slots[:count])
         logits[:, self.step_inputs.mask_token_id] = -torch.inf
         whole = Logits(logits, logits.shape[1])
         return ModelOutput(whole, self.step_inputs.drawn_positions.flatten(), hidden), None

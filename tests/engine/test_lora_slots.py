@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.interface.outputs import RequestOutput
-from batchgen.engine.layers import lora
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.adapters import add_adapters, slot_numbers
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.peft_files import open_adapter
+from batchgen.engine.lora import layer_lora as lora
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.strategy import Strategy
 from batchgen.kernels.lora.lora import LoRAProducts, StackedFactors, add_lora_reference_

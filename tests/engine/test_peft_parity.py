@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,53 @@ def test_rows_are_those_of_peft(kind: str, tiny_model: Callable[..., Path], tmp_
             with torch.inference_mode():
                 best = model(torch.tensor([tokens])).logits[0, 7:-1].argmax(-1)
             assert best.tolist() == output.token_ids
+
+
+MIXTURE = {
+    "target_modules": ["q_proj", "o_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+WRITTEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "ends": (
+        "llama",
+        {"tie_word_embeddings": False},
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    ),
+    "scaled embedding": (
+        "gemma3_text",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["embed_tokens"]},
+    ),
+    "tied lm_head": (
+        "qwen3",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["lm_head", "up_proj"]},
+    ),
+    "experts": ("qwen3_moe", {}, MIXTURE),
+    "gpt_oss": ("gpt_oss", {}, MIXTURE),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", WRITTEN)
+def test_files_that_peft_writes(case: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    kind, changes, config = WRITTEN[case]
+    base = tiny_model(kind, **changes)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, attn_implementation="eager"
+    )
+    adapted_model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, **config)).eval()
+    torch.manual_seed(0)
+    for name, parameter in adapted_model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted_model.save_pretrained(tmp_path / "a")
+    asked = [(IDS[:8], RequestParams(max_new_tokens=0, lora="a"), IDS[8:])]
+    (scored,) = run(engine_of(adapted(base, {"a": tmp_path / "a"})), asked)
+    found, expected = next(iter(scored.columns.values())), log_probabilities(adapted_model, IDS)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    with adapted_model.disable_adapter():
+        assert (log_probabilities(adapted_model, IDS) - expected).abs().max() > 0.01
 
 
 def _most(kind: str) -> float:

@@ -1,7 +1,5 @@
 """The runs of the throughput benchmark, on a model so small that they take no time."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from measuring import DEVICE
@@ -49,16 +47,6 @@ def test_the_first_run_is_on_the_requests_of_the_comparison() -> None:
     bench = Bench("tiny", config)
     assert bench.load("smoke") == requests("smoke", vocab=512)
     assert bench.load("smoke") != requests("smoke", vocab=512)
-
-
-@pytest.mark.thorough
-def test_a_profile_is_of_some_steps(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench.profile("smoke", 0.6, tmp_path / "t.json", after=3)
-    assert (tmp_path / "t.json").stat().st_size
-    assert "Self CPU" in capsys.readouterr().out
-    assert not bench.engine.has_unfinished()
 
 
 def test_groups_of_decode_steps() -> None:

@@ -8,7 +8,6 @@ import bench_kernels
 import pytest
 from measuring import DEVICE, run_mode
 from modes import price
-from modes.workers import of_attempts
 
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="the sizes are for a CPU")
 SMALL = ["--kv-cache-gib", "0.02"]
@@ -17,7 +16,6 @@ ENGINE: dict[str, list[str]] = {
         *("--model", "tiny-moe", "--workload", "smoke", "--routing", "uniform", "--requests", "3"),
         *("--max-model-len", "256", "--max-num-seqs", "4", *SMALL),
     ],
-    "start-up": ["--model", "tiny", *SMALL],
 }
 
 
@@ -34,18 +32,10 @@ def test_modes_of_the_engine(mode: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks() -> None:
     arguments = ["--model", "tiny-moe", "--workload", "smoke", "--cache-gib", "0.05"]
-    arguments += ["--ranks", "1,2", "--chunk-tokens", "16,0", "--profile"]
+    arguments += ["--ranks", "1,2", "--runs", "2"]
     one, two = run_mode("", bench_engine.MODES, ["tensor-parallel", *arguments])
-    assert one["times"] == 1 and two["times"] > 0 and len(two["profiles"]) == 2
-    for run in (*one["runs"], *two["runs"]):
-        for rank in run["ranks"]:
-            kinds = rank["kinds"]
-            assert kinds["decode"]["steps"] + kinds["prefill"]["steps"] == len(rank["order"])
-            assert kinds["decode"]["device"] > 0 and kinds["decode"]["host"] > 0
-    # Two sums in each of the two layers, and that of the embedding.
-    for rank in two["runs"][0]["ranks"]:
-        steps = rank["kinds"]["decode"]["steps"]
-        assert rank["kinds"]["decode"]["collectives"]["add_sum_norm"] == 5 * steps
+    assert one["times"] == 1 and two["times"] > 0
+    assert len(one["runs"]) == len(two["runs"]) == 2 and two["ready_seconds"] > 0
 
 
 @ON_CPU
@@ -93,28 +83,6 @@ def test_records_of_begun_rows() -> None:
     arguments = ["begun", "--rows", "3", "--tokens", "40"]
     for found in run_mode("", bench_job_layer.MODES, arguments):
         assert found["recorded"] == 1 and found["bytes"] >= 4 * 3 * 40
-
-
-@pytest.mark.quick(2)
-def test_figures_of_workers() -> None:
-    attempts = [
-        {
-            "started": f"2026-11-27T09:16:2{8 + late}+0000", "rows": rows, "wall_s": 10.0,
-            "start_s": 2.0 + late, "generate_s": 5.0, "engine": {"generated_tokens": 100 * rows},
-        }
-        for late, rows in ((0, 12), (1, 9), (0, 0))
-    ]  # fmt: skip
-    figures = of_attempts(attempts, 20)
-    assert figures.pop("computed_twice") == pytest.approx(1 / 20)
-    assert figures == {"start_seconds": 3.0, "tokens_per_s": 420.0, "tail_seconds": 1.0}
-
-
-@pytest.mark.slow
-def test_workers_beside_each_other() -> None:
-    job = ["+experiment=nano_hybrid", "engine.device=cpu", "dataset.limit=6"]
-    one, two = run_mode("", bench_job_layer.MODES, ["workers", "--workers", "1,2", "--", *job])
-    assert one["times"] == 1 and one["computed_twice"] == 0
-    assert two["tokens_per_s"] > 0 and two["computed_twice"] <= 1
 
 
 @pytest.mark.thorough

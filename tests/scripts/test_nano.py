@@ -8,27 +8,21 @@ import json
 import re
 import sys
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 import train_nano
 from nano_hybrid import Hybrid, draft_mask
 from nano_learning import IM_END_ID, Batch
-from nano_numbers import COLOURS, PAIRS, SINGLES, PictureProblem, draw, picture_problems
 from nano_sdar import add_noise, training_mask
 from nano_sums import STORIES, Problem, make_batch, problems
-from nano_vl import IMAGE_ID, PATCH, PictureModel, collate, cut, encode
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import batchgen
 
 DATA = Path(batchgen.__file__).parent / "data"
-TEXT_MODELS = ("nano_sdar", "nano_hybrid")
 CPU = torch.device("cpu")
 
 
@@ -45,18 +39,6 @@ def eval_problems() -> list[Problem]:
         problem = next(stream)
         rows.setdefault(problem.question, problem)
     return list(rows.values())
-
-
-def eval_pictures() -> list[PictureProblem]:
-    """500 held-out problems of all shapes; one in ten has no picture."""
-    random = Random("shapes 0")
-    shapes = ((), *SINGLES, *PAIRS)
-    streams = {shape: picture_problems("held_out", shape, "0") for shape in shapes}
-    rows = []
-    for index in range(500):
-        shape = random.choice(PAIRS if index % 10 in (2, 5, 8) else SINGLES)
-        rows.append(next(streams[() if index % 10 == 9 else shape]))
-    return rows
 
 
 def test_problems_are_right_and_held_out_ones_are_not_in_training() -> None:
@@ -80,28 +62,7 @@ def test_problems_are_right_and_held_out_ones_are_not_in_training() -> None:
         assert answer["answer"] == problem.final and list(answer) == schema["required"]
 
 
-def test_numbers_are_right_and_long_held_out_ones_are_not_in_training() -> None:
-    streams = [picture_problems("train", shape, "0") for shape in ((), *SINGLES, *PAIRS)]
-    train = [each for stream in streams for each in itertools.islice(stream, 60)]
-    held_out = eval_pictures()[:200]
-    seen = {p.digits for each in train for p in each.pictures if len(p.digits) > 2}
-    assert not seen & {p.digits for each in held_out for p in each.pictures}
-    assert {each.kind for each in held_out} == {"read", "colour", "sum", "larger", "add"}
-    for each in [*train, *held_out]:
-        numbers = [int(picture.digits) for picture in each.pictures]
-        assert each.text.count("\0") == len(numbers)
-        assert each.answer.endswith(f"Answer: {each.final}")
-        if each.kind == "read":
-            assert each.final == each.pictures[0].digits
-        elif each.kind == "sum":
-            assert int(each.final) == sum(numbers)
-        elif each.kind == "larger":
-            assert numbers["second" == each.final] > numbers["first" == each.final]
-        elif each.kind == "colour":
-            assert each.final in COLOURS and each.final in each.pictures[0].colours
-
-
-@pytest.mark.parametrize("name", TEXT_MODELS)
+@pytest.mark.parametrize("name", train_nano.MODELS)
 def test_the_shipped_problems_are_what_the_tool_draws(name: str) -> None:
     lines = (DATA / name / "eval.jsonl").read_text().splitlines()
     for index, (line, problem) in enumerate(zip(lines, eval_problems(), strict=True)):
@@ -112,26 +73,16 @@ def test_the_shipped_problems_are_what_the_tool_draws(name: str) -> None:
         }  # fmt: skip
 
 
-def test_the_shipped_pictures_are_what_the_tool_draws() -> None:
-    """Pixels may differ where Pillow draws otherwise."""
-    rows = pq.read_table(DATA / "nano_vl" / "eval.parquet").to_pylist()
-    for row, problem in zip(rows, eval_pictures(), strict=True):
-        question = problem.text.replace("\0", "")
-        expected = (problem.kind, question, problem.answer, problem.final)
-        assert (row["kind"], row["question"], row["answer"], row["final"]) == expected
-        assert [each["bytes"][:4] for each in row["images"]] == [b"\x89PNG"] * len(problem.pictures)
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", train_nano.MODELS)
 def test_the_shipped_weights_are_near_the_bottom_of_what_training_minimises(name: str) -> None:
     recipe = importlib.import_module(name).RECIPE
     learner = recipe.learner(config_of(name))
-    fresh = batch_loss(learner, recipe.make_batch(0, 0, 1.0, 3))
+    fresh = batch_loss(learner, recipe.make_batch(0, 0, 3))
     weights = load_file(DATA / name / "model.safetensors")
     unset = learner.module.load_state_dict({k: v.float() for k, v in weights.items()}, strict=False)
     assert unset.missing_keys in ([], ["lm_head.weight"]) and not unset.unexpected_keys
-    assert batch_loss(learner, recipe.make_batch(0, 0, 1.0, 3)) < min(0.5, fresh / 4)
+    assert batch_loss(learner, recipe.make_batch(0, 0, 3)) < min(0.5, fresh / 4)
 
 
 def batch_loss(learner: Any, batch: Batch) -> float:
@@ -142,7 +93,7 @@ def batch_loss(learner: Any, batch: Batch) -> float:
 
 def test_prompts_are_what_the_chat_template_gives() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DATA / "nano_sdar")
-    batch = make_batch(0, 0, 0.0, 2)
+    batch = make_batch(0, 0, 2)
     stream = itertools.islice(problems("train", "0.0"), 2)
     for index, problem in enumerate(stream):
         question, answer = problem.texts(as_json=index == 1)
@@ -202,52 +153,6 @@ def test_later_drafts_do_not_see_what_they_predict() -> None:
         same = ((first - second).abs().amax(-1)[0] < 1e-5).tolist()
         # Position i has read token i + 1 in the first pass, and in later ones as well.
         assert all(same[:14]) and not any(same[14:18])
-
-
-def test_pictures_are_cut_and_attend_as_transformers_does_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two pictures of different sizes in each of three rows."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-        Qwen2VLImageProcessorPil,
-    )
-
-    torch.manual_seed(0)
-    visual = PictureModel(config_of("nano_vl")).module.model.visual.eval()
-    rows = [*itertools.islice(picture_problems("train", ((32, 64), (64, 96)), "1"), 3)]
-    batch = collate(rows)
-    assert batch.patches is not None and batch.grids is not None
-    says = json.loads((DATA / "nano_vl" / "preprocessor_config.json").read_text())
-    processor = Qwen2VLImageProcessorPil(**says)
-    images = [np.asarray(draw(picture)) for row in rows for picture in row.pictures]
-    expected: Any = processor(images=images, return_tensors="pt")
-    assert torch.equal(expected["image_grid_thw"], batch.grids)
-    values = expected["pixel_values"].view(-1, 3, 2, PATCH**2)
-    ours = batch.patches.view(-1, 3, 1, PATCH**2) / 127.5 - 1
-    assert torch.allclose(values, ours.expand(-1, -1, 2, -1), atol=1e-5)
-    assert len(cut(images[0])) == 2 * 4
-    with torch.inference_mode():
-        together = visual(expected["pixel_values"], batch.grids).pooler_output
-        monkeypatch.setattr(visual.config, "_attn_implementation_internal", "sdpa")
-        apart = visual(expected["pixel_values"], batch.grids).pooler_output
-    assert torch.allclose(together, apart, atol=2e-5)
-
-
-def test_prompts_with_pictures_are_what_the_chat_template_gives() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "nano_vl")
-    (problem,) = itertools.islice(picture_problems("train", PAIRS[3], "1"), 1)
-    parts: list[dict[str, str]] = []
-    for index, text in enumerate(problem.text.split("\0")):
-        parts += [{"type": "image"}] * bool(index) + [{"type": "text", "text": text}]
-    messages: Any = [{"role": "user", "content": parts}]
-    prompt: Any = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
-    for tokens in ("2", "6"):
-        prompt = prompt.replace("<|image_pad|>", "#" * int(tokens), 1)
-    ids = tokenizer.encode(prompt.replace("#", "<|image_pad|>"), add_special_tokens=False)
-    row, length = encode(problem)
-    assert row[:length] == ids and row.count(IMAGE_ID) == 8
 
 
 @pytest.mark.thorough

@@ -179,7 +179,7 @@ def _results(paths: BatchPaths, config: JobConfig) -> Iterator[dict[str, Any]]:
     from batchgen.pipelines.publish.finished_rows import open_rows
     from batchgen.pipelines.publish.trainers.choice_logprobs import ChoiceLogprobs
     from batchgen.pipelines.publish.trainers.openai_lines import OpenAILines
-    from batchgen.storage.shards.output_schema import REASONING
+    from batchgen.storage.shards.output_fields import REASONING
 
     rows = open_rows(str(paths.job))
     reasoning = REASONING if REASONING in rows.schema.names else None

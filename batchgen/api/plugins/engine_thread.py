@@ -16,7 +16,7 @@ from batchgen.api.python.call_prompts import Prompt, PromptIds, ReadPrompt
 from batchgen.api.python.output import Output
 from batchgen.api.python.params import SamplingParams
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.requests import sample_params
+from batchgen.engine.request_params import sample_params
 
 if TYPE_CHECKING:
     from batchgen.api.python.llm import LLM

@@ -96,7 +96,7 @@ def images_of(model: OpenedModel, max_pixels: int | None) -> RowImages | None:
     vision = model.config.vision
     if vision is None or not (has_pillow() and has_processor(model.path)):
         return None
-    sizes = image_sizes(model.path, vision.rules.pixels_per_token, max_pixels)
+    sizes = image_sizes(model.path, vision.rules.pixels_per_token, max_pixels, vision.colours)
     return RowImages(ImageFolder(Path(), anywhere=True), sizes, vision.rules.image_token_id)
 
 

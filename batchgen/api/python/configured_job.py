@@ -44,7 +44,7 @@ def run_configured(config: JobConfig, kept: KeptWeights | None = None) -> JobOut
     check_early(config, folder=True)
     # Each import takes seconds: torch and transformers come with the first one, datasets and
     # pyarrow with the second, and a mistake in the model is found before.
-    from batchgen.jobs.resolve.opened_job import resolve_job
+    from batchgen.jobs.resolve.open_job import resolve_job
 
     parts = replace(resolve_job(config), kept=kept)
     from batchgen.jobs.run.run_job import execute_job

@@ -118,7 +118,7 @@ def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJo
         return _completed(config, launch(config))
     # These load torch and datasets, which a mistake in the configuration need not wait for.
     check_early(config, folder=True)
-    from batchgen.jobs.resolve.opened_job import resolve_job
+    from batchgen.jobs.resolve.open_job import resolve_job
     from batchgen.jobs.run.run_job import execute_job as run
 
     return _completed(config, run(config, resolve_job(config)))

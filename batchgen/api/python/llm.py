@@ -1,28 +1,27 @@
-"""The Python interface: generates from a list of prompts, without files or configuration."""
+"""The Python interface: generates from a list of prompts, without files or configuration.
+
+Three quarters of this file are signatures and docstrings, which are the reference of `LLM`.
+"""
 
 from __future__ import annotations
 
 import copy
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Any, Self, Unpack, overload
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.api.python.call_prompts import (
     Conversation,
     Prompt,
     PromptIds,
-    ReadPrompt,
-    TokenizedPrompt,
     images_of,
     read_prompts,
 )
+from batchgen.api.python.generated import generate_outputs, stream_outputs
 from batchgen.api.python.llm_arguments import (
     AdapterName,
     CallArguments,
@@ -34,7 +33,7 @@ from batchgen.api.python.llm_arguments import (
 from batchgen.api.python.output import Output
 from batchgen.api.python.params import SamplingOptions, SamplingParams
 from batchgen.api.python.scored import Answer, Score, pairs_of, read_answers, score_answers
-from batchgen.api.python.streams import StreamRequest, Streams
+from batchgen.api.python.streams import Streams
 from batchgen.config.groups.adapter_names import LoRA, LoRATemplate
 from batchgen.engine.device.transfer import release_cached_memory
 from batchgen.engine.interface.engine_config import EngineConfig
@@ -44,11 +43,9 @@ from batchgen.engine.interface.hidden_columns import (
     HIDDEN_STATES,
     Pooling,
 )
-from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import Quantization
-from batchgen.engine.requests import sample_params
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.model_adapters import with_adapters
@@ -333,9 +330,8 @@ class LLM:
         """
         call = arguments_of("LLM.stream", {"params": params, "n": n, "lora": lora}, others)
         read, _ = read_prompts(prompts)
-        return self._stream(
-            read, call.params_of(len(read)), PromptIds(self.tokenizer, {}, self._images)
-        )
+        ids = PromptIds(self.tokenizer, {}, self._images)
+        return stream_outputs(self._streams, read, call.params_of(len(read)), ids)
 
     @overload
     def score(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
@@ -496,48 +492,11 @@ class LLM:
         """Generate as `generate` says."""
         read, is_one = read_prompts(prompts)
         params = call.params_of(len(read))
-        outputs: list[list[Output]] = [[] for _ in read]
-        tokens = self.engine.generated_tokens
-        started = time.monotonic()
-        shown = sys.stderr.isatty() if call.progress is None else call.progress
         is_read = all(own.pooling is not None for own in params)
         ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images, is_read)
-        total = sum(own.n for own in params)
-        with tqdm(total=total, unit="output", disable=not shown, dynamic_ncols=True) as bar:
-            for output in self._stream(read, params, ids):
-                outputs[output.prompt_index].append(output)
-                seconds = max(time.monotonic() - started, 1e-9)
-                speed = (self.engine.generated_tokens - tokens) / seconds
-                bar.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
-                bar.update()
-        for samples in outputs:
-            samples.sort(key=lambda output: output.sample_index)
+        shown = sys.stderr.isatty() if call.progress is None else call.progress
+        outputs = generate_outputs(self._streams, read, params, ids, with_bar=shown)
         return outputs[0] if is_one else outputs
-
-    def _stream(
-        self, prompts: list[ReadPrompt], params: list[SamplingParams], ids: PromptIds
-    ) -> Iterator[Output]:
-        """Check what can be checked at once, and return the iterator that `stream` describes."""
-        self.engine  # noqa: B018  (raises an error if it was closed)
-        ids.check(prompts)
-        return self._outputs(prompts, params, ids)
-
-    def _outputs(
-        self, prompts: list[ReadPrompt], params: list[SamplingParams], ids: PromptIds
-    ) -> Iterator[Output]:
-        requests = []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                found: TokenizedPrompt | RequestError = ids.of(prompt)
-            except RequestError as error:
-                found = error
-            for sample in range(own.n):
-                seeded = sample_params(own.request, str(index), sample)
-                requests.append(StreamRequest(index, sample, found, seeded))
-        with closing(self._streams.run(requests)) as stream:
-            for request, finished in stream:
-                index, sample = request.prompt_index, request.sample_index
-                yield Output.of(finished, prompts[index].raw, index, sample)
 
 
 def _one_message(text: str) -> list[dict[str, str]]:

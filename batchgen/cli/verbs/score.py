@@ -36,8 +36,7 @@ which score is possible at all.
 """
 
 
-@verb
-def main(arguments: Sequence[str]) -> int:
+def _parser() -> VerbParser:
     parser = VerbParser("score", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument(
@@ -72,7 +71,12 @@ def main(arguments: Sequence[str]) -> int:
         help="say how far the marks, and those of each judge, agree with this column of the rows, "
         "or expression over them (Cohen's kappa); above a half is right, below it wrong",
     )
-    given = parser.parse_intermixed_args(arguments)
+    return parser
+
+
+@verb
+def main(arguments: Sequence[str]) -> int:
+    given = _parser().parse_intermixed_args(arguments)
     if given.agreement is not None and (given.so_far or given.format not in ("text", "json")):
         raise ConfigError("score --agreement needs a complete job, and text or JSON as its format")
     if given.so_far and given.save:

@@ -17,11 +17,9 @@ from batchgen.config.groups.job_config import (
     EngineGroup,
     JobConfig,
     ModelGroup,
-    OutputConfig,
-    ProgressConfig,
-    ScoreConfig,
 )
 from batchgen.config.groups.named_code import named_code
+from batchgen.config.groups.output_config import OutputConfig, ProgressConfig, ScoreConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.config.groups.workers_config import BudgetConfig, WorkersConfig
 from batchgen.util.errors import ConfigError

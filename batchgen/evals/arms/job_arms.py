@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.arms.arm_folders import ArmFolder
 from batchgen.evals.arms.arm_samples import arm_values_of, pooled_samples, samples_with
 from batchgen.evals.arms.arm_table import Arm

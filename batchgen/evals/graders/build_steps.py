@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from batchgen.config.groups.class_names import lasting_name
 from batchgen.config.groups.convert_value import plain_value
-from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+from batchgen.config.groups.job_config import StepConfig
 from batchgen.config.groups.named_code import named_code, strategy_options
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.graders.choices import RowStep
 from batchgen.evals.graders.grade_rows import StepChain
 from batchgen.evals.graders.step import MARK, PostStep, SelfTimedStep

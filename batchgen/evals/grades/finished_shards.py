@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from batchgen.config.groups.adapter_names import ADAPTER
 from batchgen.evals.grades.folder_grades import GRADES
 from batchgen.evals.grades.grade_files import ROW_KEYS, SHARD_KEY, STEPS_KEY, bytes_digest
-from batchgen.storage.folder.read_job import BATCH
+from batchgen.storage.folder.read_shard import BATCH
 from batchgen.storage.folder.whole_shards import FinishedShard, WholeShards
 from batchgen.storage.leases.lease_files import DATA
 from batchgen.storage.shards.checked_file import CheckedFile, DamagedFile, Source, damaged

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+from batchgen.config.groups.job_config import StepConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.engine.device.host_limits import usable_cores
 from batchgen.evals.graders.build_steps import (
     check_fields,

@@ -20,7 +20,8 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from batchgen.config.groups.job_config import JobConfig, ScoreConfig, StepConfig
+from batchgen.config.groups.job_config import JobConfig, StepConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.graders.build_steps import post_steps
 from batchgen.evals.graders.grade_rows import StepChain
 from batchgen.evals.graders.grading_worker import die_with

@@ -12,7 +12,7 @@ from batchgen.engine.interface.outputs import RequestError
 from batchgen.evals.scores.graded_folder import GradedJob
 from batchgen.evals.scores.job_score import job_targets
 from batchgen.evals.scores.paired_comparison import Exam, row_differences
-from batchgen.storage.shards.image_column import PROMPT_IMAGES
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES
 from batchgen.util.templates.row_templates import RowTemplate
 from batchgen.util.templates.used_columns import COLUMN_KEYS, prompt_templates, used_columns
 from batchgen.util.text.row_json import json_text

@@ -16,7 +16,8 @@ from batchgen.util.paths import short_user_path
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+    from batchgen.config.groups.job_config import StepConfig
+    from batchgen.config.groups.output_config import ScoreConfig
     from batchgen.storage.leases.folder_lock import FolderLock
 
 _KEYS = ("post", "score", "experiment")

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.scores.marks import Marks

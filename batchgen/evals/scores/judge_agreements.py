@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.config.groups.class_names import class_short_name
-from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.agreement import Agreement, agreement
 from batchgen.evals.scores.graded_folder import GradedJob

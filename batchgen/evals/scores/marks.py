@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.config.groups.job_config import CutTexts
+from batchgen.config.groups.output_config import CutTexts
 from batchgen.evals.scores.stopped_rows import StoppedRows
 from batchgen.storage.shards.enough import VALID, Enough
 from batchgen.util.errors import ConfigError

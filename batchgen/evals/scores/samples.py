@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.config.groups.class_names import class_short_name
-from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.grades.grade_files import GradePart

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.config.groups.job_config import CutTexts
+from batchgen.config.groups.output_config import CutTexts
 from batchgen.evals.graders.step import MARK
 from batchgen.evals.scores.intervals import (
     Interval,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+from batchgen.config.groups.job_config import StepConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.engine.device.host_limits import usable_cores
 from batchgen.evals.graders.build_steps import check_fields, post_steps
 from batchgen.evals.graders.grade_rows import Grader

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.vision.vision_config import HALVES, Colours
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
@@ -24,8 +25,6 @@ _EXPECTED: dict[str, Any] = {
     "do_resize": True,
     "do_rescale": True,
     "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
     "resample": _BICUBIC,
 }
 """What the engine does to images; a processor that says otherwise is refused."""
@@ -85,7 +84,9 @@ class ImageSizes:
         return fingerprint_text("images", _READING, pillow, *map(str, numbers))
 
 
-def image_sizes(folder: Path, side: int, max_pixels: int | None) -> ImageSizes:
+def image_sizes(
+    folder: Path, side: int, max_pixels: int | None, colours: Colours = HALVES
+) -> ImageSizes:
     """The rules of a model's folder, whose tokens stand for squares of `side` pixels.
 
     Raises:
@@ -93,7 +94,8 @@ def image_sizes(folder: Path, side: int, max_pixels: int | None) -> ImageSizes:
             something else, or `prompt.max_pixels` is less than one token.
     """
     file, found = _processor(folder)
-    for key, expected in _EXPECTED.items():
+    own_colours = {"image_mean": [*colours.mean], "image_std": [*colours.std]}
+    for key, expected in (_EXPECTED | own_colours).items():
         if (value := found.get(key, expected)) != expected:
             raise ConfigError(
                 f"model.path: {file.name} says {key}={value!r:.60}; supported is {expected!r}"

@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from batchgen.inputs.model.embedder_files import MODULES, pooling_file
 from batchgen.util.errors import ConfigError
 from batchgen.util.package_files import PACKAGE_SCHEME, find_in_package
 from batchgen.util.paths import user_path
@@ -32,8 +33,6 @@ _OTHER_FILES = (
 )
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 """What says how large images may be; the job's fingerprint of its images has what counts of it."""
-_OF_EMBEDDERS = "modules.json"
-"""Its presence says that a model without lm_head is one for embeddings."""
 
 
 def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -85,13 +84,14 @@ def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) 
         patterns = [
             *_OTHER_FILES,
             *_IMAGE_FILES,
-            _OF_EMBEDDERS,
+            MODULES,
             *(_WEIGHT_FILES if weights else ()),
         ]
         # A pattern's * matches slashes too, and subfolders hold the weights in other formats.
         folder = snapshot_download(
             repo, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"
         )
+        _fetch_pooling(repo, Path(folder))
     except GatedRepoError as error:
         raise ConfigError(
             f"{model} is gated: accept its terms on https://huggingface.co/{repo} and log in "
@@ -113,3 +113,13 @@ def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) 
     except HfHubHTTPError as error:
         raise ConfigError(f"{model}: the hub answered with an error: {error}") from error
     return Path(folder)
+
+
+def _fetch_pooling(repo: str, folder: Path) -> None:
+    """Download what says how an embedder pools, of the commit that a folder of the hub's cache has.
+    Without it a job that needs it is refused later, and others go on."""
+    try:
+        if (name := pooling_file(folder)) is not None:
+            hf_hub_download(repo, name, revision=folder.name)
+    except (EntryNotFoundError, ValueError):
+        pass

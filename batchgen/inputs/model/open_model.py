@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.constraint.compiler import GrammarCompiler
 from batchgen.engine.device.host_limits import usable_cores
 from batchgen.engine.interface.engine_config import EngineConfig
-from batchgen.engine.layers.lora import num_slots
 from batchgen.engine.layers.mxfp4_format import Units, WeightFormat, format_name, units_of
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.llm_engine import LLMEngine
@@ -25,6 +24,7 @@ from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.loading.peft_files import AdapterFile
 from batchgen.engine.loading.safetensors_files import safetensors_files
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
+from batchgen.engine.lora.layer_lora import num_slots
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from batchgen.engine.interface.trajectory import GivenAnswer
-from batchgen.engine.requests import derive_seed
+from batchgen.engine.request_params import derive_seed
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.dataset.seed_stream import stream_seed
 from batchgen.inputs.images.row_images import RowImage

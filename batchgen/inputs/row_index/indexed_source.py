@@ -21,7 +21,8 @@ from batchgen.inputs.steps.stored_values import Storing
 from batchgen.inputs.tables.json_values import has_json
 from batchgen.storage.folder.row_funnel import IndexFacts, StepCount
 from batchgen.storage.leases.own_files import ROW_INDEX
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError
 
 _BATCH = 256

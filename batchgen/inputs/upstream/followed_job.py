@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.config.compose.load_config import step_configs
+from batchgen.config.compose.step_configs import step_configs
 from batchgen.config.groups.class_names import is_own
 from batchgen.config.groups.job_config import JobConfig, StepConfig
 from batchgen.evals.graders.build_steps import post_steps, step_descriptions
@@ -28,7 +28,7 @@ from batchgen.storage.leases.lease_files import DATA
 from batchgen.storage.shards.checked_file import CheckedFile, damaged, read_schema
 from batchgen.storage.shards.enough import Enough
 from batchgen.storage.shards.shard_files import last_row, shard_path
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.storage.stores.manifest import SAMPLES, Manifest, runs_of_row
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text

@@ -12,8 +12,8 @@ from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.evals.grades.visible_columns import GRADES, VisibleColumns
 from batchgen.inputs.dataset.dataset_columns import renamed
 from batchgen.inputs.upstream.followed_job import ReadableJob
+from batchgen.storage.shards.column_kinds import is_per_token
 from batchgen.storage.shards.row_order import KEYS
-from batchgen.storage.shards.token_columns import is_per_token
 from batchgen.util.errors import ConfigError
 
 SOURCE = "source"

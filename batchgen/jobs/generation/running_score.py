@@ -17,7 +17,8 @@ from batchgen.evals.graders.grade_rows import Grader, StepChain
 from batchgen.evals.graders.step import MARK, SelfTimedStep
 from batchgen.evals.grades.folder_grades import GRADES
 from batchgen.storage.shards.checked_file import DamagedFile
-from batchgen.storage.shards.output_schema import TEXT, FinishedRow, OutputSchema
+from batchgen.storage.shards.output_fields import TEXT
+from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.util.text.row_json import json_readers
 from batchgen.util.text.text_table import number_text, percent_text

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.config.groups.job_config import JobConfig, ScoreConfig
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.engine.device.host_limits import usable_cores
 from batchgen.evals.graders.build_steps import post_steps, step_descriptions
 from batchgen.evals.graders.grade_rows import Grader, StepChain

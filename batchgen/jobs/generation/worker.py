@@ -24,7 +24,8 @@ from batchgen.storage.leases.lease_files import (
     parse_worker,
     worker_name,
 )
-from batchgen.storage.leases.lease_protocol import Lease, Member, Task, join_workers, publish_leased
+from batchgen.storage.leases.lease_protocol import Member, Task, join_workers, publish_leased
+from batchgen.storage.leases.lease_table import Lease
 from batchgen.storage.leases.process_identity import is_gone, process_identity
 from batchgen.storage.leases.store_operations import (
     Create,
@@ -36,7 +37,8 @@ from batchgen.storage.leases.store_operations import (
     carry_out,
 )
 from batchgen.storage.shards.shard_files import ResumeState
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 
 _OLDER = f"{LEASES}/older.json"
 _TAIL = 5

@@ -103,7 +103,7 @@ def make_logs(out: Path, launcher: str) -> Path:
     """
     # These load pyarrow, which the help on a launcher's keys need not wait for.
     from batchgen.storage.folder.refused_folder import refuse_foreign_files, unusable
-    from batchgen.storage.stores.job_storage import FolderStorage
+    from batchgen.storage.stores.folder_storage import FolderStorage
 
     storage = FolderStorage(out)
     try:

@@ -17,7 +17,7 @@ from batchgen.jobs.reuse.key_index import KeyIndex
 from batchgen.jobs.reuse.key_log import read_keys
 from batchgen.jobs.reuse.row_key import RowKeys
 from batchgen.jobs.reuse.row_reuse import OlderJobs
-from batchgen.jobs.run.checked_rows import output_schema, row_request
+from batchgen.jobs.run.checked_rows import lasting, output_schema, row_request
 from batchgen.storage.folder.refused_folder import written_manifest
 from batchgen.storage.stores.open_storage import open_storage
 
@@ -41,11 +41,11 @@ class PlannedReuse:
 def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedReuse | None:
     """What a job will copy from `output.reuse`; None if it names no folders, or none with rows.
     Answers that the job's own folder has already do not count."""
-    if not config.output.reuse:
+    if not (folders := config.output.reuse):
         return None
-    opened = opened.with_fingerprints()
+    config, opened = lasting(config, opened), opened.with_fingerprints()
     schema = output_schema(config, opened)
-    with closing(OlderJobs(config.output.reuse, schema, only_there=True)) as older:
+    with closing(OlderJobs(folders, schema, only_there=True)) as older:
         if not len(older):
             return None
         copied = _Copied(

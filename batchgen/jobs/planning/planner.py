@@ -46,7 +46,7 @@ SHOWN_PROMPTS = 2
 def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, Reading]]:
     """What a job runs on and how its rows are read; ConfigError for what a run refuses before it
     looks into its folder."""
-    from batchgen.jobs.resolve.opened_job import open_job
+    from batchgen.jobs.resolve.open_job import open_job
     from batchgen.jobs.run.checked_rows import check_rows
 
     with closing(open_job(config)) as opened:

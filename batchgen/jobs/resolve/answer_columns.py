@@ -18,7 +18,7 @@ from batchgen.engine.interface.hidden_columns import CLASS_SCORES, HIDDEN_STATES
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.rows.stopping import decode
-from batchgen.engine.sampling.sampler import ENTROPY
+from batchgen.engine.sampling.sampler_columns import ENTROPY
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.open_model import OpenedModel

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.compose.load_config import config_identity
+from batchgen.config.compose.config_identity import config_identity
 from batchgen.config.groups.dataset_config import STDIN
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig, TextPromptConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchgen.config.compose.load_config import config_identity
+from batchgen.config.compose.config_identity import config_identity
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.source import ReadJob
 from batchgen.util.errors import ConfigError

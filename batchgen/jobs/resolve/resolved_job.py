@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.constraint.constraint import Constraint
+from batchgen.engine.interface.hidden_columns import Pooling
 from batchgen.engine.interface.outputs import OutputColumn, RequestOutput, RowCount
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
@@ -38,6 +39,8 @@ class ResolvedJob:
         strategy: declares counts per row, which become columns, and lines for the job's summary.
         bos_id: the id with which the tokenizer begins a text; a prompt that is cut keeps it.
         answer: makes the token ids of the answer that is scored; None if rows generate.
+        pooling, normalise: what `output` says of embeddings, and where it does not, the checkpoint;
+            None if neither does.
         images: makes the images of rows; None if these have none.
         reasoning: tells answers from what the model says besides; None if the text is all of it.
         model_sampling: what the model recommends for sampling, by key.
@@ -60,6 +63,8 @@ class ResolvedJob:
     strategy: Strategy | None = None
     bos_id: int | None = None
     answer: Answer | None = None
+    pooling: Pooling | None = None
+    normalise: bool | None = None
     images: RowImages | None = None
     reasoning: ReasoningMarkers | HarmonyChannels | None = None
     model_sampling: Mapping[str, float] = field(default_factory=dict)

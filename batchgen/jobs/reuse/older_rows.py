@@ -16,18 +16,18 @@ from batchgen.engine.interface.trajectory import answer_ids
 from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.reuse.key_index import RowLocation
 from batchgen.jobs.reuse.key_log import tokens_crc
-from batchgen.storage.folder.read_job import BATCH, JobFolderReader
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.read_shard import BATCH
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES
 from batchgen.storage.shards.enough import ENOUGH_COLUMNS
-from batchgen.storage.shards.image_column import PROMPT_IMAGES
-from batchgen.storage.shards.output_schema import (
+from batchgen.storage.shards.output_fields import (
     ANSWER_TOKEN_IDS,
     PROMPT_TOKEN_IDS,
     REPLAY_EXACT,
     SATISFIED,
     TEXT,
-    OutputSchema,
-    SplitOutput,
 )
+from batchgen.storage.shards.output_schema import OutputSchema, SplitOutput
 from batchgen.storage.shards.row_order import row_keys
 from batchgen.util.request_id import RequestId
 

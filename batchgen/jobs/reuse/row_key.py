@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from batchgen.config.compose.load_config import config_identity
+from batchgen.config.compose.config_identity import config_identity
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.interface.trajectory import Trajectory, answer_ids
 from batchgen.engine.sampling.sampling_params import RequestParams

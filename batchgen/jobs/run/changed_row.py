@@ -11,7 +11,7 @@ import pyarrow as pa
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.inputs.images.row_images import without_pixels
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.shards.image_column import PROMPT_IMAGES
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES
 from batchgen.storage.stores.job_storage import Storage
 
 

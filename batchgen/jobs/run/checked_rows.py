@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from batchgen.config.compose.load_config import config_identity, growing
+from batchgen.config.compose.config_identity import config_identity, growing
 from batchgen.config.groups.constraint_config import (
     JsonConstraintConfig,
     JsonSchemaConstraintConfig,
@@ -22,7 +22,8 @@ from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.jobs.generation.valid_samples import ValidWhere
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.storage.shards.enough import Enough
-from batchgen.storage.shards.output_schema import PROMPT_TOKEN_IDS, OutputSchema
+from batchgen.storage.shards.output_fields import PROMPT_TOKEN_IDS
+from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.parsed_column import ParsedColumn
 from batchgen.storage.stores.manifest import READ_JOB, ROWS, Manifest
 from batchgen.util.errors import ConfigError
@@ -122,8 +123,15 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
     return request
 
 
-def dated(config: JobConfig, parts: ResolvedJob) -> JobConfig:
-    """The configuration with the day that the job's prompts name, which it keeps from then on."""
+def lasting(config: JobConfig, parts: ResolvedJob) -> JobConfig:
+    """The configuration with what the job keeps from its start on: how embeddings are pooled, and
+    the day that prompts name."""
+    output = config.output
+    if parts.pooling is not None:
+        output = replace(output, pooling=parts.pooling)
+    if parts.normalise is not None:
+        output = replace(output, normalise=parts.normalise)
+    config = replace(config, output=output)
     if parts.prompt.day is None:
         return config
     assert isinstance(config.prompt, (ChatPromptConfig, OpenAIPromptConfig))
@@ -132,7 +140,7 @@ def dated(config: JobConfig, parts: ResolvedJob) -> JobConfig:
 
 def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> Manifest:
     """The manifest of a job as it is asked for, without digests of its rows."""
-    config = dated(config, parts)
+    config = lasting(config, parts)
     from batchgen.jobs.run.image_files import (
         content_fingerprint,  # it loads the libraries of the data
     )

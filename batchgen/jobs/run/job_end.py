@@ -20,7 +20,8 @@ from batchgen.storage.folder.row_funnel import IndexFacts
 from batchgen.storage.leases.own_files import ROW_INDEX
 from batchgen.storage.metrics.job_metrics import Metrics
 from batchgen.storage.metrics.tally import Tally, Totals
-from batchgen.storage.shards.output_schema import CHANNEL, OutputSchema
+from batchgen.storage.shards.output_fields import CHANNEL
+from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import ROWS

@@ -13,7 +13,7 @@ from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.turns import Turns, alone, between
 from batchgen.jobs.generation.worker import Worker
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
-from batchgen.jobs.run.checked_rows import CheckedRows, check_rows, dated, job_manifest
+from batchgen.jobs.run.checked_rows import CheckedRows, check_rows, job_manifest, lasting
 from batchgen.jobs.run.computed_rows import compute_rows
 from batchgen.jobs.run.graded_job import grade_and_score
 from batchgen.jobs.run.job_attempt import JobAttempt, how_to_resume
@@ -51,7 +51,7 @@ def execute_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
 def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Turns[JobResult]:
     """The turns of `execute_job`, in which `signals` say when to stop. All that can be refused
     without the weights is refused in the first turn."""
-    config = dated(config, parts)
+    config = lasting(config, parts)
     try:
         rows = check_rows(config, parts)
         with ExitStack() as stack:

@@ -11,10 +11,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.config.groups.job_config import CutTexts
+from batchgen.config.groups.output_config import CutTexts
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.evals.scores.marks import marks_counting
 from batchgen.pages.report import pass_rates
 from batchgen.pages.report.report_rows import MANY, JobData, Keys
+from batchgen.pages.rows.class_scores import ClassScores
 from batchgen.pages.rows.grade_columns import ANSWER, GRADE_ERROR, MARK
 from batchgen.pages.rows.job_rows import starts
 from batchgen.storage.metrics.tally import constraint_outcome
@@ -29,7 +31,7 @@ MOST_SAMPLES = 64
 _MOST_LENGTH = 1 << 20  # greater lengths count as this one
 _COLUMNS = (
     *("row_id", "finish_reason", "error", "num_prompt_tokens", "num_generated_tokens"),
-    *("constraint_satisfied", MARK, ANSWER, GRADE_ERROR, *pass_rates.COLUMNS),
+    *("constraint_satisfied", CLASS_SCORES, MARK, ANSWER, GRADE_ERROR, *pass_rates.COLUMNS),
 )
 
 
@@ -125,6 +127,7 @@ class Collected:
     num_questions: int = 0
     disagreeing: int = 0
     until: pass_rates.PassRates = field(default_factory=pass_rates.PassRates)
+    classes: ClassScores = field(default_factory=ClassScores)
     picked: dict[str, Lowest] = field(default_factory=dict)  # by the reason to show a row
 
     def chosen(self) -> dict[int, list[str]]:
@@ -180,6 +183,7 @@ class _Pass:
         failed = table["error"].is_valid().to_numpy()
         cut = pc.equal(table["finish_reason"], "length").to_numpy()
         self._count(table, failed)
+        found.classes.add(table)
         self._pick("random", keys, draw, np.ones(len(keys), np.bool_))
         self._pick("longest", keys, draw - lengths, ~failed)
         self._pick("error", keys, draw, failed)

@@ -12,6 +12,8 @@ from batchgen.pages.report.eval_charts import Estimate, intervals, question_dots
 from batchgen.pages.report.pass_rates import HEADER
 from batchgen.pages.report.report_data import MOST_QUESTIONS, Collected
 from batchgen.pages.report.token_facts import TokenFacts
+from batchgen.pages.rows.class_scores import HEADER as CLASSES_HEADER
+from batchgen.pages.rows.class_scores import MOST_CLASSES
 from batchgen.pages.tokens.step_name import step_name
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.metrics.tally import OUTCOMES
@@ -83,6 +85,7 @@ def sections(
         _adapters(job),
         _row_steps(job),
         _until(report),
+        _classes(report),
         _outcomes(report),
         _lengths(report),
         Section("speed", "Throughput", charts=timeline_charts(timeline)),
@@ -218,6 +221,19 @@ def _until(report: Collected) -> Section:
             bars("Rows by their share of valid samples", rates.in_order(), "rows", unit="rows")
         )
     section.table = ("Samples of groups of rows", HEADER, rates.table())
+    return section
+
+
+def _classes(report: Collected) -> Section:
+    """What a classifier or reward model made of the rows."""
+    section, classes = Section("classes", "Class scores"), report.classes
+    if not classes.rows:
+        return section
+    if len(classes.labels) > 1:
+        title = "Rows by the class with the highest score"
+        section.charts.append(bars(title, classes.best, "class", unit="rows"))
+    note = f", the first {MOST_CLASSES}" if len(classes.labels) > MOST_CLASSES else ""
+    section.table = (f"Scores of each class{note}", CLASSES_HEADER, classes.table())
     return section
 
 

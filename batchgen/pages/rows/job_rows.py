@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 
 from batchgen.evals.grades.folder_grades import GRADES
 from batchgen.pages.rows.grade_columns import PREFIX, ShardGrades
-from batchgen.storage.folder.read_job import BATCH, JobFolderReader
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.read_shard import BATCH
 from batchgen.storage.shards.row_order import KEYS, first_key, row_keys
 from batchgen.storage.stores.manifest import Manifest
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchgen.pages.rows.row_facts import RowColumns, RowFacts
 from batchgen.pages.rows.row_pictures import image_text
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.shards.image_column import PROMPT_IMAGES
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES
 from batchgen.util.shorten import wrapped
 from batchgen.util.text.row_json import json_text, plain_text, row_reader
 from batchgen.util.text.text_table import row_name

@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from batchgen.engine.interface.hidden_columns import CLASS_SCORES, EMBEDDING
 from batchgen.storage.metrics.tally import constraint_outcome
-from batchgen.storage.shards.image_column import PROMPT_IMAGES
-from batchgen.storage.shards.token_columns import is_per_token
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES, is_per_token
 from batchgen.util.shorten import beginning
 from batchgen.util.templates.used_columns import used_columns
 from batchgen.util.text.row_json import AS_GIVEN, row_reader
@@ -29,6 +28,15 @@ _SHOWN_APART = (
     *("stop", "error", "constraint_satisfied", "parsed", PROMPT_IMAGES),
 )
 """Columns of batchgen that renderers show in places of their own."""
+
+
+def class_labels(field: pa.Field) -> list[str]:
+    """The names of the classes of a column of scores; none if it is a column of the data set's."""
+    scores = field.metadata or {}
+    if scores.get(b"meaning") == AS_GIVEN:
+        return []
+    keys = (f"label_{number}".encode() for number in range(len(scores)))
+    return [scores[key].decode(errors="replace") for key in keys if key in scores]
 
 
 class RowColumns:
@@ -53,9 +61,7 @@ class RowColumns:
         # Values of a token are seen there, and nobody reads the numbers of an embedding.
         apart |= {EMBEDDING, CLASS_SCORES}
         self.counts = [f.name for f in schema if f.name not in apart and not is_per_token(f)]
-        scores = {} if CLASS_SCORES in self.inputs else kinds.get(CLASS_SCORES, {})
-        keys = (f"label_{number}".encode() for number in range(len(scores)))
-        self.labels = [scores[key].decode(errors="replace") for key in keys if key in scores]
+        self.labels = class_labels(schema.field(CLASS_SCORES)) if CLASS_SCORES in kinds else []
         self.read = row_reader(schema)
 
 

@@ -13,13 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from batchgen.engine.constraint.harmony import FINAL, WHITESPACE, HarmonyTokens
 from batchgen.engine.interface.outputs import FinishReason, RequestOutput
 from batchgen.engine.rows.stopping import decode
-from batchgen.storage.shards.output_schema import (
-    CHANNEL,
-    REASONING,
-    TEXT,
-    SplitOutput,
-    described_field,
-)
+from batchgen.storage.shards.output_fields import CHANNEL, REASONING, TEXT, described_field
+from batchgen.storage.shards.output_schema import SplitOutput
 
 ANALYSIS, COMMENTARY = "analysis", "commentary"
 _CHANNELS = (ANALYSIS, COMMENTARY, FINAL)

@@ -13,7 +13,8 @@ import pyarrow as pa
 from batchgen.engine.constraint.vocabulary import Vocabulary
 from batchgen.engine.interface.constraint_error import ConstraintError
 from batchgen.engine.interface.outputs import RequestOutput
-from batchgen.storage.shards.output_schema import REASONING, SplitOutput, described_field
+from batchgen.storage.shards.output_fields import REASONING, described_field
+from batchgen.storage.shards.output_schema import SplitOutput
 from batchgen.util.errors import ConfigError
 
 if TYPE_CHECKING:

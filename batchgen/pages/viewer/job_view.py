@@ -18,8 +18,7 @@ from batchgen.pages.rows.row_page import RowPage
 from batchgen.pages.viewer.rows.ranking import Rankings
 from batchgen.pages.viewer.rows.row_id_index import RowIds
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.shards.image_column import PROMPT_IMAGES
-from batchgen.storage.shards.token_columns import is_per_token
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES, is_per_token
 
 if TYPE_CHECKING:
     from batchgen.pages.tokens.token_boxes import Decode

@@ -15,7 +15,8 @@ from batchgen.evals.grades.visible_columns import VisibleColumns, Wanted
 from batchgen.storage.folder.open_folder import open_job_reader, refuse_incomplete
 from batchgen.storage.folder.whole_shards import WholeShards, whole_shards
 from batchgen.storage.leases.own_files import refuse_links
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.fingerprint import fingerprint_text
 from batchgen.util.paths import is_url, user_path

@@ -11,7 +11,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from batchgen.config.compose.load_config import config_identity, resolved
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.load_config import resolved
 from batchgen.config.groups.class_names import with_lasting_names
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.pipelines.run.pipeline import PipelineStep

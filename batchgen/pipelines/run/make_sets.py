@@ -18,7 +18,7 @@ from batchgen.config.groups.prompt_config import TextPromptConfig
 from batchgen.evals.grades.finished_shards import GradedShards
 from batchgen.evals.grades.visible_columns import VisibleColumns
 from batchgen.inputs.upstream.followed_job import FollowedJob, Promise
-from batchgen.jobs.resolve.opened_job import open_job
+from batchgen.jobs.resolve.open_job import open_job
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.pipelines.publish.data_folder import request_digest
 from batchgen.pipelines.publish.finished_rows import FinishedRows, open_rows

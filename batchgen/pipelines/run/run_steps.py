@@ -13,7 +13,8 @@ from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.inputs.upstream.followed_job import Promise
 from batchgen.jobs.generation.turns import Turns, between
-from batchgen.jobs.resolve.opened_job import OpenedJob, open_job
+from batchgen.jobs.resolve.open_job import open_job
+from batchgen.jobs.resolve.opened_job import OpenedJob
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_jobs import SharingJob, run_jobs

@@ -13,7 +13,7 @@ from batchgen.pipelines.run.open_pipeline import OpenPipeline
 from batchgen.storage.folder.refused_folder import written_manifest
 from batchgen.storage.leases.lease_files import DATA, LEASES, parse_lease
 from batchgen.storage.shards.shard_files import shard_files
-from batchgen.storage.stores.job_storage import names_in
+from batchgen.storage.stores.folder_storage import names_in
 from batchgen.storage.stores.manifest import ROWS, runs_of_row
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.paths import is_url

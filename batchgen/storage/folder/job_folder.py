@@ -15,7 +15,8 @@ from batchgen.storage.folder.refused_folder import (
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.storage.leases.own_files import MANIFEST, OF_WORKERS, OWN
 from batchgen.storage.shards.journal import attempts_in
-from batchgen.storage.stores.job_storage import FolderStorage, Storage, names_in
+from batchgen.storage.stores.folder_storage import FolderStorage, names_in
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import ROWS, ChangedRow, Manifest, RowDigests
 from batchgen.storage.stores.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError, OpenedAnew

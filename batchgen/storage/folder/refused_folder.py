@@ -11,7 +11,8 @@ from batchgen.storage.leases.lease_files import DATA, JOURNAL
 from batchgen.storage.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, refuse_links
 from batchgen.storage.shards.journal import journal_files
 from batchgen.storage.shards.shard_files import shard_files
-from batchgen.storage.stores.job_storage import Storage, names_in
+from batchgen.storage.stores.folder_storage import names_in
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import ChangedRow, DifferentJob, Manifest, RowDigests
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import is_temporary_of

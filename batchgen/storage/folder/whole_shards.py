@@ -14,7 +14,8 @@ from batchgen.storage.leases.lease_files import DATA, JOURNAL
 from batchgen.storage.shards.checked_file import CheckedFile, damaged
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import shard_files, shard_path
-from batchgen.storage.stores.job_storage import Storage, names_in
+from batchgen.storage.stores.folder_storage import names_in
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import ROWS, SAMPLES, UNTIL_MOST, runs_of_row
 from batchgen.util.errors import ConfigError, JobError
 

@@ -17,9 +17,10 @@ from batchgen.storage.leases.lease_files import (
     parse_worker,
     worker_name,
 )
-from batchgen.storage.leases.lease_protocol import Lease, LeaseTable
+from batchgen.storage.leases.lease_table import Lease, LeaseTable
 from batchgen.storage.leases.process_identity import is_gone
-from batchgen.storage.stores.job_storage import Storage, names_in
+from batchgen.storage.stores.folder_storage import names_in
+from batchgen.storage.stores.job_storage import Storage
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ Every function here is a generator of operations (store_operations.py).
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from batchgen.storage.leases.failure_detector import FailureDetector
@@ -34,12 +33,11 @@ from batchgen.storage.leases.lease_files import (
     journal_name,
     lease_name,
     mark_name,
-    parse_lease,
-    parse_mark,
     parse_worker,
     published_name,
     worker_name,
 )
+from batchgen.storage.leases.lease_table import Lease, LeaseTable
 from batchgen.storage.leases.store_operations import (
     Names,
     Overwrite,
@@ -56,59 +54,6 @@ MOST_ENDED = 3
 _WIDEST = 256
 _MOST_ASKED = 16
 """At most this many owners' heartbeats are checked in one look."""
-
-
-@dataclass(frozen=True)
-class Lease:
-    """What a lease says: the worker that made it, and the workers whose crash is counted for its
-    shard."""
-
-    worker: int
-    ended: tuple[int, ...] = ()
-
-    def encoded(self) -> bytes:
-        return json.dumps({"worker": self.worker, "ended": list(self.ended)}).encode()
-
-    @staticmethod
-    def decoded(content: bytes | None) -> Lease | None:
-        """What a lease says. None if nothing can be read of it, so that nobody knows whose it is:
-        it is not whole yet, or its worker died or found the disk full before it was."""
-        try:
-            found = json.loads(content or b"")
-            return Lease(int(found["worker"]), tuple(map(int, found["ended"])))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return None
-
-
-@dataclass
-class LeaseTable:
-    """What the names in `leases` say.
-
-    Attributes:
-        epochs: shard → the highest epoch of its leases.
-        backups: shard → the highest epoch of its backups.
-    """
-
-    epochs: dict[int, int] = field(default_factory=dict)
-    backups: dict[int, int] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
-    quarantined: set[int] = field(default_factory=set)
-
-    @staticmethod
-    def of(names: Iterable[str]) -> LeaseTable:
-        board = LeaseTable()
-        board.add(names)
-        return board
-
-    def add(self, names: Iterable[str]) -> None:
-        """Take in what further names say."""
-        for name in names:
-            if (lease := parse_lease(name)) is not None:
-                shard, kind, epoch = lease
-                highest = self.epochs if kind == "e" else self.backups
-                highest[shard] = max(epoch, highest.get(shard, 0))
-            elif (mark := parse_mark(name)) is not None:
-                (self.done if mark[1] == "done" else self.quarantined).add(mark[0])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from batchgen.storage.costs.chain_costs import JobCost, all_steps, as_values
 from batchgen.storage.metrics.peers import Peers, added, reported_attempt, seconds
 from batchgen.storage.metrics.tally import Tally
 from batchgen.storage.metrics.timeline import Timeline, metrics_text
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.whole_file import write_atomic
 
 SAVE_SECONDS = 10.0  # between two times that a running job saves the file

@@ -8,7 +8,9 @@ records of an earlier worker. So a file needs no other one, and the longest that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +18,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.engine.interface.outputs import Begun, OutputColumn
+from batchgen.storage.leases.lease_files import BEGUN
+from batchgen.storage.shards.journal import Journal, JournalGone, journal_worker
 from batchgen.storage.shards.open_shard import OpenShard
 from batchgen.storage.shards.output_schema import OutputSchema, column_lists, id_lists
 from batchgen.storage.shards.row_order import KEYS
+from batchgen.storage.stores.job_storage import Storage
 
 _VERSION = {b"batchgen.begun": b"1"}
 _KEY, _START, _TOKENS = "key", "start", "token_ids"
@@ -151,6 +156,66 @@ class BegunRows:
             },
             _counts(last, place, schema.counts),
         )
+
+
+class BegunRecords:
+    """The records of all shards of a job, in the journal. `read` gives those of a shard by all
+    workers."""
+
+    def __init__(
+        self,
+        schema: OutputSchema,
+        journal: Journal,
+        read: Callable[[int], BegunRows],
+        storage: Storage,
+    ) -> None:
+        self._schema, self._journal, self._read, self._storage = schema, journal, read, storage
+        self._rows: dict[int, BegunRows] = {}  # by shard, as far as a row was asked for
+
+    def drop_superseded(self, complete: Collection[int], opened: Mapping[int, OpenShard]) -> None:
+        """Delete the records of rows that are finished, or have longer ones by later attempts."""
+        for number in sorted(self._journal.shards(BEGUN)):
+            needed = set[int]()
+            if number not in complete:
+                needed = self._read(number).longest(opened.get(number))
+            for path in self._journal.files(number, include_own=True, kind=BEGUN):
+                if journal_worker(path) not in needed:
+                    self._storage.delete(path)
+        self._journal.refresh()
+
+    def forget(self, number: int) -> None:
+        """Read a shard anew when it is asked for again."""
+        self._rows.pop(number, None)
+
+    def drop(self, number: int) -> list[Path]:
+        """Write no more of a shard; returns the files of this worker."""
+        self.forget(number)
+        return self._journal.release(number, BEGUN)
+
+    def delete(self, number: int) -> None:
+        """Delete what this worker has recorded of a shard, whose rows are finished."""
+        for path in self.drop(number):
+            self._storage.delete(path)
+
+    def find(
+        self,
+        number: int,
+        opened: OpenShard,
+        row_index: int,
+        sample_index: int,
+        key: Callable[[], bytes],
+    ) -> Begun | None:
+        """What was recorded of a sample of a row of an open shard; see `BegunRows.find`."""
+        if (found := self._rows.get(number)) is None:
+            found = self._rows[number] = self._read(number)
+        failed = opened.is_failed(row_index, sample_index)
+        return found.find(row_index, sample_index, key, self._schema, retried=failed)
+
+    def write(self, number: int, rows: Sequence[BegunRow]) -> None:
+        """Record what rows of a shard have generated. If another worker has deleted the shard's
+        files, they are finished and need no record."""
+        with suppress(JournalGone):
+            self._journal.append(number, encode_begun(self._schema, rows), BEGUN)
 
 
 def _values(part: tuple[pa.RecordBatch, int], name: str) -> npt.NDArray[Any]:

@@ -26,7 +26,8 @@ import pyarrow as pa
 from batchgen.storage.leases.lease_files import BEGUN, FINISHED
 from batchgen.storage.leases.patience import patiently
 from batchgen.storage.shards.checked_file import unreadable_file
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import JobError
 
 _FRAME = struct.Struct("<II")
@@ -70,6 +71,12 @@ class Journal:
     def _found(self) -> dict[str, dict[int, list[Path]]]:
         names = self._storage.names(self._folder)
         return {kind: journal_files(self._folder, names, kind) for kind in self._schemas}
+
+    def delete_unfinished(self) -> None:
+        """Delete what earlier attempts were writing under temporary names when they were killed."""
+        for name in self._storage.names(self._folder):
+            if name.endswith(".tmp"):
+                self._storage.delete(self._folder / name)
 
     def shards(self, kind: str = FINISHED) -> set[int]:
         """Shards that have journal files."""

@@ -1,7 +1,7 @@
 """The Arrow schema of the output, which is known before the first token, and rows in that form."""
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ from batchgen.engine.interface.outputs import (
     RequestOutput,
     RowCount,
 )
+from batchgen.storage.shards.column_kinds import PROMPT_IMAGES
 from batchgen.storage.shards.enough import (
-    ENOUGH_COLUMNS,
     FAILED,
     NUM_SAMPLES,
     NUM_VALID,
@@ -25,87 +25,23 @@ from batchgen.storage.shards.enough import (
     VALID,
     Enough,
 )
-from batchgen.storage.shards.image_column import PROMPT_IMAGES
-from batchgen.storage.shards.parsed_column import ParsedColumn
-from batchgen.util.errors import ConfigError
-from batchgen.util.text.row_json import AS_GIVEN
-
-SCHEMA_VERSION = "1"
-
-TEXT = "text"
-_BEFORE = (
-    ("row_id", pa.string(), "the row's dataset.id_column, or its position"),
-    ("row_index", pa.int64(), "position of the row in the dataset, from 0"),
-    ("sample_index", pa.int32(), "which of the sampling.n samples of the row, from 0"),
-)
-_AFTER = (
-    (TEXT, pa.string(), "the generated text, cut before a stop string; null on error"),
-    ("token_ids", pa.list_(pa.int32()), "every generated token, with the one that ended the row"),
-    ("prompt_token_ids", pa.list_(pa.int32()), "the prompt as the model saw it; null on error"),
-    ("finish_reason", pa.string(), "stop, length, constraint_conflict or error"),
-    ("stop", pa.string(), "the stop string, or the text of the stop id, that ended the row"),
-    (
-        "error",
-        pa.struct([("type", pa.string()), ("message", pa.string())]),
-        "why the row has no answer; null if it has one",
-    ),
-    ("num_prompt_tokens", pa.int32(), "length of the prompt; null if the row failed before it"),
-    ("num_generated_tokens", pa.int32(), "length of token_ids"),
-)
-PROMPT_TOKEN_IDS = "prompt_token_ids"
-ANSWER_TOKEN_IDS = "answer_token_ids"
-_ANSWER = (
+from batchgen.storage.shards.output_fields import (
     ANSWER_TOKEN_IDS,
-    pa.list_(pa.int32()),
-    "the given answer, each of whose tokens is scored; null on error",
-)
-_OF_ANSWERS = {
-    TEXT: "empty, as nothing is generated; null on error",
-    "finish_reason": "scored or error",
-}
-"""What columns mean where answers are scored."""
-_OF_READ_ROWS = _OF_ANSWERS | {"finish_reason": "read or error"}
-"""What columns mean where rows are only read."""
-_OF_CHANNELS = {
-    TEXT: "the final channel, cut before a stop string; null on error, and if there is none",
-    "finish_reason": "stop (in the final channel), tool_call, no_answer (it ended elsewhere), "
-    "length, constraint_conflict or error",
-}
-"""What columns mean where rows have channels."""
-REASONING, CHANNEL = "reasoning", "channel"
-"""Columns that `SplitOutput.columns` may have."""
-SATISFIED = "constraint_satisfied"
-_SATISFIED = (
-    SATISFIED,
-    pa.bool_(),
-    "whether what was generated is complete under the row's constraint; null if it has none or "
-    "the row failed",
-)
-
-
-REPLAY_EXACT = "replay_exact"
-_REPLAY_EXACT = (
+    PROMPT_TOKEN_IDS,
     REPLAY_EXACT,
-    pa.bool_(),
-    "whether each token was scored given what was unmasked before its step: false if it is not "
-    "known what stood behind the answer in its last block, or if a constraint took part in the "
-    "distribution; null if the row failed",
+    SATISFIED,
+    SCHEMA_VERSION,
+    TEXT,
+    answer_fields,
+    changed_meanings,
+    check_clashes,
+    chosen_fields,
+    column_field,
+    copied_fields,
+    count_field,
+    fields_before,
 )
-
-
-IMAGE_FIELDS = (
-    ("path", pa.string()),
-    ("digest", pa.string()),
-    ("width", pa.int32()),
-    ("height", pa.int32()),
-    ("tokens", pa.int32()),
-)
-_IMAGES = (
-    PROMPT_IMAGES,
-    pa.list_(pa.struct(IMAGE_FIELDS)),
-    "the images of the prompt: what the row names each, a digest of its file, and the size in "
-    "pixels and tokens at which the model read it; null if the row failed before",
-)
+from batchgen.storage.shards.parsed_column import ParsedColumn
 
 
 class SplitOutput(NamedTuple):
@@ -202,37 +138,24 @@ class OutputSchema:
             ConfigError: a column of the data set has the name of a column that batchgen writes, or
                 `text_column` is the name of another such column.
         """
-        before = [described_field(*column) for column in _BEFORE]
-        has_channels = any(column.name == CHANNEL for column in extra)
-        own = _OF_ANSWERS if answers else _OF_CHANNELS if has_channels else {}
-        after = _answer_fields(_OF_READ_ROWS if is_read else own, text_column, prompt_token_ids)
-        asked = (
-            (_SATISFIED, constrained),
-            (_ANSWER, answers),
-            (_REPLAY_EXACT, replays),
-            (_IMAGES, images),
+        meanings = changed_meanings(answers, is_read, extra)
+        after = answer_fields(text_column, prompt_token_ids, meanings)
+        more = chosen_fields(
+            constrained=constrained,
+            answers=answers,
+            replays=replays,
+            images=images,
+            parsed=parsed,
+            has_enough=enough is not None,
         )
-        more = [described_field(*column) for column, wanted in asked if wanted]
-        if parsed is not None:
-            more.append(described_field(PARSED, parsed.type, parsed.meaning))
-        more += [] if enough is None else [described_field(*column) for column in ENOUGH_COLUMNS]
-        not_run = "; null if the row failed before its first"
-        more += [
-            described_field(count.name, pa.int32(), count.meaning + not_run) for count in counts
-        ]
-        more += [_column_field(column) for column in columns]
-        # Also columns that this job leaves out: a name shall mean the same in every output.
-        taken = {name for name, *_ in _BEFORE + _AFTER} | {SATISFIED, PARSED}
-        taken |= {field.name for field in (*extra, *more)}
-        taken.remove(TEXT)
-        _check_clashes(passthrough.names, taken, text_column)
-        # The metadata of the whole input schema is dropped: it describes the input's columns alone.
-        meaning = {"meaning": AS_GIVEN.decode()}
-        given = [f.with_metadata(meaning | _strings(f.metadata)) for f in passthrough]
+        more += [count_field(count) for count in counts]
+        more += [column_field(column) for column in columns]
+        check_clashes(passthrough.names, [*extra, *more], text_column)
         metadata = {b"batchgen.schema": SCHEMA_VERSION.encode()}
         metadata |= {} if enough is None else enough.metadata
         after[1:1] = extra
-        schema = pa.schema(before + given + after + more, metadata=metadata)
+        fields = fields_before() + copied_fields(passthrough) + after + more
+        schema = pa.schema(fields, metadata=metadata)
         return OutputSchema(
             schema,
             tuple(passthrough.names),
@@ -306,73 +229,6 @@ class OutputSchema:
             for f in self.arrow
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
-
-
-def _check_clashes(columns: Sequence[str], taken: Collection[str], text_column: str) -> None:
-    """Refuse columns of the data set that have the name of a column that batchgen writes."""
-    if text_column in taken:
-        raise ConfigError(
-            f"output.text_column={text_column} is the name of another column that batchgen writes: "
-            "choose another name"
-        )
-    names = {*taken, text_column}
-    clashes = [name for name in columns if name in names]
-    if not clashes:
-        return
-    listed = ", ".join(map(repr, clashes))
-    what = f"dataset columns {listed} have the names of columns that batchgen writes: "
-    if clashes == [text_column]:
-        what = (
-            f"dataset column {listed} has the name of the column of generated text: write that one "
-            "under another name, such as output.text_column=answer, or "
-        )
-    kept = ",".join(name for name in columns if name not in names)
-    advice = f"leave yours out of the output with 'dataset.columns=[{kept}]'; prompts can still "
-    raise ConfigError(what + advice + "use them")
-
-
-def described_field(name: str, type: pa.DataType, meaning: str) -> pa.Field:
-    """A column of the output that says what it means."""
-    return pa.field(name, type, metadata={"meaning": meaning})
-
-
-def _strings(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
-    return {key.decode(): value.decode() for key, value in (metadata or {}).items()}
-
-
-def _answer_fields(
-    meanings: Mapping[str, str], text_column: str, prompt_token_ids: bool
-) -> list[pa.Field]:
-    """Return the fields that every answer has; `meanings` replaces the usual ones by name."""
-    return [
-        described_field(text_column if name == TEXT else name, type, meanings.get(name, meaning))
-        for name, type, meaning in _AFTER
-        if prompt_token_ids or name != PROMPT_TOKEN_IDS
-    ]
-
-
-def _column_field(column: OutputColumn) -> pa.Field:
-    type = pa.from_numpy_dtype(column.dtype)
-    for size in reversed(column.tail_shape):
-        type = pa.list_(type, size)
-    entries = {
-        "output": "one entry per generated token",
-        "edits": "one entry per replaced token: place in token_ids, step, old and new id",
-        "tail": "one entry per token that the end of the row cut off its last step",
-        "context": "one entry per token that went through the model",
-        "answer": "one entry per token of the answer",
-        "choice": "one entry per choice of the row's constraint",
-        "row": "what was pooled from the row's hidden states; null on error",
-    }[column.scope]
-    of_row = column.scope == "row"
-    shape = column.tail_shape if of_row else ("num_tokens", *column.tail_shape)
-    metadata = {
-        "meaning": f"{column.name}: {entries}",
-        "scope": column.scope,
-        "dtype": str(column.dtype),
-        "shape": str([*shape]).replace("'", ""),
-    } | dict(column.metadata)
-    return pa.field(column.name, type if of_row else pa.list_(type), metadata=metadata)
 
 
 def _error(error: RequestError | None) -> dict[str, str] | None:

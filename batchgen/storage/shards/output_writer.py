@@ -9,16 +9,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.engine.interface.outputs import Begun
-from batchgen.storage.leases.lease_files import BEGUN
-from batchgen.storage.shards.begun_rows import BegunRow, BegunRows, begun_schema, encode_begun
-from batchgen.storage.shards.journal import Journal, JournalGone, journal_worker
+from batchgen.storage.shards.begun_rows import BegunRecords, BegunRow, begun_schema
+from batchgen.storage.shards.journal import Journal, JournalGone
 from batchgen.storage.shards.open_shard import OpenEnoughShard, OpenShard
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.storage.shards.published_shards import PublishedShards
 from batchgen.storage.shards.publisher import Publish, Publisher
 from batchgen.storage.shards.shard_files import Extent, ResumeState, read_columns
 from batchgen.storage.shards.written_rows import WrittenRows
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError
 
@@ -85,34 +85,23 @@ class OutputWriter:
         self._published = PublishedShards(
             data, schema, rows_per_shard, samples, num_rows, self._storage, older
         )
-        self._journal = Journal(
-            journal,
-            schema.arrow,
-            self._round.least_attempt,
-            worker,
-            self._storage,
-            begun_schema(schema),
-        )
+        least, begun = self._round.least_attempt, begun_schema(schema)
+        self._journal = Journal(journal, schema.arrow, least, worker, self._storage, begun)
         self._publisher = Publisher(
             data, journal, schema, self._round, self._journal.attempt, publish, self._storage
         )
         self._written = WrittenRows(
             self._published, self._journal, self._round, rows_per_shard, samples, schema.enough
         )
+        self._begun = BegunRecords(schema, self._journal, self._written.begun, self._storage)
         self.retried: int | None = None
         if older is None:
-            for name in self._storage.names(journal):
-                if name.endswith(".tmp"):
-                    self._storage.delete(journal / name)
+            self._journal.delete_unfinished()
             self.retried = self._begin_round(retry_errors)
-        elif retry_errors != self._round.is_open:
-            raise ConfigError(
-                f"output.retry_errors={str(retry_errors).lower()}: the workers that run in "
-                f"{self._storage.display_name} have it otherwise: wait for them or stop them first"
-            )
+        else:
+            self._check_round(retry_errors)
         self._open: dict[int, OpenShard] = {}
         self._dropped: set[int] = set()
-        self._begun: dict[int, BegunRows] = {}  # by shard, as far as a row was asked for
         self.resumed = self._resume() if older is None else older.rows
 
     def _resume(self) -> int:
@@ -123,19 +112,8 @@ class OutputWriter:
         rows = self._published.num_done + sum(shard.num_done for shard in self._open.values())
         for number in sorted(self._open):
             self._publish_if_complete(number)
-        self._drop_superseded()
+        self._begun.drop_superseded(self.complete_shards, self._open)
         return rows
-
-    def _drop_superseded(self) -> None:
-        """Delete the records of rows that are finished, or have longer ones by later attempts."""
-        for number in sorted(self._journal.shards(BEGUN)):
-            needed = set[int]()
-            if number not in self.complete_shards:
-                needed = self._written.begun(number).longest(self._open.get(number))
-            for path in self._journal.files(number, include_own=True, kind=BEGUN):
-                if journal_worker(path) not in needed:
-                    self._storage.delete(path)
-        self._journal.refresh()
 
     def _publish_what_has_enough(self) -> None:
         """Publish anew the shards that lack nothing since `sampling.until` asks for more."""
@@ -216,7 +194,7 @@ class OutputWriter:
         """Find out what all workers have finished of a shard that is to be completed now. If
         another worker publishes it meanwhile, it is not open afterwards."""
         self._dropped.discard(number)
-        self._begun.pop(number, None)
+        self._begun.forget(number)
         self._journal.refresh()
         try:
             self._reopen(number)
@@ -243,10 +221,9 @@ class OutputWriter:
     def drop(self, number: int) -> None:
         """Forget a shard that another worker has published."""
         self._open.pop(number, None)
-        self._begun.pop(number, None)
         self._dropped.add(number)
         self._journal.release(number)
-        self._journal.release(number, BEGUN)
+        self._begun.drop(number)
 
     def end_at(self, num_rows: int) -> None:
         """Learn how many rows the data set has."""
@@ -302,10 +279,7 @@ class OutputWriter:
         number = self.shard_of(row_index)
         if (opened := self._open.get(number)) is None:
             return None
-        if (found := self._begun.get(number)) is None:
-            found = self._begun[number] = self._written.begun(number)
-        failed = opened.is_failed(row_index, sample_index)
-        return found.find(row_index, sample_index, key, self.schema, retried=failed)
+        return self._begun.find(number, opened, row_index, sample_index, key)
 
     def write_begun(self, rows: Sequence[BegunRow]) -> None:
         """Record what rows of open shards have generated so far. A kill does not lose it; what
@@ -319,8 +293,7 @@ class OutputWriter:
             by_shard.setdefault(self.shard_of(row.row_index), []).append(row)
         for number, of_shard in by_shard.items():
             if number in self._open:
-                with suppress(JournalGone):
-                    self._journal.append(number, encode_begun(self.schema, of_shard), BEGUN)
+                self._begun.write(number, of_shard)
 
     def sync(self) -> None:
         """Make what was written safe from the loss of the machine, if it is time to."""
@@ -357,9 +330,7 @@ class OutputWriter:
 
     def _publish(self, number: int, extent: Extent) -> None:
         files = self._journal.release(number)
-        self._begun.pop(number, None)
-        for path in self._journal.release(number, BEGUN):  # its rows are finished
-            self._storage.delete(path)
+        self._begun.delete(number)
         self._published.extents[number] = extent
         older = self._published.older
         if older.get(number) == extent and not files:
@@ -379,6 +350,14 @@ class OutputWriter:
                 errors[shard] = pc.sum(pc.equal(table["finish_reason"], "error")).as_py()
         self._round.begin([shard for shard, n in errors.items() if n], self._journal.attempt)
         return sum(errors.values())
+
+    def _check_round(self, wanted: bool) -> None:
+        """Refuse another `retry_errors` than that of the workers that run."""
+        if wanted != self._round.is_open:
+            raise ConfigError(
+                f"output.retry_errors={str(wanted).lower()}: the workers that run in "
+                f"{self._storage.display_name} have it otherwise: wait for them or stop them first"
+            )
 
     def _reopen(self, number: int) -> OpenShard:
         before = self._open.get(number)

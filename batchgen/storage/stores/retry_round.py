@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from batchgen.storage.leases.fsync import fsync_path
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 
 _NAME = re.compile(r"part-([0-9]{5,})\.([0-9]{4,})\.retry")
 _OPEN = "retry"

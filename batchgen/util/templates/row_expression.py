@@ -10,12 +10,8 @@ from jinja2 import TemplateError, Undefined, nodes
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import beginning, some_names
 from batchgen.util.templates import template_bounds as bounds
-from batchgen.util.templates.template_sandbox import (
-    RENDER_ERRORS,
-    WholeRow,
-    is_null,
-    row_environment,
-)
+from batchgen.util.templates.absent_field import WholeRow, is_null
+from batchgen.util.templates.template_sandbox import RENDER_ERRORS, row_environment
 
 OWN_NAMES = ("row_id", "row_index", "row")
 """What an expression can read beside columns: the row's id, its place, and all columns at once."""

@@ -12,13 +12,9 @@ from jinja2 import TemplateError, TemplateSyntaxError, Undefined, UndefinedError
 
 from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
+from batchgen.util.templates.absent_field import WholeRow, is_null
 from batchgen.util.templates.template_bounds import TemplateLimit
-from batchgen.util.templates.template_sandbox import (
-    RENDER_ERRORS,
-    WholeRow,
-    is_null,
-    row_environment,
-)
+from batchgen.util.templates.template_sandbox import RENDER_ERRORS, row_environment
 
 _SINGLE_BRACES = re.compile(r"(?<![{\w^}\]])\{\s*(\w+)\s*\}(?!\})")
 """`{name}`, apart from LaTeX such as `\\boxed{name}` and `x^{name}`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,8 @@ from batchgen.engine.layers.linear import empty_fp8, empty_parameter
 from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
 from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.lora.layer_lora import LayerLoRA, LoRAState
+from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
 from batchgen.kernels.four_bit.experts import FourBitExperts
@@ -35,7 +37,9 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.quantise import RoundedRows, plain_rows
 from batchgen.kernels.layers.linear import pack_weight
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
-from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
+from batchgen.kernels.lora.expert_lora import ExpertAdapters
+from batchgen.kernels.lora.lora import LoRAPart
+from batchgen.kernels.moe.epilogues import Epilogues
 from batchgen.kernels.moe.experts import PlainExperts, grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_cpu import ExpertProducts, grouped_mlp_cpu
 from batchgen.kernels.moe.experts_triton import ExpertWeights
@@ -91,6 +95,9 @@ class Experts(nn.Module):
         self._layouts: tuple[Layout, Layout] | None = None  # of weights in 4 bits
         self._dtype = where.dtype
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
+        self._lora: LoRAState | None = None
+        self._gate_up_lora: LayerLoRA | None = None
+        self._down_lora: LayerLoRA | None = None
 
     def quantise(self, form: WeightFormat, path: str) -> None:
         """Keep the weights in FP8 or 4 bits from now on; they must not be loaded yet.
@@ -148,12 +155,18 @@ class Experts(nn.Module):
         self.down_proj, self.down_scales, down = narrow
         self._layouts = gate_up, down
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """What checkpoints call the weights of the two products of all experts."""
+        first = self.variant.first
+        return "gate_up_proj" if len(first) > 1 else first[0], "down_proj"
+
     def sizes(self, name: str) -> tuple[int, int, int]:
         """Return the number of experts on all ranks, and the out and in features of one of their
-        weights, `gate_up_proj` or `down_proj`."""
+        weights, which is one of `names`."""
         rows = len(self.variant.first) * self._inner
         wide, narrow = (rows, self._hidden), (self._hidden, self._inner)
-        return self._num_experts, *(wide if name == "gate_up_proj" else narrow)
+        return self._num_experts, *(narrow if name == "down_proj" else wide)
 
     @property
     def computes_in_fp8(self) -> bool:
@@ -171,14 +184,22 @@ class Experts(nn.Module):
         they read others."""
         return None if self._layouts is None else self._layouts[0].value_bytes
 
-    @property
-    def epilogues(self) -> Epilogues:
-        """What this rank's experts compute behind their products."""
-        if self.variant == PLAIN_EXPERTS:
-            return PLAIN
-        return Epilogues(
-            self.gate_up_bias, self.down_bias, self.variant.clamped, self.variant.function
-        )
+    def epilogues(self, ids: Tensor, adapter_slots: Tensor | None) -> Epilogues:
+        """What this rank's experts compute behind the products of tokens that go to these experts
+        [T, k] and have these adapter slots [T]."""
+        adapters, both = None, (self._gate_up_lora, self._down_lora)
+        if adapter_slots is not None:
+            wide, narrow = (None if own is None else own.of_experts() for own in both)
+            own_experts = self._num_experts // self._parallel.size
+            adapters = ExpertAdapters(adapter_slots, ids, own_experts, wide, narrow)
+        of = self.variant
+        return Epilogues(self.gate_up_bias, self.down_bias, of.clamped, of.function, adapters)
+
+    def adapter_slots(self, count: int) -> Tensor | None:
+        """Return the adapter slots [T] of the tokens of a forward, whose number is `count`; None
+        if nothing is added to these experts."""
+        tokens = None if self._lora is None else self._lora.tokens_of(count)
+        return None if tokens is None else tokens.slots
 
     def forward(
         self,
@@ -187,17 +208,20 @@ class Experts(nn.Module):
         weights: Tensor,  # [T, k] float32
         residual: Tensor | None = None,
         shared: Callable[[], SharedPart] | None = None,
+        adapter_slots: Tensor | None = None,
     ) -> Tensor:
-        """Compute the sum [T, H] of what each token's experts on this rank make of it.
+        """Compute the sum [T, H] of what each token's experts on this rank make of it, and the
+        adapters in these slots [T], if any, add to their products.
 
         It is added to `residual` in place if that is given. `shared` is called last, and once, and
         what it returns is added too.
         """
         if self._parallel.size > 1:
             ids = self._own_ids(ids)
+        epilogues = self.epilogues(ids, adapter_slots)
         if self._packed is not None:
             assert isinstance(x, Tensor)
-            out = grouped_mlp_cpu(x, *self._packed, ids, weights, *self.epilogues[2:])
+            out = grouped_mlp_cpu(x, *self._packed, ids, weights, epilogues)
             return add_up(out, residual, shared)
         return grouped_mlp(
             plain_rows(x),
@@ -205,7 +229,7 @@ class Experts(nn.Module):
             ids,
             weights,
             residual,
-            epilogues=self.epilogues,
+            epilogues=epilogues,
             shared=shared,
             num_routed=self._num_experts,
         )
@@ -217,14 +241,16 @@ class Experts(nn.Module):
         ids: Tensor,
         weights: Tensor,
         shared: Callable[[], SharedPart] | None = None,
+        adapter_slots: Tensor | None = None,
     ) -> Stream:
         """Add `forward`'s sum to `residual` in place, now or when it is read; needs all experts."""
         parts = None
         if self._packed is None:
-            parts = grouped_parts(plain_rows(x), self._weights(x), ids, weights, self.epilogues)
+            epilogues = self.epilogues(ids, adapter_slots)
+            parts = grouped_parts(plain_rows(x), self._weights(x), ids, weights, epilogues)
         if parts is not None:
             return PendingParts(residual, parts, shared and shared())
-        self(x, ids, weights, residual, shared)
+        self(x, ids, weights, residual, shared, adapter_slots)
         return residual
 
     def _weights(self, x: Tensor | RoundedRows) -> ExpertWeights:
@@ -270,9 +296,8 @@ class Experts(nn.Module):
         shard = self._parallel.shard(0, self._num_experts) if self._parallel.size > 1 else None
         wide, narrow = (self.gate_up_scales, self.gate_up_bias), (self.down_scales, self.down_bias)
         both, single = self.variant.first, ("down_proj",)
-        name = "gate_up_proj" if len(both) == 2 else both[0]
         for kind in (
-            Projections(name, both, self.gate_up_proj, self._hidden, *wide),
+            Projections(self.names[0], both, self.gate_up_proj, self._hidden, *wide),
             Projections("down_proj", single, self.down_proj, self._inner, *narrow),
         ):
             packed = self.in_four_bits
@@ -296,11 +321,42 @@ class Experts(nn.Module):
                 shard=shard,
             )
 
+    def lora_sites(self, path: str) -> Iterator[LoRASite]:
+        """Yield both products. The places of a product are those of each expert's projections, and
+        of all projections of each expert together, under the name that the weight of all experts
+        has (`experts.3.gate_up_proj`)."""
+        own, both = self._num_experts // self._parallel.size, self.variant.first
+        for whole, parts in zip(self.names, (both, ("down_proj",)), strict=True):
+            _, width, depth = self.sizes(whole)
+            size, places = width // len(parts), list[LoRAPlace]()
+            for index in range(self._num_experts):
+                expert = index - self._first if 0 <= index - self._first < own else None
+                kinds = [(part, i * size, size) for i, part in enumerate(parts)]
+                kinds += [(whole, 0, width)] if len(parts) > 1 else []
+                for name, start, length in kinds:
+                    part = LoRAPart(start, length)
+                    places.append(LoRAPlace(f"{path}.{index}.{name}", part, expert=expert))
+            yield LoRASite(tuple(places), width, depth, own, of_experts=True)
+
+    def add_lora(
+        self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
+    ) -> None:
+        """Let adapters stand beside the products, as `Linear.add_lora` does."""
+        device, found = self.down_proj.device, list[LayerLoRA | None]()
+        for site in self.lora_sites(path):
+            adapted = site.adapted_parts(factors)
+            found.append(LayerLoRA(site, factors, state, self._dtype, device) if adapted else None)
+        self._gate_up_lora, self._down_lora = found
+        self._lora = state if any(found) else None
+
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weights to the layout for this CPU; they cannot be loaded again then.
 
         `products` chooses how to compute, for all layers of a model. On a GPU nothing changes.
         """
+        for lora in (self._gate_up_lora, self._down_lora):
+            if lora is not None:
+                lora.pack(products)
         if self._packed is not None or self.gate_up_scales is not None:
             return
         if self.gate_up_proj.device.type != "cpu":

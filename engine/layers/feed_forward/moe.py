@@ -38,6 +38,7 @@ class Router:
     float32: bool = False  # logits are computed in float32, whatever the model's dtype is
     wide: bool = False  # with `float32`: checkpoints hold its weight in float32
     gates_shared: bool = True  # else checkpoints call it `shared_experts`, without a gate
+    gates_input: bool = False  # the only expert of a token reads sigmoid(its logit) · x
 
 
 SOFTMAX_ROUTER = Router()
@@ -61,6 +62,18 @@ class ScoreCorrection(nn.Module):
         name = (f"{path}.e_score_correction_bias",)
         target = self.e_score_correction_bias
         yield WeightSlot(target, name, name, lambda match: match[name[0]].squeeze(0), dummy=0.0)
+
+
+def _shared_expert(
+    hidden_size: int, shared_size: int, variant: ExpertForm, where: Placement
+) -> GatedMLP | PlainMLP:
+    """Make the expert that every token goes through."""
+    name = "shared expert's size"
+    if variant.function == "relu2":
+        return PlainMLP(
+            hidden_size, shared_size, bias=False, function="relu2", size_name=name, where=where
+        )
+    return GatedMLP(hidden_size, shared_size, bias=False, size_name=name, where=where)
 
 
 class SparseMoE(nn.Module):
@@ -95,7 +108,8 @@ class SparseMoE(nn.Module):
         self._parallel, self._lane = where.parallel, lane
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
-        self.form = router.form
+        self.form, self._gates_input = router.form, router.gates_input
+        assert experts_per_token == 1 or not router.gates_input, "the experts would read other rows"
         self.checkpoint_names = {"correction": "gate"}
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
@@ -127,16 +141,7 @@ class SparseMoE(nn.Module):
         self.shared_expert: GatedMLP | PlainMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
-            size_name = "shared expert's size"
-            if variant.function == "relu2":
-                self.shared_expert = PlainMLP(
-                    hidden_size, shared_size, bias=False, function="relu2", size_name=size_name,
-                    where=where,
-                )  # fmt: skip
-            else:
-                self.shared_expert = GatedMLP(
-                    hidden_size, shared_size, bias=False, size_name=size_name, where=where
-                )
+            self.shared_expert = _shared_expert(hidden_size, shared_size, variant, where)
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
                     hidden_size, 1, bias=False, quantisable=False, where=where
@@ -166,20 +171,24 @@ class SparseMoE(nn.Module):
             scales=gate.expert_scales if isinstance(gate, ScaledRouter) else None,
         )
         ctx.record(self.column, ids, self.index)
+        if self._gates_input:
+            x = tokens = x * logits.gather(1, ids.long()).float().sigmoid().to(x.dtype)
         out: Tensor
         alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
+        slots = self.experts.adapter_slots(len(x))
         if self.fc1_latent_proj is not None and self.fc2_latent_proj is not None:
-            routed = self.experts(self.fc1_latent_proj(x), ids, weights)
+            routed = self.experts(self.fc1_latent_proj(x), ids, weights, adapter_slots=slots)
             projected = self.fc2_latent_proj(routed)
             out = add_up(projected, residual if alone else None, shared)
             return out if alone else self._parallel.add_sum(residual, out, self._lane)
         if own is None and alone:
-            return self.experts.add_to(residual, tokens, ids, weights, shared)
+            return self.experts.add_to(residual, tokens, ids, weights, shared, slots)
         if own is None:
-            out = self.experts(tokens, ids, weights, None, shared)
+            out = self.experts(tokens, ids, weights, None, shared, slots)
         else:
             routed = torch.zeros_like(x)
-            routed[own] = self.experts(x[own], ids[own], weights[own])
+            of_own = None if slots is None else slots[own]
+            routed[own] = self.experts(x[own], ids[own], weights[own], adapter_slots=of_own)
             out = add_up(routed, residual if alone else None, shared)
         if alone:
             return out

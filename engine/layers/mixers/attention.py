@@ -28,8 +28,9 @@ from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.activation import mul_sigmoid
 from batchgen.kernels.layers.rms_norm import rms_norm
 
-NormScope = Literal["head", "all heads"]
-"""What a norm of queries, or of keys, is computed over: each head, or all heads of a token."""
+NormScope = Literal["head", "head alone", "all heads"]
+"""What a norm of queries, or of keys, is computed over: each head, with a weight or `alone`, or all
+heads of a token."""
 
 
 class Attention(nn.Module):
@@ -128,8 +129,9 @@ class Attention(nn.Module):
         self.k_norm: RMSNorm | AllHeadsNorm | None = None
         self.norm_eps, self._query_scales = norm_eps, query_scales
         self._ones: Tensor | None = None
-        if norms_follow_rotation:
-            assert qk_norm == "head" and not reads_only, "no model has both"
+        self._weighs_late = norms_follow_rotation
+        if norms_follow_rotation or qk_norm == "head alone":
+            assert qk_norm in ("head", "head alone") and not reads_only, "no model has both"
             self._ones = torch.ones(head_dim, dtype=where.dtype, device=where.device)
         self._value_weight: Tensor | None = None
         if value_norm and not reads_only:
@@ -168,11 +170,11 @@ class Attention(nn.Module):
         gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)
         q_weight: Tensor | None = None
         k_weight: Tensor | None = None
-        if isinstance(self.q_norm, RMSNorm):
+        if self._ones is not None:  # weights, if there are any, follow as a factor of queries
+            q_weight = k_weight = self._ones
+        elif isinstance(self.q_norm, RMSNorm):
             of_keys = self.k_norm if isinstance(self.k_norm, RMSNorm) else self.q_norm
             q_weight, k_weight = self.q_norm.weight, of_keys.weight
-            if self._ones is not None:  # their weights follow, as a factor of queries
-                q_weight = k_weight = self._ones
         elif isinstance(self.q_norm, AllHeadsNorm) and isinstance(self.k_norm, AllHeadsNorm):
             qkv = normed_together(qkv, self.q_norm, self.k_norm)
         if self._value_weight is not None:
@@ -195,7 +197,7 @@ class Attention(nn.Module):
         if self._query_scales is not None:
             positions = torch.cat([part.positions for part in attention])
             q = (q * self._query_scales[positions, None, None]).to(q.dtype)
-        if self._ones is not None:
+        if self._weighs_late:
             q = (q * self._late_weight()).to(q.dtype)
         attended = paged_attention(
             q, cache, attention, self.scale, self.shape.window, self.sinks, self._score_cap

@@ -1,8 +1,7 @@
-"""An engine of random weights that runs workloads, timed by phase, or under the profiler."""
+"""An engine of random weights that runs workloads, timed by phase."""
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Iterable
@@ -40,7 +39,6 @@ from batchgen.strategies.ar.strategy import ARStrategy
 
 FULL_BATCH = 256
 """Rows of the decode steps that are reported on their own, if there were any."""
-_PROFILED_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +135,6 @@ class Bench:
             for index, request in enumerate(load)
         ]
 
-    def first_token(self, temperature: float) -> None:
-        run_rows(self.engine, self.rows([BenchRequest(list(range(64)), 1)], temperature))
-
     def warm_up(self, names: list[str], temperature: float) -> float:
         """Capture all graphs, and run rows that make the engine compile all that the workloads will
         need; returns the seconds that it took.
@@ -192,11 +187,6 @@ class Bench:
             peak_kv_usage=stats.peak_kv_usage,
         )
 
-    def free(self) -> None:
-        """Drop the engine, so that its memory is there for another one; no more runs after that."""
-        del self.engine
-        gc.collect()
-
     def _floor(self, load: list[BenchRequest], rates: Rates) -> Floor:
         form = self.weights.form
         native = form is not None and form.native
@@ -211,25 +201,6 @@ class Bench:
             in_four_bits=in_four_bits,
             in_mxfp4=native and in_mxfp4,
         )
-
-    def profile(self, name: str, temperature: float, path: Path, after: int) -> None:
-        """Print what takes the time of 20 steps of a workload from the `after`th on, and write
-        their trace."""
-        profile_rows(self.engine, self.rows(self.load(name), temperature), path, after)
-
-
-def profile_rows(
-    engine: LLMEngine, rows: list[tuple[list[int], RequestParams]], path: Path, after: int
-) -> None:
-    """Print what takes the time of 20 steps of these rows from the `after`th on, and write their
-    trace."""
-    window = torch.profiler.schedule(wait=after, warmup=1, active=_PROFILED_STEPS, repeat=1)
-    with torch.profiler.profile(
-        schedule=window, on_trace_ready=lambda own: own.export_chrome_trace(str(path))
-    ) as profiler:
-        run_rows(engine, rows, lambda finished: profiler.step())
-    order = f"self_{DEVICE.type}_time_total"
-    print(profiler.key_averages().table(sort_by=order, row_limit=15))
 
 
 def full_batch(steps: list[StepTime]) -> PhaseSplit:

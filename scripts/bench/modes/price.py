@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -14,6 +15,7 @@ from typing import Any
 from measuring import DEVICE, commas
 from modes.determinism import fewer_layers
 from modes.routing import expert_layers, run_rows, set_routing
+from modes.row_probe import Pictures
 from shapes import MODELS
 from workloads import WORKLOADS, dummy_model, prompt_vocab, requests
 
@@ -21,9 +23,13 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
+from batchgen.engine.vision.image_span import ImageRules
 from batchgen.kernels.library import keep_one_order
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+
+_PICTURE_SIDE = 24
+"""The most tokens of a picture's side."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class Timed:
         layers: how many layers; 0 is all.
         requests: the most rows of a workload.
         scored: whether rows have answers of these lengths, which are scored, and generate nothing.
+        pictures: whether a picture stands before each prompt.
     """
 
     model: str
@@ -42,16 +49,17 @@ class Timed:
     requests: int
     cache_gib: float
     scored: bool
+    pictures: bool
 
     def serve(self, deterministic: bool, calls: Connection[Any, Any]) -> None:
         """Run each workload once, report ready, then time each workload that is requested."""
         if deterministic and DEVICE.type == "cuda":
             keep_one_order()
         changes = fewer_layers(self.model, self.layers) if self.layers else {}
-        model = dummy_model(self.model, DEVICE, **changes)
+        model = dummy_model(self.model, DEVICE, vision=self.pictures, **changes)
         config = EngineConfig(
             max_num_seqs=256,
-            max_model_len=2304,
+            max_model_len=2304 + self.pictures * (_PICTURE_SIDE**2 + 2),
             kv_cache_gib=self.cache_gib,
             deterministic=deterministic,
         )
@@ -62,24 +70,36 @@ class Timed:
         if expert_layers(model):
             set_routing(model, "uniform")  # behind the engine's check of its products
         engine.capture_graphs()
+        rules = model.visual.config.rules if model.visual is not None else None
         for workload in self.workloads:
-            run_rows(engine, self._rows(workload, engine.vocab_size, 0))
+            run_rows(engine, self._rows(workload, engine.vocab_size, rules, 0))
         calls.send(None)
         for turn in count(1):
-            rows = self._rows(calls.recv(), engine.vocab_size, turn)
+            rows = self._rows(calls.recv(), engine.vocab_size, rules, turn)
             calls.send(run_rows(engine, rows)[0])
 
-    def _rows(self, workload: str, size: int, turn: int) -> list[tuple[Any, ...]]:
+    def _rows(
+        self, workload: str, size: int, rules: ImageRules | None, turn: int
+    ) -> list[tuple[Any, ...]]:
         """Make the rows, with prompts that the prefix cache does not have."""
         vocab, rows = prompt_vocab(size), list[tuple[Any, ...]]()
+        pictures = None if rules is None else Pictures(rules, _PICTURE_SIDE)
+        if pictures is not None:
+            vocab = pictures.vocab(vocab)
+        draws = random.Random(turn)
         for each in requests(workload, vocab)[: self.requests]:
             prompt, new = [(token + turn) % vocab for token in each.prompt], each.output_len
             if self.scored:
+                params = RequestParams(max_new_tokens=0)
                 answer = [(7 * place + turn) % vocab for place in range(new)]
-                rows.append((prompt, RequestParams(max_new_tokens=0), answer))
             else:
                 params = RequestParams(temperature=0, max_new_tokens=new, ignore_eos=True)
-                rows.append((prompt, params))
+                answer = None
+            images = []
+            if pictures is not None:
+                tokens, image = pictures.draw(draws)
+                prompt, images = [*tokens, *prompt], [image]
+            rows.append((prompt, params, answer, images))
         return rows
 
 
@@ -115,6 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=12, help="the first N layers; 0: all")
     parser.add_argument("--requests", type=int, default=256, help="the most rows of a workload")
     parser.add_argument("--scored", action="store_true", help="answers are scored")
+    parser.add_argument("--pictures", action="store_true", help="one before each prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache-gib", type=float, default=6.0, help="KV cache of each engine")
 
@@ -129,7 +150,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     workloads = tuple(options.workloads)
     pairs = []
     for name, other in zip(options.models, options.against or options.models, strict=True):
-        sizes = options.requests, options.cache_gib, options.scored
+        sizes = options.requests, options.cache_gib, options.scored, options.pictures
         both = (Timed(each, options.layers, workloads, *sizes) for each in (name, other))
         modes = (False, not options.against)
         pairs.append((name, [Process(*each) for each in zip(both, modes, strict=True)]))

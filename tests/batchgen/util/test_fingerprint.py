@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.requests import derive_seed
+from batchgen.engine.request_params import derive_seed
 from batchgen.util import fingerprint
 from batchgen.util.digest_cache import DigestCache
 from batchgen.util.fingerprint import fingerprint_files, fingerprint_text

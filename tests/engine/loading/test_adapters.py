@@ -41,9 +41,7 @@ def adapter(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"use_dora": True}, "use_dora is True"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-        ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
-        ({"r": 5}, r"lora_A.weight has shape \[4, 96\], and adapter_config.json says.* 5"),
         ({"r": 0}, "r must be a whole number from 1 on, got 0"),
         ({"lora_alpha": "NaN"}, "lora_alpha must be a finite number"),
         ({"rank_pattern": {"(a+)+$": 3}}, r"rank_pattern has the pattern '\(a\+\)\+\$'"),
@@ -104,10 +102,13 @@ def give(name: str, *shape: int) -> Callable[[dict[str, Tensor]], None]:
         ),
         (
             give("base_model.model.model.embed_tokens.lora_embedding_A", 4, 128),
-            "adapts an embedding",
+            "embed_tokens.lora_embedding_B is missing",
+        ),
+        (
+            give("base_model.model.model.norm.base_layer.weight", 64),
+            "norm.base_layer.weight is none",
         ),
         (give(f"{LAST}.q_proj.lora_magnitude_vector", 64), "is of DoRA"),
-        (give(f"{LAST}.q_proj.lora_A.weight", 64), r"lora_A.weight has shape \[64\]"),
     ],
 )
 def test_tensors_that_are_no_factors(
@@ -147,9 +148,11 @@ def lose_pair(tensors: dict[str, Tensor]) -> None:
             pair("model.layers.0.self_attn.k_proj", 64, 64),
             r"k_proj.lora_B.weight has shape \[64, 4\].* 32 out features",
         ),
+        (pair("lm_head", 64, 120), r"lora_B.weight has shape \[120, 4\].* 128 out features"),
+        (give(f"{LAST}.q_proj.lora_A.weight", 64), r"lora_A.weight has shape \[64\]"),
         (
-            pair("lm_head", 64, 128),
-            "lm_head, and adapters of this module .* add the adapter to the weights",
+            give(f"{LAST}.q_proj.lora_A.weight", 5, 64),
+            r"lora_A.weight has shape \[5, 64\], and adapter_config.json says that its rank is 4",
         ),
         (
             lose_pair,
@@ -170,10 +173,29 @@ def test_an_adapter_of_another_model(
         check_adapter(open_adapter(adapter), model)
 
 
-def test_experts_are_refused_by_name(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            pair("model.layers.0.mlp.gate", 64, 8),
+            "mlp.gate, and adapters of this module .* add the adapter to the weights",
+        ),
+        (
+            pair("model.layers.0.mlp.experts.3.up_proj", 64, 32),
+            r"has up_proj, and tensor model.layers.0.mlp.experts.0.up_proj.lora_A.weight is miss",
+        ),
+    ],
+)
+def test_an_adapter_of_a_mixture(
+    change: Callable[[dict[str, Tensor]], None],
+    message: str,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
     base = tiny_model("qwen3_moe")
     adapter = write_adapter(tmp_path / "a", base)
-    edit(adapter, pair("model.layers.0.mlp.experts.3.up_proj", 64, 32))
     model = load_model(base, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"experts.3.up_proj, and adapters of this module"):
+    check_adapter(open_adapter(adapter), model)
+    edit(adapter, change)
+    with pytest.raises(ValueError, match=message):
         check_adapter(open_adapter(adapter), model)

@@ -26,6 +26,7 @@ from batchgen.engine.loading.model_keys import FIXED, INERT, INERT_OF
 from batchgen.engine.models.model_registry import model_class
 from batchgen.inputs.model.open_model import open_model
 from tests.engine.loading.test_config_file import KINDS
+from tests.support.engine.vision_models import vision_folder
 from tests.support.jobs.image_job import tiny_config
 
 TinyModel = Callable[..., Path]
@@ -109,6 +110,26 @@ def test_what_transformers_reads_is_honoured_inert_or_refused(
     assert read_by_transformers(hf) - read_by_engine(folder) - listed == set()
 
 
+def test_what_transformers_reads_of_qwen2_5_vl_is_honoured_inert_or_refused() -> None:
+    folder = vision_folder("qwen2_5_vl")
+    listed = {*INERT, *FIXED, *INERT_OF["qwen2_5_vl"]}
+    assert read_by_transformers(parsed(folder)) - read_by_engine(folder) - listed == set()
+
+
+def test_the_keys_of_qwen2_5_vl_may_stand_beside_its_tower(tmp_path: Path) -> None:
+    """As in the files that are published, which have no text_config."""
+    nested = json.loads((vision_folder("qwen2_5_vl") / "config.json").read_text())
+    flat = nested | {k: v for k, v in nested["text_config"].items() if k != "model_type"}
+    del flat["text_config"], flat["rope_parameters"]
+    flat |= {"rope_theta": 100.0, "rope_scaling": {"type": "mrope", "mrope_section": [3, 3, 2]}}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    expected = load_model_config(vision_folder("qwen2_5_vl"), "dummy")
+    assert load_model_config(tmp_path, "dummy") == expected and expected.vision is not None
+    assert strange_keys(tmp_path) == []
+    (tmp_path / "config.json").write_text(json.dumps(flat | {"num_layerz": 3}))
+    assert strange_keys(tmp_path) == ["num_layerz"]
+
+
 def test_what_transformers_reads_of_qwen3_vl_is_honoured_inert_or_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     read = read_by_transformers(parsed(tmp_path))
@@ -125,9 +146,9 @@ def test_keys_that_change_any_model_are_refused(
     values = json.loads((tiny_model(kind) / "config.json").read_text())
     others: dict[str, Any] = {
         "is_causal": False,
-        "attention_chunk_size": 8,
         "add_cross_attention": True,
     }
+    others |= {} if kind == "llama4" else {"attention_chunk_size": 8}
     others |= {} if kind.startswith("gemma4") else {"per_layer_config": {"0": {"rms_norm_eps": 1}}}
     places = [values, *([values["text_config"]] if "text_config" in values else [])]
     for place in places:

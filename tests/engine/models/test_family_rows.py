@@ -31,7 +31,7 @@ from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import Request, expect_short_rows, run
 from tests.support.engine.forced_drafts import ForcedStrategy
-from tests.support.engine.tiny_models import CLASSES, MAMBA
+from tests.support.engine.tiny_models import CLASSES, CONVS, MAMBA
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ DENSE = (
     "olmo3",
     "smollm3",
     *GEMMA,
-    *sorted(CLASSES.keys() - {*SPARSE, *MAMBA}),
+    *sorted(CLASSES.keys() - {*SPARSE, *MAMBA, *CONVS}),
 )
 KINDS = (*LATENT, "glm4_moe", "minimax_m2", "gpt_oss", "gemma4_moe", *SPARSE, *DENSE)
 

@@ -1,4 +1,5 @@
-"""Rows of models with Mamba2: the same bits however scheduled, and transformers' choices.
+"""Rows of models with Mamba2 or convolutions: the same bits however scheduled, and the choices
+of transformers.
 
 What a row says alone, with its prompt read in one forward, is held against every other way.
 """
@@ -22,14 +23,18 @@ from tests.engine.models.test_family_rows import check_greedy, load, make_engine
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import expect_short_rows, run
 from tests.support.engine.forced_drafts import ForcedStrategy
-from tests.support.engine.tiny_models import MAMBA
+from tests.support.engine.tiny_models import CONVS, MAMBA
 
 TinyModel = Callable[..., Path]
+_ROUTERS = ("mixer.gate", "block_sparse_moe.router", "feed_forward.gate")
 
 
 @pytest.fixture(
     scope="module",
-    params=[k if k == "bamba" else pytest.param(k, marks=pytest.mark.thorough) for k in MAMBA],
+    params=[
+        k if k in ("bamba", "lfm2") else pytest.param(k, marks=pytest.mark.thorough)
+        for k in (*MAMBA, *CONVS)
+    ],
 )
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -129,7 +134,7 @@ def test_greedy_tokens_log_probabilities_and_experts(
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chosen: list[torch.Tensor] = []
     for name, module in theirs.named_modules():
-        if columns and name.endswith(("mixer.gate", "block_sparse_moe.router")):
+        if columns and name.endswith(_ROUTERS):
             module.register_forward_hook(lambda _module, _args, result: chosen.append(result[2]))
     rows = requests(seed=7, count=3, temperatures=(0,), columns=columns)
     engine = make_engine(load(folder), max_batched_tokens=64, block_size=4)
@@ -146,14 +151,18 @@ def test_greedy_tokens_log_probabilities_and_experts(
 
 
 def test_the_plan_counts_states(folder: Path, kind: str) -> None:
-    """A window and a matrix in float32 of each mixer, for each row."""
+    """A window and a matrix in float32 of each mixer, for each row; of short convolutions a window
+    alone."""
     model = load(folder)
-    shape = model.config.family.mamba  # type: ignore[attr-defined]
     states = [spec for spec in model.cache_specs if hasattr(spec, "state")]
+    engine = make_engine(model, max_num_seqs=3)
+    if kind in CONVS:
+        assert engine.memory.row_states == 4 * len(states) * 4 * 64 * (2 + 2)
+        return
+    shape = model.config.family.mamba  # type: ignore[attr-defined]
     channels = 2 * shape.num_groups * shape.state_size + shape.num_heads * shape.head_dim
     matrix = shape.num_heads * shape.head_dim * shape.state_size
     own = 4 * ((shape.conv_width - 1) * channels + matrix)
-    engine = make_engine(model, max_num_seqs=3)
     assert engine.memory.row_states == 4 * len(states) * (
         own + 2 * 4 * (channels + shape.num_heads * (shape.head_dim + 1)
                + shape.num_groups * shape.state_size)

@@ -28,7 +28,7 @@ from batchgen.engine.models.gemma4_config import Gemma4Config
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.models.moe_model import MoEConfig
 from tests.support.engine.edited_models import edit_config
-from tests.support.engine.tiny_models import CLASSES, SIZES
+from tests.support.engine.tiny_models import CLASSES, CONFIG_NAMES, SIZES
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -156,6 +156,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere2", {}),
     "cohere biases": ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
     "cohere without windows": ("cohere2", ALL_FULL),
+    "lfm": ("lfm2", {}),
+    "lfm biases": ("lfm2", {
+        "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False, "layer_types": ["full_attention", "conv", "conv"]}),
+    "lfm of attention": ("lfm2", ALL_FULL),
+    "lfm with experts": ("lfm2_moe", {}),
+    "lfm with fused experts": ("lfm2_moe", {
+        "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0,
+        "split_experts": False}),
+    "llama 4": ("llama4", {}),
+    "llama 4 without norms": ("llama4", {
+        "use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
+        "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama 4 without chunks": ("llama4", {
+        "layer_types": ["full_attention"] * 3, "no_rope_layers": [1, 1, 1], "moe_layers": []}),
+    "llama 4 with experts half as wide as the model": ("llama4", {
+        "intermediate_size": 32, "attention_chunk_size": 7, "interleave_moe_layer_step": 1}),
+    "llama 4 with a tower": ("llama4_tower", {}),
     "phi": ("phi3", {"sliding_window": 24}),
     "phi mini, long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 220}),
     "phi mini": ("phi3", {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}}),
@@ -268,6 +286,17 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
             "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128}, 7.59e9),
     "c4ai-command-r7b-12-2024": ("cohere2", sizes(4096, 14336, 32, 32, 8, 256000), 8.028e9),
     "c4ai-command-a-03-2025": ("cohere2", sizes(12288, 36864, 64, 96, 8, 256000), 111.1e9),
+    "Llama-4-Scout-17B-16E": ("llama4", {}, 107.77e9),
+    "Llama-4-Maverick-17B-128E": (
+        "llama4", {"num_local_experts": 128, "interleave_moe_layer_step": 2,
+                   "use_qk_norm": False}, 400.7e9),
+    "LFM2-1.2B": (
+        "lfm2", sizes(2048, 12288, 16, 32, 8, 65536) | {
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14]}, 1.170e9),
+    "LFM2-8B-A1B": (
+        "lfm2_moe", sizes(2048, 7168, 24, 32, 8, 65536) | {"layer_types": [
+            "full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv"
+            for i in range(24)]}, 8.34e9),
     "ERNIE-4.5-21B-A3B": ("ernie4_5_moe", sizes(2560, 12288, 28, 20, 4, 103424), 21.83e9),
 }  # fmt: skip
 
@@ -277,7 +306,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
 def test_published_models_have_their_published_sizes(name: str, tmp_path: Path) -> None:
     kind, values, parameters = PUBLISHED[name]
     family, _ = CLASSES[kind]
-    hf = getattr(transformers, f"{family}Config")(**values)
+    hf = getattr(transformers, f"{CONFIG_NAMES.get(family, family)}Config")(**values)
     hf.architectures = [f"{family}ForCausalLM"]
     hf.save_pretrained(tmp_path)
     config = load_model_config(tmp_path)

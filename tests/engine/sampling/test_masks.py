@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.engine.interface.outputs import HostCopy, StepOutput
+from batchgen.engine.sampling.processed_logits import process
 from batchgen.engine.sampling.sampler import (
     Drawn,
     draw_fused,
     draw_tokens,
-    process,
-    requested_columns,
     sample_fused,
     sample_tokens,
 )
+from batchgen.engine.sampling.sampler_columns import requested_columns
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling import sampling as kernels
 from batchgen.kernels.sampling.token_mask import TokenMask

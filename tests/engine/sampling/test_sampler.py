@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from batchgen.engine.sampling.sampler import (
+from batchgen.engine.sampling.processed_logits import process
+from batchgen.engine.sampling.sampler import sample_fused, sample_tokens
+from batchgen.engine.sampling.sampler_columns import (
     LOGPROBS,
     TOP_LOGPROB_IDS,
     TOP_LOGPROBS,
-    process,
     requested_columns,
-    sample_fused,
-    sample_tokens,
 )
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import RequestParams

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.engine.interface.outputs import StepOutput
-from batchgen.engine.sampling.sampler import process, requested_columns, sample_fused, sample_tokens
+from batchgen.engine.sampling.processed_logits import process
+from batchgen.engine.sampling.sampler import sample_fused, sample_tokens
+from batchgen.engine.sampling.sampler_columns import requested_columns
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import RequestParams
 

@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from batchgen.engine.interface.outputs import StepOutput
-from batchgen.engine.sampling.sampler import (
-    process,
-    sample_fused,
-    sample_tokens,
-    score_fused,
-    score_tokens,
-)
+from batchgen.engine.sampling.processed_logits import process
+from batchgen.engine.sampling.sampler import sample_fused, sample_tokens, score_fused, score_tokens
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import RequestParams
 

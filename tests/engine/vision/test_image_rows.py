@@ -145,7 +145,10 @@ def test_bits_do_not_depend_on_the_schedule(way: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
-    ["qwen3_5", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if "moe" in kind)],
+    [
+        *("qwen3_5", "qwen2_5_vl"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if "moe" in kind),
+    ],
 )
 def test_bits_of_other_models(kind: str) -> None:
     chunks: dict[str, Any] = {} if kind == "qwen3_vl_moe" else {"max_batched_tokens": 64}

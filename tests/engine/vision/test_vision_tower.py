@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.vision.image_span import find_spans, rope_positions, rope_shift
+from batchgen.engine.vision.vision_config import CLIP, HALVES, Colours
 from batchgen.engine.vision.vision_positions import normalised_values, patches
 from tests.support.engine.vision_models import (
     KINDS,
@@ -37,10 +38,11 @@ def pixels(number: int) -> torch.Tensor:
     return torch.from_numpy(IMAGES[number].load())
 
 
-def test_patches_have_the_bits_of_transformers_processor() -> None:
-    values = normalised_values()
+@pytest.mark.parametrize(("kind", "colours"), [("qwen3_vl", HALVES), ("qwen2_5_vl", CLIP)])
+def test_patches_have_the_bits_of_transformers_processor(kind: str, colours: Colours) -> None:
+    values = normalised_values(colours)
     ours = torch.cat([patches(pixels(i), values, 4, 2, 2) for i in range(3)])
-    assert torch.equal(ours, their_inputs([], IMAGES)["pixel_values"])
+    assert torch.equal(ours, their_inputs([], IMAGES, kind)["pixel_values"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,10 +52,10 @@ def test_features_equal_transformers(kind: str) -> None:
     model.pack()
     assert model.visual is not None
     ours = model.visual([pixels(i) for i in range(3)])
-    inputs = their_inputs([], IMAGES)
+    inputs = their_inputs([], IMAGES, kind)
     found = theirs(kind).model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
     expected = [found.pooler_output, *(found.get("deepstack_features") or [])]
-    assert len(expected) == (1 if kind.startswith("qwen3_5") else 3)
+    assert len(expected) == (3 if kind.startswith("qwen3_vl") else 1)
     torch.testing.assert_close(ours, torch.stack(expected), atol=2e-5, rtol=1e-5)
     alone = [model.visual([pixels(i)]) for i in range(3)]
     assert torch.equal(torch.cat(alone, dim=1), ours)  # an image's bits are its own
@@ -92,7 +94,7 @@ def test_positions_equal_transformers() -> None:
     np.testing.assert_array_equal(after[:, 0], np.arange(len(ids), len(ids) + 2) + int(delta))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
 def test_without_the_tower_it_is_a_text_model(
     kind: str, run_paged: Callable[..., torch.Tensor]
 ) -> None:
@@ -130,8 +132,35 @@ def test_experts_of_published_checkpoints_are_the_other_way_round(tmp_path: Path
 def test_towers_that_cannot_be_loaded(
     place: str, key: str, value: Any, message: str, tmp_path: Path
 ) -> None:
-    """The decoder runs without them."""
-    folder = copied(vision_folder("qwen3_vl"), tmp_path)
+    _load_without("qwen3_vl", place, key, value, message, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value", "message"),
+    [
+        ("vision_config", "window_size", 20, "window_size is 20, .* multiple of the 8 pixels"),
+        ("vision_config", "window_size", 4, "window_size is 4, .* multiple of the 8 pixels"),
+        ("vision_config", "fullatt_block_indexes", [1, 7], "fullatt_block_indexes is .*ascending"),
+        ("vision_config", "hidden_act", "gelu", "has hidden_act 'gelu'"),
+        (
+            "text_config",
+            "rope_parameters",
+            {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 3]},
+            "must add up to 8",
+        ),
+    ],
+)
+def test_towers_with_windows_that_cannot_be_loaded(
+    place: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    _load_without("qwen2_5_vl", place, key, value, message, tmp_path)
+
+
+def _load_without(
+    kind: str, place: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    """The decoder loads without the tower, and says why there is none."""
+    folder = copied(vision_folder(kind), tmp_path)
     values = json.loads((folder / "config.json").read_text())
     (values[place] if place else values)[key] = value
     (folder / "config.json").write_text(json.dumps(values))

@@ -15,8 +15,10 @@ from torch import Tensor
 from batchgen.kernels.attention import attention
 from batchgen.kernels.attention.attention import paged_attention
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.metadata import AttentionMetadata
+from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
 from batchgen.kernels.attention.prefill_plan import cut_tiles, tile_tokens
+from batchgen.kernels.attention.windows import ChunkWindow
+from batchgen.kernels.rules import BY_ROW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 2, 3, 16, 4
@@ -166,7 +168,7 @@ def oracle(batch: Batch) -> Tensor:
             for position in positions.tolist():
                 block_end = (position // part.block_length + 1) * part.block_length
                 end = min(block_end, int(positions[-1]) + 1)
-                seen = slice(max(position + 1 - (batch.window or position + 1), 0), end)
+                seen = slice(_first_seen(position, batch.window), end)
                 keys, values = (x[:, table].flatten(1, 2)[:, seen] for x in (key, value))
                 score = queries[token].unflatten(0, (KV_HEADS, -1)) @ keys.mT * SCALE
                 if batch.cap is not None:
@@ -178,6 +180,17 @@ def oracle(batch: Batch) -> Tensor:
                 out[token] = (score.softmax(-1) @ values).flatten(0, 1)
                 token += 1
     return out
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    if isinstance(window, ChunkWindow):
+        return position - position % window
+    return max(position + 1 - (window or position + 1), 0)
+
+
+def _windows(longest: int) -> st.SearchStrategy[int]:
+    lengths = st.integers(1, longest)
+    return lengths | lengths.map(ChunkWindow)
 
 
 def assert_right(ours: Tensor, batch: Batch) -> None:
@@ -224,8 +237,10 @@ def test_the_kernels_attend_as_the_reference_does(
     assert_right(reference(make_batch(*parts, device="cpu")), batch)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 300])
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(
+    "window", [None, ChunkWindow(5), 1, 5, 16, 300, *map(ChunkWindow, (1, 16, 300))]
+)
 @pytest.mark.parametrize("kind", ["decode", "verify", "both"])
 def test_windows_sinks_and_caps(kind: str, window: int | None) -> None:
     """Blocks before the window may belong to anybody."""
@@ -237,8 +252,8 @@ def test_windows_sinks_and_caps(kind: str, window: int | None) -> None:
     assert_right(reference(batch), batch)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("window", [100, 600, 2000])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("window", [100, 600, 2000, *map(ChunkWindow, (128, 600))])
 def test_splits_of_a_window(window: int) -> None:
     """A window of several splits, and sinks where they are combined."""
     part = make_part([(1500, 2), (90, 2), (700, 2)], block_size=16, decode_width=2)
@@ -266,8 +281,8 @@ def test_a_decode_width_is_that_of_all_rows() -> None:
         triton(batch)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("again", [(1, 0, 2), (3, 2, 2), (0, 2, 0)])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("again", [(1, 0, 2), (18, 9, 2), (3, 2, 2), (0, 2, 0)])
 @pytest.mark.parametrize("block_length", [1, 2])
 @pytest.mark.parametrize("window", [None, 5])
 def test_tokens_replayed_take_the_form_of_a_decode_step(
@@ -276,8 +291,9 @@ def test_tokens_replayed_take_the_form_of_a_decode_step(
     if block_length > 1 and window:
         return  # attention in blocks has no window
     again = tuple(n * block_length for n in again)
-    rows = [(0, 6), (8, 4), (30, 4)]
-    part = replace(make_part(rows, block_length=block_length), replayed=again)
+    rows = [(0, 38), (8, 20), (30, 4)]
+    part = make_part(rows, block_length=block_length)
+    part = replace(part, replayed=again, rules=BY_ROW)
     batch = make_batch(part, window=window)
     found = triton(batch)
     assert_right(found, batch)
@@ -292,10 +308,24 @@ def test_tokens_replayed_take_the_form_of_a_decode_step(
                 batch.parts[0].tables(window)[row : row + 1],
                 decode_width=block_length,
                 block_length=block_length,
+                rules=BY_ROW,
             )
             alone = triton(batch._replace(q=batch.q[tokens], parts=[step]))
             same_bits(found[tokens], alone)
         first += new
+
+
+def test_runs_of_replayed_tokens_are_few_parts() -> None:
+    """A prompt, runs of 8, and what is left of them; without room for splits in one part each."""
+    part = make_part([(0, 3 + 8 * 300), (0, 70)], block_size=32)
+    rows = replace(part, replayed=(8 * 300, 21), rules=BY_ROW)
+
+    def widths(block_size: int) -> list[tuple[int | None, int]]:
+        forms = [form for _, form in in_forms(replace(rows), block_size)]
+        return [(form.decode_width, len(form.query_lens)) for form in forms]
+
+    assert widths(16) == [(None, 2), (8, 256), (8, 46), (1, 5)]  # as if half as long
+    assert widths(32) == [(None, 2), *[(8, 32)] * 9, (8, 14), (1, 5)]
 
 
 @st.composite
@@ -325,7 +355,7 @@ def batches(draw: st.DrawFn, device: str) -> Batch:
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         device=device,
         seed=draw(st.integers(0, 99)),
-        window=draw(st.none() | st.integers(1, 130)) if block_length == 1 else None,
+        window=draw(st.none() | _windows(130)) if block_length == 1 else None,
         has_sinks=draw(st.booleans()),
         cap=draw(st.sampled_from([None, None, 0.5, 50.0])),
     )
@@ -347,7 +377,7 @@ def test_reference_equals_float64(batch: Batch) -> None:
 @given(
     block_length=st.sampled_from([1, 1, 2, 4, 8, 32]),
     length=st.integers(1, 90),
-    window=st.none() | st.integers(1, 100),
+    window=st.none() | _windows(100),
     group=st.sampled_from([1, 2, 3, 4, 8]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     data=st.data(),

@@ -137,7 +137,7 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gelu_and_mul(dtype: torch.dtype) -> None:
-    gate_up = 3 * _random(16, 2 * 96, dtype=dtype)
+    gate_up = 3 * _random(16, 2 * 96, dtype=dtype).to(DEVICE)
     gate, up = gate_up.chunk(2, -1)
     reference = F.gelu(gate.double(), approximate="tanh") * up.double()
     tolerance = 8 * torch.finfo(dtype).eps

@@ -39,11 +39,14 @@ def inputs(tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return normal(tokens, CHANNELS + 8, seed=seed, dtype=dtype)[:, :CHANNELS]
 
 
-def expected(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def expected(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, with_silu: bool = True
+) -> Tensor:
     """[T, C] float64 of a whole row, by PyTorch's convolution."""
     added = None if bias is None else bias.double()
     wide = F.pad(x.double().T, (weight.shape[1] - 1, 0))[None]
-    return F.silu(F.conv1d(wide, weight.double()[:, None], added, groups=len(weight)))[0].T
+    found = F.conv1d(wide, weight.double()[:, None], added, groups=len(weight))[0].T
+    return F.silu(found) if with_silu else found
 
 
 @pytest.mark.quick(1)
@@ -134,3 +137,20 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
 def _host(lengths: list[int]) -> Any:
     rows = prefill_rows(lengths)
     return rows._replace(**{k: getattr(rows, k).cpu() for k in ("slots", "positions", "starts")})
+
+
+@pytest.mark.parametrize(("step", "prefill"), BOTH)
+def test_a_convolution_without_silu(step: Conv, prefill: Conv) -> None:
+    """A prefill, and two steps behind it."""
+    weight, window = normal(CHANNELS, 3), normal(2, 2, CHANNELS)
+    x, pending = inputs(20, 1), Pending(2, 4, 1)
+    records = torch.full((2, pending.ring, CHANNELS), NAN, device=DEVICE)
+    parts = [prefill(x[:16], weight, None, window, prefill_rows([16]), with_silu=False)]
+    for start in (16, 18):
+        rows = pending.rows([1], 2)
+        parts.append(
+            step(x[start : start + 2], weight, None, window, records, rows, with_silu=False)
+        )
+        pending.accept({1: 2})
+    whole = expected(x, weight, with_silu=False)
+    torch.testing.assert_close(torch.cat(parts).double(), whole, rtol=1e-6, atol=1e-6)

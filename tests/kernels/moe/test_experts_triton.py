@@ -123,7 +123,7 @@ class Case:
             chosen = self.ids == expert
             x = self.x[chosen.nonzero()[:, 0]].double()
             gate_up, down = _matrix(self.gate_up, expert), _matrix(self.down, expert)
-            wide_bias, bias, clamped, function = self.epilogues
+            wide_bias, bias, clamped, function, _ = self.epilogues
             wide = x @ gate_up.double().T + (0 if wide_bias is None else wide_bias[expert].double())
             gate, up = wide.chunk(2, -1) if function != "relu2" else (wide, wide)
             if function == "relu2":

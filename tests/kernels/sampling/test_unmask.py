@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.engine.sampling.sampler import Drawn, draw_fused, draw_tokens, process
+from batchgen.engine.sampling.processed_logits import process
+from batchgen.engine.sampling.sampler import Drawn, draw_fused, draw_tokens
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.sampling import sampling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,16 @@ class Reference:
         if params.normalise:
             value = value / np.linalg.norm(value)
         return value.astype(np.float32)  # type: ignore[no-any-return]
+
+
+def embedder_files(folder: Path, pooling: object, *more: str, place: str = "1_Pooling") -> Path:
+    """Write the files of an embedder: `more` are modules behind its pooling."""
+    folder.mkdir(exist_ok=True)
+    modules = [("", "models.Transformer"), (place, "sentence_transformer.modules.pooling.Pooling")]
+    modules += [(f"{i}_{kind}", f"models.{kind}") for i, kind in enumerate(more, 2)]
+    listed = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in modules]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    if pooling is not None:
+        (folder / "1_Pooling").mkdir(exist_ok=True)
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from batchgen.engine.interface.outputs import StepOutput
-from batchgen.engine.sampling.sampler import requested_columns
+from batchgen.engine.sampling.sampler_columns import requested_columns
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.sampling.sampling_params import RequestParams
 

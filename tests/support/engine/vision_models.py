@@ -20,6 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.vision.image import Image
 from batchgen.engine.vision.image_span import ImageRules
+from batchgen.engine.vision.vision_config import CLIP, HALVES
 from tests.support.engine.tiny_models import SIZES
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
@@ -27,6 +28,7 @@ SIDE = 8
 RULES = ImageRules(IMAGE, VIDEO, START, END, SIDE)
 KINDS = {
     "qwen3_vl": "Qwen3VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
@@ -55,6 +57,8 @@ _TOWER: dict[str, Any] = {
     "num_position_embeddings": 25,
     "initializer_range": 0.1,
 }
+_WINDOWED = _TOWER | {"hidden_act": "silu", "window_size": 16, "fullatt_block_indexes": [1]}
+del _WINDOWED["num_position_embeddings"]
 _IDS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -69,7 +73,10 @@ def vision_folder(kind: str, vocab_size: int = 128) -> Path:
     torch.manual_seed(3)
     tower, text = dict(_TOWER), _SIZES | {"rope_parameters": _rope([3, 3, 2])}
     text["vocab_size"] = vocab_size
-    if kind.startswith("qwen3_5"):
+    if kind == "qwen2_5_vl":
+        tower = dict(_WINDOWED)
+        text["rope_parameters"] = _rope([3, 3, 2], interleaved=False)
+    elif kind.startswith("qwen3_5"):
         text = _SIZES | _MOE | _HYBRID | {"rope_parameters": {**_rope([2, 1, 1]),
                                                        "partial_rotary_factor": 0.5}}  # fmt: skip
     else:
@@ -118,9 +125,9 @@ def mtp_folder() -> Path:
     return folder
 
 
-def _rope(sections: list[int]) -> dict[str, Any]:
-    base = {"rope_type": "default", "rope_theta": 100.0}
-    return {**base, "mrope_interleaved": True, "mrope_section": sections}
+def _rope(sections: list[int], *, interleaved: bool = True) -> dict[str, Any]:
+    parameters = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": sections}
+    return parameters | ({"mrope_interleaved": True} if interleaved else {})
 
 
 @cache
@@ -156,14 +163,17 @@ def prompt(*parts: Sequence[int] | Image) -> list[int]:
     return ids
 
 
-def their_inputs(ids: Sequence[int], images: Sequence[Image]) -> dict[str, Tensor]:
+def their_inputs(
+    ids: Sequence[int], images: Sequence[Image], kind: str = "qwen3_vl"
+) -> dict[str, Tensor]:
     """What transformers' model takes, with pixels by its Pillow processor."""
     tokens = torch.tensor([list(ids)])
     inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE).int()}
     if images:
+        colours = CLIP if kind == "qwen2_5_vl" else HALVES
         processor = Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, temporal_patch_size=2,
-            image_mean=[0.5] * 3, image_std=[0.5] * 3,
+            image_mean=colours.mean, image_std=colours.std,
             size={"shortest_edge": 1, "longest_edge": 10**7},
         )  # fmt: skip
         inputs |= processor([image.load() for image in images], return_tensors="pt")
@@ -173,5 +183,5 @@ def their_inputs(ids: Sequence[int], images: Sequence[Image]) -> dict[str, Tenso
 def their_logits(kind: str, ids: Sequence[int], images: Sequence[Image]) -> Tensor:
     """Transformers' logits [len(ids), vocab]."""
     with torch.inference_mode():
-        logits: Tensor = theirs(kind)(**their_inputs(ids, images)).logits[0]
+        logits: Tensor = theirs(kind)(**their_inputs(ids, images, kind)).logits[0]
     return logits

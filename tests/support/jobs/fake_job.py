@@ -22,14 +22,8 @@ from datasets import Features
 
 from batchgen.config.compose.load_config import constraint_config
 from batchgen.config.groups.dataset_config import DatasetConfig
-from batchgen.config.groups.job_config import (
-    EngineGroup,
-    JobConfig,
-    ModelGroup,
-    OutputConfig,
-    ProgressConfig,
-    StrategyConfig,
-)
+from batchgen.config.groups.job_config import EngineGroup, JobConfig, ModelGroup, StrategyConfig
+from batchgen.config.groups.output_config import OutputConfig, ProgressConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.engine.interface.outputs import Begun, OutputColumn, RequestError, RequestOutput

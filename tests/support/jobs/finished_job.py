@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from batchgen.config.groups.job_config import ScoreConfig, StepConfig
+from batchgen.config.groups.job_config import StepConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.scores.job_score import job_scores, save_score
 from batchgen.evals.scores.samples import Samples

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.compose.load_config import config_identity, step_configs
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.step_configs import step_configs
 from batchgen.config.groups.dataset_config import DatasetConfig
 from batchgen.config.groups.job_config import JobConfig, StepConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig

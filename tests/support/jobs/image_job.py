@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from nano_vl import PictureModel
 from PIL import Image as Pillow
 from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import batchgen
 from batchgen.config.compose.compose_config import compose
@@ -26,7 +27,7 @@ from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.memory.memory_plan import MemoryPlan
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
-from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.open_job import resolve_job
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import execute_job
@@ -47,6 +48,20 @@ def tiny_config() -> dict[str, Any]:
     return config
 
 
+def random_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
+    """Random weights: rows of tables begin small, products with a variance of one over their
+    inputs."""
+    config = Qwen3VLConfig(**contents | {"dtype": "float32"})
+    model: Any = Qwen3VLForConditionalGeneration(config).float()
+    tables = {"embed_tokens": 0.06, "pos_embed": 0.2}
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            std = tables.get(name.split(".")[-2], float(weight[0].numel() ** -0.5))
+            nn.init.normal_(weight, std=std)
+    weights: dict[str, Tensor] = model.state_dict()
+    return weights
+
+
 def save_model(folder: Path, **processor: Any) -> Path:
     """A random model of Qwen3-VL's form; `processor` changes what it says of images."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +71,7 @@ def save_model(folder: Path, **processor: Any) -> Path:
     says = json.loads((SHIPPED / "preprocessor_config.json").read_text())
     (folder / "preprocessor_config.json").write_text(json.dumps(says | processor))
     torch.manual_seed(0)
-    weights = PictureModel(tiny_config()).module.state_dict()
+    weights = random_weights(tiny_config())
     kept = {name: value.contiguous() for name, value in weights.items() if "lm_head" not in name}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

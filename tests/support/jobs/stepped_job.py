@@ -9,15 +9,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchgen.config.compose.load_config import config_identity, step_configs
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.step_configs import step_configs
 from batchgen.config.groups.dataset_config import DatasetConfig
-from batchgen.config.groups.job_config import (
-    EngineGroup,
-    JobConfig,
-    ModelGroup,
-    OutputConfig,
-    StrategyConfig,
-)
+from batchgen.config.groups.job_config import EngineGroup, JobConfig, ModelGroup, StrategyConfig
+from batchgen.config.groups.output_config import OutputConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.inputs.dataset.row_source import open_dataset

@@ -12,16 +12,11 @@ import pyarrow.parquet as pq
 import yaml
 from synthetic_job import LOGPROBS, integer_steps
 
-from batchgen.config.compose.load_config import config_identity, growing, resolved
+from batchgen.config.compose.config_identity import config_identity, growing
+from batchgen.config.compose.load_config import resolved
 from batchgen.config.groups.dataset_config import DatasetConfig
-from batchgen.config.groups.job_config import (
-    EngineGroup,
-    JobConfig,
-    ModelGroup,
-    OutputConfig,
-    ScoreConfig,
-    StrategyConfig,
-)
+from batchgen.config.groups.job_config import EngineGroup, JobConfig, ModelGroup, StrategyConfig
+from batchgen.config.groups.output_config import OutputConfig, ScoreConfig
 from batchgen.config.groups.prompt_config import ChatPromptConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.evals.grades.folder_grades import JobGrades

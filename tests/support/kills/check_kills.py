@@ -63,11 +63,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import step_configs
+from batchgen.config.compose.step_configs import step_configs
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.open_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.leases.s3_objects import connect

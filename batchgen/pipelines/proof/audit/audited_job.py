@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
 from batchgen.inputs.model.open_model import device_of
-from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.open_job import resolve_job
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.checked_rows import job_manifest, output_schema
 from batchgen.jobs.run.image_files import content_of

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import _FIRST, _NOT_DECIDING, config_identity
+from batchgen.config.compose.config_identity import _FIRST, _NOT_DECIDING, config_identity
 from batchgen.config.groups.config_keys import choice_values, choices
 from batchgen.config.groups.job_config import EngineGroup, JobConfig, ModelGroup
 from batchgen.engine.sampling import sampling_params
 from batchgen.inputs.prompts.row_request import RowRequest
-from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.open_job import resolve_job
 from batchgen.jobs.reuse.row_key import RowKeys
 from batchgen.jobs.run.run_job import execute_job
 from batchgen.pipelines.run.addresses import addresses
@@ -187,7 +187,7 @@ def test_a_new_option_of_a_strategy_at_its_default_is_part_of_nothing(
     before = marks(job())
     values = {**choice_values("strategy", "ar"), "branches": 1}
     monkeypatch.setattr(
-        "batchgen.config.compose.load_config.choice_values",
+        "batchgen.config.compose.config_identity.choice_values",
         lambda group, choice: values if group == "strategy" else choice_values(group, choice),
     )
     config = job()

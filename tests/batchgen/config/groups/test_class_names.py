@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from batchgen.config.compose.compose_config import compose_groups
-from batchgen.config.compose.load_config import config_identity, resolved
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.load_config import resolved
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.class_names import (
     _FIRST_PATHS,

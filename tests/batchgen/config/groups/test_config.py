@@ -14,17 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 import batchgen.conf
 from batchgen.__main__ import run_command
 from batchgen.config.compose.compose_config import compose_groups
-from batchgen.config.compose.load_config import config_identity, load_config, resolved
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.load_config import load_config, resolved
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.class_names import class_path
-from batchgen.config.groups.job_config import (
-    COMMON_COLUMNS,
-    EngineGroup,
-    JobConfig,
-    OutputConfig,
-    ProgressConfig,
-    StrategyConfig,
-)
+from batchgen.config.groups.job_config import COMMON_COLUMNS, EngineGroup, JobConfig, StrategyConfig
+from batchgen.config.groups.output_config import OutputConfig, ProgressConfig
 from batchgen.config.groups.sampling_config import SamplingConfig
 from batchgen.jobs.resolve.build_strategy import build_strategy
 from batchgen.util.errors import ConfigError

@@ -17,12 +17,8 @@ import yaml
 from datasets import Features, Value
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import (
-    config_identity,
-    constraint_config,
-    load_config,
-    resolved,
-)
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.load_config import constraint_config, load_config, resolved
 from batchgen.config.compose.trust import TYPED
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.constraint.compiler import GrammarCompiler
@@ -34,7 +30,7 @@ from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.inputs.constraint.row_constraints import RowConstraints
 from batchgen.inputs.dataset.source import Row
-from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.open_job import resolve_job
 from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError

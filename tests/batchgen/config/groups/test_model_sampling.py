@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import config_identity, resolved
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.load_config import resolved
 from batchgen.config.groups.model_sampling import (
     OFF,
     recommendation,

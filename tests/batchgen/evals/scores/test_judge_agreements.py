@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.scores import judge_agreements
 from batchgen.evals.scores.agreement import Agreement
 from batchgen.util.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.arms.arm_folders import arm_folders
 from batchgen.evals.arms.arm_table import arm_table
 from batchgen.evals.arms.job_arms import job_arms

@@ -21,6 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 from batchgen.engine.interface.outputs import RequestError
+from batchgen.engine.vision.vision_config import CLIP
 from batchgen.inputs.images.decode_image import decode_image, image_size
 from batchgen.inputs.images.image_sizes import ImageSizes, image_sizes
 from batchgen.inputs.images.image_sources import ImageFolder, ImageSource
@@ -147,6 +148,13 @@ def test_a_processor_of_another_kind_is_refused(
 ) -> None:
     save_model(tmp_path, **says)
     with pytest.raises(ConfigError, match=why):
+        image_sizes(tmp_path, 32, None)
+
+
+def test_a_model_has_its_own_colours(tmp_path: Path) -> None:
+    save_model(tmp_path, image_mean=[*CLIP.mean], image_std=[*CLIP.std])
+    assert image_sizes(tmp_path, 32, None, CLIP).side == 32
+    with pytest.raises(ConfigError, match=r"image_mean=\[0\.48.*supported is \[0\.5"):
         image_sizes(tmp_path, 32, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,27 @@ def test_only_the_needed_files_of_a_hub_model_are_fetched(
     assert "model*.safetensors" in full["allow_patterns"]
     assert {"config.json", "modules.json"} <= {*light["allow_patterns"]}  # the latter: embedders
     assert not any("safetensors" in pattern for pattern in light["allow_patterns"])
+
+
+def test_what_says_how_an_embedder_pools_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is of the same commit; a model without it is one all the same."""
+    folder, asked = tmp_path / "0f1e2d", list[tuple[str, str, str | None]]()
+    folder.mkdir()
+    modules = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    monkeypatch.setattr(model_source, "snapshot_download", lambda *_, **__: str(folder))
+
+    def download(repo: str, file: str, revision: str | None) -> str:
+        asked.append((repo, file, revision))
+        raise errors.LocalEntryNotFoundError("x")
+
+    monkeypatch.setattr(model_source, "hf_hub_download", download)
+    assert resolve_model("owner/name", "v1") == folder
+    assert asked == [("owner/name", "1_Pooling/config.json", "0f1e2d")]
+    (folder / "modules.json").write_text(json.dumps([modules[0] | {"path": "../x"}]))
+    assert resolve_model("owner/name") == folder and len(asked) == 1
 
 
 def test_a_single_gguf_of_a_hub_model_is_fetched(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from batchgen.config.compose.compose_config import compose
-from batchgen.config.compose.load_config import config_identity, resolved
+from batchgen.config.compose.config_identity import config_identity
+from batchgen.config.compose.load_config import resolved
 from batchgen.config.groups.prompt_config import ChatPromptConfig, OpenAIPromptConfig
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.loading.tokenizer import load_tokenizer

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from batchgen.__main__ import run_command
-from batchgen.config.groups.job_config import ScoreConfig, StepConfig
-from batchgen.engine.requests import derive_seed
+from batchgen.config.groups.job_config import StepConfig
+from batchgen.config.groups.output_config import ScoreConfig
+from batchgen.engine.request_params import derive_seed
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.inputs.dataset.seed_stream import stream_seed
 from batchgen.storage.stores.manifest import READ_JOB, Manifest

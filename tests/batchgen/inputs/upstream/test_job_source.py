@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.config.groups.dataset_config import DatasetConfig
-from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.inputs.dataset.row_digest import rows_digest

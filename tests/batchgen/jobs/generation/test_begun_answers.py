@@ -18,7 +18,7 @@ import pytest
 from batchgen.config.compose.compose_config import compose
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
-from batchgen.jobs.resolve.opened_job import resolve_job
+from batchgen.jobs.resolve.open_job import resolve_job
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_jobs import SharingJob, run_jobs
 from batchgen.storage.folder.job_summary import status_line

@@ -20,7 +20,7 @@ from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.leases.folder_lock import FolderLock
 from batchgen.storage.leases.heartbeat import Heartbeat
 from batchgen.storage.metrics.job_metrics import Metrics, Status
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.util.errors import JobError
 from tests.support.jobs.shared_jobs import SharedJob, in_threads
 

@@ -23,11 +23,11 @@ from batchgen.jobs.run.job_end import JobResult, completed_elsewhere
 from batchgen.jobs.run.run_job import execute_job
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import lease_name
-from batchgen.storage.leases.lease_protocol import Lease
+from batchgen.storage.leases.lease_table import Lease
 from batchgen.storage.leases.store_operations import Create
 from batchgen.storage.shards.checked_file import damaged
 from batchgen.storage.shards.output_writer import OutputWriter
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.util.errors import ConfigError, JobError
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 from tests.support.jobs.forked import fork_server

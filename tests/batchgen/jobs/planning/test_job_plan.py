@@ -24,7 +24,7 @@ from batchgen.jobs.planning.job_plan import Plan
 from batchgen.jobs.planning.plan_settings import PlanSettings
 from batchgen.jobs.planning.plan_text import plan_text
 from batchgen.jobs.planning.planner import make_plan
-from batchgen.jobs.resolve.opened_job import open_job, resolve_job
+from batchgen.jobs.resolve.open_job import open_job, resolve_job
 from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError
 from batchgen.util.request_id import RequestId
@@ -146,9 +146,9 @@ def test_a_plan_counts_what_equal_bits_cost(
     save_tokenizer(diffuses)
     answered = ("sampling.n=1", "sampling.max_new_tokens=0", "prompt.answer=' {{ id }}!'")
     for path, times, says, more in (
-        (model, 1.0, "of dense models", ()),
-        (model, 1.5, "scored answers", answered),
-        (diffuses, 1.15, "of block diffusion", ("strategy=dllm", "strategy.block_length=4")),
+        (model, 1.0, "of models with attention", ()),
+        (model, 1.05, "scored answers", answered),
+        (diffuses, 1.0, "of block diffusion", ("strategy=dllm", "strategy.block_length=4")),
     ):
         job = configured(path, rows, tmp_path / "out", *more)
         exact = replace(job, engine=replace(job.engine, deterministic=True))

@@ -13,7 +13,7 @@ import pytest
 from batchgen import LLM, SamplingParams
 from batchgen.api.python.call_prompts import PromptIds, ReadPrompt
 from batchgen.cli.job_outcome import report
-from batchgen.engine.requests import derive_seed
+from batchgen.engine.request_params import derive_seed
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.real_job import ROWS, contents, overrides, run
 

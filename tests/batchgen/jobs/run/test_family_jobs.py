@@ -18,7 +18,7 @@ from torch import Tensor
 from batchgen.__main__ import run_command
 from batchgen.config.compose.compose_config import compose
 from batchgen.engine.models.model_registry import MODELS
-from batchgen.jobs.resolve.opened_job import open_job
+from batchgen.jobs.resolve.open_job import open_job
 from tests.support.engine.fp8_checkpoints import write_fp8
 from tests.support.engine.gguf_files import write_gguf
 from tests.support.engine.qwen_mtp import TheirHead

@@ -20,7 +20,7 @@ from batchgen.jobs.planning.job_plan import Plan
 from batchgen.jobs.planning.plan_settings import PlanSettings
 from batchgen.jobs.planning.plan_text import plan_text
 from batchgen.jobs.planning.planner import make_plan
-from batchgen.jobs.resolve.opened_job import open_job
+from batchgen.jobs.resolve.open_job import open_job
 from batchgen.util.errors import ConfigError
 from tests.support.engine.fp8_checkpoints import write_fp8
 from tests.support.jobs.real_job import VOCAB, overrides, run, save_tokenizer

@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.cli.verb_table import run_verb
-from batchgen.config.groups.job_config import JobConfig, ScoreConfig, StepConfig
+from batchgen.config.groups.job_config import JobConfig, StepConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.graders.extract import Extract
 from batchgen.evals.graders.grade import Grade
 from batchgen.evals.grades.changed_marks import ChangedMarks

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +21,9 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.jobs.planning.plan_settings import PlanSettings
 from batchgen.jobs.planning.planner import make_plan
+from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.util.errors import ConfigError
-from tests.support.engine.pooled_rows import LABELS, classifier_folder
+from tests.support.engine.pooled_rows import LABELS, classifier_folder, embedder_files
 from tests.support.engine.tiny_models import random_model
 from tests.support.jobs.real_job import VOCAB, run, save_tokenizer
 
@@ -83,6 +87,48 @@ def test_a_reward_model_scores_conversations_as_transformers_does(
             expected = model(torch.tensor([ids])).logits[0].numpy()
         np.testing.assert_allclose(row["class_scores"], expected, atol=1e-5, rtol=1e-5)
         assert abs(np.linalg.norm(row["embedding"]) - 1) < 1e-5
+    scores = np.array([one for one in found["class_scores"].to_pylist() if one is not None])
+    best = np.bincount(scores.argmax(1), minlength=3)
+    numbers = zip(scores.mean(0), scores.min(0), scores.max(0), strict=True)
+    cells = [
+        "|".join(["", label, str(count), *(f"{number:.3f}" for number in row), ""])
+        for label, count, row in zip(LABELS, best, numbers, strict=True)
+    ]
+    report = html.unescape((tmp_path / "out" / "report.html").read_text())
+    shown = re.sub(r"\s*</?t[dhr][^>]*>\s*", "|", report.partition("Scores of each class")[2])
+    assert all(line in re.sub(r"\|+", "|", shown) for line in cells)
+
+
+def test_embeddings_are_made_as_the_checkpoint_says(
+    model: Path, talks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the job does not say it; a folder of before goes on as it was begun."""
+    few, columns = "dataset.limit=3", "output.columns=[embedding]"
+
+    def vectors(out: str, *more: str, limit: str = few) -> pa.Table:
+        run(asked(folder, talks, tmp_path / out, columns, limit, *more))
+        return table(tmp_path / out)["embedding"]
+
+    folder = tmp_path / "embedder"
+    shutil.copytree(model, folder)
+    plain = vectors("old", limit="dataset.limit=2")
+    embedder_files(folder, {"pooling_mode_mean_tokens": True}, "Normalize")
+    mean = vectors("mean", "output.pooling=mean", "output.normalise=true", "output.reuse=[]")
+    capsys.readouterr()
+    assert vectors("unset") == mean
+    said = "as the checkpoint says: output.pooling=mean output.normalise=true"
+    assert said in capsys.readouterr().err
+    written = JobFolderReader(tmp_path / "unset").config["output"]
+    assert (written["pooling"], written["normalise"]) == ("mean", True)
+    last = vectors("last", "output.pooling=last", "output.normalise=false")
+    assert vectors("old") == last and last[:2] == plain
+    reuse = f"output.reuse=[{tmp_path / 'mean'}]"
+    arguments = asked(folder, talks, tmp_path / "planned", columns, few, reuse)
+    planned = make_plan(compose({}, arguments), PlanSettings()).reuse
+    assert planned is not None and planned.answers == 3
+    embedder_files(folder, {"pooling_mode": "max"}, "Dense")
+    with pytest.raises(ConfigError, match=r"model: .* lists the modules Transformer, Po"):
+        vectors("dense")
 
 
 def test_nothing_follows_an_answer_that_is_read(

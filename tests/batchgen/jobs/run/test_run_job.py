@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from batchgen.engine.interface.outputs import RequestOutput
-from batchgen.engine.requests import derive_seed
+from batchgen.engine.request_params import derive_seed
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.jobs.resolve.resolved_job import ResolvedJob

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from batchgen.config.groups.job_config import JobConfig, ProgressConfig
+from batchgen.config.groups.job_config import JobConfig
+from batchgen.config.groups.output_config import ProgressConfig
 from batchgen.jobs.resolve import early_checks
 from batchgen.jobs.run.run_job import execute_job
 from batchgen.jobs.trackers import to_json, trackers

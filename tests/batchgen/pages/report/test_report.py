@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from batchgen.cli.verb_table import run_verb
-from batchgen.config.groups.job_config import CutTexts
+from batchgen.config.groups.output_config import CutTexts
 from batchgen.pages.report import write_report
 from batchgen.pages.report.eval_charts import Estimate, intervals
 from batchgen.pages.report.report_data import (
@@ -27,7 +27,7 @@ from batchgen.pages.report.report_rows import JobData
 from batchgen.pages.report.token_facts import token_facts
 from batchgen.pages.report.write_report import MOST_BYTES, is_up_to_date, make_report, try_report
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.util.errors import ConfigError, JobError
 from tests.support.jobs.finished_job import finished_job, row
 

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pyarrow as pa
 import pytest
 
-from batchgen.config.groups.job_config import ScoreConfig
+from batchgen.config.groups.output_config import ScoreConfig
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.evals.scores.job_score import job_scores, save_score
 from batchgen.evals.scores.samples import Samples

@@ -15,7 +15,7 @@ from batchgen.jobs.generation.worker import Worker, others_run
 from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import mark_name
-from batchgen.storage.leases.lease_protocol import Lease
+from batchgen.storage.leases.lease_table import Lease
 from batchgen.storage.leases.process_identity import process_identity
 from batchgen.storage.leases.store_operations import Create
 from batchgen.storage.stores.manifest import Manifest

@@ -18,7 +18,8 @@ from batchgen.storage.leases.lease_files import (
     published_name,
     worker_name,
 )
-from batchgen.storage.leases.lease_protocol import MOST_ENDED, Lease, LeaseTable, Member, Task
+from batchgen.storage.leases.lease_protocol import MOST_ENDED, Member, Task
+from batchgen.storage.leases.lease_table import Lease, LeaseTable
 from batchgen.storage.leases.store_operations import Create, Unanswered, carry_out, create
 from tests.support.jobs.workers_model import ROWS, STALE, MemoryStore, Worker, whole
 

@@ -1,9 +1,14 @@
-"""Which columns of a shard have a value per token."""
+"""What columns of the output are known for by their names; reading it loads no pyarrow."""
 
 from __future__ import annotations
 
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PROMPT_IMAGES = "prompt_images"
+"""The column that says which images a row had."""
 _WITHOUT_SCOPE = ("token_ids", "prompt_token_ids")
 
 

@@ -1,0 +1,159 @@
+"""The part of a job's configuration that decides what is in its output files, by which a folder
+knows its job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from batchgen.config.compose.load_config import resolved
+from batchgen.config.groups.class_names import with_lasting_names
+from batchgen.config.groups.config_keys import choice_values, choices
+from batchgen.config.groups.constraint_config import (
+    NoConstraintConfig,
+)
+from batchgen.config.groups.convert_value import (
+    MISSING,
+    key_of,
+    plain_value,
+)
+from batchgen.config.groups.dataset_config import is_usual
+from batchgen.config.groups.job_config import (
+    JobConfig,
+)
+
+_NOT_DECIDING: Mapping[str, Collection[str]] = {
+    "model": {"name", "path", "revision", "lora"},
+    "dataset": {"path", "limit", "follow"},
+    "prompt": {"image_root", "constant"},
+    "sampling": {"n"},
+    "engine": {
+        *("device", "tensor_parallel", "max_num_seqs", "max_batched_tokens", "chunk_tokens"),
+        *("image_tokens", "block_size", "prefix_caching", "kv_cache_gib", "state_checkpoints"),
+        *("row_tokens", "gpu_memory_utilization", "cuda_graph", "overlap"),
+        "lora_slots",
+        "deterministic",  # the contract of a job with it is a fingerprint
+    },
+    "output": {
+        *("dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse", "begun_every"),
+    },
+}
+"""Keys of each group that decide nothing about the content of a row, up to rounding on a GPU."""
+_FIRST: Mapping[str, Collection[str]] = {
+    "model": {"dtype", "load_format", "trust_remote_code"},
+    "dataset": {
+        *("kind", "name", "split", "revision", "streaming", "id_column", "columns", "types"),
+        *("delimiter", "encoding"),
+    },
+    "prompt": {
+        *("kind", "user", "user_file", "system", "system_file", "messages_column"),
+        *("template_kwargs", "text", "text_file", "add_special_tokens", "token_ids_column"),
+        *("answer_ids_column", "body_column", "too_long"),
+    },
+    "sampling": {
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids"),
+        *("ignore_eos", "seed"),
+    },
+    "strategy": {
+        *("_target_", "proposer", "num_spec_tokens", "verifier", "adaptive", "ngram_min"),
+        *("ngram_max", "ngram_pool", "draft_model", "acceptance_floor", "block_length"),
+        *("unmasking", "confidence_threshold", "denoising_steps", "fused_commit"),
+    },
+    "constraint": {
+        *("kind", "column", "start_after", "schema", "max_whitespace", "pattern", "choices"),
+        *("grammar", "tag"),
+    },
+    "engine": {"max_model_len"},
+    "output": {"columns", "top_logprobs", "logprobs_mode", "rows_per_shard", "text_column"},
+}
+"""Keys that identities have at any value, since those of version 0.1.0 have them. All others are in
+an identity only at another value than their default; this table gets no new ones."""
+_READ_TABLES = ("Join", "Against")
+"""Steps of `rows` whose `path` says where a table lies."""
+_REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
+
+
+def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, Any]:
+    """The part of `resolved` that decides what is in the output files.
+
+    Two jobs with the same identity, model files and data write the same rows, as far as both have
+    them. A key is part of it unless it is among _NOT_DECIDING; at its default it is not, so that a
+    key that a later version adds changes no identity (but see _FIRST). Where data, models, and the
+    `fingerprinted` files of the strategy lie is no part: the fingerprints of their content are
+    compared.
+    """
+    groups, defaults = with_lasting_names(resolved(config)), _defaults(config)
+    if isinstance(config.constraint, NoConstraintConfig):
+        del groups["constraint"]  # a job without one says no more about it than that
+    if config.rows:
+        groups["rows"] = [_without_place(step) for step in groups["rows"]]
+    else:
+        del groups["rows"]
+    if config.sampling.until is not None:  # how many samples there are can grow
+        until = config.sampling.until
+        rule = {} if until.width is None else {"rule": "width"}
+        groups["sampling"]["until"] = {"where": until.where, **rule}
+    # What becomes of finished rows does not change them.
+    for name in ("post", "score", "budget", "progress", "workers", "launcher"):
+        del groups[name]
+    for name in groups.keys() - {"rows"}:
+        left_out = {*_NOT_DECIDING.get(name, ()), *(fingerprinted if name == "strategy" else ())}
+        groups[name] = {
+            key: value
+            for key, value in groups[name].items()
+            if key not in left_out
+            and (
+                _is_first(name, key, groups[name])
+                or not _is_default(value, defaults[name].get(key, MISSING))
+            )
+            and not (name == "dataset" and is_usual(key, value))
+        }
+    return groups
+
+
+def _is_first(name: str, key: str, group: Mapping[str, Any]) -> bool:
+    """Whether identities have a key at any value. One of them was at first a key of prompt=tokens
+    alone."""
+    if (name, key) == ("prompt", "answer_ids_column") and group["kind"] != "tokens":
+        return False
+    return key in _FIRST[name]
+
+
+def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """The defaults of all keys that have one, by group. Those of a strategy of the user's own are
+    not known: its keys are there only if they are given."""
+    found = {}
+    for part in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, part.name)):
+            fields = [f for f in dataclasses.fields(value) if f.default is not dataclasses.MISSING]
+            found[part.name] = {key_of(f.name): plain_value(f.default) for f in fields}
+    own = config.strategy.target in choices("strategy")
+    found["strategy"] = choice_values("strategy", config.strategy.target) if own else {}
+    return found
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a key has its default; where that is none, an empty value or false says the same."""
+    return bool(value == default) or (default is None and (value is False or value in ("", [], {})))
+
+
+def _without_place(step: dict[str, Any]) -> dict[str, Any]:
+    """A step of `rows` without the place of the table that it reads, whose content counts."""
+    return {
+        name: {key: value for key, value in options.items() if key != "path"}
+        if name in _READ_TABLES
+        else options
+        for name, options in step.items()
+    }
+
+
+def growing(config: JobConfig) -> dict[str, Any]:
+    """What may change while a job goes on in its folder, and is worth being remembered."""
+    groups = resolved(config)
+    found = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
+    if (until := config.sampling.until) is not None:
+        name, value = ("valid", until.valid) if until.width is None else ("width", until.width)
+        found |= {f"sampling.until.{name}": value, "sampling.until.most": until.most}
+    return found

@@ -1,0 +1,113 @@
+"""Reads how a checkpoint in the layout of sentence-transformers makes embeddings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batchgen.engine.interface.hidden_columns import Pooling
+from batchgen.engine.loading.safetensors_files import read_json
+from batchgen.util.shorten import some_names
+
+MODULES = "modules.json"
+"""Lists what follows the decoder; its presence tells an embedder without lm_head."""
+_KINDS = ("Transformer", "Pooling", "Normalize")
+"""The modules that can be done, in their only order."""
+_POOLINGS: Mapping[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+_FLAGS = {
+    "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean", "pooling_mode_lasttoken": "lasttoken",
+}  # fmt: skip
+"""How older files say it: a flag for each way."""
+
+
+def pooling_file(path: Path) -> str | None:
+    """The file of a model's folder that says how it pools; None if modules.json has no Pooling.
+
+    Raises:
+        ValueError: modules.json is damaged, or names a place that is not a folder of the model's.
+    """
+    for kind, place in _modules(path):
+        if kind == "Pooling":
+            if re.fullmatch(r"\w[\w.-]*", place) is None:
+                raise ValueError(
+                    f"{path / MODULES}: path is {place[:60]!r}, and must name a folder beside it"
+                )
+            return f"{place}/config.json"
+    return None
+
+
+def check_modules(path: Path) -> None:
+    """Raise ValueError if a model's folder lists modules that cannot be done."""
+    kinds = [kind for kind, _ in _modules(path)]
+    if kinds != [*_KINDS[: len(kinds)]]:
+        raise ValueError(
+            f"{path / MODULES} lists the modules {some_names(kinds)}, and only "
+            f"{', '.join(_KINDS)} can be done, in this order: set output.pooling and "
+            "output.normalise both to write hidden states without the others"
+        )
+
+
+def normalises(path: Path) -> bool | None:
+    """Whether a model's folder lists Normalize; None if it does not say how embeddings are made."""
+    kinds = [kind for kind, _ in _modules(path)]
+    return "Normalize" in kinds if "Pooling" in kinds else None
+
+
+def checkpoint_pooling(path: Path) -> Pooling | None:
+    """How a model's folder says that embeddings are pooled; None if it does not.
+
+    Raises:
+        ValueError: it is another way than those of `Pooling`, or a file is damaged or missing.
+    """
+    name = pooling_file(path)
+    if name is None:
+        return None
+    file = path / name
+    instead = "set output.pooling to last, mean or cls"
+    if not file.is_file():
+        raise ValueError(
+            f"{file} is missing, which says how the model pools: fetch it, or {instead}"
+        )
+    values = read_json(file)
+    modes = values.get("pooling_mode")
+    if modes is None:
+        modes = [mode for flag, mode in _FLAGS.items() if values.get(flag)] or ["mean"]
+    names = modes if isinstance(modes, list) else [modes]
+    pooling = _POOLINGS.get(str(names[0])) if len(names) == 1 else None
+    if pooling is None:
+        said = some_names([str(name)[:60] for name in names]) or "nothing"
+        raise ValueError(
+            f"{file} pools by {said}, and only {', '.join(_POOLINGS)} can be done, one alone: "
+            f"{instead}"
+        )
+    if values.get("include_prompt") is False:
+        raise ValueError(
+            f"{file} has include_prompt=false, which leaves out the tokens of an instruction, and "
+            f"rows do not say which these are: {instead} to pool all tokens"
+        )
+    return pooling
+
+
+def _modules(path: Path) -> Sequence[tuple[str, str]]:
+    """The kind and the place of each module; none without a file."""
+    file = path / MODULES
+    if not file.is_file():
+        return ()
+    try:
+        entries: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    found = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        kind, place = (
+            entry.get(key) if isinstance(entry, dict) else None for key in ("type", "path")
+        )
+        if not isinstance(kind, str) or not isinstance(place, str):
+            raise ValueError(f"{file} must hold a list of modules, each with a type and a path")
+        found.append((kind.rpartition(".")[2][:60], place))
+    return found

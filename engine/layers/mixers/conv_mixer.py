@@ -1,0 +1,188 @@
+"""A causal convolution over the tokens of rows, whose last inputs are the rows' states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from batchgen.engine.caches.forward_context import ForwardContext, RowMetadata
+from batchgen.engine.caches.row_states import StateCache
+from batchgen.engine.device.transfer import upload
+from batchgen.engine.layers.linear import empty_parameter
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.parallel.shard import Shard
+from batchgen.kernels.attention.metadata import are_replayed
+from batchgen.kernels.linear_attention.causal_conv import causal_conv_prefill, causal_conv_step
+from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
+
+
+class TokenInputs(Protocol):
+    """What a mixer reads of T tokens."""
+
+    def take(self, tokens: slice | Tensor) -> Self:
+        """Return the inputs of some tokens."""
+
+
+Inputs = TypeVar("Inputs", bound=TokenInputs)
+
+
+class ConvMixer(nn.Module, Generic[Inputs]):
+    """A causal convolution in a mixer that carries a state from token to token for each row: it
+    goes through the parts of a forward. Subclasses say what prefills and steps compute, and keep
+    the convolution's `window`, and in decode steps its `inputs`.
+
+    `shard` says which of a checkpoint's channels this rank has, and `arrange` puts them in order.
+    """
+
+    with_silu = True
+    """Whether the convolution is followed by SiLU."""
+
+    def __init__(
+        self,
+        layer: int,
+        channels: int,
+        width: int,  # tokens that the convolution sees, the token itself included
+        *,
+        conv_bias: bool,
+        shard: Shard | None,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+        where: Placement,
+    ) -> None:
+        super().__init__()
+        self.layer, self._channels, self._arrange = layer, shard, arrange
+        own = partial(empty_parameter, device=where.device, dtype=where.dtype)
+        self.conv_weight = own(channels, width)
+        self.conv_bias = own(channels) if conv_bias else None
+
+    def prefill(
+        self,
+        tokens: Inputs,
+        cache: StateCache,
+        rows: PrefillRows,
+        replayed: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """Compute a prefill's output, of the last `replayed` tokens of each row as steps do."""
+        raise NotImplementedError
+
+    def step(self, tokens: Inputs, cache: StateCache, rows: StepRows) -> Tensor:
+        """Compute a decode step's output."""
+        raise NotImplementedError
+
+    def empty(self, tokens: Inputs) -> Tensor:
+        """Make a tensor for the outputs of tokens."""
+        raise NotImplementedError
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slots of the convolution's parameters."""
+        for name, parameter in (("weight", self.conv_weight), ("bias", self.conv_bias)):
+            if parameter is not None:
+                source = (f"{path}.conv1d.{name}",)
+                yield WeightSlot(parameter, source, source, self._in_order, shard=self._channels)
+
+    def _in_order(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the channels' only tensor, [C, K] or [C]. Weights in checkpoints have an axis of
+        one input channel, as no channel sees another."""
+        (values,) = tensors.values()
+        values = values.flatten(1) if values.ndim > 1 else values
+        return values if self._arrange is None else self._arrange(values)
+
+    def convolved(self, x: Tensor, cache: StateCache, rows: PrefillRows | StepRows) -> Tensor:
+        """Convolve the tokens x [T, C] of rows, whose windows move on."""
+        window = cache.state["window"]
+        if isinstance(rows, PrefillRows):
+            return causal_conv_prefill(
+                x, self.conv_weight, self.conv_bias, window, rows, with_silu=self.with_silu
+            )
+        inputs = cache.records["inputs"]
+        return causal_conv_step(
+            x, self.conv_weight, self.conv_bias, window, inputs, rows, with_silu=self.with_silu
+        )
+
+    def run(self, tokens: Inputs, ctx: ForwardContext) -> Tensor:
+        """Compute the outputs of all tokens of a forward; `RowMetadata` says where states go."""
+        cache = ctx.cache(self.layer, StateCache)
+        start, parts = 0, []
+        for rows in ctx.rows:
+            own = slice(start, start := start + len(rows.positions))
+            parts.append(self._run(tokens.take(own), cache, rows))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _run(self, tokens: Inputs, cache: StateCache, rows: RowMetadata) -> Tensor:
+        """Compute a part's output."""
+        count = len(rows.positions)
+        if rows.width is not None:
+            step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.fold)
+            return self.step(tokens, cache, step)
+        own = _own_tokens(rows)
+        if not own:
+            return self.empty(tokens).zero_()
+        if own < count:
+            out = self._run(tokens.take(slice(own)), cache, _first_tokens(rows, own))
+            return torch.cat([out, out.new_zeros((count - own, *out.shape[1:]))])
+        prefill = PrefillRows(
+            rows.slots, rows.positions, rows.starts, rows.snapshots, rows.query_lens
+        )
+        if rows.replay:
+            return self._replay(tokens, cache, prefill, rows)
+        return self.prefill(tokens, cache, prefill, rows.replayed)
+
+    def _replay(
+        self, tokens: Inputs, cache: StateCache, prefill: PrefillRows, rows: RowMetadata
+    ) -> Tensor:
+        """Compute a prefill whose last tokens are read by `rows.replay`, the others in chunks."""
+        assert rows.replayed is not None
+        out = self.empty(tokens)
+        (part, index), _ = replay_parts(prefill, rows.replayed)
+        if len(index):
+            out[index] = self.prefill(tokens.take(index), cache, part)
+        for index, slots, pending, first, width in rows.replay:
+            step = StepRows(slots, pending, first, width, cache.fold)
+            out[index] = self.step(tokens.take(index), cache, step)
+        return out
+
+
+def replay_parts(rows: PrefillRows, replayed: tuple[int, ...]) -> list[tuple[PrefillRows, Tensor]]:
+    """Divide a prefill into the tokens that are read in chunks, and the last `replayed` of each
+    row, which are not; with their indices [n] int64."""
+    lens = np.array(rows.lengths(), np.int64)
+    is_again = are_replayed(lens.tolist(), replayed)
+    first = rows._replace(query_lens=tuple((lens - np.array(replayed)).tolist()))
+    found = []
+    for part, chosen in (
+        (first, ~is_again),
+        (rows._replace(query_lens=replayed, snapshots=None), is_again),
+    ):
+        index = upload(np.flatnonzero(chosen.numpy()), torch.int64, rows.positions.device)
+        starts = upload([0, *accumulate(part.lengths())], torch.int32, index.device)
+        found.append((part._replace(positions=rows.positions[index], starts=starts), index))
+    return found
+
+
+def _own_tokens(rows: RowMetadata) -> int:
+    """Count a prefill's tokens that belong to rows; on a CPU a last row on scratch fills up."""
+    count = len(rows.positions)
+    if rows.positions.is_cuda or rows.query_lens is None or int(rows.slots[-1]):
+        return count
+    return count - rows.query_lens[-1]
+
+
+def _first_tokens(rows: RowMetadata, count: int) -> RowMetadata:
+    """Leave out the last row of a prefill, which has all tokens from `count` on."""
+    assert rows.query_lens is not None
+    return replace(
+        rows,
+        slots=rows.slots[:-1],
+        positions=rows.positions[:count],
+        starts=rows.starts[:-1],
+        snapshots=None if rows.snapshots is None else rows.snapshots[:-1],
+        query_lens=rows.query_lens[:-1],
+        replayed=None if rows.replayed is None else rows.replayed[:-1],
+    )

@@ -1,0 +1,163 @@
+"""Which factors of an adapter's file belong to which weight of a checkpoint, and how they are read:
+also those of a weight of all experts, which PEFT keeps in two tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.layers.feed_forward.experts import Experts
+from batchgen.engine.layers.weight_slot import named_parts
+from batchgen.engine.loading.peft_files import NESTED, AdapterFile
+from batchgen.engine.lora.lora_places import Factors
+from batchgen.engine.models.causal_lm import CausalLM, full_name
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParameter:
+    """A weight of all E experts in one tensor that an adapter has factors of: A [E · R, in] and B
+    [out, R · E], in whose columns the experts take turns (PEFT, tuners/lora/layer.py,
+    ParamWrapper)."""
+
+    name: str  # of the tensor
+    experts: int  # E
+    rank: int  # R
+    scale: float
+    exchanged: bool  # A and B are each other's transposes, as older versions of PEFT wrote them
+
+    def down(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return A of each expert, [E, R, in]."""
+        if self.exchanged:
+            return _in_turns(b, self.experts).transpose(1, 2)
+        return a.view(self.experts, self.rank, -1)
+
+    def up(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return B of each expert, [E, out, R]."""
+        if self.exchanged:
+            return a.view(self.experts, self.rank, -1).transpose(1, 2)
+        return _in_turns(b, self.experts)
+
+
+def _in_turns(columns: Tensor, experts: int) -> Tensor:
+    """Return columns [N, R · E], in which experts take turns, as [E, N, R]."""
+    return columns.view(len(columns), -1, experts).permute(2, 0, 1)
+
+
+def expert_parameter(
+    adapter: AdapterFile, experts: Experts, stem: str, path: str, tensors: tuple[str, str]
+) -> ExpertParameter:
+    """Return what these tensors of an adapter, A and B, are factors of, for experts that stand at
+    `path`. Raises ValueError if the configuration does not say so, or ranks differ."""
+    config, (down, up) = adapter.config, tensors
+    # PEFT wraps one weight of a module after another, the first inmost.
+    wanted = [
+        name
+        for name in experts.names
+        if any(f".{path}.{name}".endswith(f".{each}") for each in config.parameters)
+    ]
+    depth = stem.count(NESTED)
+    if depth >= len(wanted):
+        raise ValueError(
+            f"{adapter.folder} is damaged: tensor {down} adapts a weight of all experts, and "
+            f"target_parameters has {', '.join(config.parameters) or 'none'}"
+        )
+    if experts.variant.turned:
+        raise ValueError(
+            f"{adapter.folder}: tensor {down} adapts a weight of all experts whose axes are the "
+            "other way round, which is not supported: merge the adapter into the model with "
+            "PEFT's merge_and_unload"
+        )
+    name = wanted[len(wanted) - 1 - depth]
+    count, out, width = experts.sizes(name)
+    rank, scale = config.rank_of(f"{path}.{name}"), config.scale_of(f"{path}.{name}")
+    adapter.check_rank(rank * count, down, up)
+    # Older versions of PEFT took the axes of all weights for those of gpt-oss.
+    sides = adapter.shapes[up][0], adapter.shapes[down][1]
+    exchanged = not experts.variant.interleaved and sides == (width, out) and out != width
+    return ExpertParameter(name, count, rank, scale, exchanged)
+
+
+@dataclass(frozen=True, slots=True)
+class FactorPair:
+    """A and B in an adapter's file that stand beside one weight of a checkpoint."""
+
+    module: str  # what the file calls the weight's module
+    down_name: str  # and A
+    up_name: str  # and B
+    rank: int
+    scale: float
+    parameter: ExpertParameter | None = None  # they are those of all experts
+    expert: int = 0  # of which the weight belongs to this one
+    in_turns: bool = False  # B's rows are of two projections in turns
+
+    def sizes(self, adapter: AdapterFile) -> tuple[int, int]:
+        """Return the in and out features that the tensors' shapes are for."""
+        shapes = adapter.shapes
+        depth, width = shapes[self.down_name][1], shapes[self.up_name][0]
+        exchanged = self.parameter is not None and self.parameter.exchanged
+        return (width, depth) if exchanged else (depth, width)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> Factors:
+        """Return the factors, views of the file's tensors."""
+        a, b = tensors[self.down_name], tensors[self.up_name]
+        if (of := self.parameter) is not None:
+            a, b = of.down(a, b)[self.expert], of.up(a, b)[self.expert]
+        if self.in_turns:
+            b = torch.cat((b[::2], b[1::2]))
+        return Factors(a, b, self.scale)
+
+
+def factor_pairs(adapter: AdapterFile, model: CausalLM) -> dict[str, FactorPair]:
+    """Return an adapter's factors by what the model calls the weights that they stand beside, which
+    it may lack. Raises ValueError if a tensor is no factor, or of another rank than the
+    configuration says."""
+    experts = experts_of(model)
+    found: dict[str, FactorPair] = {}
+    for stem, (down, up) in adapter.modules().items():
+        path = piece_name(stem.replace(NESTED, ""), model)
+        pairs = [(path, _plain_pair(adapter, stem, down, up))]
+        if (part := experts.get(path)) is not None:
+            pairs = list(_of_experts(adapter, part, stem, path, (down, up)))
+        for name, pair in pairs:
+            if (other := found.get(name)) is not None:
+                raise ValueError(
+                    f"{adapter.folder} is damaged: tensors {other.down_name} and {down} adapt the "
+                    f"same weight, {name}"
+                )
+            found[name] = pair
+    return found
+
+
+def _plain_pair(adapter: AdapterFile, stem: str, down: str, up: str) -> FactorPair:
+    config, module = adapter.config, stem.replace(NESTED, "")
+    return FactorPair(module, down, up, config.rank_of(module), config.scale_of(module))
+
+
+def _of_experts(
+    adapter: AdapterFile, experts: Experts, stem: str, path: str, tensors: tuple[str, str]
+) -> Iterator[tuple[str, FactorPair]]:
+    """Yield the factors of each expert by the names of `Experts.lora_sites`."""
+    of = expert_parameter(adapter, experts, stem, path, tensors)
+    in_turns = experts.variant.interleaved and of.name == experts.names[0]
+    for expert in range(of.experts):
+        pair = FactorPair(
+            stem.replace(NESTED, ""), *tensors, of.rank, of.scale, of, expert, in_turns
+        )
+        yield f"{path}.{expert}.{of.name}", pair
+
+
+def experts_of(model: CausalLM) -> dict[str, Experts]:
+    """Return the experts of a model's decoder by their names in checkpoints."""
+    parts = named_parts(model.model, "model")
+    return {path: part for path, part in parts if isinstance(part, Experts)}
+
+
+def piece_name(module: str, model: CausalLM) -> str:
+    """Return what the model calls a module of a checkpoint."""
+    name = model.piece_name(full_name(module + _WEIGHT), model.config)
+    return name.removesuffix(_WEIGHT)

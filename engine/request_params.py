@@ -1,0 +1,133 @@
+"""The parameters of a request: the seed of each sample, what the engine can honour, and the columns
+that are asked for."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from batchgen.engine.interface.hidden_columns import CLASS_SCORES
+from batchgen.engine.interface.outputs import OutputColumn
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.rows.pooling import pooled_columns
+from batchgen.engine.sampling.sampler_columns import ENTROPY, requested_columns
+from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.strategy import Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
+    """The seed of one sample of one row, in [0, 2**64): different for each, equal everywhere. It
+    depends on the row's id and not on its position, so that a row keeps its tokens when others are
+    added or dropped."""
+    digest = blake2b(digest_size=8, person=b"batchgen.seed")
+    digest.update((job_seed % 2**64).to_bytes(8, "little"))
+    digest.update(sample_index.to_bytes(8, "little"))
+    digest.update(row_id.encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def sample_params(
+    params: RequestParams, row_id: str, sample_index: int, **changes: Any
+) -> RequestParams:
+    """The parameters of one sample of a row: those of all rows with the sample's own seed, and with
+    what the row has of its own (`changes`), such as a constraint."""
+    seed = derive_seed(params.seed, row_id, sample_index)
+    return replace(params, seed=seed, **changes) if changes else params.with_seed(seed)
+
+
+def check_params(
+    params: RequestParams,
+    strategy: Strategy,
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    context_columns: abc.Sequence[OutputColumn] = (),
+    *,
+    replays: bool = False,
+) -> None:
+    """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
+    if the parameters cannot be honoured; the message names the option. If an answer is scored,
+    `replays` says whether it is a trajectory."""
+    own = strategy.decoding
+    if params.decoding is not None and not (own and isinstance(params.decoding, own)):
+        raise ValueError(
+            f"decoding is a {type(params.decoding).__name__}, and strategy {strategy.name} "
+            f"takes {'none' if own is None else f'a {own.__name__}'} for a row: leave it None"
+        )
+    strategy.check(params, replays=replays)
+    _check_columns(params, strategy, config, context_columns)
+    if not config.has_logits and params.pooling is None:
+        what = "an embedding model" if config.labels is None else "a classifier"
+        has = " or ".join(column.name for column in pooled_columns(config))
+        raise ValueError(
+            f"max_new_tokens is {params.max_new_tokens}, and the model is {what}, which has no "
+            f"layer for logits of tokens: ask for the column {has}, with max_new_tokens=0 and no "
+            "answer"
+        )
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and the model has none: remove stop")
+    if params.constraint is not None and tokenizer is None:
+        raise ValueError("a constraint needs a tokenizer, and the model has none: remove it")
+    vocab_size = config.vocab_size
+    if params.top_logprobs > vocab_size:
+        raise ValueError(
+            f"top_logprobs is {params.top_logprobs}, but the vocabulary has {vocab_size}"
+        )
+    unknown = [i for i in params.stop_token_ids if i >= vocab_size]
+    if unknown:
+        raise ValueError(f"stop_token_ids {unknown} are not in the vocabulary of {vocab_size} ids")
+
+
+def _check_columns(
+    params: RequestParams,
+    strategy: Strategy,
+    config: ModelConfig,
+    context_columns: abc.Sequence[OutputColumn],
+) -> None:
+    """Raise ValueError for a column that nothing computes, or not with these parameters."""
+    pooled = pooled_columns(config)
+    declared = (ENTROPY, *strategy.columns, *context_columns, *pooled)
+    known = [column.name for column in declared]
+    if missing := [name for name in params.columns if name not in known]:
+        if missing[0] == CLASS_SCORES:
+            raise ValueError(
+                f"column {missing[0]} is of a classifier, and the model is {config.architecture}: "
+                "choose a checkpoint of the class …ForSequenceClassification"
+            )
+        raise ValueError(
+            f"strategy {strategy.name} has no column {missing[0]!r}; it has {known or 'none'}"
+        )
+    generated = [c.name for c in strategy.columns if c.name in params.columns]
+    if generated and not params.max_new_tokens:
+        raise ValueError(
+            f"column {generated[0]} is of generated tokens, and max_new_tokens is 0: remove it"
+        )
+    read = [c.name for c in pooled if c.name in params.columns]
+    if read and params.pooling is None:
+        raise ValueError(
+            f"column {read[0]} is of a row that is only read: set max_new_tokens to 0, give no "
+            "answer and say the pooling"
+        )
+    of_tokens = params.logprobs or params.top_logprobs or ENTROPY.name in params.columns
+    if params.pooling is not None and of_tokens:
+        raise ValueError(
+            "logprobs and entropy are of tokens that are generated or given as an answer, and a "
+            "row with pooling has neither: remove them"
+        )
+
+
+def output_columns(
+    params: RequestParams,
+    strategy: Strategy,
+    config: ModelConfig,
+    context_columns: abc.Sequence[OutputColumn] = (),
+) -> tuple[OutputColumn, ...]:
+    """Return the columns that a request with these parameters returns: from the sampler, from the
+    strategy, from the model's layers (`context_columns`), and what is pooled of them."""
+    declared = (*strategy.columns, *context_columns, *pooled_columns(config))
+    own = (column for column in declared if column.name in params.columns)
+    return (*requested_columns(params), *own)

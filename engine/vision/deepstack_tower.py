@@ -1,0 +1,140 @@
+"""The vision tower of Qwen3-VL and Qwen3.5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from batchgen.engine.layers.linear import Linear, empty_parameter
+from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.vision.vision_config import DeepstackConfig, VisionConfig
+from batchgen.engine.vision.vision_positions import PatchPositions, patch_positions
+from batchgen.engine.vision.vision_tower import (
+    EPS,
+    PatchPlaces,
+    VisionAttention,
+    VisionBlock,
+    VisionTower,
+)
+from batchgen.kernels.layers.elementwise import gelu, gelu_tanh
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias, over the last axis (Ba et al. 2016)."""
+
+    def __init__(self, size: int, *, where: Placement) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, device=where.device, dtype=where.dtype)
+        self.bias = empty_parameter(size, device=where.device, dtype=where.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slots of weight and bias, 1 and 0 in a model without a checkpoint."""
+        yield WeightSlot.plain(f"{path}.weight", self.weight, dummy=1.0)
+        yield WeightSlot.plain(f"{path}.bias", self.bias, dummy=0.0)
+
+
+class VisionMLP(nn.Module):
+    """fc2(gelu(fc1(x))), with the approximation of GELU by tanh."""
+
+    def __init__(self, config: VisionConfig, *, where: Placement) -> None:
+        super().__init__()
+        make = partial(Linear, bias=True, quantisable=False, where=where)
+        self.linear_fc1 = make(config.width, config.mlp_size)
+        self.linear_fc2 = make(config.mlp_size, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear_fc2(gelu_tanh(self.linear_fc1(x)))
+        return result
+
+
+class PatchMerger(nn.Module):
+    """Makes one vector of the decoder's size of each square of patches.
+
+    The norm is over each patch, or with `joined` over all values of a square.
+    """
+
+    def __init__(self, config: DeepstackConfig, *, joined: bool, where: Placement) -> None:
+        super().__init__()
+        self._size = config.width * config.merge_size**2
+        make = partial(Linear, bias=True, quantisable=False, where=where)
+        self.norm = LayerNorm(self._size if joined else config.width, where=where)
+        self.linear_fc1 = make(self._size, self._size)
+        self.linear_fc2 = make(self._size, config.out_size)
+        self._joined = joined
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute [N / merge², out_size] from patches [N, width]."""
+        if self._joined:
+            x = x.view(-1, self._size)
+        squares = self.norm(x).view(-1, self._size)
+        merged: Tensor = self.linear_fc2(gelu(self.linear_fc1(squares)))
+        return merged
+
+
+class DeepstackTower(VisionTower):
+    """A transformer over the patches of images (Qwen3-VL, Bai et al. 2025, arXiv 2511.21631)."""
+
+    config: DeepstackConfig
+
+    def __init__(self, config: DeepstackConfig, *, where: Placement) -> None:
+        super().__init__(config, patch_bias=True, where=where)
+        self.pos_embed = PositionTable(config.table_side**2, config.width, where=where)
+        self.blocks = nn.ModuleList(_block(config, where) for _ in range(config.depth))
+        self.merger = PatchMerger(config, joined=False, where=where)
+        self.deepstack_merger_list = nn.ModuleList(
+            PatchMerger(config, joined=True, where=where) for _ in config.deepstack
+        )
+        self.planes = 1 + len(config.deepstack)
+
+    def forward(self, images: Sequence[Tensor]) -> Tensor:
+        """Compute features as `VisionTower.forward` says."""
+        config, x = self.config, self.embedded(images)
+        positions = [self._positions(image) for image in images]
+        taps, weights, cos_sin = (self.uploaded(parts) for parts in zip(*positions, strict=True))
+        x = x + self.pos_embed(taps, weights).to(x.dtype)
+        slots = torch.arange(len(x), device=self.device)
+        images_apart = self.segments([len(position.taps) for position in positions])
+        layout = PatchPlaces(images_apart, cos_sin, slots)
+        features = []
+        for index, block in enumerate(self.blocks):
+            x = block(x, layout)
+            if index in config.deepstack:
+                features.append(self.deepstack_merger_list[config.deepstack.index(index)](x))
+        return torch.stack([self.merger(x), *features])
+
+    def _positions(self, image: Tensor) -> PatchPositions:
+        config = self.config
+        height, width, _ = image.shape
+        return patch_positions(
+            height // config.patch_size,
+            width // config.patch_size,
+            config.merge_size,
+            side=config.table_side,
+            head_dim=config.width // config.num_heads,
+            theta=config.rope_theta,
+        )
+
+
+def _block(config: DeepstackConfig, where: Placement) -> VisionBlock:
+    norms = LayerNorm(config.width, where=where), LayerNorm(config.width, where=where)
+    return VisionBlock(norms, VisionAttention(config, where=where), VisionMLP(config, where=where))
+
+
+class PositionTable(nn.Module):
+    """The learned positions, a square of vectors."""
+
+    def __init__(self, layout: int, width: int, *, where: Placement) -> None:
+        super().__init__()
+        self.weight = empty_parameter(layout, width, device=where.device, dtype=where.dtype)
+
+    def forward(self, taps: Tensor, weights: Tensor) -> Tensor:
+        """Return the sums [N, width] of the vectors at `taps` [N, 4], each times its weight."""
+        return (self.weight[taps] * weights.unsqueeze(-1)).sum(1)

@@ -1,0 +1,17 @@
+"""Makes the vision tower that a configuration describes."""
+
+from __future__ import annotations
+
+from batchgen.engine.parallel.placement import Placement
+from batchgen.engine.vision.deepstack_tower import DeepstackTower
+from batchgen.engine.vision.vision_config import DeepstackConfig, VisionConfig, WindowedConfig
+from batchgen.engine.vision.vision_tower import VisionTower
+from batchgen.engine.vision.windowed_tower import WindowedTower
+
+
+def make_tower(config: VisionConfig, *, where: Placement) -> VisionTower:
+    """Make a tower without values."""
+    if isinstance(config, WindowedConfig):
+        return WindowedTower(config, where=where)
+    assert isinstance(config, DeepstackConfig)
+    return DeepstackTower(config, where=where)
