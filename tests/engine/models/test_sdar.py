@@ -83,7 +83,7 @@ class PagedRows:
         caches = ModelUse(model, (1,)).caches(CacheSizes(num_blocks, BLOCK_SIZE, 0))
         for cache in caches.layers:
             assert isinstance(cache, KVCache)
-            for plane in cache:
+            for plane in cache[:2]:
                 plane.normal_(std=3.0, generator=torch.Generator(model.device).manual_seed(1))
         self.runner = ModelRunner(model, caches, block_length)
 

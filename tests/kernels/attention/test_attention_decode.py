@@ -16,6 +16,7 @@ from batchgen.kernels.attention.decode import DecodeConfig, paged_attention_deco
 from batchgen.kernels.attention.decode_plan import DecodePlan, plan_decode
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.rules import BY_BATCH, BY_ROW, Splits
+from tests.support.kernels.fp8_cache import dequantised, in_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SameBits = Callable[[Tensor, Tensor], None]
@@ -124,7 +125,7 @@ def oracle(case: Case) -> Tensor:
         blocks = case.tables[row].long()
         key, value = (
             part[:, blocks].reshape(kv_heads, -1, head_dim)[:, :seen].double()
-            for part in case.cache
+            for part in dequantised(case.cache)
         )
         q = case.q[token].double().view(kv_heads, group, head_dim)
         weights = torch.softmax(q @ key.transpose(1, 2) * case.scale, dim=-1)
@@ -234,6 +235,14 @@ def test_by_row_a_program_has_as_many_queries_as_keep_their_bits(width: int, gro
         assert width % pieces == 0 and (width // pieces == 1 or width // pieces * group <= 32)
         assert pieces == width or (not window and room == 4096)
         assert BY_BATCH.pieces(width, group, room, window=window) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_splits_of_keys_and_values_in_fp8(dtype: torch.dtype) -> None:
+    case = make_case([600, 40, 300], head_dim=80, group=4, width=2, dtype=dtype)
+    case = case._replace(cache=in_fp8(case.cache))
+    check(case, max_splits=4)
+    check(case, config=None)
 
 
 @pytest.mark.thorough

@@ -31,7 +31,7 @@ MODEL: dict[str, Any] = {
     "dtype": "bfloat16", "load_format": "gguf", "quantization": "fp8", "trust_remote_code": True,
     "path": "other", "name": "other", "revision": "other", "lora": "other",
     "lora_column": "other", "lora_grid": True, "lora_fold": True,
-    "lora_template": "adapter",
+    "lora_template": "adapter", "kv_cache_dtype": "fp8",
 }  # fmt: skip
 PRINTED = ("path", "name", "revision", "lora")
 """What these decide, the fingerprints of the files of model and adapters say."""
