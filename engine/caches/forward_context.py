@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from batchgen.engine.caches.cache_specs import LatentCache
 from batchgen.engine.caches.replay import ReplayStep
 from batchgen.engine.caches.row_states import StateCache
 from batchgen.engine.interface.outputs import OutputColumn
@@ -15,10 +16,10 @@ from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.metadata import AttentionMetadata
 from batchgen.kernels.layers.cache_plane import write_plane
 
-LayerCache = KVCache | Tensor | StateCache
-"""What a layer keeps: made from a KVSpec, a LatentSpec or PlaneSpec, or a StateSpec."""
+LayerCache = KVCache | LatentCache | Tensor | StateCache
+"""What a layer keeps: made from a KVSpec, LatentSpec, PlaneSpec, or StateSpec."""
 
-C = TypeVar("C", KVCache, Tensor, StateCache)
+C = TypeVar("C", KVCache, LatentCache, Tensor, StateCache)
 
 
 @dataclass(frozen=True, slots=True)

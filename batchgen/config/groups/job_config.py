@@ -61,6 +61,7 @@ class ModelGroup:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "gguf", "dummy"] = "auto"
     quantization: Literal["fp8"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     trust_remote_code: bool = False
     lora: str | tuple[str, ...] | Mapping[str, str] | None = None
     lora_column: str | None = None

@@ -132,6 +132,8 @@ def _model(config: JobConfig, opened: OpenedJob) -> str:
     dtype = str(opened.dtype).removeprefix("torch.")
     if (weights := model.weights_text(opened.dtype, config.engine.device)) is not None:
         dtype += f" with weights in {weights}"
+    if group.kv_cache_dtype == "fp8":
+        dtype += ", keys and values in FP8"
     return (
         f"{group.path}{revision}: {model.config.architecture}, {dtype}, at most "
         f"{opened.max_model_len:,} tokens a row"

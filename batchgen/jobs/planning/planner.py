@@ -116,6 +116,9 @@ class _Planner:
             if device is None
             else Units(device.fp8, device.is_gpu and four_bits, opened.dtype)
         )
+        on_gpu = device is None or device.is_gpu
+        if on_gpu and (lack := opened.model.kv_cache_lack(units)) is not None:
+            self._errors.append(lack)
         engine = estimate_engine(opened, config, gpu_bytes, units)
         memory = self._memory(engine, gpu_bytes)
         expected = None

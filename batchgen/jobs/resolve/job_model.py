@@ -26,7 +26,8 @@ def open_job_model(config: JobConfig) -> OpenedModel:
     """The target of a job; ConfigError if it cannot be one."""
     with mistakes_in("model"):
         group = config.model
-        model = open_model(group.path, group.revision, group.load_format, group.quantization)
+        form = (group.load_format, group.quantization, group.kv_cache_dtype)
+        model = open_model(group.path, group.revision, *form)
         model = with_adapters(model, group.lora, fold=group.lora_fold, template=group.lora_template)
     with mistakes_in("output"):
         return model.with_hidden_layers(config.output.hidden_layers)

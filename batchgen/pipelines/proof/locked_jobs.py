@@ -11,6 +11,7 @@ from batchgen.config.compose.load_config import resolved
 from batchgen.config.compose.overrides import parse_override
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.sampling.sampling_params import BASE
 from batchgen.pipelines.proof.lock_file import STEPS, LockFile
 from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
 from batchgen.pipelines.run.pipeline_file import read_pipeline
@@ -20,6 +21,8 @@ from batchgen.util.paths import is_url
 _PACKAGE = "package://"
 """How places begin that come with batchgen."""
 _ENDS = ("path", "_file", "_model", "_root")
+_ADAPTERS = "model.lora"
+"""The key of adapters: a place, a list of places, or places by names."""
 _TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
 _OF_CONSTRAINT = ("schema", "grammar", "tag")
 _TEXT = ("{", "::=")
@@ -82,14 +85,16 @@ def locked_jobs(
 
 def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
     """Refuse to read what a stranger's file names before the user has said so."""
-    left = {
-        f"{name}.{key}": place
+    left = [
+        (f"{name}.{key}", place)
         for name, values in steps.items()
         for key, place in places_read(values)
         if not {key, f"{name}.{key}"} & typed
-    }
+        # Adapters by their names are given all at once.
+        and not (key.startswith(f"{_ADAPTERS}.") and {_ADAPTERS, f"{name}.{_ADAPTERS}"} & typed)
+    ]
     if left:
-        listed = "".join(f"\n  {key}={place}" for key, place in left.items())
+        listed = "".join(f"\n  {key}={place}" for key, place in left)
         raise ConfigError(
             f"the lock names places that would be read:{listed}\ngive your own as KEY=PLACE, or "
             "add --yes if these are meant"
@@ -142,7 +147,8 @@ def _places(value: Any, key: str, is_place: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_place(key: str, value: str) -> bool:
-    return key.endswith(_ENDS)
+    is_adapter = key == _ADAPTERS or key.startswith(f"{_ADAPTERS}.")
+    return value != BASE if is_adapter else key.endswith(_ENDS)
 
 
 def _is_place_of_step(key: str, value: str) -> bool:

@@ -66,8 +66,8 @@ class OpenPipeline:
         """What the engine of a step is made of: steps with the same can share one."""
         config = self.pipeline.steps[name].config
         prints = {key: value for key, value in self._prints[name].items() if key != "constraint"}
-        model = (config.model.load_format, config.model.quantization, config.model.dtype)
-        layers = config.output.hidden_layers
+        group, layers = config.model, config.output.hidden_layers
+        model = (group.load_format, group.quantization, group.kv_cache_dtype, group.dtype)
         return repr((sorted(prints.items()), model, config.strategy, config.engine, layers))
 
     def folder(self, name: str) -> str:

@@ -84,6 +84,7 @@ class Attention(nn.Module):
         whole, own_heads = shape, parallel.share("num_attention_heads", shape.num_heads)
         kv_heads = parallel.kv_heads(whole.num_kv_heads)
         shape = replace(shape, num_heads=own_heads, num_kv_heads=kv_heads[1] - kv_heads[0])
+        shape = replace(shape, in_fp8=where.fp8_cache)
         self.shape = shape
         self.cache_spec: CacheSpec | None = None if reads_only else shape
         self._own_kv_heads = 0 if reads_only else shape.num_kv_heads
