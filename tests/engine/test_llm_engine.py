@@ -237,7 +237,7 @@ def test_every_option_mixed_in_one_batch_equals_each_alone(
         assert_same(alone(0, i), output)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(6)
 @on_every_device(
     [
         {},
@@ -268,7 +268,7 @@ def test_chunking_preemption_and_caching_change_nothing(
     assert bool(mixed_steps) == (changes.get("chunk_tokens") != 0)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(12)
 @on_every_device([{}, {"max_num_seqs": 40, "block_size": 16}], on_gpu=2)
 @pytest.mark.parametrize(
     ("chunk_tokens", "used"),
@@ -366,7 +366,7 @@ YARN = {
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kind", "config"),
@@ -446,7 +446,7 @@ def spelling_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @both_loops
 @pytest.mark.usefixtures("hopeful")
 def test_stop_strings_end_rows_at_the_same_token_in_any_loop(
@@ -542,7 +542,7 @@ def test_a_row_as_large_as_the_cache_runs(tiny: CausalLM) -> None:
     assert [len(output.token_ids) for output in outputs] == [24] * 4
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(3)
 @on_every_device([{}], on_gpu=1)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_row_with_nan_fails_alone(
@@ -637,7 +637,7 @@ def test_abort_forgets_a_row_wherever_it_is(tiny: CausalLM, mode: dict[str, Any]
     assert engine.scheduler.block_manager.usage == 0
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "aborts_after"),
     some_slow(

@@ -182,7 +182,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,
@@ -204,7 +204,7 @@ def test_logits_equal_transformers(
 DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss", *CLASSES)
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", [*DUMMY, "gemma4_moe", "gemma4_e2b"])
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
@@ -445,7 +445,7 @@ E2B = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "parameters", "of_token", "kv_bytes", "window_bytes"),
     [
@@ -508,6 +508,7 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
     assert all(layer.gate.weight.dtype == torch.float32 for layer in layers)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

@@ -101,6 +101,7 @@ def test_a_report_of_rows_that_try_to_break_out(browser: Any, tmp_path: Path) ->
     assert look(browser, report.as_uri(), then=use_report) == []
 
 
+@pytest.mark.thorough
 def test_pages_work_without_scripts(browser: Any, urls: dict[str, str]) -> None:
     """Filters, switches of texts and of colours, and the facts of a token by tap."""
     context = browser.new_context(java_script_enabled=False, has_touch=True)
