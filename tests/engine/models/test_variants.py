@@ -153,6 +153,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan with fused experts": ("hunyuan_v1_moe", {"split_experts": False, "moe_topk": 3}),
     "olmoe": ("olmoe", {}),
     "olmoe renormalised": ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
+    "command r+": ("cohere", {}),
+    "command r": ("cohere", {"use_qk_norm": False, "attention_bias": True}),
     "cohere": ("cohere2", {}),
     "cohere biases": ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
     "cohere without windows": ("cohere2", ALL_FULL),
@@ -284,6 +286,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "Falcon-H1-7B": (
         "falcon_h1", sizes(3072, 12288, 44, 12, 2, 130048) | HEAD | {
             "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128}, 7.59e9),
+    "c4ai-command-r-v01": ("cohere", sizes(8192, 22528, 40, 64, 64, 256000), 34.98e9),
+    "c4ai-command-r-plus": (
+        "cohere", sizes(12288, 33792, 64, 96, 8, 256000) | {"use_qk_norm": True}, 103.8e9),
     "c4ai-command-r7b-12-2024": ("cohere2", sizes(4096, 14336, 32, 32, 8, 256000), 8.028e9),
     "c4ai-command-a-03-2025": ("cohere2", sizes(12288, 36864, 64, 96, 8, 256000), 111.1e9),
     "Llama-4-Scout-17B-16E": ("llama4", {}, 107.77e9),
