@@ -177,7 +177,9 @@ def _step(
         whole.add("dataset")
         flat_values["dataset"] = "job"
     kept = {key: value for key, value in common.items() if key.partition(".")[0] not in whole}
-    of_file = {key: place for key, place in locations.items() if not key.startswith(f"{STEPS}.")}
+    of_file = {
+        key: location for key, location in locations.items() if not key.startswith(f"{STEPS}.")
+    }
     of_step = {k.removeprefix(prefix): v for k, v in locations.items() if k.startswith(prefix)}
     return GivenStep(name, parents, {**kept, **flat_values}, {**of_file, **of_step}, waits)
 

@@ -111,7 +111,7 @@ def _without_padding(value: Any) -> Any:
 
 def _has_struct(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
-        fields = [kind.field(place) for place in range(kind.num_fields)]
+        fields = [kind.field(index) for index in range(kind.num_fields)]
         return pa.types.is_struct(kind) or any(_has_struct(field.type) for field in fields)
     return False
 

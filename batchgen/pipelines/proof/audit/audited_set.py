@@ -42,11 +42,11 @@ class SetRow(NamedTuple):
 
 def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow]:
     """Rows of a set, drawn at random without repetition."""
-    places = drawn_places(rows.total, count, seed)
+    indices = drawn_places(rows.total, count, seed)
     chosen = []
     for number, shard in enumerate(rows.shards):
         stop = shard.first + shard.ends[-1]
-        here = [place - shard.first for place in places if shard.first <= place < stop]
+        here = [index - shard.first for index in indices if shard.first <= index < stop]
         if not here:
             continue
         for table, _ in rows.tables(number, rows.schema.names, places=np.array(here)):
