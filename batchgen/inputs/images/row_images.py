@@ -203,7 +203,8 @@ class RowImages:
         print(
             f"batchgen: an image of {width}×{height} pixels is scaled down to at most {limit:,} "
             f"pixels ({limit // self._sizes.side**2:,} tokens), and so are others: "
-            f"prompt.max_pixels says how many, and this model takes up to {self._sizes.most_of_model:,}",
+            f"prompt.max_pixels says how many, and this model takes up to "
+            f"{self._sizes.most_of_model:,}",
             file=sys.stderr,
             flush=True,
         )
