@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import StateSpec
 from batchgen.engine.caches.model_caches import row_bytes
@@ -20,6 +20,7 @@ from batchgen.engine.interface.engine_config import (
 )
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.layers.linear import Linear, RowParallelLinear
+from batchgen.engine.layers.mixers.kv_expansion import KVExpansion
 from batchgen.engine.memory.memory_plan import CPU_SHARE
 from batchgen.engine.memory.model_use import ModelUse
 from batchgen.engine.models.causal_lm import CausalLM
@@ -101,6 +102,13 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
             f"the {name} model has positions for {longest} tokens and rows may get "
             f"{max_model_len}: lower max_model_len or choose another {name} model"
         )
+    borders = model.config.rope_border, target.config.rope_border
+    if borders[0] != borders[1] and min(filter(None, borders)) < max_model_len:
+        raise ValueError(
+            f"rows of more than {min(filter(None, borders)):,} tokens are turned by other angles "
+            f"(LongRoPE) in the model or in the {name} model, and not in both: lower max_model_len "
+            f"to that, or choose another {name} model"
+        )
     if model.window is not None and model.window < max_model_len:
         raise ValueError(
             f"the {name} model has layers that see the last {model.window} tokens only, which it "
@@ -117,8 +125,7 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
 @torch.inference_mode()
 def check_products(model: CausalLM) -> None:
     """Check that the products of linear layers keep the bits of rows, or raise ValueError."""
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    products = [made for layer in layers for made in _products(layer)]
+    products = [made for module in model.modules() for made in _products(module)]
     once = {product.name: product for product in products}.values()
     if (found := first_unsteady(once, model.device)) is not None:
         raise ValueError(
@@ -128,9 +135,14 @@ def check_products(model: CausalLM) -> None:
         )
 
 
-def _products(layer: Linear) -> Iterator[Product]:
+def _products(layer: nn.Module) -> Iterator[Product]:
     """Yield the products of a layer: by itself, and added to a residual where it may be. Where
     ranks share a layer, their parts are added to it in the order of the ranks, row by row."""
+    if isinstance(layer, KVExpansion):
+        size = layer.weight.shape[2]
+        yield Product(f"an expansion of latents of {size} values", size, layer.expand)
+    if not isinstance(layer, Linear):
+        return
     width, depth = layer.out_features, layer.in_features
     biased = "" if layer.bias is None else " and a bias"
     packed = layer.in_four_bits

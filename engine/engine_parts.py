@@ -128,14 +128,15 @@ class EngineParts:
         )
 
     def _scheduler(self, manager: BlockManager, model: CausalLM, use: ModelUse) -> Scheduler:
-        config, strategy = self.config, self._strategy
+        config, strategy, shapes = self.config, self._strategy, use.graph_shapes(self.config)
         limits = BatchLimits(
             config.max_num_seqs,
             config.max_batched_tokens,
-            # Prompts are read only beside decoding rows of one token each.
-            config.chunk_tokens if 1 in use.widths else 0,
+            # Prompts are read beside decoding rows only if these have one token each, and if a
+            # graph holds both: without one a step of few prompt tokens waits for the host.
+            config.chunk_tokens if 1 in use.widths and shapes.reads_prompts else 0,
             CHUNK_ROWS,
-            use.graph_shapes(config).prefill_tokens if config.cuda_graph else 0,
+            shapes.alone_tokens if config.cuda_graph else 0,
         )
         columns = self.runners[TARGET].caches.columns
         return Scheduler(

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-VERSION = 1
+VERSION = 2
 """To be raised with every change of a rule below, or of a kernel, that changes bits under
 `BY_ROW`."""
 
@@ -79,7 +79,8 @@ class BitRules:
     # Several queries of a row are divided among programs in which each has the bits that it has
     # alone. Latents are read once more for each, and so are windows, which begin elsewhere.
     divide_queries: bool
-    expand_latents: bool  # latents of a prompt are expanded where that is faster
+    # Latents of a prompt are expanded always, or only where that is faster.
+    expand_all_latents: bool
     wide_latent_tiles: bool  # latent decode attention has larger tiles for some numbers of rows
     # Tokens of a row behind its prompt are read in the form of a decode step whenever they are read
     # again: after a preemption, and to be scored.
@@ -138,7 +139,7 @@ BY_BATCH = BitRules(
     most_latent_splits=(16, 8),
     splits_by_width=True,
     divide_queries=False,
-    expand_latents=True,
+    expand_all_latents=False,
     wide_latent_tiles=True,
     replay=False,
     cut_sums=True,
@@ -149,7 +150,7 @@ BY_ROW = BitRules(
     most_latent_splits=(8, 8),
     splits_by_width=False,
     divide_queries=True,
-    expand_latents=False,
+    expand_all_latents=True,
     wide_latent_tiles=False,
     replay=True,
     cut_sums=False,

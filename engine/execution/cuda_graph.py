@@ -84,7 +84,7 @@ class ForwardGraphs:
             lora=scratch.lora_slots is not None,
         )
         self._chunk = RaggedInputs(shapes.chunk_tokens, CHUNK_ROWS, blocks, tiles, scratch)
-        self._prefill = RaggedInputs(shapes.prefill_tokens, rows, blocks, tiles, scratch)
+        self._prefill = RaggedInputs(shapes.alone_tokens, rows, blocks, tiles, scratch)
         # The prefill's tokens whose hidden states are wanted, as rows of one query each.
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
         ones = np.ones(rows, np.int64)
@@ -207,7 +207,7 @@ class ForwardGraphs:
     def takes_chunk(self, prefill: ModelInputs) -> bool:
         """Whether the prefill is small enough for the graphs of mixed batches, none of which reads
         images, or tokens again as a decode step did."""
-        if prefill.replayed is not None or prefill.rope_positions is not None:
+        if not self._may_read(prefill):
             return False
         tokens, rows = len(prefill.input_ids), prefill.num_rows
         return 0 < tokens <= self._shapes.chunk_tokens and rows <= CHUNK_ROWS
@@ -228,9 +228,11 @@ class ForwardGraphs:
     def takes_prefill(self, inputs: ModelInputs) -> bool:
         """Whether there is a graph for a prefill of this many tokens. None reads images, or tokens
         again as a decode step did."""
-        if inputs.replayed is not None or inputs.rope_positions is not None:
-            return False
-        return len(inputs.input_ids) <= self._shapes.prefill_tokens
+        return self._may_read(inputs) and len(inputs.input_ids) <= self._shapes.alone_tokens
+
+    def _may_read(self, prefill: ModelInputs) -> bool:
+        again, has_images = prefill.replayed is not None, prefill.rope_positions is not None
+        return self._shapes.reads_prompts and not again and not has_images
 
     def takes_all(self, inputs: ModelInputs) -> bool:
         """Whether there is a graph for a prefill of this many tokens that computes all of them."""

@@ -35,6 +35,13 @@ class GraphShapes:
     # Prefills compute the last layer for all tokens, and not only for those whose hidden states are
     # wanted.
     all_tokens: bool = False
+    # False if no graph can read prompts: neither mixed batches nor prefills are captured.
+    reads_prompts: bool = True
+
+    @property
+    def alone_tokens(self) -> int:
+        """The most tokens of a captured prefill; 0 if there is none."""
+        return self.prefill_tokens if self.reads_prompts else 0
 
     @property
     def decode_sizes(self) -> list[int]:
@@ -59,14 +66,14 @@ class GraphShapes:
     @property
     def mixed_sizes(self) -> list[int]:
         """The numbers of decoding rows of captured mixed batches, ascending."""
-        if not self.chunk_tokens:
+        if not self.chunk_tokens or not self.reads_prompts:
             return []
         return [*range(_MIXED_ROWS, self.max_rows, _MIXED_ROWS), self.max_rows]
 
     @property
     def prefill_sizes(self) -> list[int]:
         """The numbers of tokens of captured prefills without decoding rows, ascending."""
-        if not self.prefill_tokens:
+        if not self.alone_tokens:
             return []
         sizes = [256, 512, 1024, 1536, *range(2048, self.prefill_tokens, 1024)]
         return [*(size for size in sizes if size < self.prefill_tokens), self.prefill_tokens]

@@ -100,7 +100,7 @@ class ModelRunner:
             self.device,
             states=self.states is not None,
             hidden=hidden,
-            rope_shifts=self.model.turns_by_axes,
+            rope_shifts=self.model.turns_apart,
             windows=self.model.window is not None,
             lora=self.model.lora is not None,
         )
@@ -164,7 +164,8 @@ class ModelRunner:
             return self._graphs.prefill(inputs, last, outputs)
         # The last layer computes at least one token, because kernels cannot run on none.
         missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
-        tokens = OutputTokens(F.pad(last, (0, missing)), [_last_queries(outputs, missing)])
+        attention = _last_queries(outputs, missing, self._rules)
+        tokens = OutputTokens(F.pad(last, (0, missing)), [attention])
         return self._forward([self._prefill_part(prefill)], tokens)[: len(rows)]
 
     def _all_hidden(self, prefill: PrefillInputs) -> Tensor:
@@ -314,7 +315,8 @@ class ModelRunner:
         )
         parts = [attention]
         if wanted + missing:
-            parts.append(_last_queries(self._output_rows(prefill.inputs, last, rows), missing))
+            ends = self._output_rows(prefill.inputs, last, rows)
+            parts.append(_last_queries(ends, missing, self._rules))
         index = torch.cat(
             (torch.arange(count, device=self.device), F.pad(last, (0, missing)) + count)
         )
@@ -339,7 +341,7 @@ class ModelRunner:
         return Part(inputs, upload(rows, torch.int32, self.device), images=prefill.images)
 
 
-def _last_queries(rows: ModelInputs, missing: int) -> AttentionMetadata:
+def _last_queries(rows: ModelInputs, missing: int, rules: BitRules) -> AttentionMetadata:
     """Return the attention metadata of the last tokens of rows, and of `missing` tokens behind them
     that fill up their number. The last query of a row sees the whole row, so its attention is
     causal for any block length."""
@@ -350,4 +352,5 @@ def _last_queries(rows: ModelInputs, missing: int) -> AttentionMetadata:
         (*rows.context_lens.tolist(), *[1] * missing),
         F.pad(rows.block_tables, (0, 0, 0, missing)),
         window_tables=None if windows is None else F.pad(windows, (0, 0, 0, missing)),
+        rules=rules,
     )

@@ -66,6 +66,12 @@ def expert_parameter(
             f"{adapter.folder} is damaged: tensor {down} adapts a weight of all experts, and "
             f"target_parameters has {', '.join(config.parameters) or 'none'}"
         )
+    if experts.variant.turned:
+        raise ValueError(
+            f"{adapter.folder}: tensor {down} adapts a weight of all experts whose axes are the "
+            "other way round, which is not supported: merge the adapter into the model with "
+            "PEFT's merge_and_unload"
+        )
     name = wanted[len(wanted) - 1 - depth]
     count, out, width = experts.sizes(name)
     rank, scale = config.rank_of(f"{path}.{name}"), config.scale_of(f"{path}.{name}")

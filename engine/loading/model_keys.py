@@ -41,7 +41,10 @@ INERT: Mapping[str, str] = {
         ["mamba_expand", "expand"], "the number of Mamba heads and their size say as much"
     ),
     "num_logits_to_keep": "which logits a forward returns",
-    "output_router_logits": "what a forward returns besides logits",
+    **dict.fromkeys(
+        ["output_router_logits", "output_attentions", "output_hidden_states", "return_dict"],
+        "what a forward returns besides logits",
+    ),
     "pad_token_id": "rows are not padded",
     "use_cache": "there is always a cache",
     "text_config": "the decoder's part, whose keys count by themselves",
@@ -97,7 +100,10 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (None, False),
 }
 """Keys of any family that change the model, and the values that the engine has."""
-_HONOURED = {"per_layer_config": ("gemma4", "gemma4_text")}  # FIXED keys, by kinds of models
+_HONOURED = {  # FIXED keys, by kinds of models
+    "per_layer_config": ("gemma4", "gemma4_text"),
+    "attention_chunk_size": ("llama4", "llama4_text"),
+}
 _OF_FILES = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "tokenizer_class"),

@@ -39,8 +39,9 @@ class AdapterFile:
 
     @property
     def num_parameters(self) -> int:
-        """The numbers in all tensors."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        """The numbers in all tensors that the base model has not."""
+        copies = self.copies().values()
+        return sum(math.prod(own) for name, own in self.shapes.items() if name not in copies)
 
     def modules(self) -> dict[str, tuple[str, str]]:
         """Return the names of A and B in the file by the name of the module of the base model that

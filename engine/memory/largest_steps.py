@@ -49,8 +49,8 @@ def activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     if config.cuda_graph:
         shapes = use.graph_shapes(config)
         graphs = decode + 3 * inputs.block_tables.nbytes + len(shapes) * GRAPH_BYTES
-        if shapes.prefill_tokens:
-            graphs += prefill * shapes.prefill_tokens // config.max_batched_tokens
+        if shapes.alone_tokens:
+            graphs += prefill * shapes.alone_tokens // config.max_batched_tokens
     # The logits and their float32 copy for penalties; the rows' histories, copied when rows join.
     logits = max(rows * width, max_scored_tokens(model, config))
     sampling = logits * model.vocab_size * (model.dtype.itemsize + 4)
@@ -120,6 +120,11 @@ def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) 
     if rest := config.max_batched_tokens - sum(lens):
         lens.append(rest)
     inputs = _scratch_inputs(runner, np.array(lens), config.row_blocks)
+    if runner.model.turns_apart:  # shifts are those of rows of equal length
+        places = inputs.positions
+        if runner.model.turns_by_axes:
+            places = places.unsqueeze(1).expand(-1, 3).contiguous()
+        inputs = replace(inputs, rope_shifts=None, rope_positions=places)
     rows = np.zeros(config.max_num_seqs, np.int64)
     runner.prefill(PrefillInputs(inputs, rows, use.all_hidden))
 

@@ -56,6 +56,8 @@ class ModelUse(NamedTuple):
             short_blocks=short_blocks if short_blocks < config.row_blocks else 0,
             widths=self.widths,
             all_tokens=bool(self.columns) or self.all_hidden,
+            # The number of tokens that a prefill expands is that of its contexts.
+            reads_prompts=not (config.rules.expand_all_latents and model.has_latents),
         )
 
 

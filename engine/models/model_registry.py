@@ -25,6 +25,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "ArceeForCausalLM": ModelEntry("batchgen.engine.models.arcee"),
     "BambaForCausalLM": ModelEntry("batchgen.engine.models.bamba"),
     "Cohere2ForCausalLM": ModelEntry("batchgen.engine.models.cohere2"),
+    "CohereForCausalLM": ModelEntry("batchgen.engine.models.cohere"),
     "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v2"),
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v3"),
     "Dots1ForCausalLM": ModelEntry("batchgen.engine.models.dots1"),
@@ -53,6 +54,8 @@ MODELS: Mapping[str, ModelEntry] = {
     "Lfm2ForCausalLM": ModelEntry("batchgen.engine.models.lfm2"),
     "Lfm2MoeForCausalLM": ModelEntry("batchgen.engine.models.lfm2_moe"),
     "LLaDA2MoeModelLM": ModelEntry("batchgen.engine.models.llada2_moe"),
+    "Llama4ForCausalLM": ModelEntry("batchgen.engine.models.llama4"),
+    "Llama4ForConditionalGeneration": ModelEntry("batchgen.engine.models.llama4"),
     "LlamaForCausalLM": ModelEntry("batchgen.engine.models.llama", gguf="llama"),
     "MiniMaxM2ForCausalLM": ModelEntry("batchgen.engine.models.minimax_m2"),
     "Ministral3ForCausalLM": ModelEntry("batchgen.engine.models.ministral3"),
@@ -87,10 +90,6 @@ _MAMBA = "states of Mamba layers"
 _CENTRED_NORMS = "norms that subtract the mean (LayerNorm)"
 _BIDIRECTIONAL = "attention in both directions over the whole row"
 RELATIVES: Mapping[str, tuple[str, str]] = {
-    "CohereForCausalLM": (
-        "Cohere2ForCausalLM",
-        "rotation in layers without a window, and such norms of queries and keys",
-    ),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
     "DiffusionGemmaForBlockDiffusion": (
         "Gemma4ForCausalLM",
@@ -101,8 +100,6 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
     "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
     "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),
     "LLaDAModelLM": ("SDARForCausalLM", _BIDIRECTIONAL),
-    "Llama4ForCausalLM": ("LlamaForCausalLM", "attention in chunks"),
-    "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "attention in chunks"),
     "NemotronForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Qwen2VLForConditionalGeneration": (
         "Qwen2_5_VLForConditionalGeneration",

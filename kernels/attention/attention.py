@@ -29,6 +29,7 @@ from batchgen.kernels.attention.prefill_plan import (
     plan_prefill,
     tile_tokens,
 )
+from batchgen.kernels.attention.windows import first_seen, window_key
 
 CHUNK = 64
 """Context tokens per chunk. A multiple of every block size."""
@@ -68,10 +69,10 @@ def paged_attention(
     """Compute softmax(q·kᵀ·scale)·v for each query q [T, num_heads, head_dim] over its row's
     context.
 
-    With a `window` a query sees only the last `window` tokens up to its own, and attention must be
-    causal. `sinks` [num_heads] are scores that stand in each head's softmax beside those of the
-    tokens, for which nothing is added. With a `cap`, a token's score s becomes cap · tanh(s / cap)
-    (Gemma 2, arXiv 2408.00118).
+    With a `window` a query sees only the last `window` tokens up to its own, or those of its chunk
+    if that is a `ChunkWindow`, and attention must be causal. `sinks` [num_heads] are scores that
+    stand in each head's softmax beside those of the tokens, for which nothing is added. With a
+    `cap`, a token's score s becomes cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118).
 
     The cache already holds the T new tokens; on a CPU key and value may be one tensor. Each part of
     the tokens, one after another, is computed by itself, so decoding rows and rows of prefill are
@@ -121,7 +122,7 @@ def _attend_form(
 ) -> None:
     kv_heads, _, block_size, head_dim = cache.key.shape
     num_heads = q.shape[1]
-    shape = (num_heads, kv_heads, block_size, head_dim, window or 0)
+    shape = (num_heads, kv_heads, block_size, head_dim, *window_key(window))
     if shape not in meta.plans:
         meta.plans[shape] = _make_triton_plan(q, cache, meta, window)
     plan, tables = meta.plans[shape]
@@ -176,10 +177,10 @@ def _attend_part_reference(
     sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> None:
-    shape = (q.shape[1], *cache.key.shape, window or 0)
+    shape = (q.shape[1], *cache.key.shape, *window_key(window))
     plan = meta.plans.get(shape)
     if plan is None:
-        plan = meta.plans[shape] = _make_plan(q.shape[1], cache, meta, window)
+        plan = meta.plans[shape] = _make_plan(q.shape[1], q.dtype, cache, meta, window)
     for group in plan.groups:
         out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale, window, sinks, cap)
 
@@ -197,13 +198,17 @@ def _most_cpu_rows(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _make_plan(
-    num_heads: int, cache: KVCache, meta: AttentionMetadata, window: int | None
+    num_heads: int,
+    dtype: torch.dtype,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    window: int | None,
 ) -> _Plan:
     kv_heads, _, block_size, head_dim = cache.key.shape
     most_rows, multiple = len(meta.query_lens), LEAST_MULTIPLE
     if cache.key.device.type == "cpu":
-        most_rows = _most_cpu_rows(kv_heads, head_dim, cache.key.dtype)
-        multiple = cpu_row_multiple(kv_heads, head_dim, cache.key.dtype) or LEAST_MULTIPLE
+        most_rows = _most_cpu_rows(kv_heads, head_dim, dtype)
+        multiple = cpu_row_multiple(kv_heads, head_dim, dtype) or LEAST_MULTIPLE
     groups = []
     row = token = 0
     for width, run in itertools.groupby(meta.query_lens):
@@ -241,7 +246,7 @@ def _make_group(
         used = -(-max(meta.context_lens[rows]) // block_size)
         tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
     else:
-        starts = (limits[:, :1] - (window - 1)).clamp(min=0) // CHUNK * CHUNK
+        starts = first_seen(limits[:, :1], window).clamp(min=0) // CHUNK * CHUNK
         most = int((limits[:, -1:] - starts).max()) // CHUNK + 1
         places = starts // block_size + torch.arange(most * per_chunk, device=starts.device)
         padded = F.pad(meta.tables(window)[rows], (0, 1))  # past a row's end stands scratch
@@ -280,10 +285,12 @@ def _attend(
     total = torch.zeros_like(top)
     out = torch.zeros_like(qs)
     for number, blocks in enumerate(group.chunks):
-        key = _gather(cache.key, blocks, plan.keys)
+        key = _gather(cache.key, blocks, plan.keys, cache.scales, 0)
         value = key
         if cache.value is not cache.key:
-            value = _gather(cache.value, blocks, plan.values)
+            value = _gather(cache.value, blocks, plan.values, cache.scales, 1)
+        elif cache.scales is not None:  # in which a scale may be NaN
+            value = key.nan_to_num(0.0)
         score = row_batches(qs, key.transpose(1, 2))
         if cap is not None:
             score.div_(cap).tanh_().mul_(cap)
@@ -291,7 +298,7 @@ def _attend(
         limits = group.limits.unsqueeze(-1)
         if group.starts is not None and window is not None:
             context = context + group.starts.unsqueeze(-1)
-            hidden = (context > limits) | (context <= limits - window)
+            hidden = (context > limits) | (context < first_seen(limits, window))
         else:
             hidden = context > limits
         score.unflatten(0, (kv_heads, num_rows)).masked_fill_(hidden, float("-inf"))
@@ -313,8 +320,15 @@ def _attend(
     return result
 
 
-def _gather(table: Tensor, blocks: Tensor, room: Tensor) -> Tensor:
-    """The blocks' contents as [kv_heads · rows, CHUNK, D] float32."""
-    flat = table.view(-1, room.shape[1])
-    torch.index_select(flat, 0, blocks, out=room[: len(blocks)])
-    return room[: len(blocks)].view(-1, CHUNK, table.shape[-1]).float()
+def _gather(
+    table: Tensor, blocks: Tensor, room: Tensor, scales: Tensor | None, which: int
+) -> Tensor:
+    """The blocks' contents as [kv_heads · rows, CHUNK, D] float32; `which` are 0 the scales of
+    keys, and 1 those of values."""
+    flat, own = table.view(-1, room.shape[1]), room[: len(blocks)]
+    if scales is None:
+        torch.index_select(flat, 0, blocks, out=own)
+        return own.view(-1, CHUNK, table.shape[-1]).float()
+    torch.index_select(flat.view(torch.uint8), 0, blocks, out=own.view(torch.uint8))
+    of_blocks = scales[..., which].flatten(0, 1)[blocks].view(-1, CHUNK, 1)
+    return own.view(-1, CHUNK, table.shape[-1]).float().mul_(of_blocks)

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.attention.windows import first_seen_triton, window_arguments
 from batchgen.kernels.rules import Splits
 
 _SPLIT_MULTIPLE = tl.constexpr(128)
-"""Longer splits than the caller's are a multiple of this, and so of every `block_n`."""
+"""Splits longer than `cut.tokens` are a multiple of this, and so of every `block_n`."""
 UNIT_FIELDS = tl.constexpr(4)
 """Columns of `DecodePlan.units`."""
 
@@ -46,8 +47,8 @@ def plan_decode(
 
     A context of more than cut.max_splits · cut.tokens tokens is cut into at most `cut.max_splits`
     equal splits, whose length is rounded up to a multiple of 128. A context ends at its row's last
-    query, or at N · block_size tokens. With a window it begins at the last multiple of 128 that is
-    not behind the first token the row's first query sees.
+    query, or at N · block_size tokens. With a window it begins at the first token that the row's
+    first query sees, rounded down to a multiple of 128.
     """
     rows, blocks = block_tables.shape
     assert positions.numel() == rows * width and positions.is_contiguous()
@@ -60,7 +61,7 @@ def plan_decode(
     splits = torch.empty(rows, dtype=torch.int32, device=device)
     _plan_kernel[(rows,)](
         positions, units, count, splits, rows, room, capacity,
-        WIDTH=width, WINDOW=window, SPLIT=cut.tokens, MAX_SPLITS=cut.max_splits,
+        WIDTH=width, **window_arguments(window), SPLIT=cut.tokens, MAX_SPLITS=cut.max_splits,
         SPLITS_PAD=triton.next_power_of_2(cut.max_splits), ROWS=256, num_warps=4,
     )  # fmt: skip
     return DecodePlan(units, count, splits, width, capacity)
@@ -74,19 +75,21 @@ def row_pieces(block_tables: Tensor, pieces: int) -> Tensor:
 
 
 @triton.jit
-def _begin(positions, rows, num_rows, WIDTH, WINDOW):
+def _begin(positions, rows, num_rows, WIDTH, WINDOW, CHUNKED):
     """Compute the int32 multiple of 128 at which the contexts of `rows` begin."""
     first = tl.load(positions + rows * WIDTH, mask=rows < num_rows, other=0).to(tl.int32)
-    return tl.maximum(first - (WINDOW - 1), 0) // _SPLIT_MULTIPLE * _SPLIT_MULTIPLE
+    seen = first_seen_triton(first, WINDOW, CHUNKED)
+    return tl.maximum(seen, 0) // _SPLIT_MULTIPLE * _SPLIT_MULTIPLE
 
 
 @triton.jit
-def _cut(positions, rows, num_rows, room, WIDTH, WINDOW, SPLIT, MAX_SPLITS):
-    """Compute int32 context, split length and number of splits of `rows`; 0 past `num_rows`."""
+def _cut(positions, rows, num_rows, room, WIDTH, WINDOW, CHUNKED, SPLIT, MAX_SPLITS):
+    """Compute the context, the split length and the number of splits of each of `rows`, int32; past
+    `num_rows` the context and the number are 0."""
     last = tl.load(positions + rows * WIDTH + WIDTH - 1, mask=rows < num_rows, other=-1)
     context = tl.minimum(last.to(tl.int32) + 1, room)
     if WINDOW is not None:
-        context -= _begin(positions, rows, num_rows, WIDTH, WINDOW)
+        context -= _begin(positions, rows, num_rows, WIDTH, WINDOW, CHUNKED)
     equal = tl.cdiv(tl.cdiv(context, MAX_SPLITS), _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
     length = tl.where(context <= MAX_SPLITS * SPLIT, SPLIT, tl.maximum(equal, SPLIT))
     return context, length, tl.cdiv(context, length)
@@ -95,8 +98,8 @@ def _cut(positions, rows, num_rows, room, WIDTH, WINDOW, SPLIT, MAX_SPLITS):
 @triton.jit(do_not_specialize=["num_rows", "room", "capacity"])
 def _plan_kernel(
     positions, units, count, splits, num_rows, room, capacity,
-    WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the work units of one row.
 
@@ -105,7 +108,7 @@ def _plan_kernel(
     """
     row = tl.program_id(0)
     own_row = row + tl.arange(0, 1)
-    own = _cut(positions, own_row, num_rows, room, WIDTH, WINDOW, SPLIT, MAX_SPLITS)
+    own = _cut(positions, own_row, num_rows, room, WIDTH, WINDOW, CHUNKED, SPLIT, MAX_SPLITS)
     context, length, number = tl.max(own[0], 0), tl.max(own[1], 0), tl.max(own[2], 0)
     tail = context - (number - 1) * length
     whole_place = 0
@@ -114,7 +117,7 @@ def _plan_kernel(
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
         contexts, lengths, numbers = _cut(
-            positions, rows, num_rows, room, WIDTH, WINDOW, SPLIT, MAX_SPLITS
+            positions, rows, num_rows, room, WIDTH, WINDOW, CHUNKED, SPLIT, MAX_SPLITS
         )
         before = rows < row
         present = (rows < num_rows).to(tl.int32)
@@ -135,7 +138,7 @@ def _plan_kernel(
     tl.store(unit, row + tl.zeros_like(split), mask=mask)
     begin = 0
     if WINDOW is not None:
-        begin = tl.max(_begin(positions, own_row, num_rows, WIDTH, WINDOW), 0)
+        begin = tl.max(_begin(positions, own_row, num_rows, WIDTH, WINDOW, CHUNKED), 0)
     tl.store(unit + 1, split * length + begin, mask=mask)
     tl.store(unit + 2, tl.minimum((split + 1) * length, context) + begin, mask=mask)
     tl.store(unit + 3, tl.where(number > 1, row * capacity + split, -1), mask=mask)

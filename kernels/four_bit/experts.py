@@ -53,7 +53,7 @@ class FourBitExperts(NamedTuple):
         assert x.dtype == gate_up.dtype == down.dtype
         activated = torch.empty((len(parts), inner), dtype=x.dtype, device=x.device)
         bias, pairs = epilogues.down_bias, epilogues.sorted_adapters(alignment)
-        added = pairs and pairs.gate_up(x, 2 * inner)
+        added = None if pairs is None else pairs.gate_up(x, 2 * inner)
         if isinstance(tiles, FourBitTiles):
             four_bit_gate_up(x, gate_up, alignment, tiles.gate_up, k, activated, epilogues, added)
             four_bit_down(activated, down, weights, alignment, tiles.down, parts, bias)

@@ -61,7 +61,7 @@ class FP8Experts(NamedTuple):
         activated = torch.empty((slots, inner), dtype=FP8, device=parts.device)
         of_groups = torch.empty((triton.cdiv(inner, BLOCK), slots), device=parts.device)
         k, pairs = weights.shape[1], epilogues.sorted_adapters(alignment)
-        added = pairs and pairs.gate_up(x, 2 * inner)
+        added = None if pairs is None else pairs.gate_up(x, 2 * inner)
         # Adapters read what is between the products as it was before it was rounded to FP8.
         plain = None if pairs is None else torch.empty_like(activated, dtype=parts.dtype)
         fp8_gate_up(

@@ -65,6 +65,18 @@ def does_expansion_pay(
     )
 
 
+def rows_at_once(context_lens: Sequence[int], token_bytes: int) -> list[slice]:
+    """Cut rows into runs whose contexts are expanded at once: as many as there is room for, at
+    least one."""
+    runs, first, size = [], 0, 0
+    for row, context in enumerate(context_lens):
+        size += context * token_bytes
+        if size > _MOST_BYTES and row > first:
+            runs.append(slice(first, row))
+            first, size = row, context * token_bytes
+    return [*runs, slice(first, len(context_lens))]
+
+
 def plan_expanded(
     query_lens: Sequence[int],
     context_lens: Sequence[int],  # [B], the new tokens included

@@ -107,7 +107,7 @@ class PlainExperts(NamedTuple):
         activated = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
         k, bias = weights.shape[1], epilogues.down_bias
         pairs = epilogues.sorted_adapters(alignment)
-        added = pairs and pairs.gate_up(x, epilogues.parts * inner)
+        added = None if pairs is None else pairs.gate_up(x, epilogues.parts * inner)
         gate_up_product(x, self.gate_up, alignment, tiles.gate_up, k, activated, epilogues, added)
         down_product(activated, self.down, weights, alignment, tiles.down, parts, bias)
         if pairs is not None:

@@ -3,7 +3,6 @@
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
     python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256] [--tune]
     python scripts/bench/bench_kernels.py int4 [--tokens 1,32] [--tune]     # and nvfp4
-    python scripts/bench/bench_kernels.py lora
     python scripts/bench/bench_kernels.py experts --tune
 
 Each time is that of a launch in a CUDA graph. `--tune` tries the tiles of a list instead, compiled
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import experts, four_bits, lora, mxfp4
+from cases import experts, four_bits, mxfp4
 from measuring import (
     DEVICE,
     Case,
@@ -70,7 +69,6 @@ SECTIONS = {
     "mxfp4": Section(mxfp4.mxfp4_cases, mxfp4.mxfp4_groups, "gpt-oss-20b", _MXFP4_TOKENS),
     "int4": _linear_section(four_bits.INT4),
     "nvfp4": _linear_section(NVFP4),
-    "lora": Section(lora.lora_cases, lora.lora_groups, "qwen3-8b", "32,256,1024,2048,8192"),
 }
 
 

@@ -21,7 +21,7 @@ from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.sampling.sampler import Drawn
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
-from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
+from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes, widened
 from batchgen.strategies.dllm.edits import EDIT_LOG
 from batchgen.strategies.dllm.joining_blocks import commit_inputs, joining_blocks
 from batchgen.strategies.dllm.replay import Replays
@@ -207,8 +207,8 @@ class DLLMStepInputs(StepInputs):
         unmasked so far, elsewhere -1, and [B, L] bool where the drawn ones take their places."""
         blocks = self.blocks
         places = torch.arange(self._length, device=blocks.prompt_tokens.device)
-        own = (places >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
-        known = torch.where(own & ~blocks.masked, blocks.token_ids, -1)
+        editable = (places >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
+        known = torch.where(editable & ~blocks.masked, blocks.token_ids, -1)
         return known, self.rules.edited(known, drawn)
 
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
@@ -240,8 +240,8 @@ class DLLMStepInputs(StepInputs):
         length, count, device = self._length, len(rows.seqs), newest.device
         firsts = [self.prefilled_tokens(seq.num_prompt_tokens) for seq in rows.seqs]
         new = joining_blocks(rows, firsts, length, device)
-        own = [seq.params.decoding for seq in rows.seqs]
-        rules = [each if isinstance(each, Rule) else self._rule for each in own]
+        decodings = [seq.params.decoding for seq in rows.seqs]
+        rules = [each if isinstance(each, Rule) else self._rule for each in decodings]
         new_rules = RuleRows.build(rules, device)
         self._rules = (
             new_rules if self._rules is None else RuleRows.concat([self._rules, new_rules])
@@ -289,7 +289,7 @@ class DLLMStepInputs(StepInputs):
         for name, values in columns.items():
             old = self.columns.get(name)
             if old is None or old.shape != values.shape:
-                old = _widened(old, values)
+                old = widened(old, values)
             chosen = positions.view(*positions.shape, *[1] * (values.dim() - 2))
             self.columns[name] = torch.where(chosen, values, old)
         some, masked = positions.any(1), blocks.masked & ~writes.unmasked
@@ -344,12 +344,3 @@ class DLLMStepInputs(StepInputs):
         assert self._after is not None and self._committed is not None, "write comes first"
         self._blocks = self._opened(self._after, self._committed)
         self._final = self._after = self._commits = self._sent = self._committed = None
-
-
-def _widened(old: Tensor | None, values: Tensor) -> Tensor:
-    """A tensor in the shape of `values` that holds `old` where the shapes overlap, and else 0."""
-    out = torch.zeros_like(values)
-    if old is not None:
-        tail = tuple(slice(min(a, b)) for a, b in zip(old.shape, values.shape, strict=True))
-        out[tail] = old[tail]
-    return out

@@ -22,6 +22,7 @@ from batchgen.engine.loading.peft_files import open_adapter
 from batchgen.engine.lora import layer_lora as lora
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.strategy import Strategy
+from batchgen.kernels.lora.expert_lora import ExpertAdapters, ExpertFactors
 from batchgen.kernels.lora.lora import LoRAProducts, StackedFactors, add_lora_reference_
 from batchgen.kernels.lora.lora_tokens import LoRATokens
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -43,10 +44,11 @@ def five_adapters(base: Path, folder: Path) -> dict[str, Path]:
         name: write_adapter(
             folder / name,
             base,
-            DENSE if i != 3 else ("q_proj", "down_proj"),
+            (*DENSE, "embed_tokens", "lm_head") if i != 3 else ("q_proj", "down_proj"),
             rank=3 + 2 * i,
             seed=i,
             strength=0.1,
+            experts=True,
         )
         for i, name in enumerate(NAMES)
     }
@@ -80,6 +82,7 @@ MODES: dict[str, tuple[str, Callable[[], Strategy], dict[str, Any], bool]] = {
     "preemption": ("qwen3", ARStrategy, {"kv_cache_gib": 0.0002}, True),
     "drafts": ("llama", partial(ARSpecStrategy, adaptive=False), {}, False),
     "states": ("qwen3_5_text", ARStrategy, {"state_checkpoints": 8}, False),
+    "experts": ("qwen3_moe", ARStrategy, {}, False),
     "diffusion": ("sdar", partial(DLLMStrategy, block_length=4), {}, False),
 }
 
@@ -119,15 +122,33 @@ def stacked_sum(
     return add_lora_reference_(out, x, tokens.slots, stacked)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("overlap", some_thorough([False, True], [True]))
-def test_slots_are_written_anew(
-    overlap: bool, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def stacked_experts(
+    adapters: ExpertAdapters, factors: ExpertFactors | None, out: Tensor, x: Tensor, slots: Tensor
 ) -> None:
+    assert factors is not None
+    k, experts = adapters.ids.shape[1], adapters.ids.flatten()[slots]
+    own = adapters.adapter_slots[slots // k]
+    pairs = torch.where(own > 0, (own - 1) * adapters.num_experts + experts + 1, 0)
+    add_lora_reference_(out, x, pairs, factors.stacked)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("kind", "overlap"),
+    some_thorough(
+        [("llama", False), ("llama", True), ("qwen3_moe", False)],
+        [("llama", True), ("qwen3_moe", False)],
+    ),
+)
+def test_slots_are_written_anew(
+    kind: str, overlap: bool, tiny_model: Callable[..., Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The factors as a GPU has them, at addresses that stay, computed by the reference."""
+    monkeypatch.setattr(ExpertAdapters, "_add_", stacked_experts)
     monkeypatch.setattr(lora, "stacks", lambda device: True)
     monkeypatch.setattr(lora, "add_lora_", stacked_sum)
-    base = tiny_model("llama")
+    base = tiny_model(kind)
     adapters = five_adapters(base, tmp_path)
     found = {}
     for slots in (None, 2):

@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from batchgen.pages.rows.printed_rows import RowPrinter, of_sample
 from batchgen.storage.folder.job_summary import status_line
-from batchgen.storage.folder.read_job import BATCH, JobFolderReader
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.read_shard import BATCH
 from batchgen.storage.shards.checked_file import CheckedFile
 from batchgen.storage.shards.journal import journal_files, read_file
 from batchgen.storage.shards.row_order import KEYS, row_keys

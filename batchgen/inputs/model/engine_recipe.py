@@ -78,10 +78,14 @@ class EngineRecipe:
                 f"lora_slots is {self.config.lora_slots}, which counts adapters beside the "
                 f"weights, and {what}: set it to null"
             )
+        dtype = self.model.dtype(self.dtype, self.device)
+        units = units_of(device_of(self.device), dtype)
+        if kind == "cuda" and (lack := self.model.kv_cache_lack(units)) is not None:
+            raise ValueError(lack)
         if self.config.deterministic:
             refuse_unkept(
                 device_of(self.device),
-                self.model.dtype(self.dtype, self.device),
+                dtype,
                 size,
                 reaching=kind != "cuda" or reach_each_other(size),
                 rejection=self.strategy.depends_on_drafts,

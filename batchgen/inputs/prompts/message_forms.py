@@ -14,8 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from batchgen.engine.constraint.json_schema.json_text import parse_unique_json
 from batchgen.engine.interface.outputs import RequestError
+from batchgen.inputs.prompts.formed_messages import (
+    ABSENT,
+    MessageForm,
+    formed_message,
+    named_call,
+    named_tool,
+    without_absent,
+)
 from batchgen.util.shorten import beginning
 from batchgen.util.templates.template_bounds import TemplateLimit
 from batchgen.util.templates.template_sandbox import RENDER_ERRORS
@@ -32,21 +39,6 @@ _MOST_SHAPES = 4096
 _QUOTED = re.compile(r"""'((?:[^'\\\n]|\\.){2,80})'|"((?:[^"\\\n]|\\.){2,80})\"""")
 
 
-ABSENT = "\0absent"
-"""Stands for a content whose key is not there."""
-
-
-class _Form(NamedTuple):
-    """How messages of one shape are rendered: the arguments of tool calls as objects, as texts or
-    as they are (None); the content of messages that have tool calls instead (ABSENT: no such key);
-    and which message the template leaves out all the same, in words with its index, None if none.
-    """
-
-    as_objects: bool | None
-    no_content: str | None
-    left_out: tuple[int, str] | None
-
-
 class MessageForms:
     """Puts messages into the form that a chat template takes, and refuses what it leaves out.
 
@@ -57,7 +49,7 @@ class MessageForms:
 
     def __init__(self, render: Render, source: str) -> None:
         self._render, self._source = render, source
-        self._forms: dict[Any, _Form] = {}
+        self._forms: dict[Any, MessageForm] = {}
 
     def formed(self, messages: Messages, tools: Tools) -> Messages:
         """A conversation in the form that the template takes.
@@ -72,7 +64,7 @@ class MessageForms:
             return messages
         if form.left_out is not None:
             raise _left_out(form.left_out[1])
-        return [_without_absent(_formed(message, form)) for message in messages]
+        return [without_absent(formed_message(message, form)) for message in messages]
 
     def check(self, messages: Messages, text: str) -> None:
         """Raise RequestError (template_error) if a content is not in the text that the template has
@@ -89,7 +81,7 @@ class MessageForms:
         form = self._form(messages, None)
         return None if form is None else form.left_out
 
-    def _form(self, messages: Messages, tools: Tools) -> _Form | None:
+    def _form(self, messages: Messages, tools: Tools) -> MessageForm | None:
         """The form of a conversation; None if the template takes none of its shape."""
         shape = (tools is not None, *map(_shape, messages))
         if (known := self._forms.get(shape)) is None:
@@ -105,21 +97,23 @@ class MessageForms:
                 self._forms[shape] = known
         return known
 
-    def _decide(self, messages: Messages, tools: Tools) -> _Form | None:
+    def _decide(self, messages: Messages, tools: Tools) -> MessageForm | None:
         """Try the forms of a conversation's shape, the one that it has at first."""
         calling = [message for message in messages if message.get("tool_calls")]
         empty = [message["content"] for message in calling if not message["content"]]
         # What transformers renders for null is a message without the key.
         contents = [ABSENT, None, ""] if empty and empty[0] is None else ["", ABSENT, None]
-        worst: _Form | None = None
+        worst: MessageForm | None = None
         for content in contents if empty else contents[:1]:
-            forms = [_Form(kind, content, None) for kind in ((True, False) if calling else (None,))]
+            forms = [
+                MessageForm(kind, content, None) for kind in ((True, False) if calling else (None,))
+            ]
             tried = [self._try(messages, tools, form) for form in forms]
-            found = [form for form in tried if form is not None]
-            good = [form for form in found if form.left_out is None]
+            usable = [form for form in tried if form is not None]
+            good = [form for form in usable if form.left_out is None]
             if good:
                 return good[0] if len(good) == 1 else good[0]._replace(as_objects=None)
-            worst = worst or (found[0] if found else None)
+            worst = worst or (usable[0] if usable else None)
         if worst is not None and empty and self._knows_no_content(messages, tools):
             return worst._replace(no_content=None, left_out=None)
         return worst
@@ -129,11 +123,11 @@ class MessageForms:
         tool calls, and yet does not write such a message as one with an empty content."""
         if "tool_calls" in self._source:
             return False
-        forms = (_Form(None, content, None) for content in (None, ""))
+        forms = (MessageForm(None, content, None) for content in (None, ""))
         texts = [self._probed(messages, tools, form, []) for form in forms]
         return None not in texts and texts[0] != texts[1] and "None" not in str(texts[0])
 
-    def _try(self, messages: Messages, tools: Tools, form: _Form) -> _Form | None:
+    def _try(self, messages: Messages, tools: Tools, form: MessageForm) -> MessageForm | None:
         """The form with what the template leaves out of it; None if it does not take it."""
         words: list[_Word] = []
         text = self._probed(messages, tools, form, words)
@@ -149,7 +143,7 @@ class MessageForms:
         return form
 
     def _probed(
-        self, messages: Messages, tools: Tools, form: _Form, words: list[_Word]
+        self, messages: Messages, tools: Tools, form: MessageForm, words: list[_Word]
     ) -> str | None:
         """The text of a conversation of the same shape in a form, whose texts are `words`; None if
         the template does not take it."""
@@ -157,9 +151,9 @@ class MessageForms:
         named = None
         if tools is not None:
             words += [_Word(-1, f"zq{at}tqz", f"tool {at}") for at in range(len(tools))]
-            named = [_named_tool(tool, f"zq{at}tqz") for at, tool in enumerate(tools)]
+            named = [named_tool(tool, f"zq{at}tqz") for at, tool in enumerate(tools)]
         try:
-            return self._render([_without_absent(probe) for probe in probes], named)
+            return self._render([without_absent(probe) for probe in probes], named)
         except TemplateLimit:
             raise
         except RENDER_ERRORS:
@@ -180,8 +174,8 @@ class MessageForms:
     @cached_property
     def _marks(self) -> re.Pattern[str]:
         """The texts that the template writes or looks for."""
-        found = {a or b for a, b in _QUOTED.findall(self._source)}
-        texts = {text.replace("\\n", "\n").strip() for text in found}
+        quoted = {a or b for a, b in _QUOTED.findall(self._source)}
+        texts = {text.replace("\\n", "\n").strip() for text in quoted}
         longest = sorted(map(re.escape, filter(None, texts)), key=len, reverse=True)
         return re.compile("|".join(longest) or r"(?!)")
 
@@ -230,7 +224,9 @@ def _is_miswritten(key: str, text: str) -> bool:
     return f'\\"{key}' in text or f"'{key}':" in text
 
 
-def _probe(index: int, message: dict[str, Any], form: _Form, words: list[_Word]) -> dict[str, Any]:
+def _probe(
+    index: int, message: dict[str, Any], form: MessageForm, words: list[_Word]
+) -> dict[str, Any]:
     """A message of the same shape in a form, whose texts are words of their own, put to `words`."""
     named = _named(index, message)
 
@@ -255,67 +251,9 @@ def _probe(index: int, message: dict[str, Any], form: _Form, words: list[_Word])
             key = word(f"k{at}", f"the arguments of {of}", is_key=True)
             arguments = {key: word(f"v{at}", f"the arguments of {of}")}
             made = arguments if form.as_objects else json.dumps(arguments)
-            probe["tool_calls"].append(_named_call(call, f"zq{index}n{at}qz", made))
+            probe["tool_calls"].append(named_call(call, f"zq{index}n{at}qz", made))
     return probe
-
-
-def _without_absent(message: dict[str, Any]) -> dict[str, Any]:
-    if message["content"] != ABSENT:
-        return message
-    return {key: value for key, value in message.items() if key != "content"}
 
 
 def _says(text: str | None) -> bool:
     return text is not None and bool(text.strip())
-
-
-def _named_call(call: Mapping[str, Any], name: str, arguments: Any) -> dict[str, Any]:
-    other = {"name": name, "arguments": arguments}
-    return (
-        {**call, "function": {**call["function"], **other}}
-        if "function" in call
-        else {**call, **other}
-    )
-
-
-def _named_tool(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
-    if "function" in tool:
-        return {**tool, "function": {**tool["function"], "name": name}}
-    return {**tool, "name": name}
-
-
-def _formed(message: dict[str, Any], form: _Form) -> dict[str, Any]:
-    """A message in a form: its tool calls' arguments, and a content that is not there."""
-    if not (calls := message.get("tool_calls")):
-        return message
-    content = message["content"] or form.no_content
-    formed = [_formed_call(call, form.as_objects) for call in calls]
-    return {**message, "content": content, "tool_calls": formed}
-
-
-def _formed_call(call: Mapping[str, Any], as_object: bool | None) -> Mapping[str, Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if arguments is None or arguments == "":
-        arguments = {}
-    if as_object is False and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif as_object and isinstance(arguments, str):
-        arguments = _object(arguments)
-    changed = {**function, "arguments": arguments}
-    return {**call, "function": changed} if "function" in call else changed
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """The object that a text of arguments spells."""
-    try:
-        found = parse_unique_json(arguments)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise RequestError(
-            "bad_messages",
-            "the model's chat template takes the arguments of a tool call as an object, and "
-            f"{beginning(arguments, 80)!r} is no JSON of one",
-        )
-    return found

@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from batchgen.config.groups.job_config import JobConfig
@@ -17,6 +16,7 @@ from batchgen.jobs.generation.begun_answers import STOP_SECONDS, BegunAnswers
 from batchgen.jobs.generation.choice_scores import SCORED, with_scores
 from batchgen.jobs.generation.fail_fast import FailFast
 from batchgen.jobs.generation.progress import Progress
+from batchgen.jobs.generation.sample_request import SampleRequest
 from batchgen.jobs.generation.sample_waves import EverySample
 from batchgen.jobs.generation.shard_queue import ShardQueue
 from batchgen.jobs.generation.spending import Spending
@@ -31,51 +31,6 @@ from batchgen.util.request_id import RequestId
 from batchgen.util.signals import StopSignals
 
 _IDLE_SECONDS = 0.05
-
-
-@dataclass(slots=True)
-class _Request:
-    """One sample of one row, from before it is queued until it is finished; `request` is the error
-    of a row that has no prompt. `ended` is what has ended of the sample and its choices, where
-    choices are scored. `begun_tokens` is how many tokens earlier attempts had generated."""
-
-    row_id: str
-    row_index: int
-    sample_index: int
-    fields: Mapping[str, Any]
-    request: RowRequest | RequestError
-    key: bytes | None = None
-    ended: list[RequestOutput] = field(default_factory=list)
-    begun_tokens: int = 0
-
-    def of_sample(self, stream: str | None) -> RowRequest:
-        """What the request asks for, with its own seed in a job's `stream`."""
-        assert isinstance(self.request, RowRequest)
-        return self.request.of_sample(self.row_id, self.sample_index, stream)
-
-    def finished(
-        self,
-        output: RequestOutput | None = None,
-        extra: Mapping[str, Any] | None = None,
-        *,
-        error: RequestError | None = None,
-        is_copied: bool = False,
-    ) -> FinishedRow:
-        place, asked = (self.row_id, self.row_index, self.sample_index), self.request
-        images = None
-        if not isinstance(asked, RequestError):
-            images = [image.reference for image in asked.images]
-        return FinishedRow(
-            *place,
-            self.fields,
-            output,
-            error,
-            extra or {},
-            self.key,
-            is_copied,
-            images=images,
-            begun_tokens=self.begun_tokens,
-        )
 
 
 class Generation:
@@ -119,7 +74,7 @@ class Generation:
         self._first = FailFast(enabled, writer.others_have_rows)
         # Twice as many as can run: a step that finishes all running rows finds the next ones there.
         self._window = 2 * engine.max_num_seqs
-        self._in_flight: dict[Hashable, _Request] = {}
+        self._in_flight: dict[Hashable, SampleRequest] = {}
 
     def turns(
         self,
@@ -211,7 +166,7 @@ class Generation:
         self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
         self._metrics.save("running")
 
-    def _refill(self, requests: Iterator[_Request | None]) -> list[FinishedRow]:
+    def _refill(self, requests: Iterator[SampleRequest | None]) -> list[FinishedRow]:
         """Queue requests until the window is full; returns rows that failed before they reached
         the engine, or are copied."""
         done: list[FinishedRow] = []
@@ -229,15 +184,15 @@ class Generation:
         """Whether the engine could run more requests than it has."""
         return len(self._in_flight) < self._engine.max_num_seqs
 
-    def _submit(self, request: _Request) -> FinishedRow | None:
+    def _submit(self, request: SampleRequest) -> FinishedRow | None:
         """Queue a request, or return its row if it was refused or could be copied."""
         request_id = RequestId(self._job, request.row_index, request.sample_index)
-        asked = request.of_sample(self._stream)
+        prepared = request.of_sample(self._stream)
         if self._reuse is not None:
-            request.key = key = self._reuse.key(asked)
-            if (found := self._reuse.copy(key, request_id, asked)) is not None:
-                return request.finished(*found, is_copied=True)
-        prompt, params, answer, choices, of_row_images = asked
+            request.key = key = self._reuse.key(prepared)
+            if (copied := self._reuse.copy(key, request_id, prepared)) is not None:
+                return request.finished(*copied, is_copied=True)
+        prompt, params, answer, choices, of_row_images = prepared
         images = [each.image for each in of_row_images]
         try:
             # The longest first: if it can be served, all can.
@@ -247,7 +202,7 @@ class Generation:
             for number, ids in by_length:
                 of_choice = request_id._replace(choice=number)
                 self._engine.add_request(of_choice, prompt, SCORED, ids, images)
-            begun = self._begun.find(request_id, asked)
+            begun = self._begun.find(request_id, prepared)
             if self._engine.add_request(request_id, prompt, params, answer, images, begun=begun):
                 request.begun_tokens = 0 if begun is None else len(begun.token_ids)
         except RequestError as error:
@@ -272,7 +227,7 @@ class Generation:
         self._begun.forget(request_id)
         return self._in_flight.pop(request_id).finished(*self._split(output))
 
-    def _requests(self, todo: ShardQueue) -> Iterator[_Request | None]:
+    def _requests(self, todo: ShardQueue) -> Iterator[SampleRequest | None]:
         """A request for each missing sample, with the row's prompt; None as long as nothing can be
         begun."""
         for task in self._waves.tasks(iter(todo), self._has_room):
@@ -281,18 +236,18 @@ class Generation:
                 continue
             row, samples = task
             fields: Mapping[str, Any] | None = None
-            asked: RowRequest | RequestError
+            prepared: RowRequest | RequestError
             try:
                 fields = self._source.passthrough(row)
                 if self._has_images:
                     fields = without_pixels(fields)
-                asked = self._request(row)
+                prepared = self._request(row)
             except RequestError as error:
-                asked = error
+                prepared = error
             if fields is None:
                 fields = dict.fromkeys(self._source.schema.names)
             for sample in samples:
-                yield _Request(row.id, row.index, sample, fields, asked)
+                yield SampleRequest(row.id, row.index, sample, fields, prepared)
 
     def _count(self, finished: Sequence[FinishedRow]) -> None:
         self._metrics.tally.add(finished)

@@ -12,7 +12,8 @@ import pyarrow as pa
 from batchgen.evals.grades.folder_grades import JobGrades
 from batchgen.pages.rows.grade_columns import PREFIX
 from batchgen.pages.rows.job_rows import JobRows
-from batchgen.storage.folder.read_job import BATCH, JobFolderReader
+from batchgen.storage.folder.read_job import JobFolderReader
+from batchgen.storage.folder.read_shard import BATCH
 from batchgen.storage.shards.column_kinds import is_per_token
 from batchgen.storage.shards.row_order import row_keys
 

@@ -11,6 +11,7 @@ from batchgen.config.compose.load_config import resolved
 from batchgen.config.compose.overrides import parse_override
 from batchgen.config.compose.trust import Trust
 from batchgen.config.groups.job_config import JobConfig
+from batchgen.engine.sampling.sampling_params import BASE
 from batchgen.pipelines.proof.lock_file import STEPS, LockFile
 from batchgen.pipelines.run.pipeline import Pipeline, compose_pipeline
 from batchgen.pipelines.run.pipeline_file import read_pipeline
@@ -20,6 +21,8 @@ from batchgen.util.paths import is_url
 _PACKAGE = "package://"
 """How places begin that come with batchgen."""
 _ENDS = ("path", "_file", "_model", "_root")
+_ADAPTERS = "model.lora"
+"""The key of adapters: a place, a list of places, or places by names."""
 _TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
 _OF_CONSTRAINT = ("schema", "grammar", "tag")
 _TEXT = ("{", "::=")
@@ -64,13 +67,13 @@ def locked_jobs(
         ConfigError: a key is wrong, a place is not confirmed, or code is named that is not
             batchgen's own.
     """
-    given = read_pipeline({STEPS: dict(lock.steps)}, lock.places, overrides)
-    if is_url(given.out):
+    values = read_pipeline({STEPS: dict(lock.steps)}, lock.places, overrides)
+    if is_url(values.out):
         raise ConfigError("output.dir: a lock is rebuilt in a folder of this machine: name one")
     typed = {parse_override(argument).key for argument in overrides if "=" in argument}
     if not confirmed:  # templates and schemas are read when the configuration is made
-        _confirm({name: _nested(step.values) for name, step in given.steps.items()}, typed)
-    pipeline = compose_pipeline(given, Trust.of([file], trusted, overrides))
+        _confirm({name: _nested(step.values) for name, step in values.steps.items()}, typed)
+    pipeline = compose_pipeline(values, Trust.of([file], trusted, overrides))
     if not confirmed:
         _confirm({name: _plain(step.config) for name, step in pipeline.steps.items()}, typed)
     names = list(pipeline.steps)
@@ -82,14 +85,16 @@ def locked_jobs(
 
 def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
     """Refuse to read what a stranger's file names before the user has said so."""
-    left = {
-        f"{name}.{key}": place
+    left = [
+        (f"{name}.{key}", place)
         for name, values in steps.items()
         for key, place in places_read(values)
         if not {key, f"{name}.{key}"} & typed
-    }
+        # Adapters by their names are given all at once.
+        and not (key.startswith(f"{_ADAPTERS}.") and {_ADAPTERS, f"{name}.{_ADAPTERS}"} & typed)
+    ]
     if left:
-        listed = "".join(f"\n  {key}={place}" for key, place in left.items())
+        listed = "".join(f"\n  {key}={place}" for key, place in left)
         raise ConfigError(
             f"the lock names places that would be read:{listed}\ngive your own as KEY=PLACE, or "
             "add --yes if these are meant"
@@ -98,15 +103,15 @@ def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by group, of which keys may be full names, and groups the names of choices."""
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")
         if isinstance(value, list) and not name:
-            found[group] = value
+            nested[group] = value
         else:
             below = value if isinstance(value, dict) and not name else {name or "choice": value}
-            found[group] = {**found.get(group, {}), **below}
-    return found
+            nested[group] = {**nested.get(group, {}), **below}
+    return nested
 
 
 def _plain(config: JobConfig) -> dict[str, Any]:
@@ -119,14 +124,14 @@ def _plain(config: JobConfig) -> dict[str, Any]:
 def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What a job reads, by its keys: models, data and files. What comes with batchgen is left
     out."""
-    for group, given in values.items():
+    for group, group_values in values.items():
         if group == "rows":
-            for place, step in enumerate(given if isinstance(given, list) else ()):
+            for place, step in enumerate(group_values if isinstance(group_values, list) else ()):
                 yield from _places(step, f"{group}[{place}]", _is_place_of_step)
         elif group == "constraint":
-            yield from _places(given, group, _is_place_of_constraint)
+            yield from _places(group_values, group, _is_place_of_constraint)
         elif group not in ("post", "output"):
-            yield from _places(given, group, _is_place)
+            yield from _places(group_values, group, _is_place)
 
 
 def _places(value: Any, key: str, is_place: Any) -> Iterator[tuple[str, str]]:
@@ -142,7 +147,8 @@ def _places(value: Any, key: str, is_place: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_place(key: str, value: str) -> bool:
-    return key.endswith(_ENDS)
+    is_adapter = key == _ADAPTERS or key.startswith(f"{_ADAPTERS}.")
+    return value != BASE if is_adapter else key.endswith(_ENDS)
 
 
 def _is_place_of_step(key: str, value: str) -> bool:

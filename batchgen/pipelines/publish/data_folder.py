@@ -20,7 +20,7 @@ from batchgen.storage.leases.folder_lock import FolderLock
 from batchgen.storage.leases.fsync import fsync_path
 from batchgen.storage.shards.checked_file import seal
 from batchgen.storage.shards.shard_files import shard_path
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import is_url, user_path
 

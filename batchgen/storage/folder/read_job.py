@@ -12,12 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchgen.config.groups.class_names import with_short_names
+from batchgen.storage.folder.read_shard import BATCH, ReadShard, may_live
 from batchgen.storage.folder.row_funnel import IndexFacts
 from batchgen.storage.folder.whole_shards import (
     WholeShards,
@@ -25,32 +24,29 @@ from batchgen.storage.folder.whole_shards import (
     check_job_columns,
     whole_shards,
 )
-from batchgen.storage.leases.failure_detector import read_beat
 from batchgen.storage.leases.lease_files import DATA, JOURNAL, WORKERS, parse_worker
 from batchgen.storage.leases.own_files import LOCK, ROW_INDEX, refuse_links
-from batchgen.storage.leases.process_identity import is_gone
-from batchgen.storage.shards.checked_file import CheckedFile, Source, read_schema
+from batchgen.storage.shards.checked_file import read_schema
 from batchgen.storage.shards.journal import journal_files, read_file
-from batchgen.storage.shards.row_order import KEYS, RowsInOrder, first_key, row_keys
+from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import shard_files, shard_path
-from batchgen.storage.stores.job_storage import FolderStorage, Storage, names_in
+from batchgen.storage.stores.folder_storage import FolderStorage, names_in
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import ROWS, Manifest
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 from batchgen.util.text.plain_yaml import load_yaml
 
-BATCH = 256
-"""How many rows are in memory at a time."""
 _OWNER = re.compile(r"pid ([0-9]{1,9}) on (.*), since ")
 
 
 class JobFolderReader:
     """A job's folder, which is neither changed nor locked.
 
-    Finished rows lie in shards, and those of incomplete shards in journals. Of a row that is in
-    both, what was written last counts, as it will when the shard is published. A running job may
-    publish a shard at any moment, which this class notices. Methods that read rows raise
-    ConfigError for unknown columns and JobError for damaged files.
+    Finished rows are in published shards, or in journals until their shard is complete. If a row is
+    in both, the one that was written last counts. A running job may publish a shard while this
+    class reads, which changes nothing in the result. Methods that read rows raise ConfigError for
+    unknown columns and JobError for damaged files.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
@@ -83,7 +79,7 @@ class JobFolderReader:
 
     @property
     def whole(self) -> WholeShards:
-        """The shards of a complete job; ConfigError or JobError see `whole_shards`."""
+        """The shards of a complete job. Raises ConfigError or JobError as `whole_shards` does."""
         if self._whole is None:
             shown = self.storage.display_name
             self._whole = whole_shards(self.storage, shown, self.metrics.get("rows"))
@@ -95,12 +91,10 @@ class JobFolderReader:
         """The configuration by group, as in config.yaml, with short names of classes; empty if the
         job was killed before."""
         content = self.storage.read(self.path / "config.yaml")
-        found = (
-            {}
-            if content is None
-            else load_yaml(content, f"{self.storage.display_name}/config.yaml")
-        )
-        return with_short_names(found) if isinstance(found, dict) else found
+        if content is None:
+            return {}
+        config = load_yaml(content, f"{self.storage.display_name}/config.yaml")
+        return with_short_names(config) if isinstance(config, dict) else config
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -113,7 +107,7 @@ class JobFolderReader:
 
     @property
     def questions(self) -> int | None:
-        """How many input rows the job has; None if nobody knows."""
+        """The number of input rows of the job; None if it is not known yet."""
         rows: int | None = self.manifest["growing"].get(ROWS)
         return rows
 
@@ -132,22 +126,22 @@ class JobFolderReader:
     def metrics(self) -> dict[str, Any]:
         """What metrics.json holds; empty if the job was killed before it was there.
 
-        The file says `running` of a job that was killed. Here its status is `killed` if the job ran
-        on this machine. The counts may be up to ten seconds old.
+        In the file a job that was killed still has the status `running`. Here it is `killed` if the
+        job ran on this machine. The counts may be up to ten seconds old.
         """
         content = self.storage.read(self.path / "metrics.json")
         if content is None:
             return {}
         try:
-            found: dict[str, Any] = json.loads(content)
-            if found["status"] == "running" and not self.may_run:
-                found["status"] = found["attempts"][-1]["status"] = "killed"
+            metrics: dict[str, Any] = json.loads(content)
+            if metrics["status"] == "running" and not self.may_run:
+                metrics["status"] = metrics["attempts"][-1]["status"] = "killed"
         except (IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise JobError(
                 f"{self.path}/metrics.json is damaged ({type(error).__name__}: {error}): remove "
                 "it; rows are readable without it, and the job's next attempt writes it again"
             ) from None
-        return found
+        return metrics
 
     @property
     def schema(self) -> pa.Schema | None:
@@ -232,15 +226,15 @@ class JobFolderReader:
     def shard(self, number: int) -> ReadShard:
         """The rows of a shard as they are now.
 
-        The journal files of a shard are deleted after it is published. So if one of them goes while
-        they are opened, all is read again; otherwise nothing is missing.
+        The journal files of a shard are deleted after it is published. So if one disappears while
+        they are read, all is read again; if none does, no row is missing.
         """
         while True:
             written: list[pa.RecordBatch] | None = []
             journals = self._journals().get(number, ())
             for path in journals:
-                found = self._read_if_there(path)
-                written = None if found is None or written is None else [*written, *found]
+                batches = self._read_if_there(path)
+                written = None if batches is None or written is None else [*written, *batches]
             if written is not None:
                 path = shard_path(self.path / DATA, number)
                 is_there = self.storage.exists(path)
@@ -252,7 +246,7 @@ class JobFolderReader:
     def may_run(self) -> bool:
         """Whether a worker of the job, or the last holder of its lock, may still be there."""
         beats = (name for name in names_in(self.storage, WORKERS) if parse_worker(name) is not None)
-        if any(_may_live(self.storage.read(self.path / WORKERS / name)) for name in beats):
+        if any(may_live(self.storage.read(self.path / WORKERS / name)) for name in beats):
             return True
         content = self.storage.read(self.path / LOCK)
         owner = None if content is None else _OWNER.match(content.decode(errors="replace"))
@@ -262,73 +256,6 @@ class JobFolderReader:
             os.kill(int(owner[1]), 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # it is there, and another user's
+        except PermissionError:  # the process exists and belongs to another user
             return True
         return True
-
-
-class ReadShard:
-    """The rows of one shard as they were when it was opened: its Parquet file, if there is one, and
-    what the journals hold, in the order in which it was written."""
-
-    def __init__(self, published: Source | None, written: list[pa.RecordBatch]) -> None:
-        self._published = published
-        self._written = RowsInOrder(written)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there are rows in journals."""
-        return len(self._written.keys) > 0
-
-    def batches(
-        self, names: Sequence[str], first_row: int = 0, size: int = BATCH
-    ) -> Iterator[pa.RecordBatch]:
-        """The rows in order, each once, in batches of about `size` rows. Row groups before
-        `first_row`, a `row_index`, are not read."""
-        least = first_key(first_row)
-        start, end = int(np.searchsorted(self._written.keys, least)), len(self._written.keys)
-        wanted = [*dict.fromkeys([*names, *KEYS])]
-        if self._published is not None:
-            with CheckedFile(self._published) as file:
-                groups = _groups_from(file.metadata, first_row)
-                for batch in file.batches(size, wanted, groups):
-                    if first_row:
-                        batch = batch.slice(int(np.searchsorted(row_keys(batch), least)))
-                        if not batch.num_rows:
-                            continue
-                    stop = start
-                    if batch.num_rows:
-                        last = row_keys(batch)[-1]
-                        stop = int(np.searchsorted(self._written.keys, last, side="right"))
-                    yield from self._merged(batch, names, start, stop)
-                    start = stop
-        for first in range(start, end, size):
-            rows = np.arange(first, min(first + size, end))
-            yield from self._written.table(rows, names).to_batches()
-
-    def _merged(
-        self, batch: pa.RecordBatch, names: Sequence[str], start: int, stop: int
-    ) -> Iterator[pa.RecordBatch]:
-        """A published batch with the journaled rows that belong into it or replace its rows."""
-        if start == stop:
-            yield batch.select(names)
-            return
-        newer = self._written.table(np.arange(start, stop), batch.schema.names).to_batches()
-        both = RowsInOrder([batch, *newer])
-        yield from both.table(np.arange(len(both.keys)), names).to_batches()
-
-
-def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
-    """The row groups of a shard that can hold the row with this `row_index` or later ones."""
-    column = [meta.schema.column(i).path for i in range(meta.num_columns)].index(KEYS[0])
-    found = [meta.row_group(i).column(column).statistics for i in range(meta.num_row_groups)]
-    is_before = [s is not None and s.has_min_max and s.max < first_row for s in found]
-    return [group for group, before in enumerate(is_before) if not before]
-
-
-def _may_live(heartbeat: bytes | None) -> bool:
-    """Whether the worker that writes a heartbeat may run: it has not ended, as far as is known."""
-    if heartbeat is None:  # the job is complete
-        return False
-    beat = read_beat(heartbeat)
-    return beat is None or (beat["ended"] is None and not is_gone(beat))

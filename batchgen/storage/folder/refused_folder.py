@@ -11,7 +11,8 @@ from batchgen.storage.leases.lease_files import DATA, JOURNAL
 from batchgen.storage.leases.own_files import LOCK, LOCKS, LOGS, MANIFEST, refuse_links
 from batchgen.storage.shards.journal import journal_files
 from batchgen.storage.shards.shard_files import shard_files
-from batchgen.storage.stores.job_storage import Storage, names_in
+from batchgen.storage.stores.folder_storage import names_in
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.manifest import ChangedRow, DifferentJob, Manifest, RowDigests
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import is_temporary_of
@@ -114,8 +115,8 @@ def refuse_foreign_files(storage: Storage) -> None:
     names = set(storage.names(storage.path))
     if storage.in_place:
         refuse_links(storage.path)
-    own = {LOCK, LOCKS, LOGS}
-    foreign = sorted(n for n in names - own if not is_temporary_of(n, MANIFEST))
+    known_names = {LOCK, LOCKS, LOGS}
+    foreign = sorted(n for n in names - known_names if not is_temporary_of(n, MANIFEST))
     if foreign and MANIFEST not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(

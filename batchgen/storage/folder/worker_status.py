@@ -19,7 +19,8 @@ from batchgen.storage.leases.lease_files import (
 )
 from batchgen.storage.leases.lease_table import Lease, LeaseTable
 from batchgen.storage.leases.process_identity import is_gone
-from batchgen.storage.stores.job_storage import Storage, names_in
+from batchgen.storage.stores.folder_storage import names_in
+from batchgen.storage.stores.job_storage import Storage
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class WorkerState:
 
     @property
     def name(self) -> str:
-        given = self.beat.get("name")
-        return "" if given is None else str(given)
+        name = self.beat.get("name")
+        return "" if name is None else str(name)
 
     @property
     def attempt(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.beat.get("attempt", {})
-        return found
+        attempt: Mapping[str, Any] = self.beat.get("attempt", {})
+        return attempt
 
     @property
     def tokens_per_s(self) -> float:

@@ -26,7 +26,8 @@ import pyarrow as pa
 from batchgen.storage.leases.lease_files import BEGUN, FINISHED
 from batchgen.storage.leases.patience import patiently
 from batchgen.storage.shards.checked_file import unreadable_file
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import JobError
 
 _FRAME = struct.Struct("<II")

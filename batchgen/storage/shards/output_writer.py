@@ -17,7 +17,8 @@ from batchgen.storage.shards.published_shards import PublishedShards
 from batchgen.storage.shards.publisher import Publish, Publisher
 from batchgen.storage.shards.shard_files import Extent, ResumeState, read_columns
 from batchgen.storage.shards.written_rows import WrittenRows
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError
 
@@ -205,9 +206,9 @@ class OutputWriter:
     def absorb(self, number: int) -> bool:
         """Find out what others have finished of an open shard meanwhile; returns whether there was
         something."""
-        found = self._written.absorb(number, self._open[number])
+        absorbed = self._written.absorb(number, self._open[number])
         self._publish_if_complete(number)
-        return found
+        return absorbed
 
     def others_have_rows(self) -> bool:
         """Whether another worker has written rows since this one came."""

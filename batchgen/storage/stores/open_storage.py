@@ -9,7 +9,8 @@ from typing import Any
 
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.storage.leases.s3_objects import connect
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.object_storage import ObjectStorage
 from batchgen.util.paths import is_url
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from batchgen.storage.leases.fsync import fsync_path
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 
 _NAME = re.compile(r"part-([0-9]{5,})\.([0-9]{4,})\.retry")
 _OPEN = "retry"
@@ -29,8 +30,8 @@ class RetryRound:
         self._journal = journal
         names = self._storage.names(journal)
         self.is_open = _OPEN in names
-        found = (_NAME.fullmatch(name) for name in names)
-        self._before = {int(match[1]): int(match[2]) for match in found if match}
+        matches = (_NAME.fullmatch(name) for name in names)
+        self._before = {int(match[1]): int(match[2]) for match in matches if match}
 
     @property
     def least_attempt(self) -> int:

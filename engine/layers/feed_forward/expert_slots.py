@@ -28,6 +28,7 @@ class ExpertForm:
     # Where checkpoints hold all experts in one tensor, rows of gate and of up take turns, and the
     # last two axes are the other way round: [E, H, 2·I] and [E, I, H].
     interleaved: bool = False
+    turned: bool = False  # the last two axes are the other way round alone
 
     @property
     def first(self) -> tuple[str, ...]:
@@ -89,8 +90,8 @@ def expert_slots(
             )
     whole = f"{path}.{projections.name}"
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
-    if variant.interleaved:
-        combine = partial(_turned, parts=len(parts))
+    if variant.interleaved or variant.turned:
+        combine = partial(_turned, parts=len(parts) if variant.interleaved else 1)
     elif all_scales is None:
         combine = partial(_upright, columns=projections.columns)
     for source in (whole, f"{whole}.weight"):

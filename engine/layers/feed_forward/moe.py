@@ -38,6 +38,7 @@ class Router:
     float32: bool = False  # logits are computed in float32, whatever the model's dtype is
     wide: bool = False  # with `float32`: checkpoints hold its weight in float32
     gates_shared: bool = True  # else checkpoints call it `shared_experts`, without a gate
+    gates_input: bool = False  # the only expert of a token reads sigmoid(its logit) · x
 
 
 SOFTMAX_ROUTER = Router()
@@ -61,6 +62,27 @@ class ScoreCorrection(nn.Module):
         name = (f"{path}.e_score_correction_bias",)
         target = self.e_score_correction_bias
         yield WeightSlot(target, name, name, lambda match: match[name[0]].squeeze(0), dummy=0.0)
+
+
+def _gate(hidden_size: int, num_experts: int, router: Router, where: Placement) -> Linear:
+    """Make what computes the logits of a router."""
+    if router.float32:
+        assert not router.biased
+        own = replace(where, dtype=torch.float32) if router.wide else where
+        return Float32Linear(hidden_size, num_experts, where=own)
+    return Linear(hidden_size, num_experts, bias=router.biased, quantisable=False, where=where)
+
+
+def _shared_expert(
+    hidden_size: int, shared_size: int, variant: ExpertForm, where: Placement
+) -> GatedMLP | PlainMLP:
+    """Make the expert that every token goes through."""
+    name = "shared expert's size"
+    if variant.function == "relu2":
+        return PlainMLP(
+            hidden_size, shared_size, bias=False, function="relu2", size_name=name, where=where
+        )
+    return GatedMLP(hidden_size, shared_size, bias=False, size_name=name, where=where)
 
 
 class SparseMoE(nn.Module):
@@ -95,25 +117,17 @@ class SparseMoE(nn.Module):
         self._parallel, self._lane = where.parallel, lane
         self.experts_per_token, self.renormalise = experts_per_token, renormalise
         self.column, self.index = column
-        self.form = router.form
+        self.form, self._gates_input = router.form, router.gates_input
+        assert experts_per_token == 1 or not router.gates_input, "the experts would read other rows"
         self.checkpoint_names = {"correction": "gate"}
         self.fc1_latent_proj: Linear | None = None
         self.fc2_latent_proj: Linear | None = None
         if latent_size is not None:
             self.fc1_latent_proj = Linear(hidden_size, latent_size, bias=False, where=where)
             self.fc2_latent_proj = Linear(latent_size, hidden_size, bias=False, where=where)
-        self.gate: Linear | ScaledRouter
+        self.gate = _gate(hidden_size, num_experts, router, where) if gate is None else gate
         if gate is not None:
-            self.gate = gate
             self.checkpoint_names["gate"] = "router"
-        elif router.float32:
-            assert not router.biased
-            own = replace(where, dtype=torch.float32) if router.wide else where
-            self.gate = Float32Linear(hidden_size, num_experts, where=own)
-        else:
-            self.gate = Linear(
-                hidden_size, num_experts, bias=router.biased, quantisable=False, where=where
-            )
         self.correction: ScoreCorrection | None = None
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=where.device)
@@ -127,16 +141,7 @@ class SparseMoE(nn.Module):
         self.shared_expert: GatedMLP | PlainMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shared_size is not None:
-            size_name = "shared expert's size"
-            if variant.function == "relu2":
-                self.shared_expert = PlainMLP(
-                    hidden_size, shared_size, bias=False, function="relu2", size_name=size_name,
-                    where=where,
-                )  # fmt: skip
-            else:
-                self.shared_expert = GatedMLP(
-                    hidden_size, shared_size, bias=False, size_name=size_name, where=where
-                )
+            self.shared_expert = _shared_expert(hidden_size, shared_size, variant, where)
             if router.gates_shared:
                 self.shared_expert_gate = Linear(
                     hidden_size, 1, bias=False, quantisable=False, where=where
@@ -166,6 +171,8 @@ class SparseMoE(nn.Module):
             scales=gate.expert_scales if isinstance(gate, ScaledRouter) else None,
         )
         ctx.record(self.column, ids, self.index)
+        if self._gates_input:
+            x = tokens = x * logits.gather(1, ids.long()).float().sigmoid().to(x.dtype)
         out: Tensor
         alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
         slots = self.experts.adapter_slots(len(x))

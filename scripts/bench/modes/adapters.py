@@ -18,6 +18,7 @@ from workloads import WORKLOADS, dummy_model, prompt_vocab, requests
 
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
+from batchgen.engine.loading.adapter_factors import experts_of
 from batchgen.engine.loading.adapters import add_adapters
 from batchgen.engine.loading.peft_files import open_adapter
 from batchgen.engine.models.causal_lm import CausalLM
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="mixed")
     parser.add_argument("--adapters", type=commas(int), default=[1, 4, 16], help="how many at once")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--experts", action="store_true", help="adapters change them, too")
     parser.add_argument("--requests", type=int, help="only the first so many")
     parser.add_argument("--runs", type=int, default=2, help="timed runs of each, in turn")
     parser.add_argument("--kv-cache-gib", type=float)
@@ -72,7 +74,7 @@ def _engine(options: argparse.Namespace, adapters: int) -> LLMEngine:
         with tempfile.TemporaryDirectory() as folder:
             paths = {f"a{i}": Path(folder, f"a{i}") for i in range(adapters)}
             for path in paths.values():
-                _write_adapter(path, model, options.rank)
+                _write_adapter(path, model, options.rank, experts=options.experts)
             add_adapters(model, {name: open_adapter(path) for name, path in paths.items()})
     config = EngineConfig(max_num_seqs=256, max_model_len=2304, kv_cache_gib=options.kv_cache_gib)
     engine = LLMEngine(model, None, (), ARStrategy(), config)
@@ -80,10 +82,10 @@ def _engine(options: argparse.Namespace, adapters: int) -> LLMEngine:
     return engine
 
 
-def _write_adapter(folder: Path, model: CausalLM, rank: int) -> None:
-    """Write an adapter of all linear layers that can have one."""
+def _write_adapter(folder: Path, model: CausalLM, rank: int, *, experts: bool) -> None:
+    """Write an adapter of all linear layers that can have one, and maybe of all experts."""
     folder.mkdir()
-    tensors = {}
+    tensors = dict[str, torch.Tensor]()
     slots = {slot.pieces[0]: slot for slot in model.checkpoint_slots() if len(slot.pieces) == 1}
     targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     for name, slot in slots.items():
@@ -91,13 +93,31 @@ def _write_adapter(folder: Path, model: CausalLM, rank: int) -> None:
         if module.rpartition(".")[2] not in targets or ".experts." in module:
             continue
         width, depth = slot.source_shape
-        for factor, shape in (("A", (rank, depth)), ("B", (width, rank))):
-            tensors[f"base_model.model.{module}.lora_{factor}.weight"] = (
-                torch.randn(shape) * 0.01
-            ).to(torch.bfloat16)
+        tensors |= _factors(module, width, depth, rank)
+    parameters = set()
+    for path, part in experts_of(model).items() if experts else ():
+        for name, nested in zip(part.names, (".base_layer", ""), strict=True):
+            count, width, depth = part.sizes(name)
+            tensors |= _factors(path + nested, width, depth, count * rank)
+            parameters.add(f"experts.{name}")
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets)}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(targets),
+        "target_parameters": sorted(parameters),
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _factors(module: str, width: int, depth: int, rank: int) -> dict[str, torch.Tensor]:
+    """Small random factors of a weight, by their names in an adapter's file."""
+    shapes = {"A": (rank, depth), "B": (width, rank)}
+    return {
+        f"base_model.model.{module}.lora_{factor}.weight": torch.randn(shape).mul_(0.01).bfloat16()
+        for factor, shape in shapes.items()
+    }
 
 
 def _time(engine: LLMEngine, load: list[Any], adapters: int | None, turn: int) -> float:

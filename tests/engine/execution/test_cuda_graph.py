@@ -57,6 +57,8 @@ def test_sizes_are_ascending_and_end_with_the_largest() -> None:
             assert all(one < other for one, other in itertools.pairwise([0, *sizes]))
             # A step of more tokens than the largest prefill runs without a graph.
             assert [0, *sizes][-1] == min(most, 16 * most // width)
+    unread = GraphShapes(8, 10, 256, 300, widths=(1, 4), reads_prompts=False)
+    assert unread.mixed_sizes == unread.prefill_sizes == [] and unread.wide_sizes(4)
     none = GraphShapes(8, 10, 0, 0)
     assert not none.short_sizes
     assert none.mixed_sizes == none.prefill_sizes == [] and len(none) == len(none.decode_sizes)
@@ -164,7 +166,7 @@ class Real(Model):
         self._planes: list[Tensor] = []
         for cache in caches.layers:
             assert isinstance(cache, KVCache)
-            self._planes += cache
+            self._planes += cache[:2]
         for plane in self._planes:
             plane.normal_(generator=generator)
         self._runner = ModelRunner(model, caches)
@@ -350,7 +352,7 @@ def check_replays(
         assert torch.equal(after[others], before[others]), "a slot of no token of the batch"
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tile", "worth"),
     some_slow(

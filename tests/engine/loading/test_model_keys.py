@@ -99,7 +99,7 @@ def read_by_engine(folder: Path) -> set[str]:
     return seen - before
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_transformers_reads_is_honoured_inert_or_refused(
     kind: str, tiny_model: TinyModel
@@ -146,9 +146,9 @@ def test_keys_that_change_any_model_are_refused(
     values = json.loads((tiny_model(kind) / "config.json").read_text())
     others: dict[str, Any] = {
         "is_causal": False,
-        "attention_chunk_size": 8,
         "add_cross_attention": True,
     }
+    others |= {} if kind == "llama4" else {"attention_chunk_size": 8}
     others |= {} if kind.startswith("gemma4") else {"per_layer_config": {"0": {"rms_norm_eps": 1}}}
     places = [values, *([values["text_config"]] if "text_config" in values else [])]
     for place in places:

@@ -28,7 +28,7 @@ from batchgen.engine.models.gemma4_config import Gemma4Config
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.models.moe_model import MoEConfig
 from tests.support.engine.edited_models import edit_config
-from tests.support.engine.tiny_models import CLASSES, SIZES
+from tests.support.engine.tiny_models import CLASSES, CONFIG_NAMES, SIZES
 
 TinyModel = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -153,6 +153,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan with fused experts": ("hunyuan_v1_moe", {"split_experts": False, "moe_topk": 3}),
     "olmoe": ("olmoe", {}),
     "olmoe renormalised": ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
+    "command r+": ("cohere", {}),
+    "command r": ("cohere", {"use_qk_norm": False, "attention_bias": True}),
     "cohere": ("cohere2", {}),
     "cohere biases": ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
     "cohere without windows": ("cohere2", ALL_FULL),
@@ -165,13 +167,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm with fused experts": ("lfm2_moe", {
         "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0,
         "split_experts": False}),
+    "llama 4": ("llama4", {}),
+    "llama 4 without norms": ("llama4", {
+        "use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
+        "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama 4 without chunks": ("llama4", {
+        "layer_types": ["full_attention"] * 3, "no_rope_layers": [1, 1, 1], "moe_layers": []}),
+    "llama 4 with experts half as wide as the model": ("llama4", {
+        "intermediate_size": 32, "attention_chunk_size": 7, "interleave_moe_layer_step": 1}),
+    "llama 4 with a tower": ("llama4_tower", {}),
     "phi": ("phi3", {"sliding_window": 24}),
     "phi mini, long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 220}),
     "phi mini": ("phi3", {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}}),
 }  # fmt: skip
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,
@@ -193,7 +204,7 @@ def test_logits_equal_transformers(
 DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss", *CLASSES)
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", [*DUMMY, "gemma4_moe", "gemma4_e2b"])
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
@@ -275,8 +286,15 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "Falcon-H1-7B": (
         "falcon_h1", sizes(3072, 12288, 44, 12, 2, 130048) | HEAD | {
             "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128}, 7.59e9),
+    "c4ai-command-r-v01": ("cohere", sizes(8192, 22528, 40, 64, 64, 256000), 34.98e9),
+    "c4ai-command-r-plus": (
+        "cohere", sizes(12288, 33792, 64, 96, 8, 256000) | {"use_qk_norm": True}, 103.8e9),
     "c4ai-command-r7b-12-2024": ("cohere2", sizes(4096, 14336, 32, 32, 8, 256000), 8.028e9),
     "c4ai-command-a-03-2025": ("cohere2", sizes(12288, 36864, 64, 96, 8, 256000), 111.1e9),
+    "Llama-4-Scout-17B-16E": ("llama4", {}, 107.77e9),
+    "Llama-4-Maverick-17B-128E": (
+        "llama4", {"num_local_experts": 128, "interleave_moe_layer_step": 2,
+                   "use_qk_norm": False}, 400.7e9),
     "LFM2-1.2B": (
         "lfm2", sizes(2048, 12288, 16, 32, 8, 65536) | {
             "full_attn_idxs": [2, 5, 8, 10, 12, 14]}, 1.170e9),
@@ -293,7 +311,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
 def test_published_models_have_their_published_sizes(name: str, tmp_path: Path) -> None:
     kind, values, parameters = PUBLISHED[name]
     family, _ = CLASSES[kind]
-    hf = getattr(transformers, f"{family}Config")(**values)
+    hf = getattr(transformers, f"{CONFIG_NAMES.get(family, family)}Config")(**values)
     hf.architectures = [f"{family}ForCausalLM"]
     hf.save_pretrained(tmp_path)
     config = load_model_config(tmp_path)
@@ -427,7 +445,7 @@ E2B = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "parameters", "of_token", "kv_bytes", "window_bytes"),
     [
@@ -490,6 +508,7 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
     assert all(layer.gate.weight.dtype == torch.float32 for layer in layers)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

@@ -16,6 +16,7 @@ MASK_ID = 127
 VARIANTS = (
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3", "gemma3_text", "gemma3",
     "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss", "mistral3_small",
+    "llama4_tower",
 )  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -130,11 +131,17 @@ _LFM2_MOE: dict[str, Any] = {
     "layer_types": _CONVS, "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "routed_scaling_factor": 1.7,
 }  # fmt: skip
+_LLAMA4: dict[str, Any] = {
+    "attention_chunk_size": 24, "floor_scale": 16, "attn_scale": 0.4, "no_rope_layer_interval": 2,
+    "num_local_experts": 8, "moe_layers": [1, 2], "intermediate_size": 40,
+    "intermediate_size_mlp": 96,
+}  # fmt: skip
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {}),
     "bamba": ("Bamba", _MAMBA | {"attn_layer_indices": [1]}),
+    "cohere": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": (
         "Cohere2",
         {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.3},
@@ -177,6 +184,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("Lfm2", {"layer_types": _CONVS}),
     "lfm2_moe": ("Lfm2Moe", _LFM2_MOE),
+    "llama4": ("Llama4", _LLAMA4),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mixtral": ("Mixtral", _LOCAL),
     "nemotron_h": ("NemotronH", _NEMOTRON),
@@ -186,6 +194,8 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {}),
 }
 """Families of plain options by their kinds: the name of their classes, and values of their own."""
+CONFIG_NAMES = {"Llama4": "Llama4Text"}
+"""What the configurations of some classes are called."""
 MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
 """Those of them with a matrix as the state of some layers."""
 CONVS = ("lfm2", "lfm2_moe")
@@ -248,7 +258,9 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
             parameter.data.normal_(0, 1)
         elif name.endswith("sinks"):  # as large as the scores of tokens, and larger
             parameter.data.normal_(1, 2)
-        elif name.endswith(("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight")):
+        elif name.endswith(
+            ("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight", "forward.router.weight")
+        ):
             # Else a token's experts weigh nearly the same.
             parameter.data.normal_(0, 0.5)
         elif name.endswith(("norm_1.weight", "norm_2.weight", "scale")):
@@ -305,7 +317,13 @@ def _random_variant(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         return _causal("GptOss", values | gated | own | config)
     if kind in CLASSES:
         family, own = deepcopy(CLASSES[kind])
-        return _causal(family, SIZES | {"pad_token_id": None} | own | config)
+        own = SIZES | {"pad_token_id": None} | own | config
+        return _causal(family, own, CONFIG_NAMES.get(family, ""))
+    if kind == "llama4_tower":
+        return _with_tower("Llama4", {"text_config": SIZES | _LLAMA4 | config, "vision_config": {
+            "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "vision_output_dim": 16, "image_size": 28, "patch_size": 14,
+            "projector_input_dim": 16, "projector_output_dim": 16}})  # fmt: skip
     if kind != "mistral3_small":
         values = {"rope_parameters": _YARN, "attn_implementation": "eager"} | values
     if kind == "ministral3":

@@ -89,7 +89,7 @@ def test_pictures_of_strangers_are_jpeg_files_or_nothing(
 
 def test_a_worker_keeps_a_bounded_number(monkeypatch: pytest.MonkeyPatch, job: Path) -> None:
     from batchgen.inputs.images import thumbnails
-    from batchgen.storage.stores.job_storage import FolderStorage
+    from batchgen.storage.stores.folder_storage import FolderStorage
 
     monkeypatch.setattr(thumbnails, "MOST_BYTES", 4000)
     found = Thumbnails()

@@ -27,7 +27,7 @@ from batchgen.storage.leases.lease_table import Lease
 from batchgen.storage.leases.store_operations import Create
 from batchgen.storage.shards.checked_file import damaged
 from batchgen.storage.shards.output_writer import OutputWriter
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.util.errors import ConfigError, JobError
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 from tests.support.jobs.forked import fork_server

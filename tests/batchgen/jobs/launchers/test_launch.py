@@ -18,7 +18,7 @@ from batchgen.jobs.launchers.launch_progress import LaunchProgress
 from batchgen.jobs.launchers.launched import LaunchedFolder, make_logs, remove_logs
 from batchgen.storage.folder.open_folder import open_job_reader
 from batchgen.storage.folder.refused_folder import refuse_foreign_files
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.util.errors import ConfigError
 from tests.support.jobs.fake_job import FakeJob
 

@@ -22,7 +22,7 @@ from batchgen.storage.costs.cost_files import (
 )
 from batchgen.storage.costs.cost_recorder import CostRecorder
 from batchgen.storage.shards.shard_files import read_columns
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.util.request_id import RequestId
 from tests.support.jobs.fake_job import STEP_COST, FakeEngine, FakeJob
 

@@ -12,7 +12,7 @@ import pytest
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_jobs import SharingJob, run_jobs
 from batchgen.storage.costs.cost_files import shard_costs
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.util.request_id import RequestId
 from tests.support.jobs.fake_job import FakeEngine, FakeJob
 

@@ -27,7 +27,7 @@ from batchgen.pages.report.report_rows import JobData
 from batchgen.pages.report.token_facts import token_facts
 from batchgen.pages.report.write_report import MOST_BYTES, is_up_to_date, make_report, try_report
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.util.errors import ConfigError, JobError
 from tests.support.jobs.finished_job import finished_job, row
 
@@ -187,6 +187,7 @@ def test_the_page_has_a_greatest_size(tmp_path: Path) -> None:
     assert "characters left out" in page.text and "tokens left out" in page.text
 
 
+@pytest.mark.thorough
 def test_rows_without_room_are_shortened_and_then_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

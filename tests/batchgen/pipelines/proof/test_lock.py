@@ -20,6 +20,7 @@ from batchgen.pipelines.proof.folder_proof import folder_digests
 from batchgen.pipelines.proof.lock_file import LockFile
 from batchgen.pipelines.proof.merkle import leaves
 from batchgen.pipelines.proof.rebuilt import rebuilt_step
+from tests.support.engine.lora_files import write_adapter
 from tests.support.jobs.real_job import contents, overrides, run
 
 KEEP = ["post=[{_target_: batchgen.grading.extract.Extract, methods: [whole]},"
@@ -148,6 +149,7 @@ def test_other_rows_are_told_by_shard(chain: Path) -> None:
     assert not rebuilt_step("draft", replace(proof, files=["0"] * 3), found).same_bytes
 
 
+@pytest.mark.thorough
 def test_models_data_and_places_are_the_users_word(
     chain: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +193,8 @@ def hostile(chain: Path, tmp_path: Path, **changes: Any) -> str:
         ({"constraint": {"choice": "grammar", "grammar": "/etc/passwd"}}, "grammar=/etc/passwd"),
         ({"rows": [{"Pick": {"persona": "/etc/passwd"}}]}, "rows[0].Pick.persona=/etc/passwd"),
         ({"rows": [{"Against": {"path": "secrets", "column": "q"}}]}, "path=secrets"),
+        ({"model.lora": "/secret"}, "model.lora=/secret"),
+        ({"model.lora": {"a": "/secret", "base": "base"}}, "model.lora.a=/secret"),
         ({"output": {"dir": "/tmp/elsewhere"}}, "leave it out"),
         ({"output.dir": "/tmp/elsewhere"}, "leave it out"),
         ({"model": {"path": "${oc.env:HOME}"}}, "refused"),
@@ -213,6 +217,30 @@ def test_a_strangers_lock_runs_and_reads_nothing(
     err = capsys.readouterr().err
     assert says in err or says == "refused", err
     assert not (tmp_path / "gone").exists() and not (tmp_path / "again").exists()
+
+
+def test_an_adapter_is_that_of_the_lock(
+    chain: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it lies; another one under its name is refused before anything is computed."""
+    adapter = write_adapter(tmp_path / "a", model, strength=0.2)
+    line = overrides(model, chain / "rows.jsonl", tmp_path / "out", f"model.lora={adapter}")
+    run([*line, "dataset.limit=2"])
+    lock = str(tmp_path / "out.lock")
+    assert run_command(["lock", str(tmp_path / "out"), "-o", lock]) == 0
+    moved = adapter.rename(tmp_path / "moved")
+    given = ["rebuild", lock, f"output.dir={tmp_path}/again", *places(chain, model)]
+    assert run_command(given) == 2
+    assert f"model.lora={adapter}" in capsys.readouterr().err
+    assert run_command([*given, f"model.lora={moved}"]) == 0
+    assert "equal to the byte" in capsys.readouterr().out
+    shutil.rmtree(moved)
+    write_adapter(moved, model, strength=0.2, seed=1)
+    given[2] = f"output.dir={tmp_path}/other"
+    assert run_command([*given, f"model.lora={moved}"]) == 2
+    err = capsys.readouterr().err
+    assert "was made of something else than what is here" in err and "adapter: " in err
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("text", ["", "a: 1", "batchgen_lock: 2", "batchgen_lock: 1", "- 1", "{"])

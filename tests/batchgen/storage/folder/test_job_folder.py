@@ -15,7 +15,7 @@ import pytest
 
 from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.folder.refused_folder import refuse_shrinking
-from batchgen.storage.stores.job_storage import FolderStorage
+from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.storage.stores.manifest import Manifest, _versions
 from batchgen.util.errors import ConfigError
 from batchgen.util.temporary import temporary_name

@@ -16,7 +16,8 @@ from batchgen.storage.leases.lease_files import LEASES, SESSION, WORKERS
 from batchgen.storage.leases.store_operations import Create
 from batchgen.storage.metrics.job_metrics import Metrics
 from batchgen.storage.metrics.tally import Tally
-from batchgen.storage.stores.job_storage import FolderStorage, Storage
+from batchgen.storage.stores.folder_storage import FolderStorage
+from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.object_storage import ObjectStorage
 from batchgen.util.temporary import delete_temporaries
 from tests.support.jobs.object_files import FaultyFiles, store_in
@@ -85,7 +86,7 @@ def test_the_journal_may_be_deleted_while_it_is_made_safe(
             shutil.rmtree(journal)
         fsync_path(path)
 
-    monkeypatch.setattr("batchgen.storage.stores.job_storage.fsync_path", deleted_before)
+    monkeypatch.setattr("batchgen.storage.stores.folder_storage.fsync_path", deleted_before)
     storage = FolderStorage(tmp_path)
     assert storage.flush({file}, force=True) == ()
     assert not journal.exists()

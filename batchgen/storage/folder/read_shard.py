@@ -1,0 +1,85 @@
+"""The rows of one shard of a job, which may still run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.storage.leases.failure_detector import read_beat
+from batchgen.storage.leases.process_identity import is_gone
+from batchgen.storage.shards.checked_file import CheckedFile, Source
+from batchgen.storage.shards.row_order import KEYS, RowsInOrder, first_key, row_keys
+
+BATCH = 256
+"""How many rows are in memory at a time."""
+
+
+class ReadShard:
+    """The rows of one shard as they were when it was opened: `published`, its Parquet file, if
+    there is one, and `written`, the batches of its journals in the order in which they were
+    written."""
+
+    def __init__(self, published: Source | None, written: list[pa.RecordBatch]) -> None:
+        self._published = published
+        self._written = RowsInOrder(written)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are rows in journals."""
+        return len(self._written.keys) > 0
+
+    def batches(
+        self, names: Sequence[str], first_row: int = 0, size: int = BATCH
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows in order, each once, in batches of about `size` rows. Row groups before
+        `first_row`, a `row_index`, are not read."""
+        least = first_key(first_row)
+        start, end = int(np.searchsorted(self._written.keys, least)), len(self._written.keys)
+        wanted = [*dict.fromkeys([*names, *KEYS])]
+        if self._published is not None:
+            with CheckedFile(self._published) as file:
+                groups = _groups_from(file.metadata, first_row)
+                for batch in file.batches(size, wanted, groups):
+                    if first_row:
+                        batch = batch.slice(int(np.searchsorted(row_keys(batch), least)))
+                        if not batch.num_rows:
+                            continue
+                    stop = start
+                    if batch.num_rows:
+                        last = row_keys(batch)[-1]
+                        stop = int(np.searchsorted(self._written.keys, last, side="right"))
+                    yield from self._merged(batch, names, start, stop)
+                    start = stop
+        for first in range(start, end, size):
+            rows = np.arange(first, min(first + size, end))
+            yield from self._written.table(rows, names).to_batches()
+
+    def _merged(
+        self, batch: pa.RecordBatch, names: Sequence[str], start: int, stop: int
+    ) -> Iterator[pa.RecordBatch]:
+        """A published batch with the journaled rows that belong into it or replace its rows."""
+        if start == stop:
+            yield batch.select(names)
+            return
+        newer = self._written.table(np.arange(start, stop), batch.schema.names).to_batches()
+        both = RowsInOrder([batch, *newer])
+        yield from both.table(np.arange(len(both.keys)), names).to_batches()
+
+
+def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
+    """The row groups of a shard that can hold the row with this `row_index` or later ones."""
+    column = [meta.schema.column(i).path for i in range(meta.num_columns)].index(KEYS[0])
+    statistics = [meta.row_group(i).column(column).statistics for i in range(meta.num_row_groups)]
+    is_before = [s is not None and s.has_min_max and s.max < first_row for s in statistics]
+    return [group for group, before in enumerate(is_before) if not before]
+
+
+def may_live(heartbeat: bytes | None) -> bool:
+    """Whether the worker that writes a heartbeat may run: it has not ended, as far as is known."""
+    if heartbeat is None:  # the job is complete
+        return False
+    beat = read_beat(heartbeat)
+    return beat is None or (beat["ended"] is None and not is_gone(beat))
