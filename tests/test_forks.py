@@ -31,7 +31,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
     done = subprocess.run(
         [*command, "-c", "/dev/null", "--rootdir", folder, *arguments],
         cwd=folder,
-        env={"PYTHONPATH": str(root), "PATH": ""},
+        env={"PYTHONPATH": str(root), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )

@@ -43,9 +43,9 @@ class DenoiseStep:
         }
         columns[STEP_MAP.name] = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
         if state.logs_edits:
-            most = length - 1 + state.rules.most_edit_steps
+            limit = length - 1 + state.rules.most_edit_steps
             old = state.columns.get(EDIT_LOG.name)
-            columns[EDIT_LOG.name] = edit_log(old, blocks, self.writes, most)
+            columns[EDIT_LOG.name] = edit_log(old, blocks, self.writes, limit)
         return columns
 
 
@@ -103,9 +103,9 @@ def _replay(
 ) -> tuple[Drawn, Tensor]:
     """Put the tokens of replayed rows into a draw, and what the step unmasks of them into
     `unmasked` [B, L] bool."""
-    if (found := state.replayed()) is None:
+    if (replayed := state.replayed()) is None:
         return drawn, unmasked
-    replays, token_ids, steps = found
+    replays, token_ids, steps = replayed
     rows = replays.rows
     at = rows.repeat_interleave(unmasked.shape[1])
     taken = take_tokens(

@@ -237,7 +237,7 @@ def test_every_option_mixed_in_one_batch_equals_each_alone(
         assert_same(alone(0, i), output)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(1)
 @on_every_device(
     [
         {},
@@ -268,7 +268,7 @@ def test_chunking_preemption_and_caching_change_nothing(
     assert bool(mixed_steps) == (changes.get("chunk_tokens") != 0)
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(2)
 @on_every_device([{}, {"max_num_seqs": 40, "block_size": 16}], on_gpu=2)
 @pytest.mark.parametrize(
     ("chunk_tokens", "used"),
@@ -366,7 +366,7 @@ YARN = {
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kind", "config"),
@@ -542,7 +542,7 @@ def test_a_row_as_large_as_the_cache_runs(tiny: CausalLM) -> None:
     assert [len(output.token_ids) for output in outputs] == [24] * 4
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @on_every_device([{}], on_gpu=1)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_row_with_nan_fails_alone(
@@ -569,7 +569,7 @@ def test_a_row_with_nan_fails_alone(
                 assert output.finish_reason == "error" and output.token_ids == []
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @on_every_device([{}], on_gpu=1)
 @pytest.mark.usefixtures("hopeful")
 def test_a_row_that_fails_while_it_decodes_keeps_what_it_had(

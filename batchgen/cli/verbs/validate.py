@@ -161,17 +161,17 @@ def _cell_check(config: AnyConstraintConfig, behind: bool, text: str) -> Check:
 
 def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, str | None]:
     """The outcome of a row (a key of `_MEANINGS`), and the reason if it is invalid or unchecked."""
-    said = constraint_outcome(row["finish_reason"], row["constraint_satisfied"])
-    if said == "error":
-        return said, None
+    outcome = constraint_outcome(row["finish_reason"], row["constraint_satisfied"])
+    if outcome == "error":
+        return outcome, None
     try:
         check = checks.of(row)
         if check is None:
             return "unconstrained", None
-        if said == "unconstrained":
+        if outcome == "unconstrained":
             return "invalid", "the row was not held to its constraint"
-        if said != "satisfied":
-            return said, None
+        if outcome != "satisfied":
+            return outcome, None
         reason = check(text)
     except Unchecked as why:
         return "unchecked", str(why)

@@ -104,11 +104,11 @@ def _columns(values: Sequence[float]) -> list[int]:
     """A column for each of some ascending values; one that is taken gives way to the right, and at
     the end to the left."""
     span = values[-1] - values[0]
-    found: list[int] = []
+    indices: list[int] = []
     for value in values:
         place = round((value - values[0]) / span * (_WIDTH - 1)) if span else _WIDTH // 2
-        found.append(max(place, found[-1] + 2) if found else place)
-    for at in range(len(found) - 1, -1, -1):
-        most = _WIDTH - 1 if at == len(found) - 1 else found[at + 1] - 2
-        found[at] = max(min(found[at], most), 0)
-    return found
+        indices.append(max(place, indices[-1] + 2) if indices else place)
+    for at in range(len(indices) - 1, -1, -1):
+        limit = _WIDTH - 1 if at == len(indices) - 1 else indices[at + 1] - 2
+        indices[at] = max(min(indices[at], limit), 0)
+    return indices

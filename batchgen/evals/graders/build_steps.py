@@ -106,15 +106,15 @@ def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequenc
     Raises:
         ConfigError: there will be no column that is scored.
     """
-    made = [column.name for step in post for column in step.columns]
+    names = [column.name for step in post for column in step.columns]
     scored, rows = config.column, [*columns, *_OF_ROWS]
-    if scored not in (MARK, *made, *rows):
+    if scored not in (MARK, *names, *rows):
         raise ConfigError(
             f"score.column: neither the steps of post nor the rows of the output have a column "
-            f"{scored!r}: choose among {some_names([*made, *rows], scored)}"
+            f"{scored!r}: choose among {some_names([*names, *rows], scored)}"
         )
-    marks = [name for name in made if name.endswith(f"_{MARK}")]
-    if scored == MARK and MARK not in made and marks:
+    marks = [name for name in names if name.endswith(f"_{MARK}")]
+    if scored == MARK and MARK not in names and marks:
         print(
             f"batchgen: warning: there will be no scores: these are made of the column {MARK}, and "
             f"the steps of post write {', '.join(marks)}: leave out the prefix of one of them, or "

@@ -90,16 +90,16 @@ class StepChain:
         if text is None:
             return values, None
         inside, left = self._parts
-        made = run_post_steps(inside, AnswerRow(text, fields, {}))
-        values |= made
-        if not left or made.get(GRADE_ERROR.name) is not None:
+        inside_values = run_post_steps(inside, AnswerRow(text, fields, {}))
+        values |= inside_values
+        if not left or inside_values.get(GRADE_ERROR.name) is not None:
             return values, None
         needed = [step.field_names for step in left]
         if None not in needed:
-            names = {name for given in needed for name in given or ()}
+            names = {name for needs in needed for name in needs or ()}
             fields = {name: fields[name] for name in names if name in fields}
         text = text if any(step.reads_text for step in left) else ""
-        return values, AnswerRow(text, fields, made)
+        return values, AnswerRow(text, fields, inside_values)
 
     @cached_property
     def takes_columns(self) -> bool:
@@ -157,13 +157,13 @@ def _put(column: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -
 
 def run_post_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:
     """The values of the steps' columns, and `grade_error` if a step failed; it ends the chain."""
-    made: _Values = {}
+    values: _Values = {}
     for step in steps:
         try:
-            made |= step.apply(AnswerRow(row.text, row.fields, {**row.values, **made}))
+            values |= step.apply(AnswerRow(row.text, row.fields, {**row.values, **values}))
         except GradeFailure as failure:
-            return made | _error(failure)
-    return made
+            return values | _error(failure)
+    return values
 
 
 class Grader:
@@ -181,13 +181,13 @@ class Grader:
     ) -> None:
         self.chain = StepChain(tuple(steps))
         self._pool: WorkerPool[AnswerRow, _Values] | None = None
-        own = sum(step.most_seconds for step in steps if isinstance(step, SelfTimedStep))
+        step_seconds = sum(step.most_seconds for step in steps if isinstance(step, SelfTimedStep))
         if any(step.isolated for step in steps):
             self._pool = WorkerPool(
                 self.chain.finish,
                 prepare=self.chain.prepare,
                 workers=workers,
-                seconds=seconds + own,
+                seconds=seconds + step_seconds,
                 memory_bytes=memory_bytes,
             )
 

@@ -60,10 +60,12 @@ class ChangedMarks:
         if not part.is_of_shard:
             return None
         try:
-            found = read_schema(part.path)
+            file_schema = read_schema(part.path)
             wanted = (*ROW_KEYS, MARK, _ANSWER)
-            both = [name for name in wanted if name in found.names and name in schema.names]
-            same = [name for name in both if found.field(name).type == schema.field(name).type]
+            both = [name for name in wanted if name in file_schema.names and name in schema.names]
+            same = [
+                name for name in both if file_schema.field(name).type == schema.field(name).type
+            ]
             if not {*ROW_KEYS, MARK} <= {*same}:
                 return None
             grades = read_columns(part.path, same)

@@ -111,10 +111,10 @@ class Marks:
             ConfigError: there is no sample, one comes twice, or a mark is not from 0 to 1.
         """
         columns = zip(*samples, strict=True)
-        given = dict(zip(Sample._fields, columns, strict=False))
-        if not given:
+        by_field = dict(zip(Sample._fields, columns, strict=False))
+        if not by_field:
             raise ConfigError(_NOTHING)
-        table = {name: pa.array(given[name], kind) for name, kind in SAMPLES.items()}
+        table = {name: pa.array(by_field[name], kind) for name, kind in SAMPLES.items()}
         rows = pa.table(table, schema=pa.schema(SAMPLES.items()))
         return Marks.of_table(rows, bounded=bounded)
 
@@ -158,8 +158,8 @@ class Marks:
 
     def has(self, kind: str) -> Bools:
         """[Q, K]: which samples are no_answer, truncated, error or grade_error."""
-        found: Bools = np.not_equal(self.kinds & _KINDS[kind], 0)
-        return found
+        present: Bools = np.not_equal(self.kinds & _KINDS[kind], 0)
+        return present
 
     def select(self, questions: Sequence[int] | Ints) -> Marks:
         """The table of these questions only, in this order."""

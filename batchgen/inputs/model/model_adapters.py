@@ -64,7 +64,7 @@ def with_adapters(
             "fewer: leave it false, and the adapter stands beside them"
         )
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
-    found = {}
+    by_name = {}
     for name, place in places.items():
         folder = _folder(name, place)
         _check_links(name, folder)
@@ -76,11 +76,11 @@ def with_adapters(
         else:
             model = with_adapter_tokenizer(name, adapter.folder, model)
         _warn_of_base(name, adapter, model)
-        found[name] = adapter
+        by_name[name] = adapter
     return replace(
         model,
-        adapters=found,
-        default_adapter=next(iter(found)) if only_one(adapters) else None,
+        adapters=by_name,
+        default_adapter=next(iter(by_name)) if only_one(adapters) else None,
         folds=fold,
         adapter_template=template == "adapter",
     )
@@ -89,8 +89,8 @@ def with_adapters(
 def adapter_files(adapter: AdapterFile, *, with_template: bool) -> list[Path]:
     """The files that decide what an adapter computes, and what prompts it reads if it also gives
     the tokenizer."""
-    own = tokenizer_files(adapter.folder) if with_template else []
-    return [adapter.folder / CONFIG, adapter.folder / WEIGHTS, *own]
+    files = tokenizer_files(adapter.folder) if with_template else []
+    return [adapter.folder / CONFIG, adapter.folder / WEIGHTS, *files]
 
 
 def _hub_name(path: str) -> re.Match[str] | None:

@@ -39,8 +39,8 @@ class Near(NamedTuple):
 def band_rows(near: float) -> int:
     """The bins of a band, with which FOUND of the pairs with this similarity are found."""
     least = 1 - (1 - FOUND) ** (1 / BANDS)  # the probability that one band must agree with
-    most = _MOST_BINS // BANDS
-    return most if near >= 1 else max(1, min(most, int(math.log(least) / math.log(near))))
+    limit = _MOST_BINS // BANDS
+    return limit if near >= 1 else max(1, min(limit, int(math.log(least) / math.log(near))))
 
 
 class NearDuplicates:

@@ -30,17 +30,17 @@ def changes_rows(steps: Sequence[Step]) -> bool:
 
 def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> dict[str, str]:
     """Versions of the steps and the content of what they read, by names for people."""
-    found = {}
+    fingerprints = {}
     for number, (step, config) in enumerate(zip(steps, configs, strict=True)):
         name = lasting_step_name(config.target)
-        found[f"version of {name}"] = str(step.version)
+        fingerprints[f"version of {name}"] = str(step.version)
         if isinstance(step, TableStep):
             try:
-                given = step.fingerprints()
+                of_step = step.fingerprints()
             except ConfigError as error:
                 raise ConfigError(f"rows[{number}] {type(step).__name__}: {error}") from None
-            found |= {f"rows[{number}] {name}.{what}": one for what, one in given.items()}
-    return found
+            fingerprints |= {f"rows[{number}] {name}.{what}": one for what, one in of_step.items()}
+    return fingerprints
 
 
 def _built(number: int, config: StepConfig) -> Step:

@@ -93,13 +93,13 @@ class _Exact:
         self._table, self._kept = HashTable(), SpillFile()
 
     def take(self, row: StepRow) -> Taken:
-        found = digest(key_text(row.fields, self._names))
-        value = int.from_bytes(found[:8], "little")
+        key = digest(key_text(row.fields, self._names))
+        value = int.from_bytes(key[:8], "little")
         for number in self._table.find(value):
             kept = self._kept.read(number)
-            if kept[:16] == found:
+            if kept[:16] == key:
                 return Dropped(f"same as {kept[16:].decode('utf-8', 'surrogatepass')}")
-        kept = found + row.id.encode("utf-8", "surrogatepass")
+        kept = key + row.id.encode("utf-8", "surrogatepass")
         self._table.add(value, self._kept.append(kept))
         return KEPT
 
@@ -119,8 +119,10 @@ class _Near:
         for name, text in zip(self._names, texts, strict=True):
             if not isinstance(text, str):
                 raise BadRow(f"column {name!r} must hold text to be compared, got {text!r:.50}")
-        found = self._texts.earlier(ngram_hashes("\n".join(texts), self._ngram), row.id)
-        return KEPT if found is None else Dropped(f"near {found.name}, {found.similarity:.2f}")
+        earlier = self._texts.earlier(ngram_hashes("\n".join(texts), self._ngram), row.id)
+        return (
+            KEPT if earlier is None else Dropped(f"near {earlier.name}, {earlier.similarity:.2f}")
+        )
 
     def close(self) -> None:
         self._texts.close()

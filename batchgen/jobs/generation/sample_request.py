@@ -37,10 +37,10 @@ class SampleRequest:
         error: RequestError | None = None,
         is_copied: bool = False,
     ) -> FinishedRow:
-        place, asked = (self.row_id, self.row_index, self.sample_index), self.request
+        place, request = (self.row_id, self.row_index, self.sample_index), self.request
         images = None
-        if not isinstance(asked, RequestError):
-            images = [image.reference for image in asked.images]
+        if not isinstance(request, RequestError):
+            images = [image.reference for image in request.images]
         return FinishedRow(
             *place,
             self.fields,

@@ -80,7 +80,7 @@ def sections(
         timeline: as in metrics.json.
         links: from the keys of the rows that the page has to their anchors.
     """
-    made = [
+    result = [
         _scores(job.score, report, links),
         _adapters(job),
         _row_steps(job),
@@ -92,7 +92,7 @@ def sections(
         _steps(job, facts),
         _experts(facts),
     ]
-    return [section for section in made if section.charts or section.table]
+    return [section for section in result if section.charts or section.table]
 
 
 def _row_steps(job: JobSummary) -> Section:

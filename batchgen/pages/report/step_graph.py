@@ -55,11 +55,11 @@ def step_graph(facts: PipelineFacts) -> Chart:
             shown = both_ends(line, max(int((box.width - 12) / _CHARACTER), 4))
             at = box.x + box.width / 2, box.y + 20 + 17 * place
             parts.append(text(shown, *at, "label" if place == 0 else "tick", "middle"))
-    said = "; ".join(
+    description = "; ".join(
         f"{first}: {second}" + (f", of {', '.join(parents[name])}" if parents[name] else "")
         for name, (first, second, _) in lines.items()
     )
-    return Chart("How rows go", "", drawing(parts, f"Steps: {said}", height))
+    return Chart("How rows go", "", drawing(parts, f"Steps: {description}", height))
 
 
 def _placed(

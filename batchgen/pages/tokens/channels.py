@@ -170,7 +170,7 @@ class HarmonyChannels:
         # A model that leaves the format out still answers.
         is_plain = not named[FINAL] and bool(named[None])
         answer = named[None] if is_plain else named[FINAL]
-        beside = [
+        others = [
             part.text
             for part in parts
             if not part.is_call and not part.is_header
@@ -180,7 +180,7 @@ class HarmonyChannels:
         channel = _ended_in(parts, is_plain)
         columns = {
             REASONING: _joined(named[ANALYSIS]),
-            COMMENTARY: _joined(beside),
+            COMMENTARY: _joined(others),
             "tool_calls": calls or None,
             CHANNEL: channel,
             **({} if answer else {TEXT: None}),
@@ -234,17 +234,17 @@ class HarmonyChannels:
 
 def _headed(pattern: re.Pattern[str], text: str) -> tuple[str, str]:
     """The word with which a text begins, if it is one of a pattern's, and the rest."""
-    found = pattern.match(text)
-    word = found and found[1]
-    return (word, text[found.end() :]) if found and word else ("", text)
+    match = pattern.match(text)
+    word = match and match[1]
+    return (word, text[match.end() :]) if match and word else ("", text)
 
 
 def _addressed(text: str) -> tuple[str | None, str]:
     """The tool for which a header is, and the header without that."""
-    found = _TO.match(text)
-    if found is None:
+    match = _TO.match(text)
+    if match is None:
         return None, text
-    return None if found[1] in _PEOPLE else found[1], text[found.end() :]
+    return None if match[1] in _PEOPLE else match[1], text[match.end() :]
 
 
 def _named(header: str) -> tuple[str | None, str]:

@@ -99,8 +99,8 @@ class Flips:
         first = self._jobs[0]
         places = {question.row_id: first.ids.find(question.row_id) for question in questions}
         hits = {place: [0] for place in sorted(p for p in places.values() if p is not None)}
-        found = row_lines(self._jobs, Search(first.rows, SampleFilter()), hits)
-        lines = {line.index: line for line in found}
+        shown_lines = row_lines(self._jobs, Search(first.rows, SampleFilter()), hits)
+        lines = {line.index: line for line in shown_lines}
         rows = []
         for question in questions:
             place, worse = places[question.row_id], question.b < question.a

@@ -114,12 +114,12 @@ def _read(reader: JobFolderReader, groups: Mapping[str, Any], user_path: str) ->
 
 def _tables(groups: Mapping[str, Any]) -> dict[int, str]:
     """The folders of jobs that steps of `rows` read, by the places of the steps."""
-    found = {}
+    tables = {}
     for place, step in enumerate(groups.get("rows") or ()):
         path = _options(step).get(_PATH)
         if isinstance(path, str) and (user_path(path, "rows") / "manifest.json").is_file():
-            found[place] = path
-    return found
+            tables[place] = path
+    return tables
 
 
 def _options(step: Mapping[str, Any]) -> Any:
@@ -164,5 +164,5 @@ def _set(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _composed(values: Mapping[str, Any]) -> dict[str, Any]:
     """All that the values of a job come to. Nothing of it runs."""
-    given = {**values, "output": {**values["output"], "dir": "."}}
-    return resolved(load_config(compose_groups(given).groups, TYPED))
+    with_folder = {**values, "output": {**values["output"], "dir": "."}}
+    return resolved(load_config(compose_groups(with_folder).groups, TYPED))

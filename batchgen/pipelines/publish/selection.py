@@ -53,8 +53,8 @@ def select(
     ]
     schema = set_schema(jobs, taken)
     lineage = [job_lineage(job) for job in jobs]
-    asked = {**asdict(choice), "columns": columns, "text_as": text_as}
-    request = request_digest({"asked": asked, "jobs": [one["digest"] for one in lineage]})
+    wanted_set = {**asdict(choice), "columns": columns, "text_as": text_as}
+    request = request_digest({"asked": wanted_set, "jobs": [one["digest"] for one in lineage]})
     if is_there(out, request):
         return Selected(0, (), is_new=False)
     places, funnel = choose(jobs, choice)
@@ -64,7 +64,7 @@ def select(
         "format": SET_FORMAT,
         "kind": "rows",
         "request": request,
-        "asked": asked,
+        "asked": wanted_set,
         "text_column": text_as,
         "funnel": funnel.steps,
         "jobs": lineage,

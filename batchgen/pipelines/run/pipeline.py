@@ -139,10 +139,10 @@ def compose_pipeline(
     for name, judges in pipeline.panels.items():
         check_panel(name, {one: steps[one].config.sampling for one in judges})
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
-    most = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
-    most_errors = convert(most, float, MOST_ERRORS)
+    limit = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
+    most_errors = convert(limit, float, MOST_ERRORS)
     if not 0 <= most_errors <= 1:
-        raise ConfigError(f"{MOST_ERRORS} must be a share from 0 to 1, got {most}")
+        raise ConfigError(f"{MOST_ERRORS} must be a share from 0 to 1, got {limit}")
     exports = read_exports(pipeline, ordered)
     pushes = read_pushes(pipeline, ordered, exports, trust)
     return Pipeline(out, ordered, exports, pushes, most_errors)
@@ -151,18 +151,18 @@ def compose_pipeline(
 def in_order(reads: Mapping[str, Sequence[str]]) -> list[str]:
     """The steps so that each comes behind those that it reads, and otherwise as they are given;
     ConfigError for a circle."""
-    found: list[str] = []
+    ordered: list[str] = []
     left = dict(reads)
     while left:
-        free = next((n for n, others in left.items() if set(others) <= set(found)), None)
+        free = next((n for n, others in left.items() if set(others) <= set(ordered)), None)
         if free is None:
             raise ConfigError(
                 f"steps read each other in a circle: {' → '.join(_circle(left))}: leave out one "
                 f"{FROM}"
             )
-        found.append(free)
+        ordered.append(free)
         del left[free]
-    return found
+    return ordered
 
 
 def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:

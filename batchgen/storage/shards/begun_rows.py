@@ -41,7 +41,7 @@ class BegunRow(NamedTuple):
 
 def begun_schema(schema: OutputSchema) -> pa.Schema:
     """The schema of the records of a job with these columns."""
-    own = [
+    fields = [
         *(schema.arrow.field(name).remove_metadata() for name in KEYS),
         pa.field(_KEY, pa.binary()),
         pa.field(_START, pa.int32()),
@@ -49,7 +49,7 @@ def begun_schema(schema: OutputSchema) -> pa.Schema:
     ]
     names = [*schema.counts, *(column.name for column in _columns(schema))]
     values = [schema.arrow.field(name).remove_metadata() for name in names]
-    return pa.schema([*own, *values], metadata=_VERSION)
+    return pa.schema([*fields, *values], metadata=_VERSION)
 
 
 def _columns(schema: OutputSchema) -> list[OutputColumn]:
@@ -120,11 +120,11 @@ class BegunRows:
 
     def longest(self, opened: OpenShard | None) -> set[int]:
         """The attempts that have the longest records of rows that are not done."""
-        found = set()
+        numbers = set()
         for (row, sample), chains in self._rows.items():
             if chains and (opened is None or sample in opened.missing(row)):
-                found.add(max(chains, key=lambda attempt: (chains[attempt].length, attempt)))
-        return found
+                numbers.add(max(chains, key=lambda attempt: (chains[attempt].length, attempt)))
+        return numbers
 
     def find(
         self,
@@ -206,10 +206,10 @@ class BegunRecords:
         key: Callable[[], bytes],
     ) -> Begun | None:
         """What was recorded of a sample of a row of an open shard; see `BegunRows.find`."""
-        if (found := self._rows.get(number)) is None:
-            found = self._rows[number] = self._read(number)
+        if (begun := self._rows.get(number)) is None:
+            begun = self._rows[number] = self._read(number)
         failed = opened.is_failed(row_index, sample_index)
-        return found.find(row_index, sample_index, key, self._schema, retried=failed)
+        return begun.find(row_index, sample_index, key, self._schema, retried=failed)
 
     def write(self, number: int, rows: Sequence[BegunRow]) -> None:
         """Record what rows of a shard have generated. If another worker has deleted the shard's
@@ -224,8 +224,8 @@ def _values(part: tuple[pa.RecordBatch, int], name: str) -> npt.NDArray[Any]:
     values = batch.column(name).slice(place, 1).flatten()
     while pa.types.is_fixed_size_list(values.type):
         values = values.flatten()
-    found: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
-    return found
+    array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return array
 
 
 def _counts(batch: pa.RecordBatch, index: int, names: Sequence[str]) -> Mapping[str, int]:

@@ -36,8 +36,8 @@ def shard_path(data: Path, shard: int) -> Path:
 def shard_files(data: Path, names: Iterable[str] | None = None) -> dict[int, Path]:
     """The published shards of a data folder, in order; `names` is what is in it,
     if that is known."""
-    found = sorted(os.listdir(data) if names is None else names)
-    matches = ((_NAME.fullmatch(name), name) for name in found)
+    sorted_names = sorted(os.listdir(data) if names is None else names)
+    matches = ((_NAME.fullmatch(name), name) for name in sorted_names)
     return {int(match[1]): data / name for match, name in matches if match}
 
 
@@ -77,8 +77,8 @@ class ResumeState:
 
     @staticmethod
     def decoded(content: bytes) -> ResumeState:
-        found = json.loads(content)
-        return ResumeState({n: _decoded(extent) for n, extent in found["extents"]}, found["rows"])
+        values = json.loads(content)
+        return ResumeState({n: _decoded(extent) for n, extent in values["extents"]}, values["rows"])
 
 
 def _encoded(extent: Extent) -> dict[str, Any]:
@@ -219,9 +219,9 @@ def _greatest(meta: pq.FileMetaData, column: int) -> int:
 def read_columns(path: Source, columns: Sequence[str]) -> pa.Table:
     """Some columns of a published shard, in this order; JobError if it is damaged."""
     with CheckedFile(path) as file:
-        found = file.read(columns)
+        table = file.read(columns)
     try:
-        return found.select(columns)
+        return table.select(columns)
     except KeyError as error:
         raise damaged(path, f"it has no column {error}") from error
 

@@ -286,7 +286,7 @@ def test_keys_and_values_in_fp8(kind: str, window: int | None, dtype: torch.dtyp
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("window", [100, 600, 2000, *map(ChunkWindow, (128, 600))])
 def test_splits_of_a_window(window: int) -> None:
     """A window of several splits, and sinks where they are combined."""

@@ -147,7 +147,7 @@ def marks_of(mode: int, rule: int, length: int) -> list[pytest.MarkDecorator]:
     return [] if is_quick else [pytest.mark.slow]
 
 
-@pytest.mark.quick(25)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("length", "rule", "mode"),
     [
