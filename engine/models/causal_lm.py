@@ -173,7 +173,7 @@ class CausalLM(TokenModel):
         self.form = form and form.renamed(self._module_name)
         self.skipped_parts: tuple[str, ...] = ()
         self.visual = self._vision_tower() if vision else None
-        self.turns_apart = vision or config.rope_border is not None
+        self.turns_apart, self.turns_by_axes = vision or config.rope_border is not None, vision
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
             Embedding(

@@ -211,7 +211,7 @@ class DenseForCausalLM(CausalLM):
         ropes = family.layer_ropes or (family.rope,) * self.config.num_layers
         vision = self.config.vision
         sections, take_turns = None, True
-        if vision is not None and self.turns_apart:
+        if vision is not None and self.turns_by_axes:
             sections, take_turns = vision.mrope_sections, vision.mrope_interleaved
         size = family.rotary_dim
         tables = {

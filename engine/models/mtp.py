@@ -46,6 +46,7 @@ class MTPHead(TokenModel):
         super().__init__()
         self.device, self.dtype = target.device, target.dtype
         self.parallel, self.turns_apart = target.parallel, target.turns_apart
+        self.turns_by_axes = target.turns_by_axes
         self.hidden_size, self.vocab_size = target.hidden_size, target.vocab_size
         size = target.hidden_size
         self.pre_fc_norm_embedding = target.make_norm()

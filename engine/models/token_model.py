@@ -52,6 +52,7 @@ class TokenModel(nn.Module, ABC):
     lora: LoRAState | None = None  # the adapters beside the layers; None without any
     # Whether tokens may be turned by other positions than their own (`rope_positions`).
     turns_apart: bool = False
+    turns_by_axes: bool = False  # whether these may have three axes
     # Once packed: why a token's bits depend on its batch, in words for the user; None if they do
     # not, and on a GPU, where batchgen makes no such promise.
     batch_dependence: str | None = None

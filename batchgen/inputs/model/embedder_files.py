@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.engine.interface.hidden_columns import Pooling
-from batchgen.engine.loading.safetensors_files import read_json
 from batchgen.util.shorten import some_names
 
 MODULES = "modules.json"
@@ -73,6 +72,8 @@ def checkpoint_pooling(path: Path) -> Pooling | None:
         raise ValueError(
             f"{file} is missing, which says how the model pools: fetch it, or {instead}"
         )
+    from batchgen.engine.loading.safetensors_files import read_json  # it loads torch
+
     values = read_json(file)
     modes = values.get("pooling_mode")
     if modes is None:

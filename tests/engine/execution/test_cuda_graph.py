@@ -352,7 +352,7 @@ def check_replays(
         assert torch.equal(after[others], before[others]), "a slot of no token of the batch"
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tile", "worth"),
     some_slow(

@@ -177,13 +177,14 @@ def test_matches_float64(
     )  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_own_config_of_large_heads(head_dim: int, dtype: torch.dtype) -> None:
     check(make_case([70, 5], head_dim=head_dim, group=4, dtype=dtype), config=None)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("width", "group", "block_length", "dtype"),
     [
@@ -206,6 +207,7 @@ def test_the_only_query_of_a_row_sees_no_more_of_its_block(same_bits: SameBits) 
     same_bits(run(case._replace(block_length=32)), run(case))
 
 
+@pytest.mark.thorough
 def test_a_block_that_lies_across_two_splits_is_full() -> None:
     case = make_case([130], width=24, block_length=24, group=1)  # of positions 120 and on
     nan_key = case.tables[0, 128 // 16]
@@ -243,12 +245,14 @@ def test_splits_of_keys_and_values_in_fp8(dtype: torch.dtype) -> None:
     check(case, config=None)
 
 
+@pytest.mark.thorough
 def test_long_contexts_have_equal_splits() -> None:
     case = make_case([600, 40, 300], head_dim=16)
     assert plan_of(case, max_splits=4).splits.tolist() == [3, 1, 3]  # of 256, 64 and 128 tokens
     check(case, max_splits=4)
 
 
+@pytest.mark.thorough
 def test_combines_more_splits_than_a_chunk() -> None:
     check(make_case([64 * 17 + 1], head_dim=96, group=8), max_splits=32)
 
@@ -266,6 +270,7 @@ def test_row_has_the_same_bits_alone(width: int, block_length: int, same_bits: S
     same_bits(run(case.rows([4, 3, 1])), together[[4, 3, 1]].flatten(0, 1))
 
 
+@pytest.mark.thorough
 def test_bits_do_not_depend_on_the_table_width(same_bits: SameBits) -> None:
     case = make_case([65, 130], spare=20)
     narrow = case._replace(tables=case.tables[:, :9].contiguous())

@@ -206,7 +206,7 @@ def test_equals_float64(data: st.DataObject) -> None:
         torch.testing.assert_close(gathered, rows.run(config), rtol=0, atol=0)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [
@@ -335,6 +335,7 @@ def test_chunks_of_whole_blocks_change_no_bit(dtype: torch.dtype, same_bits: Sam
         same_bits(torch.cat(chunks), prompt)
 
 
+@pytest.mark.thorough
 def test_a_nan_key_reaches_only_the_queries_that_read_it(same_bits: SameBits) -> None:
     rows = make_rows([40, 20], [10, 0])
     clean = rows.run()
@@ -350,6 +351,7 @@ def test_a_nan_key_reaches_only_the_queries_that_read_it(same_bits: SameBits) ->
         same_bits(out[~hit], clean[~hit])
 
 
+@pytest.mark.thorough
 def test_large_scores() -> None:
     rows = make_rows([33], [20])
     rows.cache.key.mul_(300)

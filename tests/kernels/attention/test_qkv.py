@@ -121,6 +121,7 @@ def test_more_heads_than_a_program_takes() -> None:
     check(make_case(3, 20, 10, 256, torch.float32, norm=True))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 8), (96, 24), (256, 64)])
 def test_some_pairs_are_rotated_and_norms_are_wide(
@@ -134,6 +135,7 @@ def test_some_pairs_are_rotated_and_norms_are_wide(
     assert torch.equal(q, prepare_qkv_reference(*fresh(case._replace(cos_sin=whole.flatten(1)))))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_pair_is_rotated(dtype: torch.dtype) -> None:
     """Queries stay as they are, for layers without rotary embedding."""
@@ -149,6 +151,7 @@ def test_a_narrower_cache(norm: bool) -> None:
     check(make_case(5, 4, 2, 32, torch.float32, norm=norm, cache_dtype=torch.bfloat16))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy, in the interpreter
 @pytest.mark.parametrize("run", [prepare_qkv_triton, prepare_qkv_reference])
 @pytest.mark.parametrize("norm", [False, True])

@@ -172,6 +172,7 @@ def test_a_row_in_a_batch_has_the_bits_that_it_has_alone() -> None:
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_token_that_is_not_finite_harms_those_that_see_it() -> None:
     case = make_case([(6, 30), (6, 30)], block_size=4)
     block = case.meta.block_tables[0, 27 // 4]
@@ -195,6 +196,7 @@ def test_every_kind_of_part_finds_its_form(rows: list[tuple[int, int]], width: i
     check(found, case)
 
 
+@pytest.mark.thorough
 def test_parts_write_their_own_tokens_of_one_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step, an absorbed prefill and an expanded one."""
     monkeypatch.setattr(expanded_triton, "_LEAST_TOKENS", 20)
