@@ -76,6 +76,6 @@ def short_user_path(typed: str | os.PathLike[str], key: str) -> Path:
 
 def user_cache() -> Path:
     """batchgen's folder in the cache of this user, $XDG_CACHE_HOME or ~/.cache."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = given if given.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = folder if folder.is_absolute() else Path(os.path.expanduser("~/.cache"))
     return base / "batchgen"

@@ -58,7 +58,10 @@ class KeywordNames:
     def _unknown(self, name: str) -> str:
         if name in self.elsewhere:
             return f"{self.function}: {name} is no argument: {self.elsewhere[name]}"
-        known = [*self.keywords, *(name for name, own in self.same.items() if own in self.keywords)]
+        known = [
+            *self.keywords,
+            *(name for name, name_here in self.same.items() if name_here in self.keywords),
+        ]
         near = difflib.get_close_matches(name, known, n=1)
         hint = (
             f"did you mean {near[0]}?"

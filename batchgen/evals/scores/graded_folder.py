@@ -66,8 +66,8 @@ class GradedJob:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Those of the job's manifest."""
-        found: dict[str, str] = self._reader.manifest["fingerprints"]
-        return found
+        fingerprints: dict[str, str] = self._reader.manifest["fingerprints"]
+        return fingerprints
 
     @cached_property
     def columns(self) -> list[str]:

@@ -81,9 +81,9 @@ def renamed(rename: Mapping[str, str], columns: Iterable[str]) -> dict[str, str]
             raise ConfigError(
                 f"dataset.rename: no column {name!r}: choose among {some_names(names, name)}"
             )
-    given = list(names.values())
+    new_names = list(names.values())
     for name, new in rename.items():
-        if given.count(new) > 1:
+        if new_names.count(new) > 1:
             raise ConfigError(
                 f"dataset.rename: {name!r} cannot become {new!r}, which is a column already: "
                 "choose another name, or rename that one, too"

@@ -72,8 +72,8 @@ class OpenedModel:
         count from the last. Raises ValueError for one that it lacks or that is named twice."""
         last = self.config.num_layers
         layers = tuple(layer + last + 1 if layer < 0 else layer for layer in indices)
-        given = zip(indices, layers, strict=True)
-        if outside := [one for one, layer in given if not 0 <= layer <= last]:
+        pairs = zip(indices, layers, strict=True)
+        if outside := [one for one, layer in pairs if not 0 <= layer <= last]:
             raise ValueError(
                 f"hidden_layers has {outside[0]}, and the model has {last} layers: choose among 0 "
                 f"(the embedding of tokens) to {last} (behind the last layer and the norm), or -1"
@@ -176,9 +176,9 @@ class OpenedModel:
         form, packed = self.form(units_of(target, torch_dtype)), self.config.form
         name = str(torch_dtype).removeprefix("torch.")
         if form is not None and not form.native:
-            given = format_name(form)
+            as_form = format_name(form)
             print(
-                f"model: this device does not compute in {given}, so weights in {given} are "
+                f"model: this device does not compute in {as_form}, so weights in {as_form} are "
                 f"dequantised to {name}",
                 file=sys.stderr,
                 flush=True,

@@ -104,12 +104,12 @@ class BodyPrompt:
     def _body(self, row: Row) -> dict[str, Any]:
         """The body of a row with either `messages` or a good `prompt`."""
         try:
-            found = json_cell(value_at(row.fields, self._path))
+            cell = json_cell(value_at(row.fields, self._path))
         except ValueError as error:
             raise self._bad(str(error)) from None
-        if not isinstance(found, Mapping):
-            raise self._bad(f"must hold the body of a request, got {short_value(found)}")
-        body = {key: value for key, value in found.items() if value is not None}
+        if not isinstance(cell, Mapping):
+            raise self._bad(f"must hold the body of a request, got {short_value(cell)}")
+        body = {key: value for key, value in cell.items() if value is not None}
         if ("messages" in body) == ("prompt" in body):
             raise self._bad("must have either messages or a prompt")
         if "prompt" in body:

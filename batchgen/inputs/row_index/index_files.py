@@ -157,11 +157,11 @@ class IndexReader:
         """A row of the job."""
         number = bisect_right(self._ends, index)
         at = index - (self._ends[number - 1] if number else 0)
-        group, place = divmod(at, GROUP)
+        group, offset = divmod(at, GROUP)
         if self._group[:2] != (number, group):
             table = self._file(number).read_row_group(group)
             self._group = (number, group, list(self._folder.made_rows(table)))
-        return self._group[2][place]
+        return self._group[2][offset]
 
     def _file(self, number: int) -> pq.ParquetFile:
         if number not in self._files:

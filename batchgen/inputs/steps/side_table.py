@@ -44,19 +44,19 @@ class SideTable:
     def features(self, columns: Sequence[str]) -> Mapping[str, Any]:
         """What the columns hold, those that are asked for among them; ConfigError if one of these
         is not there."""
-        found = dict(self._source(columns).features)
+        features = dict(self._source(columns).features)
         if self._is_job:
             from datasets import Value
 
             for name in (ROW_ID, ANSWER_ID):
-                found.setdefault(name, Value("string"))
+                features.setdefault(name, Value("string"))
         for column in columns:
-            if column_path(column, found) is None:
-                near = some_names(found, column)
+            if column_path(column, features) is None:
+                near = some_names(features, column)
                 raise ConfigError(
                     f"path: {self._path} has no column {column!r}: choose among {near}"
                 )
-        return found
+        return features
 
     def rows(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         """The fields of the rows, at least these columns."""
@@ -85,8 +85,8 @@ def of_table(path: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        said = str(error).removeprefix("dataset.")
-        raise ConfigError(said if said.startswith("path:") else f"path: {path}: {said}") from None
+        text = str(error).removeprefix("dataset.")
+        raise ConfigError(text if text.startswith("path:") else f"path: {path}: {text}") from None
 
 
 def _opened(

@@ -142,9 +142,9 @@ def _checked_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
     mark = secrets.token_hex(16)
     between = f',"{mark}",'
     with _without_collections():
-        found = json.loads(f"[{between.join(texts)}]", object_pairs_hook=unique_members)
-    rows: list[dict[str, Any]] = found[::2]
-    if found[1::2] != [mark] * (len(texts) - 1) or set(map(type, rows)) != {dict}:
+        parsed = json.loads(f"[{between.join(texts)}]", object_pairs_hook=unique_members)
+    rows: list[dict[str, Any]] = parsed[::2]
+    if parsed[1::2] != [mark] * (len(texts) - 1) or set(map(type, rows)) != {dict}:
         raise ValueError("a row is no JSON object on one line")
     return rows
 

@@ -56,20 +56,20 @@ def model_fingerprints(
     config: JobConfig, model: OpenedModel, others: Mapping[str, OpenedModel], dtype: torch.dtype
 ) -> dict[str, str]:
     """Digests by name. Every file of the models is read, unless its digest is known from before."""
-    found = {
+    fingerprints = {
         "model": fingerprint_files(model_files(model.path)),
         # `auto` may mean another dtype on another machine, and that gives other tokens.
         "dtype": str(dtype).removeprefix("torch."),
     }
     if (weights := model.weights_text(dtype, config.engine.device)) is not None:
-        found["weights"] = weights  # of FP8 is computed with only where the device can
-    found |= _adapter_fingerprints(config, model)
+        fingerprints["weights"] = weights  # of FP8 is computed with only where the device can
+    fingerprints |= _adapter_fingerprints(config, model)
     for name, other in others.items():
-        found[f"{name}_model"] = fingerprint_files(model_files(other.path))
+        fingerprints[f"{name}_model"] = fingerprint_files(model_files(other.path))
     if (constraint := config.params.constraint) is not None:
         # The configuration is compared without the order of keys, in which the row writes them.
-        found["constraint"] = fingerprint_text(constraint.text)
-    return found
+        fingerprints["constraint"] = fingerprint_text(constraint.text)
+    return fingerprints
 
 
 def _adapter_fingerprints(config: JobConfig, model: OpenedModel) -> dict[str, str]:

@@ -58,12 +58,12 @@ def read_costs(storage: Storage, path: Path) -> Costs:
 
 def shard_costs(storage: Storage, shard: int) -> Costs:
     """The seconds of each row of a shard that was measured; JobError for a damaged file."""
-    found = Costs()
+    costs = Costs()
     for number, path in cost_files(storage):
         if number == shard:
             for key, seconds in read_costs(storage, path).items():
-                found[key] = found.get(key, 0.0) + seconds
-    return found
+                costs[key] = costs.get(key, 0.0) + seconds
+    return costs
 
 
 def write_costs(storage: Storage, path: Path, costs: Mapping[tuple[int, int], float]) -> None:

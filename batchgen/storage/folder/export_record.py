@@ -117,6 +117,6 @@ def content_digest(path: Path) -> str | None:
     for file in files:
         name = "" if file == path else file.relative_to(path).as_posix()
         with file.open("rb") as content:
-            own = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16))
-        digest.update(name.encode() + b"\0" + own.digest())
+            file_digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16))
+        digest.update(name.encode() + b"\0" + file_digest.digest())
     return digest.hexdigest()
