@@ -45,7 +45,8 @@ class Trust:
     @classmethod
     def of(cls, sources: Sequence[Path], trusted: Sequence[str], overrides: Sequence[str]) -> Self:
         """The user's word for a configuration that is read from `sources` with typed arguments, of
-        which he trusts those named by `--trust`; ConfigError if nothing is read from one of these.
+        which he trusts those named by `--trust`. Raises ConfigError if nothing is read from one of
+        these.
         """
         known = [user_path(path, "--trust").resolve() for path in trusted]
         homes = {source: {source.resolve(), *source.resolve().parents} for source in sources}

@@ -36,7 +36,8 @@ def pooled_samples(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def arm_values_of(table: pa.Table, by: str) -> list[str | None]:
-    """The values of a column, each of which makes an arm; ConfigError if there are too many."""
+    """The values of a column, each of which makes an arm. Raises ConfigError if there are too
+    many."""
     values: list[str | None] = table[by].unique().to_pylist()
     if len(values) > _MOST_VALUES:
         raise ConfigError(

@@ -19,7 +19,7 @@ Step = TableStep | RowStep
 
 
 def build_rows(configs: Sequence[StepConfig]) -> tuple[Step, ...]:
-    """The steps of `rows`; ConfigError for a mistake in one."""
+    """The steps of `rows`. Raises ConfigError for a mistake in one."""
     return tuple(_built(number, config) for number, config in enumerate(configs))
 
 

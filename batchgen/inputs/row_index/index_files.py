@@ -89,7 +89,7 @@ class IndexFolder:
             yield IndexRow(row["row_index"], tuple(row["path"]), stored, failure)
 
     def open(self, number: int) -> pq.ParquetFile:
-        """A part of the index; JobError if it is damaged or of another job."""
+        """A part of the index. Raises JobError if it is damaged or of another job."""
         path = self.part(number)
         try:
             self._download(path)

@@ -204,8 +204,8 @@ def _wrong_quote(form: CsvForm, error: csv.Error) -> str:
 def _with_clear_escapes(
     file: Path, lines: Iterable[str], form: CsvForm, escape: str
 ) -> Iterator[str]:
-    """The lines; ConfigError for an escape character that stands before anything else than what
-    it makes text, since readers differ in what that means."""
+    """The lines. Raises ConfigError for an escape character that stands before anything else than
+    what it makes text, since readers differ in what that means."""
     special = "".join({escape, form.delimiter, form.quotes or '"', '"', "\n"})
     clear = re.compile(rf"{re.escape(escape)}(?:[{re.escape(special)}]|\r(?!\n))")
     for number, line in enumerate(lines, 1):

@@ -208,8 +208,8 @@ class Scanner:
         return read
 
     def _read(self, row: Row) -> ReadRow:
-        """The prompt and the parameters of a row, whose constraint is noted; RequestError if it
-        has no prompt, or its columns cannot be copied."""
+        """The prompt and the parameters of a row, whose constraint is noted. Raises RequestError if
+        it has no prompt, or its columns cannot be copied."""
         reading = self._reading
         reading.check(row)
         if row.failure is not None:

@@ -81,7 +81,7 @@ class LockFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The lock in a file; ConfigError if it is none."""
+        """The lock in a file. Raises ConfigError if it is none."""
         if path.is_file() and path.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{path} is no lock file: it has more than {MOST_BYTES >> 20} MiB")
         values, locations = read_job_file(path)

@@ -126,8 +126,8 @@ class Pipeline:
 def compose_pipeline(
     pipeline: PipelineValues, trust: Trust, folders: Sequence[Path] = ()
 ) -> Pipeline:
-    """The pipeline with all its jobs checked; ConfigError for a mistake in one of them, or in what
-    they read of each other. `folders` have further choices."""
+    """The pipeline with all its jobs checked. Raises ConfigError for a mistake in one of them, or
+    in what they read of each other. `folders` have further choices."""
     out = user_folder(pipeline.out, "output.dir")
     steps = {}
     for name, step in pipeline.steps.items():

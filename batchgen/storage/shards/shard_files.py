@@ -217,7 +217,7 @@ def _greatest(meta: pq.FileMetaData, column: int) -> int:
 
 
 def read_columns(path: Source, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a published shard, in this order; JobError if it is damaged."""
+    """Some columns of a published shard, in this order. Raises JobError if it is damaged."""
     with CheckedFile(path) as file:
         table = file.read(columns)
     try:

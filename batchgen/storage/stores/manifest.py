@@ -117,7 +117,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """The manifest that a file holds, or ConfigError if it is none or has another format
+        """The manifest that a file holds. Raises ConfigError if it is none or has another format
         version."""
         try:
             values = json.loads(content)

@@ -73,7 +73,7 @@ class Cursor:
 
     @contextmanager
     def deeper(self) -> Iterator[None]:
-        """Count a level of nesting; NotRead if there are too many."""
+        """Count a level of nesting. Raises NotRead if there are too many."""
         if self._depth >= _MOST_DEPTH:
             raise NotRead
         self._depth += 1

@@ -173,8 +173,8 @@ def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
 def config_of(
     reader: JobFolderReader, user_path: str, overrides: Sequence[str], trusted: Sequence[str]
 ) -> JobConfig:
-    """The configuration of a job's folder, with what was typed; ConfigError if it is not there, or
-    names code that the user does not trust."""
+    """The configuration of a job's folder, with what was typed. Raises ConfigError if it is not
+    there, or names code that the user does not trust."""
     path = reader.path / CONFIG
     if not path.is_file():
         raise ConfigError(

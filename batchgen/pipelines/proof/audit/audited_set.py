@@ -61,7 +61,7 @@ def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow
 
 def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifest]:
     """The configuration of a job by group, as far as it decides rows, and its manifest, as the set
-    has them; ConfigError if the set does not hold enough."""
+    has them. Raises ConfigError if the set does not hold enough."""
     assert rows.facts is not None
     jobs = {Path(one["path"]).name: one for one in rows.facts["jobs"]}
     known = jobs.get(Path(folder).name)

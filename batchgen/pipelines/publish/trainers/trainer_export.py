@@ -66,8 +66,8 @@ def export_for(
 def lines_of(
     rows: FinishedRows, request: ExportRequest, out: Path | None
 ) -> OpenAILines | TrainerRows | TokenRows:
-    """What makes the lines of a format; ConfigError for all that can be refused before there is a
-    row."""
+    """What makes the lines of a format. Raises ConfigError for all that can be refused before there
+    is a row."""
     form = _form(request, out)
     if request.to == "openai":
         return OpenAILines(rows, request.where, request.reasoning)
