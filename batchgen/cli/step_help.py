@@ -44,14 +44,14 @@ def _step_help(name: str) -> str:
     about, _, attributes = inspect.cleandoc(cls.__doc__).partition("\nAttributes:\n")
     lines = [name]
     lines += [f"    {line}".rstrip() for line in about.rstrip().split("\n")]
-    texts = _said(attributes)
+    texts = _attribute_texts(attributes)
     for field in dataclasses.fields(cls):
         lines.append(f"  {field.name.rstrip('_')}: {_default(field)}")
         lines += [f"    {line}" for line in texts.get(field.name, ())]
     return "\n".join(lines)
 
 
-def _said(attributes: str) -> dict[str, list[str]]:
+def _attribute_texts(attributes: str) -> dict[str, list[str]]:
     """What a docstring says of each attribute, by lines."""
     texts: dict[str, list[str]] = {}
     name = ""

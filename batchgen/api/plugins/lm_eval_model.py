@@ -153,7 +153,7 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to one of its `until`."""
-        text_requests = [self._asked(one) for one in requests]
+        text_requests = [self._text_request(one) for one in requests]
         texts = each_once(text_requests, self.answers.generate)
         results = []
         for one, text in zip(requests, texts, strict=True):
@@ -162,7 +162,7 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
             self.cache_hook.add_partial("generate_until", one.args, results[-1])
         return results
 
-    def _asked(self, request: Instance) -> TextRequest:
+    def _text_request(self, request: Instance) -> TextRequest:
         context, arguments = request.args
         name = _name(request)
         rest = dict(normalize_gen_kwargs(arguments, MOST_GENERATED))

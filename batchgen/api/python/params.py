@@ -106,7 +106,7 @@ class SamplingParams:
 
     def replace(self, **options: Unpack[SamplingOptions]) -> SamplingParams:
         """These parameters with some replaced."""
-        return SamplingParams(**{**self._given(), **_NAMES.ours(options)})
+        return SamplingParams(**{**self._non_defaults(), **_NAMES.ours(options)})
 
     def __getattr__(self, name: str) -> Any:
         if name not in _HINTS:
@@ -114,10 +114,10 @@ class SamplingParams:
         return getattr(self.request, name)
 
     def __repr__(self) -> str:
-        values = self._given()
+        values = self._non_defaults()
         return f"SamplingParams({', '.join(f'{name}={values[name]!r}' for name in values)})"
 
-    def _given(self) -> dict[str, Any]:
+    def _non_defaults(self) -> dict[str, Any]:
         """The arguments that make these parameters, without those that have their default."""
         values = {"n": self.n, **{name: getattr(self.request, name) for name in _HINTS}}
         if self.request.max_new_tokens == NO_LIMIT:

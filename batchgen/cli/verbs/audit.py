@@ -43,7 +43,7 @@ Rows are drawn by --seed, or at random without it, so that nobody can prepare fo
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    args = _given(arguments)
+    args = _parsed_arguments(arguments)
     from batchgen.pipelines.proof.audit.audited_folder import audit_steps
 
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(not all_equal)
 
 
-def _given(arguments: Sequence[str]) -> Namespace:
+def _parsed_arguments(arguments: Sequence[str]) -> Namespace:
     parser = VerbParser("audit", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the output.dir of a job or of a pipeline")
     parser.add_argument(

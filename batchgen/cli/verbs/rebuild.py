@@ -30,7 +30,7 @@ must have the digests in the lock.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    args = _given(arguments)
+    args = _parsed_arguments(arguments)
     path = user_path(args.file, "FILE")
     from batchgen.pipelines.proof.lock_file import LockFile
     from batchgen.pipelines.proof.locked_jobs import locked_jobs
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(not equal)
 
 
-def _given(arguments: Sequence[str]) -> Namespace:
+def _parsed_arguments(arguments: Sequence[str]) -> Namespace:
     parser = VerbParser("rebuild", _ABOUT)
     parser.add_argument("file", metavar="FILE", help="what `batchgen lock` has written")
     parser.add_argument(

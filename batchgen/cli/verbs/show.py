@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     if not args.json:
         print(status_line(reader, args.out))
     if args.row is not None:
-        view.print(_found(reader, args.row, args.sample), whole=True)
+        view.print(_samples_of_row(reader, args.row, args.sample), whole=True)
         return 0
     if args.errors:
         _print_errors(reader, args.sample, as_json=args.json)
@@ -81,7 +81,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _found(reader: JobFolderReader, row_id: str, sample: int | None) -> list[dict[str, Any]]:
+def _samples_of_row(
+    reader: JobFolderReader, row_id: str, sample: int | None
+) -> list[dict[str, Any]]:
     """The finished samples of a row; if there are none, the error names what is near."""
     rows = list(reader.find(row_id))
     if matching := list(of_sample(rows, sample)):

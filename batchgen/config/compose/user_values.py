@@ -63,7 +63,7 @@ class UserValues:
             group = key.partition(".")[0] if isinstance(key, str) else ""
             if key == EXPERIMENT:
                 for name in value if isinstance(value, list) else [value]:
-                    self.experiments.append(self._known(key, name, self.at(key)))
+                    self.experiments.append(self._checked_choice(key, name, self.at(key)))
             elif group in STEP_LISTS:
                 self._add_steps(str(key), value, self.at(str(key)))
             elif key == "defaults":
@@ -79,7 +79,7 @@ class UserValues:
             elif isinstance(value, dict):
                 self._add_group(group, dict(value))
             elif value is not None:
-                self.choices[group] = self._known(group, value, self.at(key))
+                self.choices[group] = self._checked_choice(group, value, self.at(key))
 
     def _add_steps(self, key: str, value: Any, start: str) -> None:
         if key not in STEP_LISTS:
@@ -93,7 +93,7 @@ class UserValues:
     def _add_group(self, group: str, values: dict[str, Any]) -> None:
         if CHOICE in values:
             choice = values.pop(CHOICE)
-            self.choices[group] = self._known(group, choice, self.at(f"{group}.{CHOICE}"))
+            self.choices[group] = self._checked_choice(group, choice, self.at(f"{group}.{CHOICE}"))
         elif values.get("_target_") is not None and inferred_choice(group, values) is None:
             self.whole[group] = values  # a class of the user's own
             return
@@ -125,9 +125,9 @@ class UserValues:
             return
         value = override.value()
         if group == EXPERIMENT:
-            self.experiments.append(self._known(group, value, start))
+            self.experiments.append(self._checked_choice(group, value, start))
             return
-        self.choices[group] = self._known(group, value, start)
+        self.choices[group] = self._checked_choice(group, value, start)
         self.whole.pop(group, None)
         self.keys = {key: v for key, v in self.keys.items() if key.partition(".")[0] != group}
 
@@ -142,7 +142,7 @@ class UserValues:
         known = f"{group}.{name.partition('.')[0]}" in all_keys()
         return not (known or self.folders or group in self.whole)
 
-    def _known(self, group: str, choice: Any, start: str) -> str:
+    def _checked_choice(self, group: str, choice: Any, start: str) -> str:
         known = choices(group, self.folders)
         if isinstance(choice, dict):
             raise ConfigError(f"{start}give the keys of a group one by one: {group}.KEY=VALUE")

@@ -104,12 +104,12 @@ def shown_name(table: ArmTable, row: ArmRow) -> str:
     """The name of an arm; of a sweep's job, whose name says its settings, with short keys."""
     settings = row.arm.settings
     short = {short_key(key) for key in table.differing}
-    if not settings or len(short) < len(table.differing) or not _told(row):
+    if not settings or len(short) < len(table.differing) or not _names_settings(row):
         return row.arm.name
     return ", ".join(f"{short_key(key)}={value}" for key, value in settings.items())
 
 
-def _told(row: ArmRow) -> bool:
+def _names_settings(row: ArmRow) -> bool:
     """Whether an arm's name says its settings."""
     arm = row.arm
     return all(f"{key}={value}" in arm.name for key, value in arm.settings.items())
@@ -203,7 +203,7 @@ def _what(row: ArmRow) -> str:
     """In what an arm differs, unless its name says so."""
     if row.score is None:
         return "no score"
-    if _told(row) or row.arm.name in row.arm.settings.values():
+    if _names_settings(row) or row.arm.name in row.arm.settings.values():
         return ""
     settings = row.arm.settings.items()
     shown = [f"{short_key(key)}={_short_value(key, value)}" for key, value in settings]

@@ -30,7 +30,7 @@ class _Versioned(Protocol):
 
 def row_step(number: int, config: StepConfig) -> RowStep:
     """Step `number` of `rows`, which adds columns."""
-    step: RowStep = _made("rows", number, config, RowStep)
+    step: RowStep = _step_of("rows", number, config, RowStep)
     return step
 
 
@@ -40,7 +40,7 @@ def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
     Raises:
         ConfigError: a mistake in a step, or the steps do not go together (see `StepChain`).
     """
-    steps = tuple(_made("post", number, step, PostStep) for number, step in enumerate(configs))
+    steps = tuple(_step_of("post", number, step, PostStep) for number, step in enumerate(configs))
     StepChain(steps)  # it refuses columns that are there twice, or that come too late
     return steps
 
@@ -79,7 +79,7 @@ def check_machine(steps: Sequence[PostStep]) -> None:
             step.check_machine()
 
 
-def _made(key: str, number: int, config: StepConfig, protocol: type) -> Any:
+def _step_of(key: str, number: int, config: StepConfig, protocol: type) -> Any:
     key_path = f"{key}[{number}]"
     target = f"{key_path}._target_: {config.target}"
     cls = named_code(config.target, f"{key_path}._target_")

@@ -81,7 +81,7 @@ class ParseScore(TextStep):
         return self.pattern is not None
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
-        span = self._said(row.text) if self.pattern is None else self._matched(row.text)
+        span = self._number_span(row.text) if self.pattern is None else self._matched(row.text)
         values: tuple[Any, ...] = (None, None, None, None)
         if span is not None:
             score = float(row.text[slice(*span)])
@@ -94,7 +94,7 @@ class ParseScore(TextStep):
         spans = (match.span(1) for match in re.finditer(self.pattern, text))
         return next((span for span in reversed(list(spans)) if self._is_score(text, span)), None)
 
-    def _said(self, text: str) -> Span | None:
+    def _number_span(self, text: str) -> Span | None:
         """The last score that the text says, else the last behind a bare label."""
         spans: dict[bool, Span | None] = {}
         for match in _SCORES.finditer(text):

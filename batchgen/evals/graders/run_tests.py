@@ -140,11 +140,11 @@ class RunTests:
         values: tuple[float, str | None, str | None] = (0.0, None, "the answer has no program")
         if isinstance(program, str) and program.strip():
             source = f"{self.prelude}\n{textwrap.dedent(program)}\n"
-            result = self._known(source, tests, name)
+            result = self._cached_result(source, tests, name)
             values = (float(result.outcome == "passed"), result.outcome, result.detail)
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
 
-    def _known(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
+    def _cached_result(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
         """What came of a program, now or earlier."""
         limits = (self.seconds, self.total_seconds, self.memory_mib, self.version)
         question = json.dumps([tests, name, self.method])
@@ -175,11 +175,11 @@ class RunTests:
             raise GradeFailure("no_target", "the tests call a function whose name the row lacks")
         read = [case for case in cases if not case.calls]
         result = (
-            self._called(program, calling, name) if calling and name else ProgramResult("passed")
+            self._run_calls(program, calling, name) if calling and name else ProgramResult("passed")
         )
         return self._with_inputs(program, read) if result.outcome == "passed" else result
 
-    def _called(self, program: str, cases: Sequence[Case], name: str) -> ProgramResult:
+    def _run_calls(self, program: str, cases: Sequence[Case], name: str) -> ProgramResult:
         seconds = min(self.seconds * len(cases), self.total_seconds)
         sandbox = replace(self._sandbox, seconds=seconds)
         return run_tests(sandbox, program, calling_tests(cases, name))

@@ -111,7 +111,7 @@ class GradingPass:
                 fields[name] = [readers[name](value) for value in fields[name]]
             values = self.grader.chain.all_values(batch[self.text_column], fields)
             columns = [batch[name] for name in ROW_KEYS]
-            columns += [pa.array(values[field.name], field.type) for field in self._made]
+            columns += [pa.array(values[field.name], field.type) for field in self._file_schema]
             grades = pa.RecordBatch.from_arrays(columns, schema=schema)
             if self.witness is not None:
                 kept = [name for name in batch.schema.names if name in (*ROW_KEYS, *more)]
@@ -210,10 +210,10 @@ class GradingPass:
         """The columns of a part, given those of its shard."""
         fields = [rows.field(name) for name in ROW_KEYS]
         metadata = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}
-        return pa.schema([*fields, *self._made], metadata=metadata)
+        return pa.schema([*fields, *self._file_schema], metadata=metadata)
 
     @cached_property
-    def _made(self) -> pa.Schema:
+    def _file_schema(self) -> pa.Schema:
         return arrow_schema(self.grader.chain.columns)
 
 

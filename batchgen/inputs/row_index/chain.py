@@ -82,7 +82,7 @@ class Chain:
             self._features.append(before)
             _check_columns(name, step, before)
             try:
-                columns, stored = _made(step, before)
+                columns, stored = _step_columns(step, before)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
             if twice := [column for column in stored if column in self.stored]:
@@ -237,7 +237,7 @@ def _below(item: _Item, k: int) -> _Item:
     return _Item(item.fields, (*item.path, k), item.stored, item.failure)
 
 
-def _made(step: Step, features: Features) -> tuple[Features, Features]:
+def _step_columns(step: Step, features: Features) -> tuple[Features, Features]:
     """The columns that a step makes, and what of it is stored."""
     if isinstance(step, TableStep):
         return step.made(features), step.stored(features)

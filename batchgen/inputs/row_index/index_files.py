@@ -69,10 +69,10 @@ class IndexFolder:
             "error": [None if row.failure is None else row.failure._asdict() for row in rows],
         }
         if names:
-            columns["made"] = [self._made(row, names) for row in rows]
+            columns["made"] = [self._step_values(row, names) for row in rows]
         return pa.table([pa.array(columns[f.name], f.type) for f in self.schema], self.schema)
 
-    def _made(self, row: IndexRow, names: Sequence[str]) -> dict[str, Any]:
+    def _step_values(self, row: IndexRow, names: Sequence[str]) -> dict[str, Any]:
         return dict(self._storing.encoded({name: row.stored.get(name) for name in names}))
 
     @staticmethod

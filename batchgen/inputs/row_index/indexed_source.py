@@ -226,7 +226,7 @@ class IndexedSource(Source):
     def rows(self, start: int = 0) -> Iterator[Row]:
         """See `Source`; without an index the steps run from the first row on."""
         if self._reader is not None:
-            return self._made(range(start, self._reader.facts.rows), self._reader)
+            return self._stored_rows(range(start, self._reader.facts.rows), self._reader)
         # As long as rows come, nobody knows of the steps' tables whether they are there.
         is_growing = self._data.num_rows is None and self._data.num_ready is not None
         return iter(()) if is_growing else islice(self._streamed(), start, None)
@@ -234,7 +234,7 @@ class IndexedSource(Source):
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
         """See `Source`."""
         assert self._reader is not None, "the row index is not open"
-        return self._made(indices, self._reader)
+        return self._stored_rows(indices, self._reader)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """See `Source`; the steps' columns are null in a row in which a step failed."""
@@ -284,7 +284,7 @@ class IndexedSource(Source):
         feature = self.chain.made[name]
         return stored_field(name, feature, kind) if has_json(feature) else pa.field(name, kind)
 
-    def _made(self, indices: Sequence[int], reader: IndexReader) -> Iterator[Row]:
+    def _stored_rows(self, indices: Sequence[int], reader: IndexReader) -> Iterator[Row]:
         """Rows of the job by their numbers. Those that come from one row of the data set and are
         neighbours read it once."""
         last: Row | None = None

@@ -51,14 +51,14 @@ def open_source(
         if not (group.follow and group.paths[0] in promises):  # its folder may be of another time
             source.learn()
             so_far = "so far " * group.follow
-            print(f"batchgen: {group.shown}: {so_far}{_said(source)}", file=sys.stderr)
+            print(f"batchgen: {group.shown}: {so_far}{_described(source)}", file=sys.stderr)
         return source
     from batchgen.inputs.dataset.row_source import open_dataset
 
     return open_dataset(group, images)
 
 
-def _said(source: Source) -> str:
+def _described(source: Source) -> str:
     """What was read of other jobs, and what each choice has left."""
     if not source.funnel:
         return "no answers"

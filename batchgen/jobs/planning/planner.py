@@ -192,12 +192,12 @@ class _Planner:
             scan,
             max(round(answering), 1),
             samples=self._samples,
-            seen=self._seen(device),
+            seen=self._calibration(device),
             compiled=self._settings.device is None and have_compiled(),
         )
         return forecast(StepCost(engine.sizes, device, self._opened.model.config.vocab_size), work)
 
-    def _seen(self, device: Device) -> Calibration | None:
+    def _calibration(self, device: Device) -> Calibration | None:
         """What an earlier job has shown, or the same one so far."""
         from batchgen.jobs.forecast.calibration import seen_in
 

@@ -46,7 +46,7 @@ class OlderJobs:
                     _leave_out(folder, f"its rows have no column {name} as this job writes it")
                     continue
                 keys = read_keys(reader.storage)
-                records.append(_there(reader, keys) if only_there else keys)
+                records.append(_present_records(reader, keys) if only_there else keys)
             except (ConfigError, JobError) as error:
                 _leave_out(folder, str(error))
                 continue
@@ -122,7 +122,7 @@ def row_reuse(
     return RowReuse(keys, log, OlderJobs(folders, schema))
 
 
-def _there(reader: JobFolderReader, keys: Mapping[int, Records]) -> dict[int, Records]:
+def _present_records(reader: JobFolderReader, keys: Mapping[int, Records]) -> dict[int, Records]:
     """The keys of rows that a job has."""
     present = {}
     for shard, records in keys.items():

@@ -121,7 +121,7 @@ def _counts(name: str, folder: str, at: str) -> StepCounts:
         metrics = reader.metrics
         totals = Totals.of(metrics)
         state = str(metrics.get("status", _NOT_BEGUN))
-        left = _left(reader, metrics)
+        left = _answers_left(reader, metrics)
         rows, errors = int(totals.rows), int(totals.error_rows)
         job = JobSummary.of(metrics, reader.config)
         device_s = float(metrics.get("device_s", 0.0))
@@ -133,7 +133,7 @@ def _counts(name: str, folder: str, at: str) -> StepCounts:
         return StepCounts(name, at, "damaged")
 
 
-def _left(reader: JobFolderReader, metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
+def _answers_left(reader: JobFolderReader, metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
     """What was read, and what each choice among it has left."""
     steps = [(str(what), int(rows)) for what, rows in metrics.get("funnel", ())]
     facts = reader.row_facts

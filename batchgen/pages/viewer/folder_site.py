@@ -93,13 +93,13 @@ class FolderSite:
         with self._lock:
             site = self._sites.pop(keys, None)
             if site is None:
-                site = self._made(keys.split("-"))
+                site = self._open_site(keys.split("-"))
             self._sites[keys] = site
             if len(self._sites) > _MOST_SITES:
                 self._sites.popitem(last=False)
             return site
 
-    def _made(self, keys: list[str]) -> Site:
+    def _open_site(self, keys: list[str]) -> Site:
         known = {job.key: job for job in jobs_below(self._folder).jobs}
         jobs = [known.get(key) for key in keys]
         if None in jobs or len(jobs) > 2 or len(set(keys)) < len(keys):

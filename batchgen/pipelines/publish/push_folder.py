@@ -88,7 +88,7 @@ class FolderPush:
     def _refuse_other_rows(self) -> None:
         """Refuse a repository that has shards of another job or set."""
         name = self._folder.identity_file
-        there = {file.path for file in self._there(self._head())}
+        there = {file.path for file in self._remote_files(self._head())}
         if not any(path.startswith("data/") for path in there):
             return
         lines = [f"it has no {name}"]
@@ -141,7 +141,7 @@ class FolderPush:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         head = self._head()
-        there = {file.path: file for file in self._there(head)}
+        there = {file.path: file for file in self._remote_files(head)}
         batch = self._missing(self._folder.files(complete=complete), there)
         for file in batch:
             file.check()
@@ -208,7 +208,7 @@ class FolderPush:
             raise JobError(f"push: the hub does not say what the last commit of {self._repo} is")
         return sha
 
-    def _there(self, head: str) -> list[RepoFile]:
+    def _remote_files(self, head: str) -> list[RepoFile]:
         from huggingface_hub.hf_api import RepoFile
 
         entries = self._api.list_repo_tree(
@@ -225,11 +225,11 @@ class FolderPush:
             except _hub_errors() as error:
                 status, after = _status(error)
                 if status is not None and status not in (*_TRANSIENT, _CONFLICT):
-                    raise JobError(f"push: the hub refuses: {_said(error)}") from None
+                    raise JobError(f"push: the hub refuses: {_error_text(error)}") from None
                 if not left:
                     raise JobError(
-                        f"push: the hub fails again and again ({_said(error)}): what was pushed "
-                        "stays, and the same command goes on"
+                        f"push: the hub fails again and again ({_error_text(error)}): what was "
+                        "pushed stays, and the same command goes on"
                     ) from None
                 if status != _CONFLICT:
                     self._sleep(min(after or wait, _MOST_WAIT))
@@ -260,6 +260,6 @@ def _status(error: Exception) -> tuple[int | None, float | None]:
     return cause.response.status_code, float(after) if after.isdigit() else None
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
     return " ".join(f"{type(cause).__name__}: {cause}".split())[:500]

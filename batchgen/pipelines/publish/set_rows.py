@@ -145,7 +145,7 @@ def set_tables(
         with tempfile.TemporaryDirectory(prefix="batchgen-select-") as folder:
             buckets = [_Bucket(Path(folder, str(i)), schema) for i in range(_BUCKETS)]
             ranks = np.arange(start, stop)
-            for table, of in _found(jobs, columns, places, ranks, schema):
+            for table, of in _located(jobs, columns, places, ranks, schema):
                 bucket_of = (of - start) // ROWS_PER_SHARD
                 for number in np.unique(bucket_of):
                     here = np.flatnonzero(bucket_of == number)
@@ -178,7 +178,7 @@ class _Bucket:
         return table.take(pa.array(np.argsort(np.concatenate(self.ranks))))
 
 
-def _found(
+def _located(
     jobs: Sequence[FinishedRows],
     columns: Sequence[SetColumns],
     places: WriteOrder,

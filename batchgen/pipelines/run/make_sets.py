@@ -55,10 +55,10 @@ def make_exports(opened: OpenPipeline) -> list[str]:
         raise JobError(f"cannot write {folder}: {error.strerror or error}") from None
     delete_temporaries(folder)
     record = ExportRecord.read(folder)
-    return [_made(one, opened.folder(one.step), record) for one in opened.pipeline.exports]
+    return [_make_export(one, opened.folder(one.step), record) for one in opened.pipeline.exports]
 
 
-def _made(one: Export, source: str, record: ExportRecord) -> str:
+def _make_export(one: Export, source: str, record: ExportRecord) -> str:
     """Write an export unless it is there; returns what is said of it."""
     rows = open_rows(source)
     request = request_digest({**export_settings(one), "rows": rows.digest})

@@ -50,7 +50,7 @@ class CheckedFile:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        with _told(source):
+        with _damage_reported(source):
             self._bytes = _Bytes(source)
             try:
                 end_of_sums = self._check_footer()
@@ -81,11 +81,11 @@ class CheckedFile:
         """The rows of some row groups, of all if `groups` is None, at most `size` at a time."""
         names = None if columns is None else list(columns)
         for group in range(self.metadata.num_row_groups) if groups is None else groups:
-            with _told(self._source, group):
+            with _damage_reported(self._source, group):
                 self._check(group, names)
                 batches = self._file.iter_batches(size, [group], names, use_threads=use_threads)
             while True:
-                with _told(self._source, group):
+                with _damage_reported(self._source, group):
                     batch = next(batches, None)
                 if batch is None:
                     break
@@ -98,16 +98,16 @@ class CheckedFile:
         names = None if columns is None else list(columns)
         tables = []
         for group in range(self.metadata.num_row_groups) if groups is None else groups:
-            with _told(self._source, group):
+            with _damage_reported(self._source, group):
                 self._check(group, names)
                 tables.append(self._file.read_row_group(group, names))
-        with _told(self._source):
+        with _damage_reported(self._source):
             return pa.concat_tables(tables or [self._file.read_row_groups([], names)])
 
     def verify(self) -> None:
         """Look at every byte of the rows."""
         for group in range(self.metadata.num_row_groups):
-            with _told(self._source, group):
+            with _damage_reported(self._source, group):
                 self._check(group, None)
                 if self._sums is None:
                     self._file.read_row_group(group)
@@ -128,7 +128,7 @@ class CheckedFile:
         if self._sums is not None:
             digest.update(b"".join(self._sums))
             return digest.hexdigest()
-        with _told(self._source):
+        with _damage_reported(self._source):
             for start in range(0, self._bytes.size, _AT_ONCE):
                 digest.update(self._bytes.pread(start, min(_AT_ONCE, self._bytes.size - start)))
         return digest.hexdigest()
@@ -284,7 +284,7 @@ def _sum(content: bytes) -> bytes:
 
 
 @contextmanager
-def _told(source: Source, group: int | None = None) -> Iterator[None]:
+def _damage_reported(source: Source, group: int | None = None) -> Iterator[None]:
     """Have errors say which file and which row group they are of."""
     where = "" if group is None else f"row group {group}: "
     try:

@@ -59,7 +59,7 @@ class Journal:
         self._storage = FolderStorage(folder.parent) if storage is None else storage
         self._folder = folder
         self._schemas = {FINISHED: schema, BEGUN: begun}
-        self._files = self._found()
+        self._files = self._journal_files()
         if attempt is None:
             attempt = max(least_attempt, 1 + max(attempts_in(self._storage.names(folder))))
         self.attempt = attempt
@@ -68,7 +68,7 @@ class Journal:
         self._parts: dict[tuple[str, int], int] = {}
         self._unsynced: set[Path] = set()
 
-    def _found(self) -> dict[str, dict[int, list[Path]]]:
+    def _journal_files(self) -> dict[str, dict[int, list[Path]]]:
         names = self._storage.names(self._folder)
         return {kind: journal_files(self._folder, names, kind) for kind in self._schemas}
 
@@ -85,7 +85,7 @@ class Journal:
     def refresh(self) -> None:
         """See which files other workers have written or deleted since."""
         try:
-            self._files = self._found()
+            self._files = self._journal_files()
         except FileNotFoundError:  # the job is complete
             self._files = {kind: {} for kind in self._schemas}
 

@@ -23,7 +23,7 @@ def first_difference(again: pa.Table, stored: pa.Table, names: Sequence[str]) ->
         if one.type != other.type:
             return f"{name} is {one.type} here, and {other.type} there"
         if array_digest(one) != array_digest(other):
-            return _told(name, one, other)
+            return _difference_text(name, one, other)
     return None
 
 
@@ -33,7 +33,7 @@ def _ordered(names: Sequence[str]) -> Iterator[str]:
     yield from (name for name in names if name not in (_FIRST, KEYS[0]))
 
 
-def _told(name: str, one: pa.Array, other: pa.Array) -> str:
+def _difference_text(name: str, one: pa.Array, other: pa.Array) -> str:
     """In which entry two unequal values differ first."""
     is_list = pa.types.is_list(one.type) or pa.types.is_large_list(one.type)
     if not is_list or not (one[0].is_valid and other[0].is_valid):

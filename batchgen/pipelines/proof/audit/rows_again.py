@@ -66,7 +66,7 @@ class SampledRows(Source):
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """See `Source`."""
-        return self._source.passthrough(_given(row))
+        return self._source.passthrough(_base_row(row))
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
         """The ids of the rows: nobody compares the job of this source with another one."""
@@ -107,10 +107,10 @@ class _PromptOfTaken(Prompt):
     prompt: Prompt
 
     def token_ids(self, row: Row) -> list[int]:
-        return self.prompt.token_ids(_given(row))
+        return self.prompt.token_ids(_base_row(row))
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        return self.prompt.asked(_given(row))
+        return self.prompt.asked(_base_row(row))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +120,10 @@ class _AnswerOfTaken:
     answer: Answer
 
     def of(self, row: Row) -> GivenAnswer:
-        return self.answer.of(_given(row))
+        return self.answer.of(_base_row(row))
 
 
-def _given(row: Row) -> Row:
+def _base_row(row: Row) -> Row:
     assert isinstance(row, _Taken)
     return row.base
 
