@@ -268,3 +268,34 @@ def test_parameters_that_do_not_fit(tiny_model: Callable[..., Path], tmp_path: P
     )
     with pytest.raises(ValueError, match=r"adapt the same weight, .*experts.3.down_proj"):
         check_adapter(open_adapter(adapter), model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [None, 1])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_gpu_computes_what_a_cpu_does(
+    kind: str, slots: int | None, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In CUDA graphs, whose slots are written anew, and with the same bits each time."""
+    base = tiny_model(kind, tie_word_embeddings=False)
+    adapters = two(base, tmp_path, ENDS)
+    adapters["c"] = of_parameters(tmp_path / "c", base, kind, seed=0)
+    requests = [
+        (ids, replace(params, temperature=0.0, lora=name))
+        for (ids, params), name in zip(rows(12), (None, "a", "c", "b") * 3, strict=True)
+    ]
+    found = []
+    for device in ("cpu", "cuda", "cuda"):
+        model = load_model(base, device=torch.device(device), dtype=torch.float32)
+        opened = {name: open_adapter(path) for name, path in adapters.items()}
+        add_adapters(model, opened, slots=slots if device == "cuda" else None)
+        own = slots if device == "cuda" else None
+        engine = engine_of(model, ARStrategy(), replace(CONFIG, lora_slots=own))
+        if device == "cuda":
+            engine.capture_graphs()
+        found.append(run(engine, requests))
+    for on_cpu, once, again in zip(*found, strict=True):
+        assert on_cpu.token_ids == once.token_ids == again.token_ids
+        assert np.array_equal(once.columns["logprobs"], again.columns["logprobs"])
+        difference = np.abs(once.columns["logprobs"] - on_cpu.columns["logprobs"]).max()
+        assert difference < 1e-3
