@@ -102,6 +102,13 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
             f"the {name} model has positions for {longest} tokens and rows may get "
             f"{max_model_len}: lower max_model_len or choose another {name} model"
         )
+    borders = model.config.rope_border, target.config.rope_border
+    if borders[0] != borders[1] and min(filter(None, borders)) < max_model_len:
+        raise ValueError(
+            f"rows of more than {min(filter(None, borders)):,} tokens are turned by other angles "
+            f"(LongRoPE) in the model or in the {name} model, and not in both: lower max_model_len "
+            f"to that, or choose another {name} model"
+        )
     if model.window is not None and model.window < max_model_len:
         raise ValueError(
             f"the {name} model has layers that see the last {model.window} tokens only, which it "

@@ -121,9 +121,11 @@ class Requests:
             rule, known = StopRule({}, (), 0, len(trajectory)), []
         columns = output_columns(params, self._strategy, self._config, self._context_columns)
         never = () if self._images is None else self._images.rules.never_sampled
+        border = self._config.rope_border or 0
+        behind = border if len(prompt) + len(known) > border else 0
         seq = Sequence(
             request_id, prompt + known, params, rule, columns, len(known), spans, never, adapter,
-            trajectory,
+            trajectory, turned_behind=behind,
         )  # fmt: skip
         if params.pooling is not None:
             seq.num_pooled_tokens = 1 if params.pooling == "last" else len(prompt)
@@ -232,6 +234,16 @@ class Requests:
                 "shorten it, or raise max_model_len if the model allows it",
             )
         longest = min(len(known) + params.max_new_tokens, self._max_model_len)
+        border = self._config.rope_border
+        if border is not None and len(known) <= border < longest - 1:  # none reads the last token
+            raise RequestError(
+                "crosses_longrope",
+                f"the prompt has {len(known)} tokens, and with max_new_tokens="
+                f"{params.max_new_tokens} the row may get over {border:,}, behind which LongRoPE "
+                "turns all of its tokens by other angles, so that it would have to be computed "
+                f"anew: lower max_new_tokens to {border + 1 - len(known)}, or max_model_len to "
+                f"{border + 1}",
+            )
         needed = int(self._strategy.most_cache_tokens(np.array([longest]))[0])
         if needed > self._cache_capacity:
             raise RequestError(

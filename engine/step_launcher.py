@@ -220,7 +220,7 @@ class StepLauncher:
             np.array([seq.num_prefill_tokens for seq in seqs], np.int64),
             sampling_inputs(seqs, device),
             None if self._runner.states is None else state_slots(seqs, device),
-            rope_shifts(seqs, device) if self._runner.model.turns_by_axes else None,
+            rope_shifts(seqs, device) if self._runner.model.turns_apart else None,
             window_tables=upload(window_tables(seqs), torch.int64, device)
             if self._windows
             else None,

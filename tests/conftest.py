@@ -7,7 +7,9 @@ import itertools
 import json
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +19,13 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from tests.support.cases import mark_all_but_quick
+from tests.support.forks import pytest_addoption, pytest_runtestloop  # noqa: F401
 
 # Triton decides when a kernel is defined: before any import of the project.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The process that only hands tests to workers imports neither transformers nor the project.
+# The process that hands tests to others imports neither transformers nor the project here.
 if TYPE_CHECKING:
     from batchgen.engine.models.causal_lm import CausalLM
 
@@ -57,7 +60,7 @@ torch.set_num_threads(1)
 # How many examples hypothesis tries, whatever time they take: "all" is for `scripts/test --all`.
 # Tests whose examples are dear take a share of the number.
 any_time = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", any_time, max_examples=25)
+settings.register_profile("quick", any_time, max_examples=15)
 settings.register_profile("all", any_time, max_examples=1000)
 settings.load_profile("quick")
 
@@ -98,9 +101,13 @@ CPU_SECONDS_BEFORE = pytest.StashKey[float]()
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of the processes that it has waited for."""
+    """CPU seconds of this process and of the processes that it, or its fork server, waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    if (server := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
+        fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+        seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -140,6 +147,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"more than {TEST_CPU_SECONDS} CPU seconds (CONTRIBUTING.md):")
     for cost, name in sorted(dear, reverse=True):
         terminalreporter.write_line(f"{cost:6.1f} {name}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server_before_any_test() -> None:
+    """A fork of a process with threads, or with what a test has patched, would have those."""
+    if forked := sys.modules.get("tests.support.jobs.forked"):
+        forked.fork_server()
 
 
 @pytest.fixture(scope="session")

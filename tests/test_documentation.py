@@ -76,6 +76,7 @@ def test_pictures_are_small() -> None:
     assert pictures and all(picture.stat().st_size < 200_000 for picture in pictures)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.version_info[:2] > (3, 12), reason="argparse writes its help otherwise")
 def test_generated_pages_are_up_to_date() -> None:
     """Else run `python scripts/docs/reference.py`."""

@@ -15,6 +15,18 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention.kv_cache import KVCache
+from batchgen.kernels.fp8.fp8_weight import FP8
+
+
+class LatentCache(NamedTuple):
+    """The latents and keys of one layer of latent attention, see `mla.prepare_latent`."""
+
+    plane: Tensor  # [num_blocks, block_size, head_dim]
+    scales: Tensor | None  # [num_blocks, block_size] float32, of FP8
+
+
+_SCALE = torch.float32
+"""The dtype of the scales of keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +41,21 @@ class KVSpec:
     # its chunk; None: all of its row. Layers with a window keep tokens in blocks of their own, as
     # long as some later token could see them in a window that slides.
     window: int | None = None
+    in_fp8: bool = False  # whether keys and values are in FP8, with a scale of each head of a token
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one token takes in a cache of this dtype."""
+        """Return the bytes that one token takes in a cache of a model of this dtype."""
+        if self.in_fp8:
+            return 2 * self.num_kv_heads * (self.head_dim * FP8.itemsize + _SCALE.itemsize)
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def allocate(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
         """Allocate keys and values of zeros: [num_kv_heads, num_blocks, block_size, head_dim]."""
-        shape = (2, self.num_kv_heads, num_blocks, block_size, self.head_dim)
-        key, value = zeros(shape, dtype, device)
-        return KVCache(key, value)
+        slots = self.num_kv_heads, num_blocks, block_size
+        key, value = zeros((2, *slots, self.head_dim), FP8 if self.in_fp8 else dtype, device)
+        return KVCache(key, value, zeros((*slots, 2), _SCALE, device) if self.in_fp8 else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +67,7 @@ class LatentSpec:
     num_heads: int  # the number of query heads that read them. Attention chooses its tiles by it.
     latent_size: int  # the number of values in a latent
     rotated_size: int  # the number of values in the shared key, which are rotated by position
+    in_fp8: bool = False  # whether both are in FP8, with a scale of each token
 
     @property
     def num_kv_heads(self) -> int:
@@ -63,19 +79,19 @@ class LatentSpec:
         """The number of values that are kept of a token."""
         return self.latent_size + self.rotated_size
 
-    @property
-    def _plane(self) -> PlaneSpec:
-        return PlaneSpec((self.head_dim,))
-
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one token takes in a cache of this dtype."""
-        return self._plane.token_bytes(dtype)
+        """Return the bytes that one token takes in a cache of a model of this dtype."""
+        if self.in_fp8:
+            return self.head_dim * FP8.itemsize + _SCALE.itemsize
+        return self.head_dim * dtype.itemsize
 
     def allocate(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    ) -> LatentCache:
         """Allocate latents and keys of zeros: [num_blocks, block_size, head_dim]."""
-        return self._plane.allocate(num_blocks, block_size, dtype, device)
+        slots = num_blocks, block_size
+        plane = zeros((*slots, self.head_dim), FP8 if self.in_fp8 else dtype, device)
+        return LatentCache(plane, zeros(slots, _SCALE, device) if self.in_fp8 else None)
 
 
 @dataclass(frozen=True, slots=True)

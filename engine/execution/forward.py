@@ -92,7 +92,7 @@ def run_forward(
         caches.columns,
         _joined(hidden_inputs) if model.reads_hidden else None,
         outputs,
-        _rope_positions(parts) if model.turns_by_axes else None,
+        _rope_positions(parts) if model.turns_apart else None,
         _images(parts),
         window_slots=_joined(window_slots) if window_slots else None,
         adapted=model.lora is not None,

@@ -43,10 +43,10 @@ class ModelInputs(Batched):
     # [T, hidden_size], the hidden states of another model that a head reads; None for other models.
     hidden: Tensor | None = token(optional=True)
     # [B] int64, what is added to a token's position to get the one that rotary tables are read at,
-    # of rows behind all their images; None for a model that reads no images, and in prefills.
+    # of rows behind all their images; None for a model that has `turns_apart` not, and in prefills.
     rope_shifts: Tensor | None = row(optional=True)
-    # [T, 3] int64, the positions that rotary tables are read at, in time, row and column; None if
-    # no row of a prefill has images.
+    # [T, 3] int64, the positions that rotary tables are read at, in time, row and column, or [T];
+    # None if those of all rows of a prefill are the tokens' own.
     rope_positions: Tensor | None = token(optional=True)
     # [B, N] int64, the same as `block_tables` for layers with a window, where blocks that no token
     # of this forward sees may be any; None for a model without such layers.
@@ -83,7 +83,7 @@ class ModelInputs(Batched):
         replayed: bool = False,
         hidden: Tensor | None = None,
         rope_shifts: bool = False,
-        rope_positions: bool = False,
+        rope_positions: Tensor | None = None,
         windows: bool = False,
         lora: bool = False,
     ) -> ModelInputs:
@@ -99,6 +99,8 @@ class ModelInputs(Batched):
             replayed: whether the rows say how many of their tokens are read as in decode steps.
             hidden: a tensor [N, hidden_size] that gives the width and dtype of the rows' hidden
                 states, which are zeros; None if they have none.
+            rope_positions: a tensor that gives the axes of the tokens' rotary positions; None if
+                they have none apart.
             windows: whether the rows have blocks for layers with a window.
             lora: whether the rows have adapter slots.
         """
@@ -117,7 +119,9 @@ class ModelInputs(Batched):
             np.zeros_like(query_lens) if replayed else None,
             None if hidden is None else hidden.new_zeros((len(tokens), hidden.shape[1])),
             tokens.new_zeros(rows) if rope_shifts else None,
-            tokens.new_zeros((len(tokens), 3)) if rope_positions else None,
+            None
+            if rope_positions is None
+            else tokens.new_zeros((len(tokens), *rope_positions.shape[1:])),
             window_tables=tables.clone() if windows else None,
             lora_slots=tokens.new_zeros(rows) if lora else None,
         )
@@ -137,7 +141,7 @@ class ModelInputs(Batched):
             replayed=self.replayed is not None,
             hidden=self.hidden,
             rope_shifts=self.rope_shifts is not None,
-            rope_positions=self.rope_positions is not None,
+            rope_positions=self.rope_positions,
             windows=self.window_tables is not None,
             lora=self.lora_slots is not None,
         )

@@ -100,7 +100,7 @@ class ModelRunner:
             self.device,
             states=self.states is not None,
             hidden=hidden,
-            rope_shifts=self.model.turns_by_axes,
+            rope_shifts=self.model.turns_apart,
             windows=self.model.window is not None,
             lora=self.model.lora is not None,
         )

@@ -6,7 +6,7 @@ The variants compute what transformers' functions for these rope types do, in eq
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from batchgen.kernels.row_indices import row_indices
 
 # YaRN divides by the logarithm of rope_theta, and models leave a scaling out as one of zero.
 _LEAST = {"rope_theta": 1.0, "mscale": -1.0, "mscale_all_dim": -1.0}
-"""What parameters must be over; others must be over 0."""
+"""Exclusive lower bounds of parameters, by their names; the bound of others is 0."""
 _MOST = 1e18
-"""What all must be under, so that no computation with them overflows."""
+"""Exclusive upper bound of all parameters, so that no computation with them overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class DefaultRope:
     rope_theta: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which names it, if a parameter of the checkpoint is not of its kind."""
+        """Raise ValueError, which names the parameter, if one has a wrong type or range."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "bool":
@@ -49,6 +49,11 @@ class DefaultRope:
         """Return the angle per position of each rotated pair, [D/2] float32 on the CPU."""
         exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
         return 1.0 / self.rope_theta**exponents
+
+    def angles(self, head_dim: int, num_positions: int) -> Tensor:
+        """Return the angle of each pair at all positions, [P, D/2] float32 on the CPU."""
+        places = torch.arange(num_positions, device="cpu").float()
+        return torch.outer(places, self.inv_freq(head_dim))
 
     @property
     def attention_scaling(self) -> float:
@@ -112,14 +117,15 @@ class Llama3Rope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class LongRope(DefaultRope):
-    """LongRoPE (Ding et al. 2024) up to the original context: the angle of pair i is divided by
-    short_factor[i].
+    """LongRoPE (Ding et al. 2024): the angle of pair i is divided by short_factor[i] in rows up to
+    the original context, and by long_factor[i] in longer ones, at all of their positions.
 
-    Beyond it another set of factors holds for all positions of a row, those before included, so
-    that a row would have to be computed anew when it crosses the border. Here contexts end there.
+    A row would have to be computed anew when it grows over that border (`ModelConfig.rope_border`).
+    The angles of long rows stand behind those of short ones.
     """
 
     short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
     factor: float  # how much longer the context becomes with the other set
     original_max_position_embeddings: int
     attention_factor: float | None = None  # of cosines and sines; None: by the paper's formula
@@ -127,6 +133,16 @@ class LongRope(DefaultRope):
     def inv_freq(self, head_dim: int) -> Tensor:
         exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
         return 1.0 / (torch.tensor(self.short_factor, device="cpu") * self.rope_theta**exponents)
+
+    def angles(self, head_dim: int, num_positions: int) -> Tensor:
+        """Return the angles of short rows, and behind those of the original context, if the model
+        has more positions, of long ones."""
+        border = self.original_max_position_embeddings
+        short = DefaultRope.angles(self, head_dim, min(num_positions, border))
+        if num_positions <= border:
+            return short
+        long = replace(self, short_factor=self.long_factor)
+        return torch.cat((short, DefaultRope.angles(long, head_dim, num_positions)))
 
     @property
     def attention_scaling(self) -> float:
@@ -237,10 +253,11 @@ class ProportionalRope(DefaultRope):
 class RotaryTable:
     """The cosines and sines of all positions below `num_positions`, which all layers share.
 
-    They are computed on the CPU, so that every device reads the same bits. `rotary_dim` values of a
-    head are rotated; in most models all. With `sections`, positions may have three axes, time, row
-    and column, of which each frequency reads one: these are the numbers of frequencies of each
-    axis (M-RoPE, Wang et al. 2024), which take turns, as in Qwen3-VL, or are not `interleaved`.
+    The table is computed on the CPU, so that every device reads the same bits. `rotary_dim` values
+    of a head are rotated; in most models all. With `sections`, positions may have three axes, time,
+    row and column, and each frequency reads one of them (M-RoPE, Wang et al. 2024): `sections` are
+    the numbers of frequencies of the axes. If `interleaved`, as in Qwen3-VL, neighbouring
+    frequencies read different axes; if not, those of one axis stand together.
     """
 
     def __init__(
@@ -252,10 +269,8 @@ class RotaryTable:
         sections: tuple[int, int, int] | None = None,
         interleaved: bool = True,
     ) -> None:
-        angles = torch.outer(
-            torch.arange(num_positions, device="cpu").float(), rope.inv_freq(rotary_dim)
-        )
-        table = torch.empty(num_positions, rotary_dim, device="cpu")
+        angles = rope.angles(rotary_dim, num_positions)
+        table = torch.empty(len(angles), rotary_dim, device="cpu")
         cos, sin = table.chunk(2, dim=-1)
         torch.cos(angles, out=cos).mul_(rope.attention_scaling)
         torch.sin(angles, out=sin).mul_(rope.attention_scaling)

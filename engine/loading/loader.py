@@ -27,7 +27,7 @@ from batchgen.engine.loading.safetensors_files import (
     tensors_with_scales,
 )
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM, full_name
-from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.model_config import KVCacheDtype, ModelConfig
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
@@ -47,6 +47,7 @@ def load_model(
     parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
     vision: bool = False,  # load the tower that reads images
     hidden_layers: tuple[int, ...] = (),  # `ModelConfig.hidden_layers`
+    kv_cache_dtype: KVCacheDtype = "auto",  # of keys and values
 ) -> CausalLM:
     """Build the model of a checkpoint and load its weights, one tensor at a time.
 
@@ -56,7 +57,8 @@ def load_model(
     """
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"{path} is not a .gguf file, which load_format=gguf asks for")
-    config = replace(load_model_config(path, load_format), hidden_layers=hidden_layers)
+    config = load_model_config(path, load_format)
+    config = replace(config, hidden_layers=hidden_layers, kv_cache_dtype=kv_cache_dtype)
     kind = model_class(config.architecture, path)
     release_cached_memory(device)
     dtype = dtype or config.dtype

@@ -11,7 +11,7 @@ from batchgen.engine.lora.layer_lora import ChoosesProduct, LoRAState, packed_pr
 
 
 class SavedWeights:
-    """The weights [N, K] that adapters put in the place of the layer's.
+    """The weights [N, K] that some adapters compute with instead of the layer's.
 
     Args:
         weights: of each adapter, on the host; None leaves the layer as it is.

@@ -120,9 +120,11 @@ def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) 
     if rest := config.max_batched_tokens - sum(lens):
         lens.append(rest)
     inputs = _scratch_inputs(runner, np.array(lens), config.row_blocks)
-    if runner.model.turns_by_axes:  # shifts are those of rows of equal length
-        axes = torch.zeros((sum(lens), 3), dtype=torch.int64, device=runner.device)
-        inputs = replace(inputs, rope_shifts=None, rope_positions=axes)
+    if runner.model.turns_apart:  # shifts are those of rows of equal length
+        places = inputs.positions
+        if runner.model.turns_by_axes:
+            places = places.unsqueeze(1).expand(-1, 3).contiguous()
+        inputs = replace(inputs, rope_shifts=None, rope_positions=places)
     rows = np.zeros(config.max_num_seqs, np.int64)
     runner.prefill(PrefillInputs(inputs, rows, use.all_hidden))
 

@@ -169,10 +169,11 @@ class CausalLM(TokenModel):
         self.config = config
         self.parallel = parallel
         self.device, self.dtype = device, dtype
+        self.fp8_cache = config.kv_cache_dtype == "fp8"
         self.form = form and form.renamed(self._module_name)
         self.skipped_parts: tuple[str, ...] = ()
         self.visual = self._vision_tower() if vision else None
-        self.turns_by_axes = vision
+        self.turns_apart, self.turns_by_axes = vision or config.rope_border is not None, vision
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
             Embedding(
@@ -197,6 +198,11 @@ class CausalLM(TokenModel):
             sizes = config.hidden_size, len(config.labels)
             self.score = Linear(*sizes, bias=False, quantisable=False, where=self.where)
         self.count_parameters()
+        if self.fp8_cache and not self.attention_shapes:
+            raise ValueError(
+                f"model.kv_cache_dtype is fp8, and {config.architecture} keeps no keys and values: "
+                "leave it out"
+            )
         self.heads: Mapping[str, TokenModel] = {name: self._head(name) for name in heads}
 
     def _module_name(self, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.mixers.parallel_mixers import ParallelParts
@@ -35,22 +35,36 @@ class Cohere2ForCausalLM(DenseForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        scale = hf.logit_scale
-        if type(scale) not in (int, float) or not 0 < scale < 1e6:
-            raise ValueError(f"logit_scale is {scale!r:.60}, and must be a number over 0")
         rope = rope_from_parameters(hf.rope_parameters)
         windows = layer_windows(hf) or (None,) * hf.num_hidden_layers
-        return dense_config(
+        return cohere_config(
             hf,
             cls,
-            head_dim=head_size(hf),
-            qkv_bias=hf.attention_bias,
-            output_bias=hf.attention_bias,
-            mlp_bias=False,
             rope=rope,
-            interleaved=True,
             layer_ropes=[None if window is None else rope for window in windows],
             layer_windows=windows,
-            rms_norm_eps=hf.layer_norm_eps,
-            logit_divisor=1 / scale,
         )
+
+
+def cohere_config(
+    hf: PretrainedConfig, model: type[DenseForCausalLM], **options: Any
+) -> ModelConfig:
+    """Make the configuration of a decoder of Cohere's; `options` are of `dense_config`.
+
+    Raises ValueError for a factor of logits that is none.
+    """
+    scale = hf.logit_scale
+    if type(scale) not in (int, float) or not 0 < scale < 1e6:
+        raise ValueError(f"logit_scale is {scale!r:.60}, and must be a number over 0")
+    return dense_config(
+        hf,
+        model,
+        head_dim=head_size(hf),
+        qkv_bias=hf.attention_bias,
+        output_bias=hf.attention_bias,
+        mlp_bias=False,
+        interleaved=True,
+        rms_norm_eps=hf.layer_norm_eps,
+        logit_divisor=1 / scale,
+        **options,
+    )

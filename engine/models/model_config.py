@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -63,6 +63,7 @@ class FamilyConfig:
         return 1
 
 
+KVCacheDtype = Literal["auto", "fp8"]
 F = TypeVar("F", bound=FamilyConfig)
 T = TypeVar("T")
 _TYPE_NAMES: Mapping[type, str] = {int: "an integer", bool: "true or false"}
@@ -87,10 +88,14 @@ class ModelConfig:
     # The layers behind which hidden states are recorded, as transformers counts them: 0 is the
     # embedding, and `num_layers` the last layer with the norm behind it.
     hidden_layers: tuple[int, ...] = ()
+    kv_cache_dtype: KVCacheDtype = "auto"  # of keys and values; `auto` is the model's dtype
     # None: all weights are in `dtype`
     form: WeightFormat | PackedFormat | None = None
     # the checkpoint says tied, but holds two weights that differ: both are used
     untied: bool = False
+    # Rows longer than this are turned by other angles at all of their positions, which stand behind
+    # this many in rotary tables; None: all rows by the same.
+    rope_border: int | None = None
     vision: VisionConfig | None = None  # None: it reads no images
     # Why the tower of a checkpoint that has one cannot be loaded, in words for the user.
     vision_lack: str | None = None
@@ -177,10 +182,7 @@ def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
     """Return the number of positions that a model has with its rope scaling.
 
     YaRN gives the length before scaling and a factor; a configuration may leave the product to us.
-    With LongRoPE contexts end at the length before scaling.
     """
-    if isinstance(rope, LongRope):
-        return min(max_position_embeddings, rope.original_max_position_embeddings)
     if not isinstance(rope, YarnRope):
         return max_position_embeddings
     scaled = int(rope.factor * rope.original_max_position_embeddings)

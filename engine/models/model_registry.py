@@ -25,6 +25,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "ArceeForCausalLM": ModelEntry("batchgen.engine.models.arcee"),
     "BambaForCausalLM": ModelEntry("batchgen.engine.models.bamba"),
     "Cohere2ForCausalLM": ModelEntry("batchgen.engine.models.cohere2"),
+    "CohereForCausalLM": ModelEntry("batchgen.engine.models.cohere"),
     "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v2"),
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v3"),
     "Dots1ForCausalLM": ModelEntry("batchgen.engine.models.dots1"),
@@ -86,13 +87,9 @@ MODELS: Mapping[str, ModelEntry] = {
 
 
 _MAMBA = "states of Mamba layers"
-_CENTRED_NORMS = "norms that subtract the mean (LayerNorm)"
+_CENTRED_NORMS = "norms that subtract the mean and add a bias (LayerNorm)"
 _BIDIRECTIONAL = "attention in both directions over the whole row"
 RELATIVES: Mapping[str, tuple[str, str]] = {
-    "CohereForCausalLM": (
-        "Cohere2ForCausalLM",
-        "rotation in layers without a window, and such norms of queries and keys",
-    ),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
     "DiffusionGemmaForBlockDiffusion": (
         "Gemma4ForCausalLM",
@@ -103,6 +100,7 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
     "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
     "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),
     "LLaDAModelLM": ("SDARForCausalLM", _BIDIRECTIONAL),
+    "Lfm2VlForConditionalGeneration": ("Lfm2ForCausalLM", "its vision tower"),
     "NemotronForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Qwen2VLForConditionalGeneration": (
         "Qwen2_5_VLForConditionalGeneration",

@@ -45,7 +45,8 @@ class MTPHead(TokenModel):
     def __init__(self, target: CausalLM, layer: DecoderLayer, *, spared: int = 0) -> None:
         super().__init__()
         self.device, self.dtype = target.device, target.dtype
-        self.parallel, self.turns_by_axes = target.parallel, target.turns_by_axes
+        self.parallel, self.turns_apart = target.parallel, target.turns_apart
+        self.turns_by_axes = target.turns_by_axes
         self.hidden_size, self.vocab_size = target.hidden_size, target.vocab_size
         size = target.hidden_size
         self.pre_fc_norm_embedding = target.make_norm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.layers.rotary import LongRope
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 class Phi3ForCausalLM(DenseForCausalLM):
     """Phi-3: checkpoints hold merged projections, and Phi-4-mini rotates a part of each head.
-    With LongRoPE contexts end at the original 4,096 tokens (`LongRope`)."""
+    With LongRoPE rows of more than 4,096 tokens are turned by angles of their own (`LongRope`)."""
 
     hf_class = "Phi3Config"
 
@@ -22,12 +23,17 @@ class Phi3ForCausalLM(DenseForCausalLM):
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         head_dim = head_size(hf)
         rope, rotary_dim = partial_rope(_parameters(hf), head_dim)
-        if isinstance(rope, LongRope) and len(rope.short_factor) != rotary_dim // 2:
-            raise ValueError(
-                f"rotary embedding: short_factor has {len(rope.short_factor)} numbers, and must "
-                f"have one for each of {rotary_dim // 2} pairs"
-            )
-        return dense_config(
+        border: int | None = None
+        if isinstance(rope, LongRope):
+            for key in ("short_factor", "long_factor"):
+                if len(found := getattr(rope, key)) != rotary_dim // 2:
+                    raise ValueError(
+                        f"rotary embedding: {key} has {len(found)} numbers, and must have one for "
+                        f"each of {rotary_dim // 2} pairs"
+                    )
+            original = rope.original_max_position_embeddings
+            border = original if original < hf.max_position_embeddings else None
+        config = dense_config(
             hf,
             cls,
             head_dim=head_dim,
@@ -38,18 +44,19 @@ class Phi3ForCausalLM(DenseForCausalLM):
             rotary_dim=rotary_dim,
             layer_windows=common_windows(hf),
         )
+        return replace(config, rope_border=border)
 
 
 def _parameters(hf: PretrainedConfig) -> dict[str, Any]:
     """Return the rotary parameters, those of LongRoPE as `LongRope` has them."""
     parameters: dict[str, Any] = dict(hf.rope_parameters)
     if parameters["rope_type"] == "longrope":
-        parameters.pop("long_factor", None)
         original = parameters.setdefault(
             "original_max_position_embeddings", hf.original_max_position_embeddings
         )
         check_positive(original_max_position_embeddings=original)
         parameters.setdefault("factor", hf.max_position_embeddings / original)
-        if isinstance(short := parameters.get("short_factor"), list):
-            parameters["short_factor"] = tuple(short)
+        for key in ("short_factor", "long_factor"):
+            if isinstance(numbers := parameters.get(key), list):
+                parameters[key] = tuple(numbers)
     return parameters

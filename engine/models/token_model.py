@@ -48,9 +48,11 @@ class TokenModel(nn.Module, ABC):
     num_parameters: int  # on this rank; shared ones count once, scales do not
     weight_bytes: int  # on this rank, with scales
     parallel: TensorParallel = ALONE
+    fp8_cache: bool = False  # whether attention keeps its keys and values in FP8
     lora: LoRAState | None = None  # the adapters beside the layers; None without any
     # Whether tokens may be turned by other positions than their own (`rope_positions`).
-    turns_by_axes: bool = False
+    turns_apart: bool = False
+    turns_by_axes: bool = False  # whether these may have three axes
     # Once packed: why a token's bits depend on its batch, in words for the user; None if they do
     # not, and on a GPU, where batchgen makes no such promise.
     batch_dependence: str | None = None
@@ -69,7 +71,7 @@ class TokenModel(nn.Module, ABC):
     @property
     def where(self) -> Placement:
         """Where the parameters of layers are made."""
-        return Placement(self.device, self.dtype, self.parallel)
+        return Placement(self.device, self.dtype, self.parallel, self.fp8_cache)
 
     @property
     def parameters_per_token(self) -> int:

@@ -11,8 +11,10 @@ from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The device and dtype of a layer's parameters, and the ranks that divide its weights."""
+    """The device and dtype of a layer's parameters, the ranks that divide its weights, and in what
+    it keeps tokens."""
 
     device: torch.device
     dtype: torch.dtype
     parallel: TensorParallel = ALONE
+    fp8_cache: bool = False  # whether attention keeps its keys and values in FP8

@@ -16,7 +16,7 @@ from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.rows.pooling import PooledValue
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import RequestParams
-from batchgen.engine.vision.image_span import ImageSpan
+from batchgen.engine.vision.image_span import ImageSpan, rope_shift
 
 TAIL = "tail_"
 """What the names of columns of tail scope begin with."""
@@ -94,6 +94,9 @@ class Sequence:
     adapter: int = 0  # the number of the row's adapter; 0: the model without one
     # What the row replays: its tokens come as if they were drawn, each in its step.
     trajectory: Trajectory | None = None
+    # What is added to positions where rotary tables are read, besides for images: a long row's
+    # angles stand behind this many (`ModelConfig.rope_border`).
+    turned_behind: int = 0
     batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
     lora_slot: int = 0  # the adapter slot that has the row's adapter while it runs; 0: it has none
     matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
@@ -158,7 +161,13 @@ class Sequence:
     @property
     def prefix_root(self) -> bytes:
         """What rows must have in common besides their tokens to share what the model keeps."""
-        return b"" if not self.adapter else b"lora %d" % self.adapter
+        adapter = b"" if not self.adapter else b"lora %d" % self.adapter
+        return adapter + b" long" * bool(self.turned_behind)
+
+    @property
+    def rope_shift(self) -> int:
+        """What is added to the index of a token behind all images to get its rotary position."""
+        return self.turned_behind + rope_shift(self.spans)
 
     @property
     def num_tokens(self) -> int:

@@ -15,7 +15,7 @@ from batchgen.engine.execution.model_inputs import SNAPSHOTS, ModelInputs
 from batchgen.engine.execution.model_runner import PrefillInputs
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.rows.sequence import Sequence
-from batchgen.engine.vision.image_span import rope_positions, rope_shift
+from batchgen.engine.vision.image_span import rope_positions
 
 
 def prefill_inputs(
@@ -110,15 +110,19 @@ def lora_slots(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:
 
 def rope_shifts(seqs: abc.Sequence[Sequence], device: torch.device) -> Tensor:
     """Upload the rows' `ModelInputs.rope_shifts`, [B] int64."""
-    return upload([rope_shift(seq.spans) for seq in seqs], torch.int64, device)
+    return upload([seq.rope_shift for seq in seqs], torch.int64, device)
 
 
 def _rope_positions(
     seqs: abc.Sequence[Sequence], starts: list[int], ends: list[int], device: torch.device
 ) -> Tensor | None:
     """Make `ModelInputs.rope_positions` of rows that read the tokens from `starts` to `ends`."""
-    if not any(seq.spans for seq in seqs):
+    if not any(seq.spans or seq.turned_behind for seq in seqs):
         return None
+    if not any(seq.spans for seq in seqs):
+        ranges = zip(seqs, starts, ends, strict=True)
+        parts = [np.arange(start, end) + seq.turned_behind for seq, start, end in ranges]
+        return upload(np.concatenate(parts), torch.int64, device)
     rows = zip(seqs, starts, ends, strict=True)
     parts = [rope_positions(seq.spans, start, end) for seq, start, end in rows]
     return upload(np.concatenate(parts), torch.int64, device)

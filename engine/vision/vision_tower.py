@@ -63,7 +63,7 @@ class VisionAttention(nn.Module):
         # A paged cache of one block, for this forward alone: one launch rotates and writes.
         cache = KVCache(*qkv.new_empty((2, heads, 1, len(x), qkv.shape[1] // (3 * heads))))
         q = prepare_qkv(qkv, None, None, EPS, layout.cos_sin, cache, layout.slots, heads, heads)
-        k, v = (part.squeeze(1).transpose(0, 1) for part in cache)
+        k, v = (part.squeeze(1).transpose(0, 1) for part in (cache.key, cache.value))
         attended: Tensor = self.proj(full_attention(q, k, v, layout.segments).flatten(1))
         return attended
 

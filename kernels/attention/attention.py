@@ -180,7 +180,7 @@ def _attend_part_reference(
     shape = (q.shape[1], *cache.key.shape, *window_key(window))
     plan = meta.plans.get(shape)
     if plan is None:
-        plan = meta.plans[shape] = _make_plan(q.shape[1], cache, meta, window)
+        plan = meta.plans[shape] = _make_plan(q.shape[1], q.dtype, cache, meta, window)
     for group in plan.groups:
         out[group.tokens] = _attend(q[group.tokens], cache, plan, group, scale, window, sinks, cap)
 
@@ -198,13 +198,17 @@ def _most_cpu_rows(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _make_plan(
-    num_heads: int, cache: KVCache, meta: AttentionMetadata, window: int | None
+    num_heads: int,
+    dtype: torch.dtype,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    window: int | None,
 ) -> _Plan:
     kv_heads, _, block_size, head_dim = cache.key.shape
     most_rows, multiple = len(meta.query_lens), LEAST_MULTIPLE
     if cache.key.device.type == "cpu":
-        most_rows = _most_cpu_rows(kv_heads, head_dim, cache.key.dtype)
-        multiple = cpu_row_multiple(kv_heads, head_dim, cache.key.dtype) or LEAST_MULTIPLE
+        most_rows = _most_cpu_rows(kv_heads, head_dim, dtype)
+        multiple = cpu_row_multiple(kv_heads, head_dim, dtype) or LEAST_MULTIPLE
     groups = []
     row = token = 0
     for width, run in itertools.groupby(meta.query_lens):
@@ -281,10 +285,12 @@ def _attend(
     total = torch.zeros_like(top)
     out = torch.zeros_like(qs)
     for number, blocks in enumerate(group.chunks):
-        key = _gather(cache.key, blocks, plan.keys)
+        key = _gather(cache.key, blocks, plan.keys, cache.scales, 0)
         value = key
         if cache.value is not cache.key:
-            value = _gather(cache.value, blocks, plan.values)
+            value = _gather(cache.value, blocks, plan.values, cache.scales, 1)
+        elif cache.scales is not None:  # in which a scale may be NaN
+            value = key.nan_to_num(0.0)
         score = row_batches(qs, key.transpose(1, 2))
         if cap is not None:
             score.div_(cap).tanh_().mul_(cap)
@@ -314,8 +320,15 @@ def _attend(
     return result
 
 
-def _gather(table: Tensor, blocks: Tensor, room: Tensor) -> Tensor:
-    """The blocks' contents as [kv_heads · rows, CHUNK, D] float32."""
-    flat = table.view(-1, room.shape[1])
-    torch.index_select(flat, 0, blocks, out=room[: len(blocks)])
-    return room[: len(blocks)].view(-1, CHUNK, table.shape[-1]).float()
+def _gather(
+    table: Tensor, blocks: Tensor, room: Tensor, scales: Tensor | None, which: int
+) -> Tensor:
+    """The blocks' contents as [kv_heads · rows, CHUNK, D] float32; `which` are 0 the scales of
+    keys, and 1 those of values."""
+    flat, own = table.view(-1, room.shape[1]), room[: len(blocks)]
+    if scales is None:
+        torch.index_select(flat, 0, blocks, out=own)
+        return own.view(-1, CHUNK, table.shape[-1]).float()
+    torch.index_select(flat.view(torch.uint8), 0, blocks, out=own.view(torch.uint8))
+    of_blocks = scales[..., which].flatten(0, 1)[blocks].view(-1, CHUNK, 1)
+    return own.view(-1, CHUNK, table.shape[-1]).float().mul_(of_blocks)

@@ -23,6 +23,7 @@ from torch import Tensor
 from batchgen.kernels.attention.decode_plan import UNIT_FIELDS, DecodePlan
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.split_combine import (
+    SCALED_BY,
     capped_score,
     combine_splits,
     partial_results,
@@ -78,7 +79,8 @@ def paged_attention_decode(
     # The only query of a row is its last one, and no query sees beyond that.
     blocked = block_length > 1 and plan.width > 1
     assert cache.key.is_contiguous() and cache.value.is_contiguous() and q.stride(2) == 1
-    assert block_tables.stride(1) == 1 and queries <= MAX_QUERIES and q.dtype == cache.key.dtype
+    assert block_tables.stride(1) == 1 and queries <= MAX_QUERIES
+    assert cache.scales is not None or q.dtype == cache.key.dtype
     assert window is None or block_length == 1
     config = config or _config(head_dim, q.itemsize, queries)
     if out is None:
@@ -88,9 +90,10 @@ def paged_attention_decode(
     sizes = {"KV_HEADS": kv_heads, "GROUP": group, "WIDTH": plan.width, "HEAD_DIM": head_dim}
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     _decode_kernel[(device_programs(q.device, config.programs_per_sm),)](
-        q, *cache, positions, block_tables, plan.units, plan.count, out, partial, log_sums, sinks,
-        scale, q.stride(0), q.stride(1), cache.key.stride(0), block_tables.stride(0),
-        block_length, **sizes, BLOCKED=blocked, **window_arguments(window), CAP=cap,
+        q, cache.key, cache.value, positions, block_tables, plan.units, plan.count, out, partial,
+        log_sums, sinks, cache.scales, scale, q.stride(0), q.stride(1), cache.key.stride(0),
+        block_tables.stride(0), block_length, **sizes, BLOCKED=blocked,
+        **window_arguments(window), CAP=cap,
         QUERIES_PAD=max(16, triton.next_power_of_2(queries)), DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size, BLOCK_N=config.block_n,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", INTERPRETED=not q.is_cuda,
@@ -116,7 +119,7 @@ def _config(head_dim: int, itemsize: int, queries: int) -> DecodeConfig:
 
 @triton.jit(do_not_specialize=["table_stride", "block_length"])
 def _decode_kernel(
-    q, key, value, positions, tables, units, count, out, partial, log_sums, sinks,
+    q, key, value, positions, tables, units, count, out, partial, log_sums, sinks, scales,
     scale, q_token_stride, q_head_stride, kv_head_stride, table_stride, block_length,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCKED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr,
@@ -156,8 +159,9 @@ def _decode_kernel(
             queries = tl.load(q + source[:, None] + dim[None, :], mask=real, other=0.0)
             top, total_weight, sums = _attend_unit(
                 queries, limit, key + head * kv_head_stride, value + head * kv_head_stride,
-                tables + row * table_stride, start, stop, lowest, scale, WINDOW, CHUNKED,
-                CAP, HEAD_DIM, QUERIES_PAD, DIM_PAD, BLOCK_SIZE, BLOCK_N, PRECISION, INTERPRETED,
+                scales, head * (kv_head_stride // HEAD_DIM), tables + row * table_stride, start,
+                stop, lowest, scale, WINDOW, CHUNKED, CAP, HEAD_DIM, QUERIES_PAD, DIM_PAD,
+                BLOCK_SIZE, BLOCK_N, PRECISION, INTERPRETED,
             )  # fmt: skip
             # A query that sees no token of a unit gets the result 0 with weight 0.
             unseen = total_weight == 0.0
@@ -179,22 +183,23 @@ def _decode_kernel(
 
 @triton.jit
 def _attend_unit(
-    queries, limit, key, value, table, start, stop, lowest, scale, WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr, CAP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES_PAD: tl.constexpr,
-    DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    queries, limit, key, value, scales, first_slot, table, start, stop, lowest, scale,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    QUERIES_PAD: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the positions from `start` to `stop` - 1 with online softmax, in powers of 2
     (Milakov & Gimelshein 2018).
 
     `limit` [QUERIES_PAD] is the last position that each query sees; with a window, none sees one
-    before `lowest`. Returns each query's largest score (times log₂ e), the sum of its weights
-    relative to that score, and the weighted sum of values.
+    before `lowest`. The `scales` of FP8 begin at `first_slot`. Returns each query's largest score
+    (times log₂ e), the sum of its weights relative to that score, and the weighted sum of values.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     dim = tl.arange(0, DIM_PAD)
     lane = tl.arange(0, BLOCK_N)
     scale *= LOG2_E
+    kept = queries.dtype
     top = tl.full([QUERIES_PAD], -float("inf"), tl.float32)
     # Summed lane by lane in the loop, and across lanes once at the end: that sum needs an exchange
     # between warps.
@@ -214,9 +219,16 @@ def _attend_unit(
             mask = mask & (dim < HEAD_DIM)[None, :]
         keys = tl.load(key + offsets, mask=mask, other=0.0)
         values = tl.load(value + offsets, mask=mask, other=0.0)
+        if scales is not None:
+            slot = first_slot + block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            key_scale = tl.load(scales + slot * 2, mask=cached, other=0.0)
+            value_scale = tl.load(scales + slot * 2 + 1, mask=cached, other=0.0)
         # The KV blocks of the next tile are loaded now, so its loads never wait for an address.
         ahead = position + BLOCK_N
         block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
+        if scales is not None:
+            keys = keys.to(kept)
+            values = values.to(kept)
         weights_to = values.dtype
         # Triton's interpreter multiplies the bits of bfloat16 as integers. The products of float32
         # copies are the same as those on a GPU.
@@ -225,6 +237,8 @@ def _attend_unit(
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
         score = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        if scales is not None:
+            score *= key_scale[None, :]
         if CAP is not None:
             score = capped_score(score, CAP)
         # The score is replaced, not added to: the key of an unseen token may be NaN.
@@ -238,7 +252,11 @@ def _attend_unit(
         weight = tl.exp2(score - shift[:, None])
         weight_sums = weight_sums * rescale[:, None] + weight
         sums = sums * rescale[:, None]
+        if scales is not None:
+            weight *= value_scale[None, :] * SCALED_BY
         weight = weight.to(weights_to).to(values.dtype)
         sums = tl.dot(weight, values, sums, input_precision=PRECISION)
         top = peak
+    if scales is not None:
+        sums *= 1.0 / SCALED_BY
     return top, tl.sum(weight_sums, 1), sums

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.fp8.fp8_weight import FP8, LARGEST, LEAST
+
 _TOKENS = 256
 """Tokens that one program of the slot mapping kernel computes."""
 
@@ -27,10 +29,16 @@ class KVCache(NamedTuple):
     as a key of all NaN and a value of all 0. So a query that sees the token becomes NaN, and one
     that does not is unharmed, though attention masks no values: its score is replaced by -inf, and
     0 is multiplied by something finite.
+
+    In FP8 (e4m3) each head of a token has a scale for its key and one for its value, by which what
+    is stored is multiplied: they depend on that key and value alone. What is not finite is stored
+    as 0 then, with NaN as the key's scale and a finite one for the value.
     """
 
     key: Tensor  # [num_kv_heads, num_blocks, block_size, head_dim]
     value: Tensor  # the shape of key
+    # Of FP8: [num_kv_heads, num_blocks, block_size, 2] float32, of the key and of the value.
+    scales: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -45,12 +53,35 @@ def write_kv(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
     Values are cast to the cache's dtype first; what is not finite then is stored as `KVCache` says.
     This is the reference of the write in `qkv.prepare_qkv`.
     """
-    num_heads, _, _, head_dim = cache.key.shape
-    key, value = key.to(cache.key.dtype), value.to(cache.value.dtype)
+    if cache.scales is None:
+        key, value = key.to(cache.key.dtype), value.to(cache.value.dtype)
     finite = (key.isfinite().all(-1) & value.isfinite().all(-1)).unsqueeze(-1)
-    stored = (key.where(finite, float("nan")), value.where(finite, 0.0))
-    for new, table in zip(stored, cache, strict=True):
-        table.view(num_heads, -1, head_dim)[:, slots] = new.transpose(0, 1)
+    if cache.scales is None:
+        key, value = key.where(finite, float("nan")), value.where(finite, 0.0)
+    else:
+        key, key_scale = quantise_vectors(key.where(finite, 0.0))
+        value, value_scale = quantise_vectors(value.where(finite, 0.0))
+        scales = torch.cat((key_scale.where(finite, float("nan")), value_scale), -1)
+        _at(cache.scales, slots, scales)
+    _at(cache.key, slots, key)
+    _at(cache.value, slots, value)
+
+
+def quantise_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round vectors [..., D] to FP8, so that the largest value of each becomes 448: the values, and
+    the scales [..., 1] float32."""
+    wide = x.float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST) / LARGEST
+    return (wide / scales).to(FP8), scales
+
+
+def _at(table: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Store [T, num_kv_heads, N] at slots of [num_kv_heads, num_blocks, block_size, N], by bytes,
+    as torch cannot index FP8 everywhere."""
+    flat = table.flatten(1, 2)
+    if flat.dtype == FP8:
+        flat, new = flat.view(torch.uint8), new.view(torch.uint8)
+    flat[:, slots] = new.transpose(0, 1)
 
 
 def slot_mapping(

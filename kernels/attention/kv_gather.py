@@ -72,26 +72,30 @@ def plan_gather(context_lens: Sequence[int], device: torch.device | str) -> Gath
     return GatherPlan(flat[len(lens) :].view(-1, 4), flat[: len(lens)], int(lens.sum()))
 
 
-def gather_context(cache: KVCache, block_tables: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
+def gather_context(
+    cache: KVCache, block_tables: Tensor, plan: GatherPlan, dtype: torch.dtype
+) -> KVCache:
     """Copy the keys and values of all rows' contexts: each [kv_heads · C, head_dim], by head, row,
     position.
 
-    `block_tables` is [B, N] int32 or int64, the last axis contiguous.
+    `block_tables` is [B, N] int32 or int64, the last axis contiguous. The copies are in `dtype`.
+    Those of FP8, which are exact in it, have scales [kv_heads · C, 2] still.
     """
     kv_heads, _, block_size, head_dim = cache.key.shape
     shape = (kv_heads * plan.num_tokens, head_dim)
-    keys, values = cache.key.new_empty(shape), cache.value.new_empty(shape)
+    keys, values = torch.empty((2, *shape), dtype=dtype, device=cache.key.device)
+    scales = None if cache.scales is None else cache.scales.new_empty((len(keys), 2))
     _gather_context[(len(plan.pieces), kv_heads)](
-        cache.key, cache.value, keys, values, block_tables, plan.pieces,
+        cache.key, cache.value, cache.scales, keys, values, scales, block_tables, plan.pieces,
         block_tables.stride(0), cache.key.stride(0), plan.num_tokens,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, PIECE=PIECE, num_warps=4,
     )  # fmt: skip
-    return keys, values
+    return KVCache(keys, values, scales)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_tokens"])
 def _gather_context(
-    key_ptr, value_ptr, keys_ptr, values_ptr, tables_ptr, pieces_ptr,
+    key_ptr, value_ptr, scale_ptr, keys_ptr, values_ptr, scales_ptr, tables_ptr, pieces_ptr,
     table_stride, head_stride, num_tokens,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -110,5 +114,11 @@ def _gather_context(
     target = place[:, None] * HEAD_DIM + dim
     key = tl.load(key_ptr + source, mask=inside[:, None])
     value = tl.load(value_ptr + source, mask=inside[:, None])
+    if scale_ptr is not None:
+        key = key.to(keys_ptr.dtype.element_ty)
+        value = value.to(keys_ptr.dtype.element_ty)
+        own = scale_ptr + (head * (head_stride // HEAD_DIM) + slot) * 2
+        tl.store(scales_ptr + place * 2, tl.load(own, mask=inside), mask=inside)
+        tl.store(scales_ptr + place * 2 + 1, tl.load(own + 1, mask=inside), mask=inside)
     tl.store(keys_ptr + target, key, mask=inside[:, None])
     tl.store(values_ptr + target, value, mask=inside[:, None])

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.kv_gather import gather_context
 from batchgen.kernels.attention.prefill_plan import PrefillPlan
-from batchgen.kernels.attention.split_combine import capped_score, sink_share
+from batchgen.kernels.attention.split_combine import SCALED_BY, capped_score, sink_share
 from batchgen.kernels.attention.windows import first_seen_triton, window_arguments
 
 
@@ -60,7 +60,8 @@ def paged_attention_prefill(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert q.stride()[1:] == (head_dim, 1) and out.is_contiguous()
     assert cache.key.stride() == cache.value.stride() and cache.key[0].is_contiguous()
-    assert cache.key.dtype == cache.value.dtype == q.dtype and scale > 0
+    assert cache.scales is not None or cache.key.dtype == cache.value.dtype == q.dtype
+    assert scale > 0
     assert len(block_tables) == plan.num_rows and block_tables.stride(1) == 1
     assert window is None or block_length == 1
     if not num_tokens:
@@ -69,15 +70,16 @@ def paged_attention_prefill(
     key: Tensor | TensorDescriptor = cache.key
     value: Tensor | TensorDescriptor = cache.value
     tables, table_stride, gathered = block_tables, block_tables.stride(0), 0
+    scales = cache.scales
     if plan.gather is not None:
         tile = [config.block_n, head_dim]
-        keys, values = gather_context(cache, block_tables, plan.gather)
+        keys, values, scales = gather_context(cache, block_tables, plan.gather, q.dtype)
         key = TensorDescriptor.from_tensor(keys, tile)
         value = TensorDescriptor.from_tensor(values, tile)
         tables, table_stride, gathered = plan.gather.places, 1, plan.gather.num_tokens
     _prefill_kernel[(num_kv_heads * len(plan.tiles),)](
-        q, key, value, out, positions, tables, plan.tiles, sinks, table_stride, q.stride(0),
-        cache.key.stride(0), gathered, scale * math.log2(math.e), block_length,
+        q, key, value, out, positions, tables, plan.tiles, sinks, scales, table_stride,
+        q.stride(0), cache.key.stride(0), gathered, scale * math.log2(math.e), block_length,
         BLOCKED=block_length > 1, **window_arguments(window), CAP=cap,
         GATHERED=plan.gather is not None, NUM_HEADS=num_heads, GROUP=plan.group, HEAD_DIM=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
@@ -104,6 +106,7 @@ def _attend_tile(
     q,
     key,
     value,
+    scales,
     table,
     block,
     start,
@@ -125,14 +128,16 @@ def _attend_tile(
 
     With MASKED a query sees only keys up to its `last_seen` [BLOCK_M], of these only those inside
     WINDOW if that is given, else the whole tile. Values loaded past `limit` or before the window
-    are finite. With GATHERED, `table` is where the row begins among the copies;
-    else `block` [BLOCK_N] are the keys' KV blocks. Those of the next tile are loaded here and
-    returned: Triton would not pipeline loads of keys that waited for a load of their iteration.
+    are finite. With GATHERED, `table` is where the row begins among the copies; else `block`
+    [BLOCK_N] are the keys' KV blocks. Those of the next tile are loaded here and returned: Triton
+    would not pipeline loads of keys that waited for a load of their iteration. FP8 has `scales`, by
+    slot or by place among the copies.
     """
     n = start + tl.arange(0, BLOCK_N)
     if GATHERED:
         k = key.load([table + start, 0])
         v = value.load([table + start, 0])
+        slot = table + n
     else:
         dim = tl.arange(0, BLOCK_D)
         slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
@@ -149,7 +154,15 @@ def _attend_tile(
         else:
             k = tl.load(key + place)
             v = tl.load(value + place)
+    if scales is not None:
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+        own = scales + slot.to(tl.int64) * 2
+        key_scale = tl.load(own, mask=n < limit, other=0.0)
+        value_scale = tl.load(own + 1, mask=n < limit, other=0.0)
     score = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
+    if scales is not None:
+        score *= key_scale[None, :]
     if CAP is not None:
         score = capped_score(score * scale_log2, CAP)
         scale_log2 = 1.0
@@ -166,6 +179,8 @@ def _attend_tile(
     weight = tl.exp2(score * scale_log2 - shift[:, None])
     rescale = tl.exp2(top - shift)
     total = total * rescale + tl.sum(weight, 1)
+    if scales is not None:
+        weight *= value_scale[None, :] * SCALED_BY
     acc = _dot(weight.to(v.dtype), v, acc * rescale[:, None], INTERPRETED)
     return acc, peak, total, block
 
@@ -180,6 +195,7 @@ def _prefill_kernel(
     tables_ptr,
     tiles_ptr,
     sinks_ptr,
+    scales,
     table_stride,
     q_stride,
     head_stride,
@@ -241,6 +257,8 @@ def _prefill_kernel(
     else:
         key += kv_head.to(tl.int64) * head_stride
         value += kv_head.to(tl.int64) * head_stride
+        if scales is not None:
+            scales += kv_head.to(tl.int64) * (head_stride // HEAD_DIM * 2)
         block = tl.load(table + n // BLOCK_SIZE, mask=n < limit, other=0)
     full = common // BLOCK_N * BLOCK_N
 
@@ -255,14 +273,15 @@ def _prefill_kernel(
         last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
         for start in tl.range(begin, whole, BLOCK_N):
             acc, top, total, block = _attend_tile(
-                acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP, GATHERED,
+                acc, top, total, q, key, value, scales, table, block, start, last_seen, limit,
+                scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP,
+                GATHERED,
                 INTERPRETED,
             )  # fmt: skip
         begin = whole
     for start in tl.range(begin, full, BLOCK_N):
         acc, top, total, block = _attend_tile(
-            acc, top, total, q, key, value, table, block, start, None, limit, scale_log2,
+            acc, top, total, q, key, value, scales, table, block, start, None, limit, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, WINDOW, CHUNKED, CAP, GATHERED,
                 INTERPRETED,
         )  # fmt: skip
@@ -273,13 +292,16 @@ def _prefill_kernel(
         last_seen = tl.minimum(block_end, limit) - 1
     for start in tl.range(full, limit, BLOCK_N):
         acc, top, total, block = _attend_tile(
-            acc, top, total, q, key, value, table, block, start, last_seen, limit, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP, GATHERED,
+            acc, top, total, q, key, value, scales, table, block, start, last_seen, limit,
+            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP,
+            GATHERED,
                 INTERPRETED,
         )  # fmt: skip
 
     out_place = (first + token) * (NUM_HEADS * HEAD_DIM) + head
     result = acc / total[:, None]
+    if scales is not None:
+        result *= 1.0 / SCALED_BY
     if sinks_ptr is not None:
         log_sum = top + tl.log2(total)
         result *= sink_share(sinks_ptr, kv_head * GROUP + m % GROUP, token < size, log_sum)[:, None]

@@ -8,12 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.attention.kv_cache import KVCache, write_kv
+from batchgen.kernels.fp8.fp8_weight import LARGEST, LEAST
+from batchgen.kernels.fp8.quantise_triton import to_fp8
 from batchgen.kernels.layers.rms_norm import rms_norm_reference
 from batchgen.kernels.layers.rotary import apply_rotary
 
 _TILE = 1024
 """Elements of the first (or second) halves of heads that a program takes: 128 threads, each with
 one 16-byte access of 2-byte elements."""
+_LEAST = tl.constexpr(LEAST)
+_LARGEST = tl.constexpr(LARGEST)
 
 
 def prepare_qkv(
@@ -88,10 +92,11 @@ def prepare_qkv_triton(
     groups = q_groups + triton.cdiv(num_kv_heads, kv_block)
     _prepare_qkv[(num_tokens * groups,)](
         qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
-        cos_sin, q, cache.key, cache.value, slots, qkv.stride(0), cache.key.stride(0), eps,
+        cos_sin, q, cache.key, cache.value, cache.scales, slots, qkv.stride(0),
+        cache.key.stride(0), eps,
         NORM=q_weight is not None, HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, HALF=half,
         ROTARY=cos_sin.shape[1], Q_BLOCK=q_block, KV_BLOCK=kv_block, Q_GROUPS=q_groups,
-        GROUPS=groups,
+        GROUPS=groups, INTERPRETED=not qkv.is_cuda,
         # Without fused multiply-add the rotation has the bits of the reference.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -100,11 +105,11 @@ def prepare_qkv_triton(
 
 @triton.jit
 def _prepare_qkv(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_ptr, key_ptr, value_ptr, slots_ptr,
-    qkv_stride, cache_stride, eps,
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, q_ptr, key_ptr, value_ptr, scales_ptr,
+    slots_ptr, qkv_stride, cache_stride, eps,
     NORM: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, ROTARY: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-    Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
+    Q_GROUPS: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program takes a group of heads of one token, in halves, which rotation pairs."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
@@ -124,8 +129,9 @@ def _prepare_qkv(
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         _kv_heads(
-            source + HEADS * D, k_weight_ptr, key_ptr + slot * D, value_ptr + slot * D,
-            cache_stride, cos, sin, eps, group - Q_GROUPS, NORM, KV_HEADS, D, HALF, KV_BLOCK,
+            source + HEADS * D, k_weight_ptr, key_ptr + slot * D, value_ptr + slot * D, scales_ptr,
+            slot, cache_stride, cos, sin, eps, group - Q_GROUPS, NORM, KV_HEADS, D, HALF, KV_BLOCK,
+            INTERPRETED,
         )  # fmt: skip
 
 
@@ -149,11 +155,12 @@ def _query_heads(
 
 @triton.jit
 def _kv_heads(
-    source, weight_ptr, key_ptr, value_ptr, cache_stride, cos, sin, eps, group,
+    source, weight_ptr, key_ptr, value_ptr, scales_ptr, slot, cache_stride, cos, sin, eps, group,
     NORM: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, rotate and store a group of a token's KV heads; the pointers are to head 0."""
+    """Normalise, rotate and store a group of a token's KV heads; the pointers are to head 0 of the
+    slot, but for that to the scales."""
     head = group * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, HALF)[None, :]
     mask = (head < HEADS) & (column < D // 2)
@@ -163,15 +170,37 @@ def _kv_heads(
     if NORM:
         k1, k2 = _norm(k1, k2, weight_ptr, eps, column, D)
     k1, k2 = rotate_pairs(k1, k2, cos, sin)
-    dtype = key_ptr.dtype.element_ty
-    k1, k2, v1, v2 = k1.to(dtype), k2.to(dtype), v1.to(dtype), v2.to(dtype)
+    if scales_ptr is None:
+        dtype = key_ptr.dtype.element_ty
+        k1, k2, v1, v2 = k1.to(dtype), k2.to(dtype), v1.to(dtype), v2.to(dtype)
     broken = not_finite(k1) | not_finite(k2) | not_finite(v1) | not_finite(v2)
     broken = tl.max(broken.to(tl.int32), axis=1)[:, None] > 0
     target = head.to(tl.int64) * cache_stride + column
-    tl.store(key_ptr + target, tl.where(broken, float("nan"), k1), mask=mask)
-    tl.store(key_ptr + target + D // 2, tl.where(broken, float("nan"), k2), mask=mask)
-    tl.store(value_ptr + target, tl.where(broken, 0.0, v1), mask=mask)
-    tl.store(value_ptr + target + D // 2, tl.where(broken, 0.0, v2), mask=mask)
+    if scales_ptr is None:
+        tl.store(key_ptr + target, tl.where(broken, float("nan"), k1), mask=mask)
+        tl.store(key_ptr + target + D // 2, tl.where(broken, float("nan"), k2), mask=mask)
+        tl.store(value_ptr + target, tl.where(broken, 0.0, v1), mask=mask)
+        tl.store(value_ptr + target + D // 2, tl.where(broken, 0.0, v2), mask=mask)
+    else:
+        k1, k2, key_scale = _in_fp8(k1, k2, broken, INTERPRETED)
+        v1, v2, value_scale = _in_fp8(v1, v2, broken, INTERPRETED)
+        tl.store(key_ptr + target, k1, mask=mask)
+        tl.store(key_ptr + target + D // 2, k2, mask=mask)
+        tl.store(value_ptr + target, v1, mask=mask)
+        tl.store(value_ptr + target + D // 2, v2, mask=mask)
+        scales = scales_ptr + (slot + head.to(tl.int64) * (cache_stride // D)) * 2
+        tl.store(scales, tl.where(broken, float("nan"), key_scale), mask=head < HEADS)
+        tl.store(scales + 1, value_scale, mask=head < HEADS)
+
+
+@triton.jit
+def _in_fp8(first, second, broken, INTERPRETED: tl.constexpr):
+    """Round halves of heads to FP8 as `kv_cache.quantise_vectors` does, and broken heads to 0."""
+    first = tl.where(broken, 0.0, first.to(tl.float32))
+    second = tl.where(broken, 0.0, second.to(tl.float32))
+    largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)[:, None]
+    scale = tl.maximum(largest, _LEAST) / _LARGEST
+    return to_fp8(first / scale, INTERPRETED), to_fp8(second / scale, INTERPRETED), scale
 
 
 @triton.jit

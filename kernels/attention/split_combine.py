@@ -10,6 +10,9 @@ from torch import Tensor
 from batchgen.kernels.attention.decode_plan import DecodePlan
 from batchgen.kernels.rules import MOST_SPLITS
 
+SCALED_BY = tl.constexpr(256.0)
+"""Weights of values in FP8 are multiplied by it besides their scales, which are about 1/448 of the
+values: so the products are no smaller in float16 than it can tell apart. Sums are divided by it."""
 _COMBINE_ELEMENTS = 4096
 """Elements of partial results that the combination loads at a time."""
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.attention.decode_plan import UNIT_FIELDS, DecodePlan
-from batchgen.kernels.attention.split_combine import combine_splits, partial_results
+from batchgen.kernels.attention.split_combine import SCALED_BY, combine_splits, partial_results
 from batchgen.kernels.device import device_programs
 from batchgen.kernels.mla.absorbed_sizes import (
     AbsorbedConfig,
@@ -39,6 +39,7 @@ def latent_decode(
     scale: float,
     plan: DecodePlan,  # from `plan_decode`, for W that `decode_span` takes
     rules: BitRules = BY_BATCH,
+    scales: Tensor | None = None,  # [num_blocks, block_size] float32, of a plane in FP8
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·latent for W queries per row over the rows' cached contexts.
 
@@ -57,8 +58,8 @@ def latent_decode(
     partial, log_sums = partial_results(plan, groups, queries, size)
     _latent_decode[(device_programs(q.device, config.programs_per_sm),)](
         q, turned, plane, positions, block_tables, plan.units, plan.count, out, partial, log_sums,
-        scale * math.log2(math.e), q.stride(0), q.stride(1), turned.stride(0), turned.stride(1),
-        block_tables.stride(0), GROUPS=groups, SPAN=span, WIDTH=width,
+        scales, scale * math.log2(math.e), q.stride(0), q.stride(1), turned.stride(0),
+        turned.stride(1), block_tables.stride(0), GROUPS=groups, SPAN=span, WIDTH=width,
         QUERIES_PAD=max(16, triton.next_power_of_2(queries)),
         **_shape(q, turned, plane, config), num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -76,6 +77,7 @@ def latent_prefill(
     scale: float,
     tiles: Tensor,  # [num_tiles, 3] int32 from `prefill_plan.cut_tiles`
     tile: int,  # the most tokens of a tile
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Compute what `latent_decode` does, [T, num_heads, L], for rows of different lengths."""
     tokens, num_heads, size = q.shape
@@ -85,7 +87,7 @@ def latent_prefill(
     out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
     parts = triton.cdiv(tile * num_heads, config.queries)
     _latent_prefill[(len(tiles) * parts,)](
-        q, turned, plane, positions, block_tables, tiles, out,
+        q, turned, plane, positions, block_tables, tiles, out, scales,
         scale * math.log2(math.e), q.stride(0), q.stride(1), turned.stride(0), turned.stride(1),
         block_tables.stride(0), HEADS=num_heads, TILE=tile, PARTS=parts,
         QUERIES_PAD=config.queries, **_shape(q, turned, plane, config),
@@ -113,7 +115,7 @@ def _shape(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _latent_decode(
-    q, turned, plane, positions, tables, units, count, out, partial, log_sums, scale_log2,
+    q, turned, plane, positions, tables, units, count, out, partial, log_sums, scales, scale_log2,
     q_token, q_head, turned_token, turned_head, table_stride,
     GROUPS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, QUERIES_PAD: tl.constexpr,
     SIZE: tl.constexpr, PART: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PAD: tl.constexpr,
@@ -141,7 +143,7 @@ def _latent_decode(
             top, weights, sum0, sum1, sum2, sum3 = _attend(
                 q + token * q_token + head * q_head,
                 turned + token * turned_token + head * turned_head,
-                exists, limit, plane, tables + row * table_stride, start, stop, scale_log2,
+                exists, limit, plane, scales, tables + row * table_stride, start, stop, scale_log2,
                 QUERIES_PAD, SIZE, PART, ROTATED, ROTATED_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
                 INTERPRETED,
             )  # fmt: skip
@@ -161,7 +163,7 @@ def _latent_decode(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _latent_prefill(
-    q, turned, plane, positions, tables, tiles, out, scale_log2,
+    q, turned, plane, positions, tables, tiles, out, scales, scale_log2,
     q_token, q_head, turned_token, turned_head, table_stride,
     HEADS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, QUERIES_PAD: tl.constexpr,
     SIZE: tl.constexpr, PART: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PAD: tl.constexpr,
@@ -182,9 +184,9 @@ def _latent_prefill(
         _, weights, sum0, sum1, sum2, sum3 = _attend(
             q + token * q_token + head * q_head,
             turned + token * turned_token + head * turned_head,
-            exists, limit, plane, tables + row * table_stride, 0, tl.max(limit, 0) + 1, scale_log2,
-            QUERIES_PAD, SIZE, PART, ROTATED, ROTATED_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
-            INTERPRETED,
+            exists, limit, plane, scales, tables + row * table_stride, 0, tl.max(limit, 0) + 1,
+            scale_log2, QUERIES_PAD, SIZE, PART, ROTATED, ROTATED_PAD, BLOCK_SIZE, BLOCK_N,
+            PRECISION, INTERPRETED,
         )  # fmt: skip
         weights = tl.where(exists, weights, 1.0)
         target = out + (token * HEADS + head) * SIZE
@@ -193,7 +195,7 @@ def _latent_prefill(
 
 @triton.jit
 def _attend(
-    q, turned, exists, limit, plane, table, start, stop, scale_log2,
+    q, turned, exists, limit, plane, scales, table, start, stop, scale_log2,
     QUERIES_PAD: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, ROTATED: tl.constexpr,
     ROTATED_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -233,6 +235,16 @@ def _attend(
         latent3 = _quarter(source, cached, 3, SIZE, PART, INTERPRETED)
         rotated = source[:, None] + SIZE + spin[None, :]
         keys = tl.load(rotated, mask=cached[:, None] & turns, other=0.0)
+        if scales is not None:
+            key_scale = tl.load(scales + slot, mask=cached, other=0.0)
+            # Weights of 0 are multiplied by something finite.
+            value_scale = tl.where(key_scale == key_scale, key_scale, 0.0) * SCALED_BY
+            keys = keys.to(kept)
+            if not INTERPRETED:
+                latent0 = latent0.to(kept)
+                latent1 = latent1.to(kept)
+                latent2 = latent2.to(kept)
+                latent3 = latent3.to(kept)
         # The KV blocks of the next tile are loaded now, so its loads never wait for an address.
         ahead = position + BLOCK_N
         block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
@@ -244,6 +256,8 @@ def _attend(
         score2 = tl.dot(query2, tl.trans(latent2), input_precision=PRECISION)
         score3 = tl.dot(query3, tl.trans(latent3), input_precision=PRECISION)
         score = (score + (score0 + score1) + (score2 + score3)) * scale_log2
+        if scales is not None:
+            score *= key_scale[None, :]
         # The score is replaced, not added to: the key of an unseen token may be NaN.
         seen = cached[None, :] & (position[None, :] <= limit[:, None])
         score = tl.where(seen, score, -float("inf"))
@@ -252,12 +266,19 @@ def _attend(
         rescale = tl.exp2(top - shift)
         weight = tl.exp2(score - shift[:, None])
         weight_sums = weight_sums * rescale[:, None] + weight
+        if scales is not None:
+            weight *= value_scale[None, :]
         weight = weight.to(kept).to(latent0.dtype)
         sum0 = tl.dot(weight, latent0, sum0 * rescale[:, None], input_precision=PRECISION)
         sum1 = tl.dot(weight, latent1, sum1 * rescale[:, None], input_precision=PRECISION)
         sum2 = tl.dot(weight, latent2, sum2 * rescale[:, None], input_precision=PRECISION)
         sum3 = tl.dot(weight, latent3, sum3 * rescale[:, None], input_precision=PRECISION)
         top = peak
+    if scales is not None:
+        sum0 *= 1.0 / SCALED_BY
+        sum1 *= 1.0 / SCALED_BY
+        sum2 *= 1.0 / SCALED_BY
+        sum3 *= 1.0 / SCALED_BY
     return top, tl.sum(weight_sums, 1), sum0, sum1, sum2, sum3
 
 

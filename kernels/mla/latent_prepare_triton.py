@@ -7,7 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.attention.qkv import not_finite, rotate_pairs
+from batchgen.kernels.fp8.fp8_weight import LARGEST, LEAST
+from batchgen.kernels.fp8.quantise_triton import to_fp8
 
+_LEAST = tl.constexpr(LEAST)
+_LARGEST = tl.constexpr(LARGEST)
 _TILE = 2048
 """Rotated pairs of queries that a program turns at a time."""
 
@@ -20,6 +24,7 @@ def prepare_latent_triton(
     cos_sin: Tensor,
     plane: Tensor,
     slots: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`prepare.prepare_latent` in one launch, which rotates q in place and returns it."""
     num_tokens, num_heads, query_size = q.shape
@@ -29,10 +34,11 @@ def prepare_latent_triton(
     assert cos_sin.is_contiguous() and slots.is_contiguous() and weight.is_contiguous()
     half = triton.next_power_of_2(rotated // 2)
     _prepare_latent[(num_tokens,)](
-        q, latent, weight, cos_sin, plane, slots, q.stride(0), latent.stride(0), eps,
+        q, latent, weight, cos_sin, plane, scales, slots, q.stride(0), latent.stride(0), eps,
         HEADS=num_heads, QUERY=query_size, SIZE=size, SIZE_PAD=triton.next_power_of_2(size),
         ROTATED=rotated, HALF=half,
         HEAD_BLOCK=min(max(_TILE // half, 1), triton.next_power_of_2(num_heads)),
+        INTERPRETED=not q.is_cuda,
         # Without fused multiply-add the rotation has the bits of the reference.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -41,9 +47,10 @@ def prepare_latent_triton(
 
 @triton.jit
 def _prepare_latent(
-    q_ptr, latent_ptr, weight_ptr, cos_sin_ptr, plane_ptr, slots_ptr, q_stride, latent_stride, eps,
+    q_ptr, latent_ptr, weight_ptr, cos_sin_ptr, plane_ptr, scales_ptr, slots_ptr, q_stride,
+    latent_stride, eps,
     HEADS: tl.constexpr, QUERY: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
-    ROTATED: tl.constexpr, HALF: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    ROTATED: tl.constexpr, HALF: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Each program prepares one token: its latent, its key, and the queries of all heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -61,19 +68,35 @@ def _prepare_latent(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     normed = (wide * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
-    dtype = plane_ptr.dtype.element_ty
-    normed = normed.to(raw.dtype).to(dtype)
+    normed = normed.to(raw.dtype)
+    if scales_ptr is None:
+        normed = normed.to(plane_ptr.dtype.element_ty)
     first = tl.load(source + SIZE + pair, mask=paired, other=0.0)
     second = tl.load(source + SIZE + ROTATED // 2 + pair, mask=paired, other=0.0)
     first, second = rotate_pairs(first, second, cos, sin)
-    first, second = first.to(dtype), second.to(dtype)
+    if scales_ptr is None:
+        dtype = plane_ptr.dtype.element_ty
+        first, second = first.to(dtype), second.to(dtype)
     broken = tl.max(not_finite(normed).to(tl.int32), 0)
     broken += tl.max((not_finite(first) | not_finite(second)).to(tl.int32), 0)
-    target = plane_ptr + tl.load(slots_ptr + token).to(tl.int64) * (SIZE + ROTATED)
-    tl.store(target + column, tl.where(broken > 0, 0.0, normed), mask=inside)
-    key = target + SIZE + pair
-    tl.store(key, tl.where(broken > 0, float("nan"), first), mask=paired)
-    tl.store(key + ROTATED // 2, tl.where(broken > 0, float("nan"), second), mask=paired)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    target = plane_ptr + slot * (SIZE + ROTATED)
+    if scales_ptr is None:
+        tl.store(target + column, tl.where(broken > 0, 0.0, normed), mask=inside)
+        key = target + SIZE + pair
+        tl.store(key, tl.where(broken > 0, float("nan"), first), mask=paired)
+        tl.store(key + ROTATED // 2, tl.where(broken > 0, float("nan"), second), mask=paired)
+    else:
+        normed = tl.where(broken > 0, 0.0, normed.to(tl.float32))
+        first = tl.where(broken > 0, 0.0, first.to(tl.float32))
+        second = tl.where(broken > 0, 0.0, second.to(tl.float32))
+        turned = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 0)
+        scale = tl.maximum(tl.maximum(tl.max(tl.abs(normed), 0), turned), _LEAST) / _LARGEST
+        tl.store(target + column, to_fp8(normed / scale, INTERPRETED), mask=inside)
+        key = target + SIZE + pair
+        tl.store(key, to_fp8(first / scale, INTERPRETED), mask=paired)
+        tl.store(key + ROTATED // 2, to_fp8(second / scale, INTERPRETED), mask=paired)
+        tl.store(scales_ptr + slot, tl.where(broken > 0, float("nan"), scale))
 
     for start in range(0, HEADS, HEAD_BLOCK):
         head = start + tl.arange(0, HEAD_BLOCK)[:, None]

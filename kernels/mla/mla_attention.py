@@ -47,6 +47,7 @@ def latent_attention(
     rotated: int,  # R
     parts: Sequence[AttentionMetadata],  # of the T tokens, one after another
     scale: float,
+    scales: Tensor | None = None,  # [num_blocks, block_size] float32, of a plane in FP8
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v [T, num_heads, V] for each query over its row's cached context.
 
@@ -54,12 +55,12 @@ def latent_attention(
     query that reads a token whose latent or key was not finite becomes NaN.
     """
     if not q.is_cuda:
-        return latent_attention_reference(q, plane, expansion, rotated, parts, scale)
+        return latent_attention_reference(q, plane, expansion, rotated, parts, scale, scales)
     out = q.new_empty((*q.shape[:2], expansion.value_size))
     start = 0
     for part in parts:
         tokens = slice(start, start := start + len(part.positions))
-        attend_part(q[tokens], plane, expansion, rotated, part, scale, out[tokens])
+        attend_part(q[tokens], plane, expansion, rotated, part, scale, out[tokens], scales)
     assert start == len(q)
     return out
 
@@ -71,6 +72,7 @@ def latent_attention_reference(
     rotated: int,
     parts: Sequence[AttentionMetadata],
     scale: float,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`latent_attention` in PyTorch."""
     fixed, turned = q.split([q.shape[2] - rotated, rotated], dim=2)
@@ -78,7 +80,8 @@ def latent_attention_reference(
     pages = plane.unsqueeze(0)
     # The rotated keys are mixed as if they were values too, which saves a copy of the latents.
     # What is not finite stands in them, and they are dropped.
-    mixed = paged_attention(queries, KVCache(pages, pages), parts, scale)
+    of_heads = None if scales is None else scales[None, :, :, None]
+    mixed = paged_attention(queries, KVCache(pages, pages, of_heads), parts, scale)
     return expansion.values(mixed[..., : plane.shape[2] - rotated])
 
 
@@ -90,16 +93,18 @@ def attend_part(
     meta: AttentionMetadata,
     scale: float,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`latent_attention` of one part with Triton, in `out` [T, num_heads, V] if that is given."""
     if out is None:
         out = q.new_empty((*q.shape[:2], expansion.value_size))
     for index, form in in_forms(meta, plane.shape[1]):
         if index is None:
-            _attend_form(q, plane, expansion, rotated, form, scale, out)
+            _attend_form(q, plane, expansion, rotated, form, scale, out, scales)
         else:
             found = out.new_empty((len(index), *out.shape[1:]))
-            out[index] = _attend_form(q[index], plane, expansion, rotated, form, scale, found)
+            part = (q[index], plane, expansion, rotated, form, scale, found, scales)
+            out[index] = _attend_form(*part)
     return out
 
 
@@ -111,6 +116,7 @@ def _attend_form(
     meta: AttentionMetadata,
     scale: float,
     out: Tensor,
+    scales: Tensor | None,
 ) -> Tensor:
     assert meta.block_length == 1, "latent attention is causal"
     shape = (q.shape[1], q.shape[2], rotated, *plane.shape)
@@ -121,16 +127,29 @@ def _attend_form(
     size = plane.shape[2] - rotated
     if isinstance(plan, list):
         for tokens, expanded in plan:
-            latents = plane.flatten(0, 1).index_select(0, expanded.slots)
-            keys = expansion.expand(latents[:, :size]), latents[:, size:]
+            taken = _of_slots(plane, expanded.slots, scales, q.dtype)
+            latents, keys = taken.split([size, rotated], 1)
+            if scales is not None:  # one that is not finite would harm those that do not see it
+                latents = latents.nan_to_num(0.0)
+            keys_of = expansion.expand(latents), keys
             positions = meta.positions[tokens]
-            expanded_attention(q[tokens], *keys, positions, scale, expanded, out[tokens])
+            expanded_attention(q[tokens], *keys_of, positions, scale, expanded, out[tokens])
         return out
     queries = expansion.absorb(fixed)
     arguments = (queries, turned, plane, meta.positions, tables, scale)
     if isinstance(plan, DecodePlan):
-        return expansion.values(latent_decode(*arguments, plan, meta.rules), out)
-    return expansion.values(latent_prefill(*arguments, *plan), out)
+        return expansion.values(latent_decode(*arguments, plan, meta.rules, scales), out)
+    tiles, tile = plan
+    return expansion.values(latent_prefill(*arguments, tiles, tile, scales), out)
+
+
+def _of_slots(plane: Tensor, slots: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Copy the latents and keys of slots out of the plane; those of FP8 are dequantised."""
+    flat = plane.flatten(0, 1)
+    if scales is None:
+        return flat.index_select(0, slots)
+    latents = flat.view(torch.uint8).index_select(0, slots).view(plane.dtype)
+    return (latents.float() * scales.flatten()[slots, None]).to(dtype)
 
 
 def _make_plan(

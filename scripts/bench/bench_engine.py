@@ -92,6 +92,7 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routing", choices=ROUTINGS, default="model", help="who chooses experts")
     parser.add_argument("--columns", type=commas(str), default=[], help="of every request")
     parser.add_argument("--quantization", type=commas(str, ("none", "fp8")), default=["none"])
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--requests", type=int, help="only the first so many of each workload")
     for name, kind in _ENGINE_OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
@@ -110,6 +111,7 @@ def make_bench(options: argparse.Namespace, quantization: str) -> Bench:
         routing=options.routing,
         columns=tuple(options.columns),
         quantization="fp8" if quantization == "fp8" else None,
+        kv_cache_dtype=options.kv_cache_dtype,
         most_requests=options.requests,
     )
 
@@ -152,6 +154,7 @@ def run_workloads(
         "model": options.model,
         "engine_config": asdict(bench.engine.config),
         "quantization": quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "requests": options.requests,
         "routing": options.routing,
         "columns": options.columns,

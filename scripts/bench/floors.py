@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from measuring import Rates
 from workloads import BenchRequest
 
+from batchgen.engine.caches.cache_specs import AttentionSpec
 from batchgen.engine.layers.mixers.mla import LatentShape
 from batchgen.engine.models.dense import DenseConfig
 from batchgen.engine.models.gemma4_config import Gemma4Config
@@ -104,10 +105,16 @@ def mixers(config: ModelConfig) -> Mixers:
     return Mixers(
         len(layers) * size * family.head_dim * heads + recurrent * network,
         len(layers) * 4 * family.num_heads * family.head_dim,
-        len(layers) * family.attention.token_bytes(torch.bfloat16),
+        len(layers) * _token_bytes(config, family.attention),
         state_bytes=state * torch.float32.itemsize,
         state_flops=6 * state,
     )
+
+
+def _token_bytes(config: ModelConfig, spec: AttentionSpec) -> int:
+    """Count what a layer keeps of a token."""
+    in_fp8 = config.kv_cache_dtype == "fp8"
+    return replace(spec, in_fp8=in_fp8).token_bytes(torch.bfloat16)
 
 
 def mamba_attention(config: ModelConfig, family: MambaConfig) -> tuple[int, ...]:
@@ -126,7 +133,7 @@ def _attention_mixers(config: ModelConfig, family: DenseConfig) -> Mixers:
         of_keys = 1 if one_product and spec.window is None else 2
         heads = 2 * spec.num_heads + of_keys * spec.num_kv_heads
         found = found._replace(params=found.params + config.hidden_size * spec.head_dim * heads)
-        flops, kv_bytes = 4 * spec.num_heads * spec.head_dim, spec.token_bytes(torch.bfloat16)
+        flops, kv_bytes = 4 * spec.num_heads * spec.head_dim, _token_bytes(config, spec)
         if spec.window is None:
             found = found._replace(
                 attention_flops=found.attention_flops + flops, kv_bytes=found.kv_bytes + kv_bytes
@@ -147,7 +154,7 @@ def _latent_mixers(config: ModelConfig, shape: LatentShape) -> Mixers:
     params += size * shape.spec.head_dim + heads * shape.value_size * size
     params += shape.latent_size * heads * (shape.key_size + shape.value_size)
     flops = 2 * heads * (shape.query_size + shape.value_size)
-    return Mixers(layers * params, layers * flops, layers * shape.spec.token_bytes(torch.bfloat16))
+    return Mixers(layers * params, layers * flops, layers * _token_bytes(config, shape.spec))
 
 
 def layer_params(config: ModelConfig) -> int:

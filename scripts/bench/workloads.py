@@ -18,7 +18,7 @@ from batchgen.engine.layers.mxfp4_format import Units
 from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import Quantization, chosen_form, load_model
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.model_config import KVCacheDtype, ModelConfig
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
@@ -86,6 +86,7 @@ def dummy_model(
     parallel: TensorParallel = ALONE,
     *,
     quantization: Quantization | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     vision: bool = False,
     **changes: Any,
 ) -> CausalLM:
@@ -101,6 +102,7 @@ def dummy_model(
             load_format="dummy",
             heads=heads,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             parallel=parallel,
             vision=vision,
         )

@@ -14,7 +14,7 @@ In bfloat16 neither is exact. So both are compared with transformers in float32,
 log-probabilities of the 20 likeliest tokens: the engine's mean error may be at most 1.05 times that
 of transformers in bfloat16. `--fp8` compares weights in FP8 in the same way, alone and with
 activations in FP8: two errors of one size that are independent make sqrt(2) times one, and more
-than twice that of weights alone fails.
+than twice that of weights alone fails. Keys and values in FP8 may make no more than activations.
 
 The exit code is 1 if anything fails.
 """
@@ -39,6 +39,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.loading.loader import Quantization, load_model
+from batchgen.engine.models.model_config import KVCacheDtype
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.model.open_model import OpenedModel, open_model
 
@@ -183,22 +184,24 @@ def check_rounding(runs: Runs) -> bool:
         print("bfloat16: transformers")
         return ours <= BFLOAT16_LIMIT * mean_error(theirs)
     means = []
-    forms: tuple[tuple[str, Quantization | None, bool], ...] = (
-        ("bfloat16", None, False),
-        ("FP8 weights", "fp8", False),
-        ("FP8 weights and activations", "fp8", True),
+    forms: tuple[tuple[str, Quantization | None, bool, KVCacheDtype], ...] = (
+        ("bfloat16", None, False, "auto"),
+        ("FP8 weights", "fp8", False, "auto"),
+        ("FP8 weights and activations", "fp8", True, "auto"),
+        ("FP8 keys and values", None, False, "fp8"),
     )
-    for name, quantization, native in forms:
+    for name, quantization, native, kept in forms:
         model = load_model(
             path,
             device=torch.device(args.device),
             dtype=torch.bfloat16,
             quantization=quantization,
             native_fp8=native,
+            kv_cache_dtype=kept,
         )
         print(name)
         means.append(mean_error(errors_of(runs.run(way, model=model)[0], exact)))
-    return means[2] <= FP8_LIMIT * means[1]
+    return means[2] <= FP8_LIMIT * means[1] and means[3] <= means[2]
 
 
 def plain_rows(opened: OpenedModel, args: argparse.Namespace) -> Iterator[Row]:

@@ -74,11 +74,12 @@ GPTQ, compressed-tensors and ModelOpt are kept in 4 bits or dequantised
 ([Sampling](../guides/sampling.md)). Families with experts write the column `routed_experts`.
 DeepseekV3 also loads R1, Moonlight and Kimi-K2, whose tokenizers are code of their repositories,
 which is never run: put a converted tokenizer.json into the folder. Glm4MoeLite is GLM-4.7-Flash.
-Phi-3 and Phi-4-mini with LongRoPE have contexts of 4,096 tokens here, and Llama4 of 1,048,576.
-Vision towers are left out but for Qwen2_5_VL, Qwen3VL, Qwen3_5 and their Moe kinds, which read
-images. Of causal families classifiers and reward models (…ForSequenceClassification) and decoders
-alone (…Model) load, too
-([Embeddings and rewards](../guides/embeddings.md))."""
+Llama4 has contexts of 1,048,576 tokens here. With LongRoPE (Phi-3, Phi-4-mini) rows of more than
+4,096 tokens are turned by other angles: a row whose prompt is shorter and that could grow over this
+border is an error (`crosses_longrope`), since all of it would have to be computed anew. Vision
+towers are left out but for Qwen2_5_VL, Qwen3VL, Qwen3_5 and their Moe kinds, which read images. Of
+causal families classifiers and reward models (…ForSequenceClassification) and decoders alone
+(…Model) load, too ([Embeddings and rewards](../guides/embeddings.md))."""
 MISSING_HEAD = """## What is not supported
 
 A refusal names the nearest family, and what is missing in it."""

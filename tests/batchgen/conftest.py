@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +21,7 @@ from batchgen.jobs.forecast import devices, work
 def work_done_once() -> Iterator[None]:
     """What hundreds of jobs would do again with the same result is done once by all tests: Hydra
     reads the files of conf/ and puts choices together, and a forecast measures the speed of this
-    CPU."""
+    CPU. Nothing waits for the disk, as no machine fails here."""
     compose, made = hydra.compose, {}
     load, read = OmegaConf.load, {}
 
@@ -44,6 +45,7 @@ def work_done_once() -> Iterator[None]:
         mock.patch.object(hydra, "compose", composed),
         mock.patch.object(OmegaConf, "load", loaded),
         mock.patch.object(work, "measured_cpu", measured),
+        mock.patch.object(os, "fsync", int),
     ):
         yield
 

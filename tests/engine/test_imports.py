@@ -22,6 +22,7 @@ def test_constraints_load_neither_xgrammar_nor_transformers() -> None:
     assert not found & {"xgrammar", "transformers", "jsonschema"}
 
 
+@pytest.mark.thorough
 def test_the_engine_loads_no_library_of_checkpoints() -> None:
     found = loaded("llm_engine", "loading.loader", "models.model_registry")
     assert not found & {"transformers", "tokenizers", "gguf", "safetensors", "xgrammar"}

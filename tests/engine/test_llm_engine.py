@@ -446,7 +446,7 @@ def spelling_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @both_loops
 @pytest.mark.usefixtures("hopeful")
 def test_stop_strings_end_rows_at_the_same_token_in_any_loop(
@@ -569,7 +569,7 @@ def test_a_row_with_nan_fails_alone(
                 assert output.finish_reason == "error" and output.token_ids == []
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @on_every_device([{}], on_gpu=1)
 @pytest.mark.usefixtures("hopeful")
 def test_a_row_that_fails_while_it_decodes_keeps_what_it_had(
@@ -637,7 +637,7 @@ def test_abort_forgets_a_row_wherever_it_is(tiny: CausalLM, mode: dict[str, Any]
     assert engine.scheduler.block_manager.usage == 0
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "aborts_after"),
     some_slow(

@@ -223,6 +223,7 @@ def test_weights_in_fp8_stay_so(tiny_model: Callable[..., Path], tmp_path: Path)
     assert (np.abs(native[1:] - native[0]).mean(1) > 3 * rounding[0]).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "phi3"])
 def test_a_folded_adapter_is_part_of_the_weights(
     kind: str, tiny_model: Callable[..., Path], tmp_path: Path

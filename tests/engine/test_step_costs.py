@@ -136,6 +136,7 @@ def test_costs_add_up_however_rows_come_and_go(data: st.DataObject) -> None:
     assert total == pytest.approx(timer.taken, abs=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_costs_of_an_engine_add_up_to_its_steps(

@@ -59,7 +59,7 @@ def rows_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(kept)}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [*JOBS_HERE, "again", LAUNCHED])
 def test_the_same_command_computes_nothing(
     name: str, folder: Path, no_request: None, capsys: pytest.CaptureFixture[str]
@@ -72,7 +72,7 @@ def test_the_same_command_computes_nothing(
     assert left - {".lock"} == names - {".lock"}, "pipelines had none"
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [name for name in JOBS_HERE if name != "demo"])
 def test_the_folder_s_own_configuration_computes_nothing(
     name: str, folder: Path, no_request: None, capsys: pytest.CaptureFixture[str]
@@ -83,7 +83,7 @@ def test_the_folder_s_own_configuration_computes_nothing(
     assert rows_of(folder / name) == before
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["choices", "graded", "until", "nano_sdar"])
 def test_grades_made_again_are_equal(name: str, folder: Path, no_request: None) -> None:
     parts = sorted((folder / name / "grades").glob("part-*.parquet"))
@@ -97,7 +97,7 @@ def test_grades_made_again_are_equal(name: str, folder: Path, no_request: None) 
     assert [pq.read_table(path).replace_schema_metadata() for path in parts] == before
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["choices", "graded", "until", "reader"])
 def test_rows_computed_again_are_equal(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -114,6 +114,7 @@ def test_all_rows_computed_again_are_equal(
     assert run(["audit", name, "--rows", "100"]) == 0, capsys.readouterr()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["demo", "choices"])
 def test_a_lock_made_now_says_the_same(name: str, folder: Path, tmp_path: Path) -> None:
     old, new = folder / f"{name}.lock", tmp_path / f"{name}.lock"

@@ -19,6 +19,7 @@ def bench() -> Bench:
     return Bench("tiny", config)
 
 
+@pytest.mark.thorough
 def test_warm_up_meets_every_small_batch_and_the_largest(bench: Bench) -> None:
     bench.timer.reset()
     assert bench.warm_up(["smoke"], temperature=0.6) > 0

@@ -51,7 +51,7 @@ def test_the_requests_are_those_of_the_comparison(
     assert (load[0].output_len, load[-1].output_len) == outputs
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_lengths_and_ids_are_in_their_ranges(name: str) -> None:
     load, shape = requests(name, vocab=64), WORKLOADS[name]
@@ -62,7 +62,7 @@ def test_lengths_and_ids_are_in_their_ranges(name: str) -> None:
     assert load == requests(name, vocab=64)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("model", "name", "total", "prefill"),
     [
@@ -145,6 +145,7 @@ def test_each_model_is_one_that_the_engine_reads(tmp_path: Path, model: str) -> 
     assert other or config.vocab_size >= PROMPT_VOCAB
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "model",
     [

@@ -32,7 +32,7 @@ def mark_all_but_quick(items: list[pytest.Item]) -> None:
     """Mark as thorough all cases but n of each test that is marked quick(n)."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        apart = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
+        apart = any(item.get_closest_marker(name) for name in ("thorough", "slow", "gpu"))
         if item.get_closest_marker("quick") and not apart:
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
     for cases in tests.values():

@@ -46,6 +46,7 @@ from batchgen.engine.interface.hidden_columns import (
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import Quantization
+from batchgen.engine.models.model_config import KVCacheDtype
 from batchgen.engine.strategy import Strategy
 from batchgen.inputs.model.engine_recipe import EngineRecipe
 from batchgen.inputs.model.model_adapters import with_adapters
@@ -72,6 +73,8 @@ class LLM:
             makes random weights from the configuration alone.
         quantization: `fp8` rounds the weights of the layers to FP8 while they load; None takes them
             as the checkpoint has them, which may be FP8.
+        kv_cache_dtype: `fp8` keeps keys and values in FP8, in half of bfloat16's memory; `auto` in
+            the dtype of the model.
         strategy: the decoding paradigm; None means `ARStrategy()`. A strategy holds the state of
             its rows, so the LLM works with a copy, and several LLMs can share one object.
         config: batch and memory sizes; None means the defaults.
@@ -111,6 +114,7 @@ class LLM:
         device: DeviceName = "auto",
         load_format: LoadFormat = "auto",
         quantization: Quantization | None = None,
+        kv_cache_dtype: KVCacheDtype = "auto",
         strategy: Strategy | None = None,
         config: EngineConfig | None = None,
         context_columns: Sequence[str] = (),
@@ -126,7 +130,9 @@ class LLM:
         name = dtype_name(dtype)
         if quantization not in (None, "fp8"):
             raise ValueError(f"quantization must be 'fp8' or None, got {quantization!r}")
-        opened = open_model(model, revision, load_format, quantization)
+        if kv_cache_dtype not in ("auto", "fp8"):
+            raise ValueError(f"kv_cache_dtype must be 'auto' or 'fp8', got {kv_cache_dtype!r}")
+        opened = open_model(model, revision, load_format, quantization, kv_cache_dtype)
         self._images = images_of(opened, max_pixels) if images else None
         opened = replace(opened, with_vision=self._images is not None)
         opened = with_adapters(opened, lora, fold=lora_fold, template=lora_template)
@@ -492,7 +498,7 @@ class LLM:
         """Generate as `generate` says."""
         read, is_one = read_prompts(prompts)
         params = call.params_of(len(read))
-        is_read = all(own.pooling is not None for own in params)
+        is_read = all(of_row.pooling is not None for of_row in params)
         ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images, is_read)
         shown = sys.stderr.isatty() if call.progress is None else call.progress
         outputs = generate_outputs(self._streams, read, params, ids, with_bar=shown)

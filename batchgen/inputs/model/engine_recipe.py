@@ -78,10 +78,14 @@ class EngineRecipe:
                 f"lora_slots is {self.config.lora_slots}, which counts adapters beside the "
                 f"weights, and {what}: set it to null"
             )
+        dtype = self.model.dtype(self.dtype, self.device)
+        units = units_of(device_of(self.device), dtype)
+        if kind == "cuda" and (lack := self.model.kv_cache_lack(units)) is not None:
+            raise ValueError(lack)
         if self.config.deterministic:
             refuse_unkept(
                 device_of(self.device),
-                self.model.dtype(self.dtype, self.device),
+                dtype,
                 size,
                 reaching=kind != "cuda" or reach_each_other(size),
                 rejection=self.strategy.depends_on_drafts,
@@ -118,8 +122,8 @@ class EngineRecipe:
         return Ranks(recipe, RankProcesses(size, recipe, kind))
 
     def load(self, parallel: TensorParallel = ALONE) -> CausalLM:
-        """Load the target's weights, or this rank's share; ValueError if a tensor is missing or
-        wrong."""
+        """Load the target's weights, or this rank's share. Raises ValueError if a tensor is missing
+        or wrong."""
         if self.config.deterministic and device_of(self.device).type == "cuda":
             keep_one_order()
         heads = strategy_heads(self.strategy, self.model)
@@ -158,8 +162,8 @@ class EngineRecipe:
         compiler: GrammarCompiler | None = None,
         leader: Leader | None = None,
     ) -> LLMEngine:
-        """Make the engine of loaded models; ValueError if the configuration suits neither them nor
-        the memory."""
+        """Make the engine of loaded models. Raises ValueError if the configuration suits neither
+        them nor the memory."""
         return self.model.engine(
             weights, self.strategy, self.config, others, compiler, self.context_columns, leader
         )

@@ -26,7 +26,7 @@ from batchgen.engine.loading.safetensors_files import safetensors_files
 from batchgen.engine.loading.tokenizer import eos_token_ids, load_tokenizer
 from batchgen.engine.lora.layer_lora import num_slots
 from batchgen.engine.models.causal_lm import CausalLM
-from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.models.model_config import KVCacheDtype, ModelConfig
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.replicas import Leader
 from batchgen.engine.strategy import Strategy
@@ -72,8 +72,8 @@ class OpenedModel:
         count from the last. Raises ValueError for one that it lacks or that is named twice."""
         last = self.config.num_layers
         layers = tuple(layer + last + 1 if layer < 0 else layer for layer in indices)
-        given = zip(indices, layers, strict=True)
-        if outside := [one for one, layer in given if not 0 <= layer <= last]:
+        pairs = zip(indices, layers, strict=True)
+        if outside := [one for one, layer in pairs if not 0 <= layer <= last]:
             raise ValueError(
                 f"hidden_layers has {outside[0]}, and the model has {last} layers: choose among 0 "
                 f"(the embedding of tokens) to {last} (behind the last layer and the norm), or -1"
@@ -83,8 +83,8 @@ class OpenedModel:
         return replace(self, config=replace(self.config, hidden_layers=layers))
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
-        """The dtype of weights and activations on a device, or ValueError if the machine lacks the
-        device.
+        """The dtype of weights and activations on a device. Raises ValueError if the machine lacks
+        the device.
 
         `auto` is the checkpoint's dtype on a GPU. On a CPU it is float32, because only in that are
         a row's tokens exactly independent of the batch.
@@ -105,12 +105,32 @@ class OpenedModel:
         """In which format the weights are on a device, if that is not the model's dtype, and what
         the checkpoint was made to compute with and the device does not."""
         form, packed = self.form(units_of(device_of(device), dtype)), self.config.form
-        instead = unused_text(packed, dtype) if isinstance(packed, PackedFormat) else ""
+        instead = self._unused_text(packed, dtype) if isinstance(packed, PackedFormat) else ""
         if form is None:
             if not isinstance(packed, PackedFormat):
                 return None
             return f"dequantised {packed.name}{instead}"
         return f"{'' if form.native else 'dequantised '}{format_name(form)}{instead}"
+
+    def _unused_text(self, packed: PackedFormat, dtype: torch.dtype) -> str:
+        """What a checkpoint was made to compute with besides its weights and the engine does not,
+        each behind a semicolon."""
+        name = str(dtype).removeprefix("torch.")
+        kept = "FP8" if self.config.kv_cache_dtype == "fp8" else name
+        kinds = (("activations", name, packed.activations), ("KV cache", kept, packed.kv_cache))
+        return "".join(
+            f"; {kind}: {ours} instead of {of}" for kind, ours, of in kinds if of != ours and of
+        )
+
+    def kv_cache_lack(self, units: Units) -> str | None:
+        """Why a GPU cannot keep keys and values as the user asked, in words for the user; None if
+        it can. `units` say from which formats it computes."""
+        if self.config.kv_cache_dtype == "auto" or units.fp8:
+            return None
+        return (
+            "model.kv_cache_dtype is fp8, which GPUs convert from compute capability 8.9 on (Ada, "
+            "Hopper, Blackwell), and this one is older: set it to auto"
+        )
 
     @property
     def file_bytes(self) -> int:
@@ -156,9 +176,9 @@ class OpenedModel:
         form, packed = self.form(units_of(target, torch_dtype)), self.config.form
         name = str(torch_dtype).removeprefix("torch.")
         if form is not None and not form.native:
-            given = format_name(form)
+            as_form = format_name(form)
             print(
-                f"model: this device does not compute in {given}, so weights in {given} are "
+                f"model: this device does not compute in {as_form}, so weights in {as_form} are "
                 f"dequantised to {name}",
                 file=sys.stderr,
                 flush=True,
@@ -168,7 +188,7 @@ class OpenedModel:
             instead = f"are dequantised to {name} ({size_text(self.file_bytes)} in the files)"
             print(
                 f"model: weights in {packed.name} {'stay in 4 bits' if kept else instead}"
-                f"{unused_text(packed, torch_dtype) or f'; activations: {name}'}",
+                f"{self._unused_text(packed, torch_dtype) or f'; activations: {name}'}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -182,6 +202,7 @@ class OpenedModel:
             parallel=parallel,
             vision=self.with_vision,
             hidden_layers=self.config.hidden_layers,
+            kv_cache_dtype=self.config.kv_cache_dtype,
         )
         if self.adapters:
             add_adapters(
@@ -198,6 +219,7 @@ class OpenedModel:
             dtype=model.dtype,
             load_format=self.load_format,
             parallel=model.parallel,
+            kv_cache_dtype=self.config.kv_cache_dtype,
         )
 
     def engine(
@@ -255,8 +277,11 @@ def open_model(
     revision: str | None,
     load_format: LoadFormat,
     quantization: Quantization | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> OpenedModel:
     """Find a model and read its configuration and tokenizer; a hub model is downloaded first.
+
+    `kv_cache_dtype` is that of `ModelConfig`.
 
     Raises:
         ValueError: the model cannot be found or is not supported; the message says what to do.
@@ -283,15 +308,8 @@ def open_model(
         safetensors_files(path)  # This raises an error if there are none.
     # Some checkpoints name ids behind those that the model has, which no answer can end with.
     eos = tuple(i for i in eos_token_ids(path, tokenizer) if 0 <= i < config.vocab_size)
+    config = replace(config, kv_cache_dtype=kv_cache_dtype)
     return OpenedModel(path, config, tokenizer, eos, load_format, quantization)
-
-
-def unused_text(packed: PackedFormat, dtype: torch.dtype) -> str:
-    """What a checkpoint was made to compute with besides its weights and the engine does not, each
-    behind a semicolon."""
-    name = str(dtype).removeprefix("torch.")
-    kinds = {"activations": packed.activations, "KV cache": packed.kv_cache}
-    return "".join(f"; {kind}: {name} instead of {of}" for kind, of in kinds.items() if of)
 
 
 def limit_threads() -> None:
@@ -302,7 +320,7 @@ def limit_threads() -> None:
 
 
 def device_of(name: DeviceName) -> torch.device:
-    """The device of this name, or ValueError if it is a GPU and the machine has none."""
+    """The device of this name. Raises ValueError if it is a GPU and the machine has none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     elif name == "cuda" and not torch.cuda.is_available():

@@ -69,7 +69,8 @@ def _open(name: str, source: Checkpoint, model: OpenedModel, max_model_len: int)
         )
     load_format: LoadFormat = "dummy" if model.load_format == "dummy" else "auto"
     try:
-        other = open_model(source.path, None, load_format)
+        kept = model.config.kv_cache_dtype
+        other = open_model(source.path, None, load_format, kv_cache_dtype=kept)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     _check(key, f"a {name} model", source.path, other, model, max_model_len)

@@ -135,6 +135,8 @@ def _model(plan: Plan) -> str:
         dtype += " with weights in FP8"
     elif sizes.expert_bytes < sizes.dtype.itemsize and sizes.dense_bytes == sizes.dtype.itemsize:
         dtype += " with experts in MXFP4"
+    if config.model.kv_cache_dtype == "fp8":
+        dtype += ", keys and values in FP8"
     name = config.model.path.rpartition("/")[2]
     return f"{name}: {plan.model}, {dtype}, weights {plan.engine.weights_text}"
 

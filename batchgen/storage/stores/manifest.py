@@ -117,20 +117,21 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """The manifest that a file holds, or ConfigError if it is none or has another format
+        """The manifest that a file holds. Raises ConfigError if it is none or has another format
         version."""
         try:
             values = json.loads(content)
-            found = values["format_version"]
-            if found == FORMAT_VERSION:
+            version = values["format_version"]
+            if version == FORMAT_VERSION:
                 return cls(**values)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{name} is not a manifest of batchgen ({error}): choose another output.dir"
             ) from None
         raise ConfigError(
-            f"{name} has format version {found}, this batchgen reads and writes {FORMAT_VERSION}: "
-            "use the version that started the job, or for a new job another output.dir"
+            f"{name} has format version {version}, this batchgen reads and writes "
+            f"{FORMAT_VERSION}: use the version that started the job, or for a new job another "
+            "output.dir"
         )
 
     def text(self) -> str:
@@ -155,10 +156,10 @@ class Manifest:
             if olds.get(key) != news.get(key)
         ]
         for key in (SAMPLES, UNTIL_VALID, UNTIL_MOST):
-            samples, asked = self.growing.get(key, 0), new.growing.get(key, 0)
-            if key in new.growing and asked < samples:
+            samples, wanted = self.growing.get(key, 0), new.growing.get(key, 0)
+            if key in new.growing and wanted < samples:
                 lines.append(
-                    f"{key}: {samples} → {asked} (a job can have more samples later, not fewer: "
+                    f"{key}: {samples} → {wanted} (a job can have more samples later, not fewer: "
                     f"use {key}={samples} or more)"
                 )
         width = self.growing.get(UNTIL_WIDTH)
@@ -173,10 +174,10 @@ class Manifest:
 
     def digests(self, stop: int) -> list[str] | None:
         """Digests of the first `stop` rows, as far as this manifest has them."""
-        rows, found = self.growing.get(ROWS), self.row_digests
-        if found is None or rows is None:
+        rows, digests = self.growing.get(ROWS), self.row_digests
+        if digests is None or rows is None:
             return None
-        return [*found] if stop >= rows else [*found[: stop // _BLOCK]]
+        return [*digests] if stop >= rows else [*digests[: stop // _BLOCK]]
 
     def grown(self, new: "Manifest") -> list[str]:
         """A line `key: old → new` for everything that may change and has changed."""
@@ -250,8 +251,8 @@ class Manifest:
             known = self.row_digests
         else:  # the last digest of fewer rows is over rows that had no digest of their own
             known = self.row_digests[: now // _BLOCK]
-        found = digests(min(rows, now)) or []
-        pairs = zip(known, found, strict=False)
+        computed = digests(min(rows, now)) or []
+        pairs = zip(known, computed, strict=False)
         block = next((i for i, (old, new) in enumerate(pairs) if old != new), None)
         if block is not None:
             first, last = _BLOCK * block, min(_BLOCK * (block + 1), rows) - 1
@@ -289,8 +290,8 @@ def _text(value: str | None) -> str:
 
 @functools.cache
 def _versions() -> Mapping[str, str]:
-    found = {name: text for name in _PACKAGES if (text := _version(name)) is not None}
-    return {"python": platform.python_version(), **found}
+    versions = {name: text for name in _PACKAGES if (text := _version(name)) is not None}
+    return {"python": platform.python_version(), **versions}
 
 
 def _version(package: str) -> str | None:
@@ -303,10 +304,10 @@ def _version(package: str) -> str | None:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """From `group.key` to the JSON text of its value. Values are compared by that text."""
-    found: dict[str, str] = {}
+    flattened: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            flattened |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return found
+            flattened[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return flattened

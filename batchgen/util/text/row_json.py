@@ -39,12 +39,12 @@ def json_readers(schema: Iterable[pa.Field]) -> dict[str, Callable[[Any], Any]]:
     which columns these are."""
     readers: dict[str, Callable[[Any], Any]] = {}
     for field in schema:
-        said = field.metadata or {}
-        if described := said.get(b"feature"):
+        metadata = field.metadata or {}
+        if described := metadata.get(b"feature"):
             (feature,) = json.loads(described).values()  # by the name that the column had then
             reader = value_reader(feature)
         else:
-            reader = _without_padding if said.get(b"meaning") == AS_GIVEN else None
+            reader = _without_padding if metadata.get(b"meaning") == AS_GIVEN else None
             reader = reader if _has_struct(field.type) else None
         if reader is not None:
             readers[field.name] = reader
@@ -111,7 +111,7 @@ def _without_padding(value: Any) -> Any:
 
 def _has_struct(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
-        fields = [kind.field(place) for place in range(kind.num_fields)]
+        fields = [kind.field(index) for index in range(kind.num_fields)]
         return pa.types.is_struct(kind) or any(_has_struct(field.type) for field in fields)
     return False
 

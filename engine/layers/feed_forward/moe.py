@@ -64,6 +64,15 @@ class ScoreCorrection(nn.Module):
         yield WeightSlot(target, name, name, lambda match: match[name[0]].squeeze(0), dummy=0.0)
 
 
+def _gate(hidden_size: int, num_experts: int, router: Router, where: Placement) -> Linear:
+    """Make what computes the logits of a router."""
+    if router.float32:
+        assert not router.biased
+        own = replace(where, dtype=torch.float32) if router.wide else where
+        return Float32Linear(hidden_size, num_experts, where=own)
+    return Linear(hidden_size, num_experts, bias=router.biased, quantisable=False, where=where)
+
+
 def _shared_expert(
     hidden_size: int, shared_size: int, variant: ExpertForm, where: Placement
 ) -> GatedMLP | PlainMLP:
@@ -116,18 +125,9 @@ class SparseMoE(nn.Module):
         if latent_size is not None:
             self.fc1_latent_proj = Linear(hidden_size, latent_size, bias=False, where=where)
             self.fc2_latent_proj = Linear(latent_size, hidden_size, bias=False, where=where)
-        self.gate: Linear | ScaledRouter
+        self.gate = _gate(hidden_size, num_experts, router, where) if gate is None else gate
         if gate is not None:
-            self.gate = gate
             self.checkpoint_names["gate"] = "router"
-        elif router.float32:
-            assert not router.biased
-            own = replace(where, dtype=torch.float32) if router.wide else where
-            self.gate = Float32Linear(hidden_size, num_experts, where=own)
-        else:
-            self.gate = Linear(
-                hidden_size, num_experts, bias=router.biased, quantisable=False, where=where
-            )
         self.correction: ScoreCorrection | None = None
         if router.corrected:
             self.correction = ScoreCorrection(num_experts, device=where.device)

@@ -1,4 +1,4 @@
-"""The norm of a token's queries, or keys, over all heads together."""
+"""Norms of a token's queries, or keys, that have weights for all of its heads."""
 
 from __future__ import annotations
 
@@ -50,6 +50,48 @@ class AllHeadsNorm(nn.Module):
         if order is not None:
             combine = lambda w: w[name].unflatten(0, (-1, len(order)))[:, order].flatten()  # noqa: E731
         yield WeightSlot(self.weight, (name,), (name,), combine, dummy=1.0, shard=self._shard)
+
+
+class EachHeadNorm(nn.Module):
+    """(x - mean(x)) / std(x) · weight of each head for itself, with weights of its own, which no
+    bias follows, computed in float32. Each rank has its own heads; `order` is as above."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        head_dim: int,
+        eps: float,
+        order: Tensor | None,
+        where: Placement,
+    ) -> None:
+        super().__init__()
+        first, last = where.parallel.kv_heads(num_heads)
+        self.eps, self._order, self._shard = eps, order, None
+        if where.parallel.size > 1:
+            self._shard = Shard(0, num_heads, ((first, last),))
+        own = last - first, head_dim
+        self.weight = empty_parameter(*own, device=where.device, dtype=torch.float32)
+        self._ones = torch.ones(head_dim, dtype=torch.float32, device=where.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the heads of rows [T, heads · D]."""
+        heads = x.float().unflatten(1, (-1, len(self._ones)))
+        normed = rms_norm(heads, self._ones, self.eps, centred=True) * self.weight
+        return normed.flatten(1).to(x.dtype)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slot of the weights [heads, D], which are 1 in a model without a checkpoint."""
+        name, order = f"{path}.weight", self._order
+        combine = None if order is None else lambda w: w[name][:, order]
+        yield WeightSlot(self.weight, (name,), (name,), combine, dummy=1.0, shard=self._shard)
+
+
+def normed_apart(qkv: Tensor, q_norm: EachHeadNorm, k_norm: EachHeadNorm) -> Tensor:
+    """Normalise the queries and keys of rows [T, q + k + v] of this rank, and leave the values."""
+    sizes = [q_norm.weight.numel(), q_norm.weight.numel() + k_norm.weight.numel()]
+    q, k, v = qkv.tensor_split(sizes, dim=1)
+    return torch.cat((q_norm(q), k_norm(k), v), 1)
 
 
 def normed_together(qkv: Tensor, q_norm: AllHeadsNorm, k_norm: AllHeadsNorm) -> Tensor:

@@ -14,7 +14,12 @@ from batchgen.engine.caches.cache_specs import CacheSpec, KVSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear, RowParallelLinear, empty_parameter
 from batchgen.engine.layers.merged_linear import MergedLinear
-from batchgen.engine.layers.mixers.all_heads_norm import AllHeadsNorm, normed_together
+from batchgen.engine.layers.mixers.all_heads_norm import (
+    AllHeadsNorm,
+    EachHeadNorm,
+    normed_apart,
+    normed_together,
+)
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import rotary_order
 from batchgen.engine.layers.weight_slot import WeightSlot
@@ -28,9 +33,9 @@ from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.activation import mul_sigmoid
 from batchgen.kernels.layers.rms_norm import rms_norm
 
-NormScope = Literal["head", "head alone", "all heads"]
-"""What a norm of queries, or of keys, is computed over: each head, with a weight or `alone`, or all
-heads of a token."""
+NormScope = Literal["head", "head alone", "each head", "all heads"]
+"""What a norm of queries, or of keys, is computed over: a head, with a weight that all heads share,
+`alone`, or with weights of its own and less its mean (`EachHeadNorm`), or all heads of a token."""
 
 
 class Attention(nn.Module):
@@ -84,6 +89,7 @@ class Attention(nn.Module):
         whole, own_heads = shape, parallel.share("num_attention_heads", shape.num_heads)
         kv_heads = parallel.kv_heads(whole.num_kv_heads)
         shape = replace(shape, num_heads=own_heads, num_kv_heads=kv_heads[1] - kv_heads[0])
+        shape = replace(shape, in_fp8=where.fp8_cache)
         self.shape = shape
         self.cache_spec: CacheSpec | None = None if reads_only else shape
         self._own_kv_heads = 0 if reads_only else shape.num_kv_heads
@@ -125,8 +131,8 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             whole.num_heads * head_dim, hidden_size, bias=output_bias, lane=MIXER_LANE, where=where
         )
-        self.q_norm: RMSNorm | AllHeadsNorm | None = None
-        self.k_norm: RMSNorm | AllHeadsNorm | None = None
+        self.q_norm: RMSNorm | AllHeadsNorm | EachHeadNorm | None = None
+        self.k_norm: RMSNorm | AllHeadsNorm | EachHeadNorm | None = None
         self.norm_eps, self._query_scales = norm_eps, query_scales
         self._ones: Tensor | None = None
         self._weighs_late = norms_follow_rotation
@@ -140,9 +146,10 @@ class Attention(nn.Module):
             norm = partial(RMSNorm, head_dim, norm_eps, zero_centred=zero_centred, order=order)
             norm = partial(norm, in_float=norms_in_float)
             self.q_norm, self.k_norm = norm(where=where), None if reads_only else norm(where=where)
-        elif qk_norm == "all heads":
+        elif qk_norm in ("all heads", "each head"):
             assert not (zero_centred or output_gate or reads_only), "no model has both"
-            wide = partial(AllHeadsNorm, head_dim=head_dim, eps=norm_eps, order=order, where=where)
+            kind = AllHeadsNorm if qk_norm == "all heads" else EachHeadNorm
+            wide = partial(kind, head_dim=head_dim, eps=norm_eps, order=order, where=where)
             self.q_norm, self.k_norm = wide(whole.num_heads), wide(whole.num_kv_heads)
 
     @property
@@ -177,6 +184,8 @@ class Attention(nn.Module):
             q_weight, k_weight = self.q_norm.weight, of_keys.weight
         elif isinstance(self.q_norm, AllHeadsNorm) and isinstance(self.k_norm, AllHeadsNorm):
             qkv = normed_together(qkv, self.q_norm, self.k_norm)
+        elif isinstance(self.q_norm, EachHeadNorm) and isinstance(self.k_norm, EachHeadNorm):
+            qkv = normed_apart(qkv, self.q_norm, self.k_norm)
         if self._value_weight is not None:
             qkv = self._with_values(qkv, self._value_weight)
         q = prepare_qkv(

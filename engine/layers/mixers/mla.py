@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from batchgen.engine.caches.cache_specs import CacheSpec, LatentSpec
+from batchgen.engine.caches.cache_specs import CacheSpec, LatentCache, LatentSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
 from batchgen.engine.layers.linear import Linear, RowParallelLinear
 from batchgen.engine.layers.merged_linear import MergedLinear
@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
         whole, parallel = shape.num_heads, where.parallel
         shape = replace(shape, num_heads=parallel.share("num_attention_heads", whole))
         self.layer, self.shape, self.scale = layer, shape, scale
-        self.cache_spec: CacheSpec | None = shape.spec
+        self.cache_spec: CacheSpec | None = replace(shape.spec, in_fp8=where.fp8_cache)
         queries = shape.num_heads * shape.query_size
         query = "q_proj" if shape.query_rank is None else "q_a_proj"
         latent = "kv_a_proj_with_mqa"
@@ -124,7 +124,7 @@ class LatentAttention(nn.Module):
     ) -> Stream:
         """Return residual + attention(hidden) as `Mixer` says, written over the residual."""
         assert cos_sin is not None
-        plane = ctx.cache(self.layer, Tensor)
+        plane, scales = ctx.cache(self.layer, LatentCache)
         q, latent = self.down_proj(hidden).split(self._sizes, dim=1)
         if self.q_a_layernorm is not None:
             q = self.query_up_proj(self.q_a_layernorm(q))
@@ -136,12 +136,13 @@ class LatentAttention(nn.Module):
             cos_sin,
             plane,
             ctx.kv_slots,
+            scales,
         )
         attention = ctx.attention
         if outputs is not None:
             q, residual, attention = q[outputs.index], residual[outputs.index], outputs.attention
         attended = latent_attention(
-            q, plane, self.kv_b_proj, self.shape.rotated_size, attention, self.scale
+            q, plane, self.kv_b_proj, self.shape.rotated_size, attention, self.scale, scales
         )
         return self.o_proj.add_to(residual, attended.flatten(1))
 

@@ -32,6 +32,7 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.memory.kernel_warmup import compiling_kernels
 from batchgen.engine.memory.model_use import ModelUse
+from batchgen.engine.models.model_config import KVCacheDtype
 from batchgen.engine.models.model_registry import model_class
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.kernels.four_bit.layouts import layout_of
@@ -83,11 +84,13 @@ class Bench:
         routing: Routing = "model",
         columns: tuple[str, ...] = (),
         quantization: Quantization | None = None,
+        kv_cache_dtype: KVCacheDtype = "auto",
         most_requests: int | None = None,
     ) -> None:
         self._columns, self._most_requests, self._runs = columns, most_requests, 0
         start = time.perf_counter()
-        strategy, self.model_config = ARStrategy(), model_config(model)
+        strategy = ARStrategy()
+        self.model_config = replace(model_config(model), kv_cache_dtype=kv_cache_dtype)
         kind = model_class(self.model_config.architecture, Path())
         declared = {column.name for column in kind.declared_columns(self.model_config)}
         own = [name for name in columns if name in declared]
@@ -98,7 +101,9 @@ class Bench:
             return list(uses.values()), resolved
 
         with compiling_kernels(DEVICE, plan):
-            self.weights = weights = dummy_model(model, DEVICE, quantization=quantization)
+            self.weights = weights = dummy_model(
+                model, DEVICE, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+            )
         set_routing(weights, routing)
         synchronize()
         self.load_seconds = time.perf_counter() - start

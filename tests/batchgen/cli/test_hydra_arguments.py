@@ -47,7 +47,7 @@ sampling: {choice: sample, stop: ["\\n\\n", "}"]}
 """
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "arguments",
     [

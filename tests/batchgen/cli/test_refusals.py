@@ -28,7 +28,7 @@ def _refusals(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> t
     return found[0], found[1]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -91,6 +91,7 @@ def test_one_shard_for_all_rows(model: Path, rows: Path, tmp_path: Path) -> None
     assert len(list((out / "data").iterdir())) == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["text", "row_id", "error"])
 def test_a_column_of_the_name_of_ours(
     name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -119,6 +119,7 @@ def test_a_failure_does_not_end_a_sweep_and_a_signal_does(
     assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["sampling.seed=3", "not", "run"]
 
 
+@pytest.mark.thorough
 def test_a_refused_job_does_not_end_a_sweep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -226,6 +226,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     assert not entry.is_file() and not list(cache.parent.rglob("*.tmp"))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cache")
 def test_fingerprints_of_huge_files_stay_valid(tmp_path: Path) -> None:
     """The known answer, of a file with a hole: manifests hold fingerprints."""

@@ -94,6 +94,7 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.thorough
 def test_references_that_double_are_refused() -> None:
     steps = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
     schema = {"$ref": "#/$defs/d0", "$defs": {**steps, "d60": {"type": "string"}}}

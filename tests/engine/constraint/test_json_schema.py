@@ -124,6 +124,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PARSERS)
 def test_formats_parse(name: str) -> None:
     rng = random.Random(name)
@@ -133,6 +134,7 @@ def test_formats_parse(name: str) -> None:
             PARSERS[name](json.loads(text))
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("name", INSTANCES)
 def test_instances(name: str) -> None:
     validator = make_validator(SCHEMAS[name])
@@ -285,6 +287,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.quick(25)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_enforced_is_refused_by_name(name: str) -> None:
     schema, named = REFUSED[name]

@@ -83,7 +83,7 @@ def test_yarn_reaches_its_scaled_length() -> None:
     [
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "'dynamic' is not supported"),
         ({"rope_type": "ntk", "rope_theta": 1e4}, "supported: default, linear, llama3, "),
-        ({"rope_type": "longrope", "rope_theta": 1e4}, "missing factor, original_max_position"),
+        ({"rope_type": "longrope", "rope_theta": 1e4}, "missing factor, long_factor, original"),
         ({"rope_type": "linear", "rope_theta": 1e4}, "missing factor"),
         ({"rope_type": "linear", "rope_theta": None, "factor": 2.0}, "missing rope_theta"),
         (YARN | {"surprise": 1}, "unknown surprise"),

@@ -71,7 +71,7 @@ def generate(model: CausalLM, prompts: Sequence[Sequence[int]], **config: Any) -
     return [(o.token_ids, o.columns["logprobs"].tolist()) for o in found]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_without_units_a_checkpoint_equals_its_dequantised_twin(
     kind: str, changes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path, run_paged: RunPaged
@@ -101,7 +101,7 @@ def test_tokens_and_log_probabilities_equal_those_of_the_twin_in_any_batch(
     assert few == expected
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_rounding_while_loading_equals_a_rounded_checkpoint(
     kind: str, changes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path, run_paged: RunPaged
@@ -208,6 +208,7 @@ def test_half_of_a_product_cannot_be_excluded(
 SCALES = "model.layers.1.mlp.down_proj.weight_scale_inv"
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

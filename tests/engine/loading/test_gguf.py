@@ -33,7 +33,7 @@ HOSTILE = [
 IDS = [(5 * i * i + i) % 128 for i in range(60)]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
@@ -64,6 +64,7 @@ def test_a_gguf_is_the_model_it_was_made_from(
     assert error < 1e-5
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
     [
@@ -87,7 +88,7 @@ def test_quantized_weights_are_near_the_original(
         assert (ours - parameter).abs().max() <= tolerance * parameter.abs().max(), name
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", Kind)
 def test_chunks_dequantize_as_the_package_does(kind: Kind, tmp_path: Path) -> None:
     block, size = gguf.GGML_QUANT_SIZES[kind]

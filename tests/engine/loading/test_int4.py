@@ -102,7 +102,7 @@ def values(model: CausalLM) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_in_int4_equals_its_dequantised_twin(
     form: str, tiny_model: TinyModel, tmp_path: Path, run_paged: RunPaged
@@ -150,6 +150,7 @@ def test_the_ranks_hold_every_value_once(
         assert panels(models[0])["model.layers.1.mlp.down_proj"].layout.group == 64
 
 
+@pytest.mark.thorough
 def test_what_kernels_cannot_keep_is_dequantised(
     tiny_model: TinyModel, tmp_path: Path, run_paged: RunPaged
 ) -> None:

@@ -97,6 +97,7 @@ def test_wrong_tensors_are_named(
         load_model(folder, device=CPU)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64]
 )

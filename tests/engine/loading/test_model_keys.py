@@ -99,7 +99,7 @@ def read_by_engine(folder: Path) -> set[str]:
     return seen - before
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_transformers_reads_is_honoured_inert_or_refused(
     kind: str, tiny_model: TinyModel

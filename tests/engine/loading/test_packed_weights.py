@@ -92,7 +92,7 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_packed_checkpoint_is_its_dequantised_twin(
     name: str, tiny_model: TinyModel, tmp_path: Path, run_paged: Callable[..., Tensor]
@@ -120,7 +120,7 @@ def test_a_gpu_dequantises_as_a_cpu_does(
     torch.testing.assert_close(logits, expected, rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "glm4", "mixtral"])
 def test_families_load_int4(
     kind: str, tiny_model: TinyModel, tmp_path: Path, run_paged: Callable[..., Tensor]

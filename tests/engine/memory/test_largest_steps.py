@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
 
 from batchgen.engine.engine_models import planned_uses
@@ -9,12 +13,18 @@ from batchgen.engine.interface.engine_config import EngineConfig, Sizes
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.memory.largest_steps import largest_prefill, replay_bytes, scratch_runner
 from batchgen.strategies.ar.strategy import ARStrategy
+from tests.engine.models.test_long_rope import ROPE as LONG_ROPE
 from tests.support.engine.vision_models import vision_folder
 
 
-def test_the_largest_prefill_of_a_model_with_images_has_rows_of_two_lengths() -> None:
-    """As where the most tokens of a batch are no multiple of those of a row."""
-    model = load_model(vision_folder("qwen3_vl"), device=torch.device("cpu"), vision=True)
+@pytest.mark.parametrize("reads_images", [True, False])
+def test_the_largest_prefill_has_rows_of_two_lengths(
+    reads_images: bool, tiny_model: Callable[..., Path]
+) -> None:
+    """As where the most tokens of a batch are no multiple of those of a row, and rows may be turned
+    by other positions than their own: with images, and over the border of LongRoPE."""
+    folder = vision_folder("qwen3_vl") if reads_images else tiny_model("phi3", **LONG_ROPE)
+    model = load_model(folder, device=torch.device("cpu"), vision=reads_images)
     config = EngineConfig(max_model_len=24, max_batched_tokens=64, kv_cache_gib=0.01)
     uses, resolved = planned_uses(model, {}, ARStrategy(), config, [])
     use = next(iter(uses.values()))

@@ -62,6 +62,7 @@ def expect_panels(count: int, ours: nn.Module, in_rows: nn.Module) -> None:
     assert count == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(("kind", "split"), [("qwen3_moe", True), *FUSED])
 def test_panels_are_filled_from_checkpoints_with_rows(
@@ -90,7 +91,7 @@ def test_experts_of_a_head_are_in_panels(tmp_path: Path, load_panels: Load) -> N
     expect_panels(2, ours, in_rows)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_rounding_to_fp8_while_loading(
     load_format: str, tiny_model: TinyModel, load_panels: Load

@@ -64,6 +64,7 @@ def test_the_published_sizes(
     assert model.cache_specs == [KVSpec(64, 8, 64, 128), KVSpec(64, 8, 64)] * (layers // 2)
 
 
+@pytest.mark.thorough
 def test_no_tensor_of_a_checkpoint_is_passed_over(
     tiny_model: TinyModel, run_paged: Callable[..., Tensor], tmp_path: Path
 ) -> None:

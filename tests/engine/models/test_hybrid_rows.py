@@ -151,6 +151,7 @@ def test_drafts_that_fall_anywhere_are_taken_back(alone: Alone, folder: Path) ->
     check_forced(alone, folder, k=3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fold", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_states_that_are_written_back_later(
     alone: Alone, folder: Path, monkeypatch: pytest.MonkeyPatch, fold: int
@@ -236,6 +237,7 @@ def test_samples_of_one_prompt_compute_it_once(tiny_model: TinyModel, length: in
     assert engine.stats.prefill_tokens == length + 63 * (length - shared)
 
 
+@pytest.mark.thorough
 def test_generated_tokens_in_a_prompt_are_read_as_a_prompt(alone: Alone, folder: Path) -> None:
     """The first row has read them one by one, and what it kept of them is not shared."""
     params = RequestParams(temperature=0, max_new_tokens=60, logprobs=True, columns=(ROUTE,))

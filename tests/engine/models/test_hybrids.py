@@ -108,6 +108,7 @@ def parameters(folder: Path) -> dict[str, Tensor]:
     return dict(load_model(folder, device=CPU).named_parameters())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("prefix", ["model.", "language_model.", "language_model.model."])
 def test_other_names_are_the_same_weights(

@@ -161,7 +161,7 @@ def test_ar_spec(
     assert engine.stats.preemptions and engine.stats.cached_tokens
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "overlap", "fused"),
     [
@@ -229,7 +229,7 @@ def test_counts_of_diffusion_depend_on_the_row_alone(
     assert counts(overlap=True) == expected
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("experts", [256, 257])
 def test_more_than_256_experts_take_two_bytes(experts: int, tiny_model: TinyModel) -> None:
     sizes = {"num_experts": experts, "moe_intermediate_size": 4, "num_hidden_layers": 1}

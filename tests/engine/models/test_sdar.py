@@ -83,7 +83,7 @@ class PagedRows:
         caches = ModelUse(model, (1,)).caches(CacheSizes(num_blocks, BLOCK_SIZE, 0))
         for cache in caches.layers:
             assert isinstance(cache, KVCache)
-            for plane in cache:
+            for plane in cache[:2]:
                 plane.normal_(std=3.0, generator=torch.Generator(model.device).manual_seed(1))
         self.runner = ModelRunner(model, caches, block_length)
 
@@ -150,7 +150,7 @@ def equal(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block_length", [2, 4, 8, 32])
 @pytest.mark.parametrize("chunk_blocks", [None, 1, 2, 3])
@@ -174,7 +174,7 @@ def test_logits_equal_qwen3_under_a_block_causal_mask(
         equal(row, theirs)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block_length", [2, 4, 8, 32])
 def test_denoising_and_commit_forwards_equal_qwen3(

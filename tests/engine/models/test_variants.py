@@ -153,6 +153,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan with fused experts": ("hunyuan_v1_moe", {"split_experts": False, "moe_topk": 3}),
     "olmoe": ("olmoe", {}),
     "olmoe renormalised": ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4}),
+    "command r+": ("cohere", {}),
+    "command r": ("cohere", {"use_qk_norm": False, "attention_bias": True}),
     "cohere": ("cohere2", {}),
     "cohere biases": ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
     "cohere without windows": ("cohere2", ALL_FULL),
@@ -180,7 +182,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,
@@ -202,7 +204,7 @@ def test_logits_equal_transformers(
 DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss", *CLASSES)
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", [*DUMMY, "gemma4_moe", "gemma4_e2b"])
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
@@ -284,6 +286,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
     "Falcon-H1-7B": (
         "falcon_h1", sizes(3072, 12288, 44, 12, 2, 130048) | HEAD | {
             "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128}, 7.59e9),
+    "c4ai-command-r-v01": ("cohere", sizes(8192, 22528, 40, 64, 64, 256000), 34.98e9),
+    "c4ai-command-r-plus": (
+        "cohere", sizes(12288, 33792, 64, 96, 8, 256000) | {"use_qk_norm": True}, 103.8e9),
     "c4ai-command-r7b-12-2024": ("cohere2", sizes(4096, 14336, 32, 32, 8, 256000), 8.028e9),
     "c4ai-command-a-03-2025": ("cohere2", sizes(12288, 36864, 64, 96, 8, 256000), 111.1e9),
     "Llama-4-Scout-17B-16E": ("llama4", {}, 107.77e9),
@@ -440,7 +445,7 @@ E2B = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "parameters", "of_token", "kv_bytes", "window_bytes"),
     [
@@ -503,6 +508,7 @@ def test_a_router_in_float32_stays_so(tiny_model: TinyModel) -> None:
     assert all(layer.gate.weight.dtype == torch.float32 for layer in layers)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

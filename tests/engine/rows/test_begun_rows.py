@@ -220,7 +220,7 @@ def stopped(tiny_model: TinyModel) -> tuple[Make, Request, RequestOutput, Begun]
     return make, row, expected, begun
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("what", UNUSABLE)
 def test_a_row_begins_again_if_it_cannot_go_on(
     stopped: tuple[Make, Request, RequestOutput, Begun], what: str
@@ -249,6 +249,7 @@ def test_a_row_begins_again_if_its_constraint_refuses_what_was_begun(tiny_model:
     assert_same(found, [expected])
 
 
+@pytest.mark.thorough
 def test_records_of_a_row_that_runs_are_of_what_was_read(tiny_model: TinyModel) -> None:
     """A row that has ended is no more among those that are begun; one that waits is."""
     make, rows = autoregressive(tiny_model, "ar")

@@ -89,6 +89,7 @@ def test_any_token_is_scored_by_the_law_that_rows_are_drawn_from(
     assert excluded > 60 // stride, "filters exclude tokens"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("describe", [score_tokens, score_fused])
 def test_broken_rows_are_found(describe: Step) -> None:
     positions = torch.full((len(OPTIONS),), len(HISTORY), device=DEVICE)

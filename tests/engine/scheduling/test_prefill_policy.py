@@ -156,7 +156,7 @@ def test_a_chunk_has_few_rows(depth: int) -> None:
     assert [len(batch.seqs) for batch in prefills(loop)[1:]] == [3, 3, 2]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @both_depths
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_the_rest_of_a_cut_prompt_counts_as_backlog(depth: int, waiting: int) -> None:

@@ -75,6 +75,7 @@ def check(found: Sequence[RequestOutput], asked: Sequence[Scored], reference: Re
         np.testing.assert_allclose(output.columns["answer_rest_probs"], rest, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_every_family_is_tried(tiny_model: TinyModel) -> None:
     tried = {
         json.loads((folder_of(kind, tiny_model) / "config.json").read_text())["architectures"][0]

@@ -103,7 +103,7 @@ def test_embeddings_equal_transformers(kind: str, tiny_model: TinyModel, tmp_pat
     assert chunked.stats.cached_tokens > 60, "rows with the state of the last token share the rest"
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_class_scores_equal_transformers(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = classifier_folder(tiny_model(kind, **options(kind)), tmp_path / "classes")
@@ -146,7 +146,7 @@ def test_rows_of_a_mixed_batch_equal_each_alone(
     same(found, expected)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_rows_keep_what_was_read(
     overlap: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +183,7 @@ def test_ranks_read_what_one_process_reads(tiny_model: TinyModel, tmp_path: Path
             close(output.columns["class_scores"], reference.scores(prompt))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
 def test_hidden_states_equal_transformers(kind: str, tiny_model: TinyModel) -> None:
     folder = tiny_model(kind)

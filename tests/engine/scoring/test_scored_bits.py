@@ -93,7 +93,7 @@ def test_bits_in_mixed_batches(kind: str, tiny_model: TinyModel) -> None:
     check_mixed(make_engine(tiny_model(kind), chunk_tokens=chunk, max_batched_tokens=128))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("proposer", ["ngram", "mtp"])
 def test_bits_beside_drafts(
     proposer: Literal["ngram", "mtp"], tiny_model: TinyModel, tmp_path: Path

@@ -102,6 +102,7 @@ def check(kind: str, found: Sequence[RequestOutput]) -> None:
         np.testing.assert_array_equal(output.columns["logprobs"], expected.columns["logprobs"])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_log_probabilities_equal_transformers(kind: str) -> None:
     """Rows with 0, 1 and 3 images in one batch, images beside each other, text before and after."""
@@ -141,6 +142,7 @@ def test_bits_do_not_depend_on_the_schedule(way: str) -> None:
     check("qwen3_vl", run(engine_of("qwen3_vl", **WAYS[way]), ROWS))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [
@@ -217,6 +219,7 @@ def test_drafts_of_a_head(way: dict[str, Any]) -> None:
     assert sum(output.counts["num_accepted_tokens"] for output in found) > 0
 
 
+@pytest.mark.thorough
 def test_constraints_and_scored_answers() -> None:
     """In chunks that cut images, with prefixes and with drafts, and the tokens as given answers."""
     way = {"max_batched_tokens": 5, "block_size": 2}
@@ -287,6 +290,7 @@ def test_an_image_that_cannot_be_decoded_ends_its_row(way: dict[str, Any]) -> No
         assert found[i].token_ids == alone("qwen3_vl")[i].token_ids
 
 
+@pytest.mark.thorough
 def test_image_tokens_are_never_sampled() -> None:
     params = replace(DRAWN, temperature=50.0, max_new_tokens=100, seed=3)
     rows = [Row([1, 2], [], params), Row(prompt([1], SMALL), [SMALL], params)]

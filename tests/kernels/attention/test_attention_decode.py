@@ -16,6 +16,7 @@ from batchgen.kernels.attention.decode import DecodeConfig, paged_attention_deco
 from batchgen.kernels.attention.decode_plan import DecodePlan, plan_decode
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.rules import BY_BATCH, BY_ROW, Splits
+from tests.support.kernels.fp8_cache import dequantised, in_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SameBits = Callable[[Tensor, Tensor], None]
@@ -124,7 +125,7 @@ def oracle(case: Case) -> Tensor:
         blocks = case.tables[row].long()
         key, value = (
             part[:, blocks].reshape(kv_heads, -1, head_dim)[:, :seen].double()
-            for part in case.cache
+            for part in dequantised(case.cache)
         )
         q = case.q[token].double().view(kv_heads, group, head_dim)
         weights = torch.softmax(q @ key.transpose(1, 2) * case.scale, dim=-1)
@@ -176,13 +177,14 @@ def test_matches_float64(
     )  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_own_config_of_large_heads(head_dim: int, dtype: torch.dtype) -> None:
     check(make_case([70, 5], head_dim=head_dim, group=4, dtype=dtype), config=None)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("width", "group", "block_length", "dtype"),
     [
@@ -205,6 +207,7 @@ def test_the_only_query_of_a_row_sees_no_more_of_its_block(same_bits: SameBits) 
     same_bits(run(case._replace(block_length=32)), run(case))
 
 
+@pytest.mark.thorough
 def test_a_block_that_lies_across_two_splits_is_full() -> None:
     case = make_case([130], width=24, block_length=24, group=1)  # of positions 120 and on
     nan_key = case.tables[0, 128 // 16]
@@ -234,12 +237,22 @@ def test_by_row_a_program_has_as_many_queries_as_keep_their_bits(width: int, gro
         assert BY_BATCH.pieces(width, group, room, window=window) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_splits_of_keys_and_values_in_fp8(dtype: torch.dtype) -> None:
+    case = make_case([600, 40, 300], head_dim=80, group=4, width=2, dtype=dtype)
+    case = case._replace(cache=in_fp8(case.cache))
+    check(case, max_splits=4)
+    check(case, config=None)
+
+
+@pytest.mark.thorough
 def test_long_contexts_have_equal_splits() -> None:
     case = make_case([600, 40, 300], head_dim=16)
     assert plan_of(case, max_splits=4).splits.tolist() == [3, 1, 3]  # of 256, 64 and 128 tokens
     check(case, max_splits=4)
 
 
+@pytest.mark.thorough
 def test_combines_more_splits_than_a_chunk() -> None:
     check(make_case([64 * 17 + 1], head_dim=96, group=8), max_splits=32)
 
@@ -257,6 +270,7 @@ def test_row_has_the_same_bits_alone(width: int, block_length: int, same_bits: S
     same_bits(run(case.rows([4, 3, 1])), together[[4, 3, 1]].flatten(0, 1))
 
 
+@pytest.mark.thorough
 def test_bits_do_not_depend_on_the_table_width(same_bits: SameBits) -> None:
     case = make_case([65, 130], spare=20)
     narrow = case._replace(tables=case.tables[:, :9].contiguous())

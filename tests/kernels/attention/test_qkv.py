@@ -19,6 +19,7 @@ from batchgen.kernels.attention.kv_cache import (
     write_kv,
 )
 from batchgen.kernels.attention.qkv import prepare_qkv_reference, prepare_qkv_triton
+from tests.support.kernels.fp8_cache import dequantised, empty_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -120,6 +121,7 @@ def test_more_heads_than_a_program_takes() -> None:
     check(make_case(3, 20, 10, 256, torch.float32, norm=True))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 8), (96, 24), (256, 64)])
 def test_some_pairs_are_rotated_and_norms_are_wide(
@@ -133,6 +135,7 @@ def test_some_pairs_are_rotated_and_norms_are_wide(
     assert torch.equal(q, prepare_qkv_reference(*fresh(case._replace(cos_sin=whole.flatten(1)))))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_pair_is_rotated(dtype: torch.dtype) -> None:
     """Queries stay as they are, for layers without rotary embedding."""
@@ -148,6 +151,7 @@ def test_a_narrower_cache(norm: bool) -> None:
     check(make_case(5, 4, 2, 32, torch.float32, norm=norm, cache_dtype=torch.bfloat16))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy, in the interpreter
 @pytest.mark.parametrize("run", [prepare_qkv_triton, prepare_qkv_reference])
 @pytest.mark.parametrize("norm", [False, True])
@@ -156,7 +160,7 @@ def test_queries_alone(run: Callable[..., Tensor], norm: bool) -> None:
     case = make_case(5, 4, 2, 32, torch.float32, norm=norm)
     alone = case._replace(qkv=case.qkv[:, : 4 * 32], num_kv_heads=0)
     q = run(*alone)
-    assert all((table == 7).all() for table in case.cache)  # as it was
+    assert all((table == 7).all() for table in case.cache[:2])  # as it was
     assert torch.equal(q, run(*case))
 
 
@@ -174,12 +178,51 @@ def test_tokens_that_are_not_finite(run: object, poison: float, part: str) -> No
     q, same_q = run(*clean), run(*broken)
     assert torch.equal(q, same_q)
     slot = int(broken.slots[1])
-    keys, values = (table.view(2, -1, 16) for table in broken.cache)
+    keys, values = (table.view(2, -1, 16) for table in broken.cache[:2])
     assert keys[1, slot].isnan().all()
     assert (values[1, slot] == 0).all()
-    for table, original in zip((keys, values), clean.cache, strict=True):
+    for table, original in zip((keys, values), clean.cache[:2], strict=True):
         table[1, slot] = original.view(2, -1, 16)[1, slot]
         assert torch.equal(table, original.view(2, -1, 16))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((4, 2, 64), torch.float32), ((5, 5, 80), torch.bfloat16), ((4, 2, 256), torch.float16)],
+)
+def test_a_cache_in_fp8(sizes: tuple[int, int, int], dtype: torch.dtype, norm: bool) -> None:
+    """A head's bits depend on the token alone; what is not finite makes its key's scale NaN."""
+    case = make_case(5, *sizes, dtype, norm=norm)
+    kv_heads, head_dim = sizes[1:]
+    case.qkv[1, (sizes[0] + 1) * head_dim] = float("nan")
+    case.qkv[2, (sizes[0] + kv_heads) * head_dim] = float("inf")
+    case.qkv[3, -kv_heads * head_dim :] = 0
+    ours, theirs = (case._replace(cache=empty_fp8(case.cache.key)) for _ in range(2))
+    prepare_qkv_triton(*ours)
+    prepare_qkv_reference(*theirs)
+    scales = ours.cache.scales
+    assert scales is not None and theirs.cache.scales is not None
+    tolerance = 0.03 if dtype == torch.bfloat16 else 1e-3 if norm else 1e-6
+    torch.testing.assert_close(scales, theirs.cache.scales, rtol=tolerance, atol=0, equal_nan=True)
+    of_slots = scales.flatten(1, 2)[:, case.slots]
+    assert of_slots[1, 1, 0].isnan() and of_slots[0, 2, 0].isnan()
+    assert of_slots[..., 1].isfinite().all() and int(of_slots.isnan().sum()) == 2
+    for mine, other in zip(dequantised(ours.cache), dequantised(theirs.cache), strict=True):
+        step = other.abs().amax(-1, keepdim=True) / 14  # between the largest two values of FP8
+        assert (((mine - other).abs() <= 1.2 * step) | other.isnan()).all()
+        if dtype != torch.bfloat16:  # which the interpreter truncates
+            assert ((mine - other).abs() > 0.02 * step).float().mean() < 0.05
+    alone = case._replace(
+        qkv=case.qkv[4:], cos_sin=case.cos_sin[4:], slots=case.slots[4:] * 0,
+        cache=empty_fp8(case.cache.key),
+    )  # fmt: skip
+    prepare_qkv_triton(*alone)
+    slot = int(case.slots[4])
+    for own, beside in zip(alone.cache, ours.cache, strict=True):
+        assert own is not None and beside is not None
+        found, expected = own.flatten(1, 2)[:, 0], beside.flatten(1, 2)[:, slot]
+        assert torch.equal(found.float(), expected.float())
 
 
 def test_write_kv_leaves_no_value_that_is_not_finite() -> None:
@@ -252,6 +295,6 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
     theirs = case._replace(cache=small, slots=torch.arange(4, device=DEVICE))
     prepare_qkv_triton(*case)
     prepare_qkv_reference(*theirs)
-    for ours, reference in zip(case.cache, small, strict=True):
+    for ours, reference in zip(case.cache[:2], small[:2], strict=True):
         written = ours.view(2, -1, 128)[:, 9_599_000:9_599_004]
         assert torch.equal(written, reference.view(2, -1, 128)[:, :4])

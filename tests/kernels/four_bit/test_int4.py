@@ -160,6 +160,7 @@ def test_the_product_is_that_of_the_dequantised_weight(
     assert error < eps
 
 
+@pytest.mark.thorough
 def test_cut_sums_are_added_up() -> None:
     panels = panels_of(draw(1, 70, 1280, 128, torch.float16), 128, torch.float16)
     x = torch.randn(5, 1280, device=DEVICE).half()
@@ -182,7 +183,7 @@ def test_no_rule_of_rows_reads_the_batch() -> None:
     assert is_dequantised(MOST_ROWS + 1, BY_BATCH) and not is_dequantised(MOST_ROWS, BY_BATCH)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "tiles",

@@ -146,6 +146,7 @@ def test_the_product_is_that_of_the_exact_weight(
     assert error < EPS
 
 
+@pytest.mark.thorough
 def test_cut_sums_are_added_up() -> None:
     panels = panels_of(draw(1, 70, 1280))
     x = torch.randn(5, 1280, device=DEVICE).bfloat16()
@@ -158,6 +159,7 @@ def test_cut_sums_are_added_up() -> None:
     assert not four_bit_linear(x[:0], panels).numel()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "tiles",
     [

@@ -64,6 +64,7 @@ class Case:
         self.weights = torch.rand((tokens, k), generator=generator).to(DEVICE)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("in_panels", [False, True])
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_experts_elsewhere_are_left_out(tokens: int, in_panels: bool) -> None:
@@ -195,6 +196,7 @@ def test_no_tokens() -> None:
     assert grouped_mlp_triton(case.x, experts, case.ids, case.weights).shape == (0, 128)
 
 
+@pytest.mark.thorough
 def test_a_value_that_is_not_finite_stays_in_its_row() -> None:
     case = Case(9, 3, 4, 128, 128, False)
     arguments = FP8Experts(case.gate_up, case.down), case.ids, case.weights

@@ -41,7 +41,7 @@ def assert_near(found: Tensor, x: FP8Rows, weight: FP8Weight, dtype: torch.dtype
     assert (error <= product_bound(wide, other, dtype, splits=8)).all()
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("rows", "width", "depth", "by_row", "tiles", "dtype"),
     [
@@ -73,6 +73,7 @@ def test_the_kernel_is_near_float64(
         assert_near(fp8_linear_reference(x, weight), x, weight, dtype)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tiles", [SWAPPED, SWAPPED_WIDE])
 def test_bias_and_residual(tiles: FP8LinearTiles) -> None:
     x, weight = operands(6, 200, 1152)

@@ -89,7 +89,7 @@ def test_ours_compute_all_values_alike(name: str, threads: int) -> None:
     assert changed(OURS[name], SHAPES) == 0
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", SAFE)
 def test_what_may_be_called_computes_all_values_alike(name: str, threads: int) -> None:
     assert changed(SAFE[name], SHAPES) == 0

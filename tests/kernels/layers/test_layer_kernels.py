@@ -71,6 +71,7 @@ def test_rms_norm_with_a_wide_weight_has_the_bits_of_transformers(dtype: torch.d
     _assert_near(rms_norm_triton(x, wide, 1e-5), rms_norm_reference(x, wide, 1e-5))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [64, 72])
 def test_a_centred_norm_has_the_bits_of_transformers(dtype: torch.dtype, size: int) -> None:
@@ -298,6 +299,7 @@ def test_embedding_kernel_has_the_bits_of_the_table(
     assert torch.equal(embedding_triton(ids, weight), embedding_reference(ids, weight))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("find", [embedding_share_reference, embedding_share_triton])
 def test_shares_of_a_table_add_up_to_it(
@@ -351,6 +353,7 @@ def test_embedding_of_a_table_of_more_than_2_31_elements() -> None:
     assert torch.equal(embedding_triton(ids, weight), weight[ids])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 1500), (3, 2048)])
 def test_a_gate_multiplies_values(rows: int, size: int, dtype: torch.dtype) -> None:
@@ -363,6 +366,7 @@ def test_a_gate_multiplies_values(rows: int, size: int, dtype: torch.dtype) -> N
     _assert_near(mul_sigmoid_triton(values, gate), reference, 32 if dtype == torch.float32 else 4)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 @pytest.mark.parametrize("tail", [(8,), (3, 2)])

@@ -49,6 +49,7 @@ def expected(
     return F.silu(found) if with_silu else found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
@@ -77,7 +78,7 @@ def test_a_prefill_is_the_convolution_however_it_is_cut(
     assert torch.equal(window[4], untouched)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )

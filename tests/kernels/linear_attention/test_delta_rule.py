@@ -80,6 +80,7 @@ def theirs(inputs: DeltaInputs, shape: Shape, chunked: bool) -> tuple[Tensor, Te
     return out[0], state[0].mT
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", [SHAPE, LARGE])
 def test_both_forms_are_those_of_transformers(shape: Shape) -> None:
     inputs, tokens = inputs_on_cpu(shape.inputs(140)), 140
@@ -150,6 +151,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(shape: Shape) -> None:
             single[slot - 1].pending.accept({1: 1 + slot % 2})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokens", [2048, pytest.param(32768, marks=pytest.mark.slow)])
 def test_long_rows_do_not_drift(tokens: int) -> None:
     """The two forms stay as close to each other as those of transformers, to the last token."""

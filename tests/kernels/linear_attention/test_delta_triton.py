@@ -217,6 +217,7 @@ def test_padding_that_only_the_device_knows() -> None:
     assert torch.equal(both.state[1:3], alone.state[1:3])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bad", [NAN, pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_a_row_that_is_not_finite_spoils_no_other(bad: float) -> None:
     inputs, rows = TINY.inputs(15), prefill_rows([5, 6, 4], [0, 64, 0], [1, 2, 3])

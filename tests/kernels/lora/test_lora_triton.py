@@ -30,7 +30,7 @@ def factors(
     )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("parts", "depth", "rank", "adapters", "tokens"),
@@ -71,7 +71,7 @@ def test_a_token_has_the_same_bits_in_any_batch() -> None:
         assert torch.equal(alone, whole[one])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("many", "whole"), [(1000, 50), (50, 1000), (50, 50)])
 def test_many_tokens_have_the_bits_of_few(
     many: int, whole: int, monkeypatch: pytest.MonkeyPatch

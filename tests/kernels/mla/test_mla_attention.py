@@ -47,7 +47,9 @@ def decode(case: Case, split_tokens: int = 512, max_splits: int = 32) -> Tensor:
     )
     queries = case.expansion.absorb(fixed)
     tables = case.meta.block_tables
-    mixed = latent_decode(queries, turned, case.plane, case.meta.positions, tables, SCALE, plan)
+    mixed = latent_decode(
+        queries, turned, case.plane, case.meta.positions, tables, SCALE, plan, scales=case.scales
+    )
     return absorbed(case, mixed)
 
 
@@ -57,7 +59,7 @@ def prefill(case: Case, tile: int) -> Tensor:
     empty = torch.zeros((2, 3), dtype=torch.int32, device=DEVICE)  # as captured graphs have them
     mixed = latent_prefill(
         case.expansion.absorb(fixed), turned, case.plane, case.meta.positions,
-        case.meta.block_tables, SCALE, torch.cat((tiles, empty)), tile,
+        case.meta.block_tables, SCALE, torch.cat((tiles, empty)), tile, case.scales,
     )  # fmt: skip
     return absorbed(case, mixed)
 
@@ -85,6 +87,29 @@ def check(found: Tensor, case: Case) -> None:
     assert found.dtype == case.q.dtype and found.shape == expected.shape
     error = (found.float().cpu() - expected).abs().max() / expected.abs().max()
     assert float(error) < BOUNDS[case.q.dtype]
+
+
+@pytest.mark.parametrize("dtype", list(BOUNDS))
+def test_latents_in_fp8(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step, an absorbed prefill and an expanded one; a token that is not finite."""
+    monkeypatch.setattr(expanded_triton, "_LEAST_TOKENS", 20)
+    for rows, width in (([(2, 66), (2, 5)], 2), ([(5, 9), (2, 40)], None), ([(30, 30)], None)):
+        plain = make_case(rows, width=width, dtype=dtype)
+        last = plain.meta.block_tables[0, (rows[0][1] - 1) // 4], (rows[0][1] - 1) % 4
+        case = plain.in_fp8()
+        check(attended(case), case)
+        expected, unrounded = case.reference(SCALE), plain.reference(SCALE)
+        assert 0 < (expected - unrounded).norm() < 0.06 * unrounded.norm()
+        assert case.scales is not None
+        case.scales[last] = float("nan")
+        case.plane.view(torch.uint8)[last] = 0
+        harmed = attended(case).isnan().flatten(1).all(1).tolist()
+        assert harmed == [i == rows[0][0] - 1 for i in range(len(case.q))]
+
+
+def attended(case: Case) -> Tensor:
+    part = (case.q, case.plane, case.expansion, case.rotated, case.meta, SCALE)
+    return attend_part(*part, scales=case.scales)
 
 
 def test_the_reference_is_attention_over_expanded_keys_and_values() -> None:
@@ -147,6 +172,7 @@ def test_a_row_in_a_batch_has_the_bits_that_it_has_alone() -> None:
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_token_that_is_not_finite_harms_those_that_see_it() -> None:
     case = make_case([(6, 30), (6, 30)], block_size=4)
     block = case.meta.block_tables[0, 27 // 4]
@@ -170,6 +196,7 @@ def test_every_kind_of_part_finds_its_form(rows: list[tuple[int, int]], width: i
     check(found, case)
 
 
+@pytest.mark.thorough
 def test_parts_write_their_own_tokens_of_one_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step, an absorbed prefill and an expanded one."""
     monkeypatch.setattr(expanded_triton, "_LEAST_TOKENS", 20)

@@ -206,7 +206,7 @@ def test_weights_in_panels_give_the_same(
     _assert_near(case.run(tiles), case)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tiles", PANELS)
 def test_panels_of_other_experts_do_not_matter(tiles: MoETiles) -> None:
     """Past the last panel of an expert, which half of a step may be, those of the next one lie."""
@@ -217,7 +217,7 @@ def test_panels_of_other_experts_do_not_matter(tiles: MoETiles) -> None:
     assert torch.equal(case.run(tiles), clean)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tiles", ROWS + PANELS)
 def test_all_tokens_to_one_expert_fill_several_tiles(tiles: MoETiles) -> None:
     sizes, tokens = (64, 64, torch.bfloat16), 2 * tiles.block_m + 3
@@ -226,7 +226,7 @@ def test_all_tokens_to_one_expert_fill_several_tiles(tiles: MoETiles) -> None:
     _assert_near(case.run(tiles), case)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("tiles", "gate"),
     [*zip([*ROWS, *PANELS, *FLOAT32], itertools.cycle(["clamped", "gelu", "relu2"]), strict=False)],
@@ -252,13 +252,14 @@ def test_biases_and_another_gate(tiles: MoETiles, gate: str) -> None:
         _assert_near(grouped_mlp_reference(case.x, *case.experts, *routed, case.epilogues), case)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sizes", [(33, 20), (20, 33)])
 def test_sizes_that_no_vector_divides(sizes: tuple[int, int]) -> None:
     case = Case.make(5, 2, 3, *sizes, torch.bfloat16)
     _assert_near(case.run(ROWS[0]), case)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("tiles", "plain"),
     [

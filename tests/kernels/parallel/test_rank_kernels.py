@@ -198,6 +198,7 @@ def test_one_rank_after_the_other(dtype: torch.dtype) -> None:
             )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", range(3))
 def test_one_rank_in_two_shots(

@@ -116,7 +116,7 @@ shapes = st.tuples(
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 few = settings(max_examples=settings().max_examples // 10, deadline=None)
-fewer = settings(few, max_examples=settings().max_examples // 16)
+fewer = settings(few, max_examples=max(1, settings().max_examples // 16))
 fewest = settings(few, max_examples=max(1, settings().max_examples // 33))
 tiles = st.sampled_from([TILES, CandidateTiles(4, 1024, 512), CandidateTiles(16, 32, 64)])
 """The real ones, and some that take many groups, and loops over them, at these sizes."""
@@ -189,6 +189,7 @@ def test_the_lowest_of_equal_scores_wins_across_chunks() -> None:
     assert run_draw(batch, None).token_ids.tolist() == [17, 4096, 0]
 
 
+@pytest.mark.thorough
 def test_extreme_temperatures_and_logits_give_numbers() -> None:
     for temperature in (torch.finfo(torch.float32).tiny, 1e-30, 1e30, torch.finfo().max):
         for scale in (1e-30, 1.0, 1e30, 3e37):
@@ -230,7 +231,7 @@ def run_ranks(batch: Batch, ranks: int, logprobs: bool) -> list[Draw]:
     return [draw_on(rank, lambda _: gathered) for rank in range(ranks)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "vocab", "dtype"),
     [(2, 8192, torch.float32), (2, 15001, torch.bfloat16), (4, 12290, torch.float32)],
@@ -249,6 +250,7 @@ def test_ranks_draw_from_their_columns_what_one_draws(
     assert out.logprobs is None and torch.equal(out.token_ids, whole.token_ids)
 
 
+@pytest.mark.thorough
 def test_a_row_that_is_broken_on_one_rank_fails_on_all() -> None:
     batch = make_batch(3, 4, 9000, torch.float32)
     batch.logits[1, 8999] = float("nan")
@@ -297,6 +299,7 @@ def test_thresholds_keep_what_the_reference_keeps(
     assert (limit[off] == -INF).all()
 
 
+@pytest.mark.thorough
 def test_thresholds_of_broken_rows_return_and_leave_others_alone() -> None:
     batch = make_batch(6, 6, 3000, torch.bfloat16)
     batch.top_k.fill_(7)
@@ -338,7 +341,7 @@ def test_a_threshold_is_the_value_of_a_kept_token_and_the_same_in_any_batch(
         assert torch.equal(one, limit[row : row + 1])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flat_rows_keep_every_token(dtype: torch.dtype) -> None:
     batch = make_batch(9, 8, 701, dtype)
@@ -402,6 +405,7 @@ def test_top_logprobs_equal_the_reference(
     assert (ids[:, 1:] > ids[:, :-1])[tied & (ids[:, 1:] >= 0)].all()
 
 
+@pytest.mark.thorough
 def test_top_logprobs_of_ties_take_the_lowest_ids_and_fill_up() -> None:
     logits = torch.full((3, 700), -INF, device=DEVICE)
     logits[0] = 1.5

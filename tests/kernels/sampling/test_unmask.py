@@ -252,7 +252,7 @@ def test_confidence_is_the_probability_of_the_token_under_the_law_it_is_drawn_fr
     assert (plain.token_ids == out.token_ids.cpu()).float().mean() > 0.9
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_noise_is_that_of_the_number_of_the_draw(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(0)

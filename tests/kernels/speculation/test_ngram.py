@@ -224,7 +224,7 @@ def assert_same(ours: NgramIndex, theirs: NgramIndex) -> None:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_prompt_of_many_programs(pool: bool) -> None:
     """Ids as large as int32 allows; a second run gives the same state."""

@@ -193,6 +193,7 @@ def test_greedy_rows_take_the_lowest_argmax(verify: Callable[[Batch], Verified])
         ]
 
 
+@pytest.mark.quick(1)
 @both
 @pytest.mark.parametrize("vocab", [8, 4099])
 def test_the_bonus_is_the_draw_of_the_ordinary_sampler(
@@ -214,6 +215,7 @@ def test_the_bonus_is_the_draw_of_the_ordinary_sampler(
     assert torch.equal(out.token_ids[rows, batch.num_drafts.long()], expected)
 
 
+@pytest.mark.quick(1)
 @both
 def test_what_rounding_leaves_without_any_weight_is_drawn_from_p(
     verify: Callable[[Batch], Verified],
@@ -236,6 +238,7 @@ def test_what_rounding_leaves_without_any_weight_is_drawn_from_p(
     assert (verify(batch).num_tokens == 2).all()
 
 
+@pytest.mark.quick(1)
 @both
 @pytest.mark.parametrize("point", [True, False])
 def test_a_rejected_draft_is_not_drawn_again(
@@ -253,6 +256,7 @@ def test_a_rejected_draft_is_not_drawn_again(
     assert set(rejected.tolist()) == {0, 2}
 
 
+@pytest.mark.quick(1)
 @both
 def test_the_probability_of_a_draft_counts_every_chunk(
     verify: Callable[[Batch], Verified],

@@ -68,7 +68,7 @@ def one_step(p: Tensor, q: Tensor | None, draft: int) -> Batch:
     return Batch(logits, drafts.unsqueeze(1), ones, probs, seeds, positions, zeros > 0)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("proposal", ["far", "close", "disjoint", "itself", "point"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_first_token_has_the_law_of_p(target: str, proposal: str) -> None:
@@ -95,6 +95,7 @@ def test_the_first_token_has_the_law_of_p_by_triton(proposal: str) -> None:
     assert_law(out.token_ids[:, 0], p.softmax(-1))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(3, 1.0, 0.0), (0, 0.8, 0.0), (5, 0.9, 0.1)])
 def test_filtered_targets_keep_their_law(top_k: int, top_p: float, min_p: float) -> None:
     p = torch.tensor([TARGETS["plain"]])
@@ -156,6 +157,7 @@ def generate(verify: Callable[[Batch], Verified], k: int, point: bool) -> tuple[
     return tokens, first_step
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("point", [False, True])
 @pytest.mark.parametrize("k", [1, 2])
 def test_two_tokens_have_their_joint_law(k: int, point: bool) -> None:

@@ -389,7 +389,7 @@ def test_a_perfect_draft_catches_up(
             assert output.counts["num_accepted_tokens"] == output.counts["num_draft_tokens"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "overlap"),
     some_slow(
@@ -430,7 +430,7 @@ def poisoned(
     return models, requests, expected
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "overlap"),
     [

@@ -297,7 +297,7 @@ def test_the_head_has_read_every_token(
     assert strategy.held == set(range(k + 1))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["llama", "qwen", "deepseek"])
 def test_the_head_finds_what_others_have_read(
     models: Models, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -316,6 +316,7 @@ def test_the_head_finds_what_others_have_read(
     assert engine.stats.preemptions and engine.stats.cached_tokens
 
 
+@pytest.mark.thorough
 def test_later_drafts_come_from_the_head_s_own_states(models: Models) -> None:
     model = models["llama"]
     greedy = RequestParams(temperature=0, max_new_tokens=9)

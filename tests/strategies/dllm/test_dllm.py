@@ -189,7 +189,7 @@ def test_rows_are_those_of_the_reference(
     assert engine.stats.strategy["steps_per_block"] == steps_per_block
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_mask_token_is_never_generated(
     tiny_model: Callable[..., Path], tmp_path: Path, rule: dict[str, Any]

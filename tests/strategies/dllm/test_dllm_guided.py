@@ -373,7 +373,7 @@ def checked(output: RequestOutput, schema: Any) -> bool:
 SCHEMA_CASES: list[tuple[int, dict[str, Any]]] = [(4, RULES[4]), (32, RULES[2]), (8, RULES[1])]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("length", "rule", "part"),
     [
@@ -472,7 +472,7 @@ KINDS_OF_CONSTRAINTS: list[tuple[Constraint, Callable[[str], bool]]] = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [RULES[2], RULES[4]], ids=str)
 def test_other_kinds_of_constraints(tiny_model: Callable[..., Path], rule: dict[str, Any]) -> None:
     rows = [
@@ -568,7 +568,7 @@ def test_a_row_that_may_neither_go_on_nor_end(tiny_model: Callable[..., Path]) -
         same(output, wanted)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_rows_fail_alone_where_logits_are_no_numbers(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, value: float

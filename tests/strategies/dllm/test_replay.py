@@ -110,6 +110,7 @@ def test_bits(tiny_model: TinyModel, data: st.DataObject) -> None:
             np.testing.assert_array_equal(again.columns[name], output.columns[name])
 
 
+@pytest.mark.thorough
 def test_bits_after_preemptions(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = generated(1, 10)
     made = run_all(make_engine(tiny_model, 4, RULES[4]), [(*row, None) for row in asked])
@@ -124,7 +125,7 @@ def test_bits_after_preemptions(tiny_model: TinyModel, monkeypatch: pytest.Monke
     assert engine.stats.preemptions and engine.stats.cached_tokens
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rule", "kind"), [(RULES[4], "sdar"), (RULES[4], "sdar_moe"), *((r, "sdar") for r in RULES)]
 )

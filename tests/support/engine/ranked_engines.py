@@ -22,6 +22,7 @@ from batchgen.engine.loading.adapters import add_adapters
 from batchgen.engine.loading.config_file import LoadFormat
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.peft_files import open_adapter
+from batchgen.engine.models.model_config import KVCacheDtype
 from batchgen.engine.parallel.rank_processes import RankProcesses
 from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 from batchgen.engine.replicas import Leader, follow_engine
@@ -54,6 +55,7 @@ class Case:
     vision: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
     native_fp8: bool = False  # weights in FP8, which are rounded while they load if they are not
+    kv_cache_dtype: KVCacheDtype = "auto"
     in_four_bits: torch.dtype | None = None  # weights stay in 4 bits, for activations in this dtype
 
     @contextmanager
@@ -74,6 +76,7 @@ class Case:
                 quantization="fp8" if self.native_fp8 else None,
                 native_fp8=self.native_fp8 or self.in_four_bits is not None,
                 vision=self.vision,
+                kv_cache_dtype=self.kv_cache_dtype,
                 **where,
             )
             if self.adapters:

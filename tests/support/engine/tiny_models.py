@@ -141,6 +141,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("Apertus", {}),
     "arcee": ("Arcee", {}),
     "bamba": ("Bamba", _MAMBA | {"attn_layer_indices": [1]}),
+    "cohere": ("Cohere", {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": (
         "Cohere2",
         {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.3},

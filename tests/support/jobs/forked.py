@@ -1,5 +1,7 @@
 """Programs in forks of a process that has imported everything: a start takes no time.
 
+That process is a fork of the one that runs the tests, from before the first of them.
+
 A process of its own takes seconds to import torch, transformers and datasets. Tests of what a
 program says and does start it here; that it starts from nothing, and says nothing while it
 imports, is for a few tests with real processes.
@@ -15,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from multiprocessing import forkserver
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-
-import pytest
+from unittest import mock
 
 import batchgen.api.python.llm
 import batchgen.jobs.run.run_job  # noqa: F401  (the imports are what the forks need)
@@ -27,12 +29,25 @@ import batchgen.jobs.run.run_job  # noqa: F401  (the imports are what the forks 
 
 def fork_server() -> ForkServerContext:
     """The context whose processes are forks of one that has imported this module."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", _fork):
         forkserver.ensure_running()
-    return context
+    return multiprocessing.get_context("forkserver")
+
+
+def _fork(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Start the server as a fork too; the last argument is what it runs."""
+    if process := os.fork():
+        return process
+    try:
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in descriptors:
+                with suppress(OSError):
+                    os.close(descriptor)  # the server ends when all others have closed one of them
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 class Forked:

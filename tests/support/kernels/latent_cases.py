@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from batchgen.kernels.attention.kv_cache import quantise_vectors
 from batchgen.kernels.attention.metadata import AttentionMetadata
+from batchgen.kernels.fp8.fp8_weight import FP8
 from batchgen.kernels.mla.mla_attention import latent_attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,6 +60,20 @@ class Case(NamedTuple):
     expansion: PlainExpansion
     rotated: int
     meta: AttentionMetadata
+    scales: Tensor | None = None  # of a plane in FP8
+
+    def in_fp8(self) -> Case:
+        """Round the plane to FP8."""
+        finite = self.plane.isfinite().all(-1, keepdim=True)
+        _, scales = quantise_vectors(self.plane.where(finite, 0.0))
+        plane = (self.plane.float() / scales).to(FP8)
+        return self._replace(plane=plane, scales=scales.squeeze(-1))
+
+    @property
+    def wide_plane(self) -> Tensor:
+        """The plane in float32, as queries see it."""
+        scales = 1.0 if self.scales is None else self.scales.unsqueeze(-1)
+        return self.plane.float() * scales
 
     def reference(self, scale: float) -> Tensor:
         """The result in float32 on the CPU."""
@@ -69,7 +85,7 @@ class Case(NamedTuple):
         )
         expansion = PlainExpansion(self.expansion.weight.float().cpu(), self.expansion.key_size)
         return latent_attention_reference(
-            self.q.float().cpu(), self.plane.float().cpu(), expansion, self.rotated, [meta], scale
+            self.q.float().cpu(), self.wide_plane.cpu(), expansion, self.rotated, [meta], scale
         )
 
 

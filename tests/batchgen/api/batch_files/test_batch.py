@@ -168,6 +168,7 @@ def test_killed_and_resumed(model: Path, tmp_path: Path) -> None:
             assert one["response"]["body"]["choices"] == two["response"]["body"]["choices"]
 
 
+@pytest.mark.thorough
 def test_a_file_without_a_request(model: Path, tmp_path: Path) -> None:
     given_file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given_file.write_text("nothing\n")
@@ -277,6 +278,7 @@ def test_log_probabilities_of_the_lines_that_ask(model: Path, tmp_path: Path) ->
     assert all(len(likely) == 2 for likely in two["top_logprobs"])
 
 
+@pytest.mark.thorough
 def test_a_zero_of_tokens_is_an_error_of_its_line(model: Path, tmp_path: Path) -> None:
     given_file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given_file.write_text(f"{good(0, max_tokens=0)}\n{good(1)}\n")

@@ -66,6 +66,7 @@ def test_rows_come_with_their_grades(tmp_path: Path) -> None:
     assert found.column_names.count("row_id") == 1
 
 
+@pytest.mark.thorough
 def test_a_mistake_of_a_job_is_found_before_torch_is_loaded(tmp_path: Path) -> None:
     code = (
         "import sys; from batchgen import run_job\n"
@@ -110,6 +111,7 @@ def test_a_job_file_is_no_mapping() -> None:
         run_job("job.yaml")  # type: ignore[arg-type]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )

@@ -245,6 +245,7 @@ def test_an_abandoned_stream_drops_its_rows_only(llm: LLM) -> None:
     assert not llm.engine.has_unfinished()
 
 
+@pytest.mark.thorough
 def test_streams_in_threads(llm: LLM) -> None:
     groups = [["ab", "cd"], ["ef"], ["gh", "ij", "kl"]]
     alone = [tokens(llm.generate(group, PARAMS)) for group in groups]

@@ -149,6 +149,7 @@ def test_flipped_bytes_are_refused_where_rows_are_read(
         assert code not in (0, 3) and is_told, (verb, code, said)
 
 
+@pytest.mark.thorough
 def test_a_whole_job_is_read(
     made: Path, tmp_path: Path, call: Callable[[str, Path], tuple[int, str]]
 ) -> None:

@@ -37,6 +37,7 @@ def test_score_only_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert b"question 3" in (job / "metrics.json").read_bytes()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("count_as", "shown", "marked"),
     [
@@ -80,6 +81,7 @@ def test_an_exam_says_what_cut_texts_count_as(
     assert f"{questions} in both" in lines and f"A          {shown}" in lines
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_verbs_warn_of_copies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: float

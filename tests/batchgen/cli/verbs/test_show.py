@@ -78,6 +78,7 @@ def test_a_job_without_a_finished_row(tmp_path: Path, capsys: Printed) -> None:
     assert "is finished yet: there is nothing to export" in capsys.readouterr().err
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("every", [1, 3, 1000])
 def test_new_rows_come_once_and_none_is_missed(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +168,7 @@ def test_a_file_that_cannot_be_finished_is_not_left_behind(stopped: Path, tmp_pa
     assert not path.exists()
 
 
+@pytest.mark.thorough
 def test_a_reader_that_wants_no_more_is_no_error(stopped: Path) -> None:
     """And neither verb loads what only jobs need."""
     program = (

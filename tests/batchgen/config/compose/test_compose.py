@@ -79,6 +79,7 @@ def test_keys_below_a_key() -> None:
     assert resolved(config)["prompt"]["template_kwargs"] == {"enable_thinking": False}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("arguments", "group", "kind"),
     [
@@ -112,7 +113,7 @@ TOGETHER = [[argument for argument in row if argument] for row in zip_longest(*C
 """Every choice once, with choices of the other groups."""
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "chosen",
     some_slow([*TOGETHER, *EXPERIMENTS, *ALONE], quick=[*TOGETHER, *EXPERIMENTS]),

@@ -31,7 +31,7 @@ MODEL: dict[str, Any] = {
     "dtype": "bfloat16", "load_format": "gguf", "quantization": "fp8", "trust_remote_code": True,
     "path": "other", "name": "other", "revision": "other", "lora": "other",
     "lora_column": "other", "lora_grid": True, "lora_fold": True,
-    "lora_template": "adapter",
+    "lora_template": "adapter", "kv_cache_dtype": "fp8",
 }  # fmt: skip
 PRINTED = ("path", "name", "revision", "lora")
 """What these decide, the fingerprints of the files of model and adapters say."""
@@ -142,6 +142,7 @@ def computed(out: Path, *overrides: str) -> pa.Table:
 
 @pytest.mark.quick(2)
 # test_lora_job.py has rows with adapters for lora_slots.
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("key", sorted({*_NOT_DECIDING["engine"]} - {"device", "lora_slots"}))
 def test_rows_are_equal_under_any_other_key_of_the_engine(
     key: str, rows: pa.Table, tmp_path: Path

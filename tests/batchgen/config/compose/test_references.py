@@ -31,7 +31,7 @@ ASKING = [
 ]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("text", ASKING)
 @pytest.mark.parametrize("form", ["job", "dry run", "sweep", "hydra", "resolve"])
 def test_a_job_file_asks_nothing_of_the_environment(

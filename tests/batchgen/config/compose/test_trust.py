@@ -114,7 +114,7 @@ def test_grade_asks_for_what_the_folder_names(
     assert not (here / "ran").exists() and not (out / "grades").exists()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "word",
     [

@@ -69,6 +69,7 @@ def test_a_schema_is_one_however_it_is_given(tmp_path: Path) -> None:
     assert resolved(two)["constraint"]["schema"] == SCHEMA
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("options", "constraint"),
     [
@@ -187,6 +188,7 @@ ERRORS: list[tuple[list[str], str]] = [
 ]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(("options", "message"), ERRORS, ids=str)
 def test_mistakes(options: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -101,6 +101,7 @@ def test_arms_without_a_score_say_why_and_hold_up_nothing(
     assert said.count("has no score") == 3 and "begun" not in said
 
 
+@pytest.mark.thorough
 def test_other_exams_are_named_or_compared_anyway(sweep: Path) -> None:
     job(sweep / "the_other", 6, config={"prompt": {"kind": "chat", "user": "So {{ question }}"}})
     found = {row.arm.name: row for row in table(sweep).rows}
@@ -128,6 +129,7 @@ def test_arms_are_values_of_a_column(tmp_path: Path) -> None:
         table(path, by="adaptor")
 
 
+@pytest.mark.thorough
 def test_any_column_of_numbers_is_compared(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     column = "score.column=num_generated_tokens"
     assert run_verb("compare", [str(sweep), column, "--format", "csv"]) == 0

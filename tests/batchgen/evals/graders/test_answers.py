@@ -35,6 +35,7 @@ def test_the_table_is_large() -> None:
     assert len(rows) >= 240
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group["group"])
 def test_answers_get_the_verdict_that_a_person_gave(group: dict[str, Any]) -> None:
     rows = [

@@ -116,7 +116,7 @@ def test_the_table_names_every_exam() -> None:
         assert name in GENERATED or f"\n    # {name}\n    " in table  # the command for a local copy
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", EXAMS)
 def test_prompts_are_those_of_the_definition(name: str) -> None:
     config, own = composed(name)
@@ -167,6 +167,7 @@ def test_programs_tell_what_follows_the_instructions(name: str) -> None:
         assert values["num_instructions"] - values["num_followed"] == len(missed)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", sorted(BY_TESTS))
 def test_tests_tell_which_programs_are_right(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -199,7 +200,7 @@ def test_choices_tell_what_is_true() -> None:
     assert found[20]["grade_error"]["type"] == "bad_target"
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", EXAMS)
 def test_an_exam_takes_its_data_from_the_hub_or_from_a_file(name: str) -> None:
     hub, _ = composed(name)
@@ -214,6 +215,7 @@ def test_an_exam_takes_its_data_from_the_hub_or_from_a_file(name: str) -> None:
     assert local.prompt == hub.prompt and local.dataset.id_column == hub.dataset.id_column
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", EXAMS)
 def test_columns_that_grading_and_scoring_read_are_copied(name: str) -> None:
     """So that grades can be made again from the output alone."""
@@ -255,7 +257,7 @@ def _local_copy(name: str, keys: Mapping[str, str], folder: Path) -> None:
             writer.write_table(table)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", EXAMS)
 def test_an_exam_has_a_dry_run_over_a_local_copy(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

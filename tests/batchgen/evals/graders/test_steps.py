@@ -222,7 +222,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.timeout(120)  # quadratic time would be hours
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_no_text_takes_long(piece: str) -> None:
@@ -286,6 +286,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("steps", CHAINS, ids=lambda steps: "-".join(str(s)[:40] for s in steps))
 @given(rows=answered_rows())
 def test_columns_have_the_values_of_rows(steps: tuple[PostStep, ...], rows: list[Any]) -> None:

@@ -147,6 +147,7 @@ list(results)
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_no_worker_outlives_its_parent(signal: str) -> None:
     """A signal to the parent alone, while its workers are in calls that nothing interrupts."""

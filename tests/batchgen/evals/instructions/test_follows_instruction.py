@@ -60,7 +60,7 @@ def test_every_instruction_has_cases() -> None:
         assert len(cases) >= (4 if name in IFEVAL else 2) and {True, False} == set(verdicts), name
 
 
-@pytest.mark.quick(66)
+@pytest.mark.quick(20)
 @pytest.mark.parametrize(("name", "kwargs", "response", "follows"), ROWS)
 def test_a_response_follows_an_instruction(
     name: str, kwargs: dict[str, Any], response: str, follows: bool
@@ -94,7 +94,7 @@ def test_an_empty_response_follows_nothing(text: str, loose: bool) -> None:
     assert not follows_instruction("punctuation:no_comma", {}, text, loose=loose)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_hostile_responses_take_a_time_in_proportion_to_their_length(piece: str) -> None:

@@ -63,6 +63,7 @@ def test_answers_with_a_common_vote_have_forms_in_common(one: str, other: str) -
         assert forms(text) == found
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     "text",
     [
@@ -140,7 +141,7 @@ SPELLINGS = (
 )
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", GOLDS)
 @given(data=st.data())
 def test_a_gold_answer_is_itself_in_other_spellings(kind: str, data: st.DataObject) -> None:

@@ -97,6 +97,7 @@ def test_votes_are_of_the_samples_that_every_row_has() -> None:
     assert maj_at(marks, 3).tolist() == [2 / 3] and np.isnan(maj_at(marks, 4)).all()
 
 
+@pytest.mark.thorough
 def test_scores_of_a_job_and_of_jobs_beside_each_other(tmp_path: Path) -> None:
     for seed in (0, 1):
         job = UntilJob(str(tmp_path / f"seed={seed}"), rows=24, width=0.6, most=8, one_of=2)

@@ -33,6 +33,7 @@ def test_a_check_without_end_ends_and_the_next_one_is_made(monkeypatch: pytest.M
     assert constraints.make(REFERENCE) == Constraint.make("json_schema", REFERENCE)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("text", [REFERENCE, '{"type": "string"}', '{"pattern": "a*"}'])
 def test_the_process_makes_what_is_made_without_it(text: str) -> None:
     constraints = TimedConstraints(JsonSchemaConstraintConfig(column="c", max_whitespace=1))

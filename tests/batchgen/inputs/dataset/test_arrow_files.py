@@ -44,6 +44,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.quick(2)
 @BOTH
 @FORMATS
 def test_fields_that_only_other_rows_have_are_in_no_struct(kind: str, streaming: bool) -> None:
@@ -84,7 +85,7 @@ VIEWS: list[tuple[pa.Array, pa.DataType, list[Any]]] = [
 ]
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(3)
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("case", VIEWS, ids=lambda case: str(case[0].type))
@@ -123,7 +124,7 @@ FILES: list[tuple[pa.Table, pa.Table]] = [
 ]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("number", range(len(FILES)))

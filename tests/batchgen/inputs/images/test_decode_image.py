@@ -54,6 +54,7 @@ def test_sizes_are_those_of_transformers(height: int, width: int, least: int, mo
     assert rules.tokens(*expected) == math.prod(expected) // 1024
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize(("width", "height"), [(640, 480), (97, 1201), (33, 31), (160, 96)])
 def test_pixels_are_those_of_transformers(kind: str, width: int, height: int) -> None:
@@ -130,6 +131,7 @@ def test_values_that_are_no_colours_are_refused() -> None:
         assert error.value.type == "bad_image" and "32 bits" in str(error.value)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("says", "why"),
     [

@@ -118,6 +118,7 @@ def test_conversations_with_parts(vl_model: Path, tmp_path: Path) -> None:
     assert max(f.stat().st_size for f in (tmp_path / "out" / "data").iterdir()) < 40_000
 
 
+@pytest.mark.thorough
 def test_bodies_of_openai_and_conversations_that_begin_without_images(
     vl_model: Path, tmp_path: Path
 ) -> None:

@@ -198,6 +198,7 @@ def test_new_grades_matter_where_they_are_read(model: Path, draft: Path, tmp_pat
         run(reader(model, draft, tmp_path / "copied", *read))
 
 
+@pytest.mark.thorough
 def test_a_job_without_rows_ends_with_its_counts(
     model: Path, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

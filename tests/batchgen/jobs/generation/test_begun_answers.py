@@ -188,6 +188,7 @@ def test_a_killed_job_goes_on_from_its_records(
     assert found == expected
 
 
+@pytest.mark.thorough
 def test_files_of_records_do_not_pile_up(model: Path, rows: Path, tmp_path: Path) -> None:
     """A later attempt makes those of an earlier one superfluous."""
     out = tmp_path / "out"
@@ -317,6 +318,7 @@ def test_jobs_that_share_an_engine_go_on(model: Path, rows: Path, tmp_path: Path
         assert all(point[2] >= 0 for point in timeline), timeline
 
 
+@pytest.mark.thorough
 def test_nothing_is_recorded_while_all_rows_fail(model: Path, rows: Path, tmp_path: Path) -> None:
     """What was wrong may be mended, and must leave no trace."""
     out = tmp_path / "out"

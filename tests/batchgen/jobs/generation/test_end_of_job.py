@@ -105,6 +105,7 @@ def test_a_worker_tidies_up_after_one_that_was_killed_at_the_very_end(
     assert not _names(tmp_path) & _WORKERS
 
 
+@pytest.mark.thorough
 def test_figures_that_come_late_do_not_undo_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
 ) -> None:
@@ -126,6 +127,7 @@ def test_figures_that_come_late_do_not_undo_the_end(
     assert metrics["status"] == "complete" and len(metrics["attempts"]) == 2
 
 
+@pytest.mark.thorough
 def test_figures_that_come_while_folders_are_deleted_do_not_undo_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
 ) -> None:
@@ -157,6 +159,7 @@ def test_figures_that_come_while_folders_are_deleted_do_not_undo_the_end(
     assert metrics["status"] == "complete" and len(metrics["attempts"]) == 2
 
 
+@pytest.mark.thorough
 def test_who_deleted_the_leases_and_died_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
 ) -> None:

@@ -254,6 +254,7 @@ def test_the_end_of_a_stream_is_found(tmp_path: Path) -> None:
     assert rows_of(job.out) == expected(every_sample(job, tmp_path / "every"), 2, 6)
 
 
+@pytest.mark.thorough
 def test_a_job_in_a_bucket_has_the_rows_of_one_in_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_the_engine_knows_how_long_its_rows_are(config: JobConfig) -> None:
     assert engine.running_lengths.tolist() == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("gpu", [None, 4 * 2**30])
 def test_the_expected_memory_counts_states_of_rows(gpu: int | None) -> None:
     from tests.support.engine.toy_hybrid import make_toy
@@ -137,6 +138,7 @@ def test_a_plan_for_two_gpus_divides_the_model_and_counts_both(config: JobConfig
     assert "on each of 2 GPUs" in " ".join(plan_text(two).split())
 
 
+@pytest.mark.thorough
 def test_a_plan_counts_what_equal_bits_cost(
     tiny_model: Callable[..., Path], model: Path, rows: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +174,7 @@ def test_what_is_on_the_disk_is_about_what_was_planned(
     assert shards / 4 < plan.disk.output.likely < shards * 1.5
 
 
+@pytest.mark.thorough
 def test_a_job_says_how_long_those_like_it_take(
     config: JobConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("broken.jsonl").write_text('{"q": 1}\n{"q"')
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -45,6 +46,7 @@ def test_mistakes(changed: dict[str, str | None], says: str) -> None:
         check_early(compose(given), folder=True)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "changed",
     [
@@ -76,22 +78,19 @@ def test_the_folder_of_another_job(tmp_path: Path) -> None:
     assert str(early.value) == str(late.value)
 
 
-def test_nothing_heavy_is_loaded() -> None:
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kind", ["job", "pipeline", "dry run"])
+def test_nothing_heavy_is_loaded(kind: str) -> None:
     code = (
         "import sys; from batchgen.__main__ import run_command\n"
         "assert run_command(sys.argv[1:]) == 2\n"
         "assert not {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
     )
-    given = [f"{key}={value}" for key, value in {**USUAL, "prompt.user": "{{ x }}"}.items()]
+    job = [f"{key}={value}" for key, value in {**USUAL, "prompt.user": "{{ x }}"}.items()]
     wrong = 'prompt: {choice: chat, user: "{{ x }}"}, model: nano_hybrid, dataset.path: rows.jsonl'
     Path("pipe.yaml").write_text(f"steps: {{ask: {{{wrong}}}}}\noutput.dir: out\n")
-    for arguments, step in (
-        (given, ""),
-        (["pipe.yaml"], "step ask: "),
-        ([*given, "--dry-run"], ""),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"{step}prompt.user: the data set has no column 'x'" in done.stderr
+    arguments = {"job": job, "pipeline": ["pipe.yaml"], "dry run": [*job, "--dry-run"]}[kind]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    step = "step ask: " if kind == "pipeline" else ""
+    assert f"{step}prompt.user: the data set has no column 'x'" in done.stderr

@@ -116,6 +116,7 @@ def planned(arguments: list[str], **settings: Any) -> Any:
     return make_plan(compose({}, arguments), PlanSettings(**settings))
 
 
+@pytest.mark.thorough
 def test_a_plan_counts_what_is_copied(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

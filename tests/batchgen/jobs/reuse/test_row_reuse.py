@@ -77,6 +77,7 @@ def test_an_equal_job_computes_nothing(tmp_path: Path) -> None:
     assert figures["attempts"][0]["generated_tokens"] == 0 < figures["generated_tokens"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
 def test_more_and_fewer_samples(tmp_path: Path, before: int, after: int) -> None:
     old, new, log = tmp_path / "old", tmp_path / "new", tmp_path / "log"

@@ -64,6 +64,7 @@ def check_totals(out: Path, done: list[dict[str, Any]], message: str) -> None:
         assert f"{steps}: {count / blocks:.1%}" in message
 
 
+@pytest.mark.thorough
 def test_commits_by_themselves(sdar: Path, rows: Path, tmp_path: Path) -> None:
     options = (*DLLM, "sampling.max_new_tokens=18", "sampling.ignore_eos=true")
     for name, fused in (("fused", "true"), ("alone", "false")):
@@ -102,6 +103,7 @@ def test_a_model_of_next_tokens_is_refused(model: Path, rows: Path, tmp_path: Pa
         run(overrides(model, rows, tmp_path / "out", "output.columns=[step_map]"))
 
 
+@pytest.mark.thorough
 def test_an_answer_that_whole_blocks_leave_no_room_for_is_refused(
     sdar: Path, rows: Path, tmp_path: Path
 ) -> None:

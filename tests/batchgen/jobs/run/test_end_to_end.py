@@ -64,7 +64,7 @@ def test_the_engine_settings_do_not_change_a_byte(model: Path, rows: Path, tmp_p
     }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", ["dataset.streaming=false", "dataset.streaming=true"])
 @pytest.mark.parametrize("per_shard", [4, 11, 100])
 def test_a_complete_job_run_again_computes_nothing(
@@ -93,6 +93,7 @@ def test_bad_rows_are_error_rows_and_the_others_go_on(
     assert [row["finish_reason"] == "error" for row in table] == [k is not None for k in kinds]
 
 
+@pytest.mark.thorough
 def test_moved_files_and_a_moved_model_go_on(model: Path, rows: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     run([*overrides(model, rows, one), "dataset.limit=5"])

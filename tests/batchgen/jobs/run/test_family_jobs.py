@@ -77,7 +77,7 @@ def test_every_architecture_is_tried() -> None:
     assert MODELS.keys() - seeing - {"InternLM3ForCausalLM"} == set(KINDS)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_job_of_each_architecture(
     architecture: str,
@@ -152,7 +152,7 @@ def test_a_model_with_windows_hears_how_long_the_rows_are(
     assert job.recipe(given).config.row_tokens == (5, 9)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [*WITH_HEAD, "qwen3_5 below a vision tower"])
 def test_heads_for_multi_token_prediction_draft(kind: str, rows: Path, tmp_path: Path) -> None:
     """In checkpoints with the published names; the rows are those of strategy=ar."""

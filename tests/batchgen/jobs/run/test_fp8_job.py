@@ -62,6 +62,7 @@ def planned(arguments: list[str], device: str) -> Plan:
     return make_plan(compose({}, arguments), PlanSettings(device=device))
 
 
+@pytest.mark.thorough
 def test_a_plan_knows_the_smaller_weights(
     tiny_model: Callable[..., Path], rows: Path, tmp_path: Path
 ) -> None:

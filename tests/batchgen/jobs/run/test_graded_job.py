@@ -158,6 +158,7 @@ WRONG = graded_as("exact", target="text")  # "so 5" is what no answer is
 NINES = graded_as("regex", target="number", target_pattern="(9)$")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     some_slow(
@@ -322,6 +323,7 @@ def test_grades_of_other_rows_or_steps_are_not_taken(tmp_path: Path) -> None:
         JobGrades(out).finished()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("steps", ['{"steps": []}', "not JSON"])
 def test_the_folder_of_grades_is_a_data_set(tmp_path: Path, steps: str) -> None:
     """What an earlier version put there is deleted when grades are asked for, though all are there

@@ -134,7 +134,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> FakeJob:
     return job
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -110,6 +110,7 @@ def test_the_columns_and_what_people_see(
             assert choice["message"]["tool_calls"][-1]["function"] == row["tool_calls"][-1]
 
 
+@pytest.mark.thorough
 def test_the_day_of_the_job_stays(harmony: Path, rows: Path, tmp_path: Path) -> None:
     out, columns = tmp_path / "out", "output.columns=[prompt_token_ids]"
     with mock.patch.object(chat_templates, "date", mock.Mock(today=lambda: date(2026, 3, 4))):
@@ -160,6 +161,7 @@ def test_a_constraint_holds_in_the_final_channel(
     assert all(not set(ids("<|return|><|call|>")) & {*row["token_ids"][:-1]} for row in held)
 
 
+@pytest.mark.thorough
 def test_a_constraint_of_all_rows(harmony: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     schema = ["constraint=json_schema", f"constraint.schema={json.dumps(SCHEMA)}"]
@@ -183,6 +185,7 @@ def test_the_text_may_stay_whole(harmony: Path, rows: Path, tmp_path: Path) -> N
         assert other["finish_reason"] in ("stop", "length")
 
 
+@pytest.mark.thorough
 def test_copied_rows_are_the_computed_ones(harmony: Path, rows: Path, tmp_path: Path) -> None:
     older, newer = tmp_path / "older", tmp_path / "newer"
     day = "prompt.date=2026-01-02"
@@ -193,6 +196,7 @@ def test_copied_rows_are_the_computed_ones(harmony: Path, rows: Path, tmp_path: 
     assert metrics["rows_copied"] == 22
 
 
+@pytest.mark.thorough
 def test_what_is_refused(
     harmony: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,7 @@ def grid(adapters: dict[str, Path]) -> list[str]:
     return [f"model.lora=[{adapters['one']},base,{adapters['two']}]", "model.lora_grid=true"]
 
 
+@pytest.mark.thorough
 def test_a_grid_is_each_adapter_by_itself(
     model: Path, rows: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def test_the_rows_are_those_of_ar(qwen: Path, rows: Path, tmp_path: Path) -> Non
     assert all(steps[0] == 1 for steps in other["step_map"].to_pylist())
 
 
+@pytest.mark.thorough
 def test_random_weights_have_a_head_if_the_configuration_names_one(
     qwen: Path, rows: Path, tmp_path: Path
 ) -> None:

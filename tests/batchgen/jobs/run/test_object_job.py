@@ -239,6 +239,7 @@ def test_who_joins_when_the_job_is_complete_says_how_it_ended(
     assert files.store == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rate", [0.0, 0.05])
 def test_several_workers(files: FaultyFiles, tmp_path: Path, rate: float) -> None:
     job = ObjectJob(URL, rows=100, step_s=0.005)

@@ -53,6 +53,7 @@ def test_a_job_says_what_it_does_not_compute_with(
     assert UNUSED in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.thorough
 def test_a_plan_says_how_large_weights_are_in_which_form(
     packed: Path, rows: Path, tmp_path: Path
 ) -> None:

@@ -145,6 +145,7 @@ def test_nothing_follows_an_answer_that_is_read(
     assert text == "<user>What is 0?<assistant>It is 0."
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_cut_off_writes_the_same_values(
     classifier: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_job_that_is_cut_off_writes_the_same_values(
     np.testing.assert_allclose(row["embedding"], last.mean(0), atol=1e-6)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("message", "more"),
     [

@@ -103,6 +103,7 @@ def test_the_plan_counts_the_tokens_of_rows(model: Path, tmp_path: Path) -> None
     assert plan.scan.bad["bad_option"].count == 1
 
 
+@pytest.mark.thorough
 def test_what_the_paradigm_cannot_do_is_an_error_of_that_row(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

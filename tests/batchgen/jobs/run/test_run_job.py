@@ -59,7 +59,7 @@ def _metrics(out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rows_per_shard", [1, 7, 16, 1000])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_every_sample_of_every_row_once_and_in_order(
@@ -134,6 +134,7 @@ def test_card_config_metrics(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("why", ["", "this CPU rounds as it likes"])
 def test_the_user_learns_where_rows_depend_on_the_batch(tmp_path: Path, why: str) -> None:
     result = _job(tmp_path, batch_dependence=why).run()

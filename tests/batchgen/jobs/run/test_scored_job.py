@@ -42,6 +42,7 @@ def test_columns_are_those_of_the_python_interface(model: Path, rows: Path, tmp_
     assert metrics["finish_reasons"] == {"scored": len(ROWS)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("verb", ["show", "report", "status", "plan", "export"])
 def test_verbs_cope_with_rows_that_generated_nothing(
     verb: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -142,6 +143,7 @@ def test_scores_of_choices_that_make_no_sense_are_refused(
         run(overrides(model, rows, tmp_path / "out", *choices, *given))
 
 
+@pytest.mark.thorough
 def test_a_post_step_makes_one_score_of_the_choices(
     model: Path, rows: Path, tmp_path: Path
 ) -> None:

@@ -172,6 +172,7 @@ def test_another_draft_model_is_another_job(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_job_whose_drafts_were_of_no_use_says_so(
     model: Path, draft: Path, rows: Path, tmp_path: Path
 ) -> None:
@@ -298,6 +299,7 @@ def test_mistakes_come_before_the_weights(
     assert not out.exists()
 
 
+@pytest.mark.thorough
 def test_a_draft_model_without_positions_serves_shorter_rows(
     drafts: Path, model: Path, rows: Path, tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ def test_the_page_has_a_greatest_size(tmp_path: Path) -> None:
     assert "characters left out" in page.text and "tokens left out" in page.text
 
 
+@pytest.mark.thorough
 def test_rows_without_room_are_shortened_and_then_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

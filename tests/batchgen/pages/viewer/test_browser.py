@@ -25,7 +25,10 @@ from tests.support.jobs.page_faults import (
     write_jobs,
 )
 
-pytestmark = pytest.mark.skipif(no_browser() is not None, reason=str(no_browser()))
+pytestmark = [
+    pytest.mark.skipif(no_browser() is not None, reason=str(no_browser())),
+    pytest.mark.thorough,
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,6 @@ PAGES = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PAGES)
 def test_text_has_contrast_and_pages_fit_in_all_sizes_and_schemes(
     browser: Any, urls: dict[str, str], name: str
@@ -77,7 +79,6 @@ def test_text_has_contrast_and_pages_fit_in_all_sizes_and_schemes(
     assert looked_at(browser, urls[site], target) == []
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PAGES)
 def test_tab_reaches_every_control_and_shows_where_it_is(
     browser: Any, urls: dict[str, str], name: str
@@ -119,7 +120,6 @@ def test_pages_work_without_scripts(browser: Any, urls: dict[str, str]) -> None:
     context.close()
 
 
-@pytest.mark.thorough
 def test_a_page_with_faults_has_them_found(browser: Any) -> None:
     """The checks themselves: each fault is told."""
     page = """data:text/html,<body style="background:white">

@@ -110,6 +110,7 @@ def test_two_jobs_of_the_list_side_by_side(outputs: Path) -> None:
         assert "Choose one job as A" in Page(pages.respond("pair", query)).text
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "target", ["0123/", "../", "first/", "{key}-{key}/", "{key}-0/", "{key}/../../etc/passwd"]
 )
@@ -187,7 +188,7 @@ def test_a_damaged_job_has_a_word_and_hides_no_other(
     assert why in read(pages, links(outputs)["first"], 404).text
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("content", "why"),
     [

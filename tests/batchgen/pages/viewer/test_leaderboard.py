@@ -39,6 +39,7 @@ def test_each_exam_has_a_table_with_the_best_first(outputs: Path) -> None:
     assert "leaderboard" in read(FolderSite(outputs, "outputs"), "").links
 
 
+@pytest.mark.thorough
 def test_a_board_is_made_again_when_a_job_has_changed(outputs: Path) -> None:
     site = FolderSite(outputs, "outputs")
     assert "B  new" not in read(site, "leaderboard").text

@@ -339,6 +339,7 @@ def rename(folder: Path, name: Any) -> None:
         pq.write_table(table.set_column(0, table.schema.field(0), ids), path)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_compared_says_why(pair: list[Path], tmp_path: Path) -> None:
     write_job(tmp_path / "bare", 60, 2, rows_per_shard=25)
     ungraded = site(pair[0], tmp_path / "bare")
@@ -357,6 +358,7 @@ def test_what_cannot_be_compared_says_why(pair: list[Path], tmp_path: Path) -> N
     assert "are not one exam" in read(pages, "flip?i=0", 400).text
 
 
+@pytest.mark.thorough
 def test_the_server_starts_without_the_libraries_of_models(tmp_path: Path) -> None:
     write_job(tmp_path / "out", 3, 1)
     program = """

@@ -52,6 +52,7 @@ def audit(job: Path, *more: str) -> int:
     return run_command(["audit", str(job), "--rows", "6", "--seed", "4", *more])
 
 
+@pytest.mark.thorough
 def test_all_rows_are_equal_in_a_copy_that_was_published(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +107,7 @@ def test_what_differs_is_named(job: Path, capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+@pytest.mark.thorough
 def test_how_drafts_came_about_is_not_compared(model: Path, rows: Path, tmp_path: Path) -> None:
     """It follows the clock, and preemptions."""
 
@@ -155,6 +157,7 @@ def test_code_of_a_stranger_is_not_run(job: Path, capsys: pytest.CaptureFixture[
     assert "it would run with your rights: strategy._target_ os.system" in capsys.readouterr().err
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["stream", "steps", pytest.param("reader", marks=pytest.mark.slow)])
 def test_rows_of_every_source(way: str, model: Path, rows: Path, tmp_path: Path) -> None:
     """Streams are read from their start; steps and chains find each row where it comes from."""

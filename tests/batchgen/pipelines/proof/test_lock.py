@@ -149,6 +149,7 @@ def test_other_rows_are_told_by_shard(chain: Path) -> None:
     assert not rebuilt_step("draft", replace(proof, files=["0"] * 3), found).same_bytes
 
 
+@pytest.mark.thorough
 def test_models_data_and_places_are_the_users_word(
     chain: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

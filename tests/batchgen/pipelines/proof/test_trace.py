@@ -109,6 +109,7 @@ def test_a_copy_finds_the_jobs_beside_it(
     assert "draft" in capsys.readouterr().err
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("to", "options"),
     [
@@ -186,6 +187,7 @@ def test_plain_lines_name_their_row(
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_a_line_is_traced_by_what_it_holds(
     top: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str

@@ -381,6 +381,7 @@ def test_where_also_chooses_the_rows_of_the_plain_formats(
     assert capsys.readouterr().out == "id,response\nid0#0,yes\nid2#0,yes\n"
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

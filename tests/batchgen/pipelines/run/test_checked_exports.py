@@ -47,7 +47,7 @@ def pipeline(model: Path, rows: Path, tmp_path: Path, exports: list[dict[str, An
     return written(tmp_path / "pipeline.yaml", given | {"export": exports})
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("export", "says"), BAD, ids=lambda one: str(one)[:40])
 def test_a_wrong_export_is_refused_at_once(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],

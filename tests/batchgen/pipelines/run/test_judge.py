@@ -33,6 +33,7 @@ def prompt(config: Any, row: dict[str, Any]) -> str:
     return RowTemplate("prompt.user", config.prompt.user, list(row)).render(row)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("template", ["simpleqa", "hle", "match"])
 def test_a_template_shows_question_target_and_answer(template: str) -> None:
     config = judged(template=template)

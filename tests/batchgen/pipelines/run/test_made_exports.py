@@ -154,6 +154,7 @@ def test_a_kill_between_record_and_file_ends_well(
         assert contents(copy) == contents(made / "out")
 
 
+@pytest.mark.thorough
 def test_records_of_other_versions(made: Path, copy: Path) -> None:
     """That of the oldest version goes on, and a newer one is refused."""
     path = copy / "export/exports.json"
@@ -169,6 +170,7 @@ def test_records_of_other_versions(made: Path, copy: Path) -> None:
         ExportRecord.read(path.parent)
 
 
+@pytest.mark.thorough
 def test_two_configurations_at_once(made: Path, tmp_path: Path) -> None:
     """Real processes in one folder: nothing in the record vanishes, and the exports are of the one
     that is current at the end; the other one is told."""

@@ -54,6 +54,7 @@ def test_the_steps_read_each_other(
     assert table[2].split() == ["judge", *numbers]
 
 
+@pytest.mark.thorough
 def test_a_step_is_found_by_its_name(
     pipeline: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +130,7 @@ def test_too_many_errors_end_the_pipeline(
     assert run(pipeline, "most_errors=0.3") == 3
 
 
+@pytest.mark.thorough
 def test_a_filter_that_leaves_nothing_ends_the_pipeline(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,7 @@ def test_audit_names_the_step_whose_rows_differ(out: Path, tmp_path: Path, capsy
     assert "no step of the pipeline has shards yet" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_plan_and_dry_run_go_as_far_as_rows_are_known(
     out: Path, tmp_path: Path, capsys: Said
 ) -> None:

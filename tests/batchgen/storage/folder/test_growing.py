@@ -65,6 +65,7 @@ class _Killed(Exception):
     pass
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("step", range(6))
 @pytest.mark.parametrize("retry", [False, True])
 def test_killed_at_each_step_of_publishing_again(

@@ -31,6 +31,7 @@ def _keys(rows: Any) -> list[tuple[int, int]]:
     return [(row["row_index"], row["sample_index"]) for row in rows]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_shards_and_journals_in_order(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -100,6 +101,7 @@ def test_a_shard_published_while_its_journal_is_opened(
         assert sum(batch.num_rows for batch in rows) == PER_SHARD * SAMPLES
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_published", [False, True])
 def test_a_shard_from_a_row_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_published: bool

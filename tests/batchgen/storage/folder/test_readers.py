@@ -41,7 +41,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", ["out", "lr=0.1"])
 def test_each_reader_reads_all_rows(

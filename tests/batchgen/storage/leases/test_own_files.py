@@ -64,7 +64,7 @@ def test_every_own_name_is_looked_at(foreign: Path, name: str) -> None:
         refuse_links(Path("out"))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("arguments", VERBS, ids=lambda arguments: " ".join(arguments[-2:]))
 @pytest.mark.parametrize("name", ["config.yaml", "grades"])
 def test_every_verb_refuses_them(

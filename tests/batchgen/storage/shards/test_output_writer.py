@@ -80,7 +80,7 @@ def test_a_long_field_lies_in_a_shard_once_for_all_samples(tmp_path: Path) -> No
     assert 0.9 * most < len(content) < 1.2 * most
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(8))
 def test_shards_do_not_depend_on_the_order_of_completion(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +97,7 @@ def test_shards_do_not_depend_on_the_order_of_completion(
     assert shards(tmp_path / "one") == shards(tmp_path / "two")  # to the byte
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(8))
 def test_resuming_at_any_point_gives_the_same_shards(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -160,7 +160,7 @@ ORDINARY = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("source", ORDINARY)
 @given(text=st.text(max_size=80), n=st.integers(0, 10**12))
 def test_ordinary_templates_say_what_jinja_says(source: str, text: str, n: int) -> None:

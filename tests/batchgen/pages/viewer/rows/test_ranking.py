@@ -55,7 +55,7 @@ def value(order: str, sample: dict[str, Any], row: list[dict[str, Any]]) -> floa
     return sum(marks) / len(marks) if marks else None
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("wanted", [SampleFilter(), SampleFilter(mark="wrong")])
 def test_orders(job: JobView, order: str, wanted: SampleFilter) -> None:
@@ -124,6 +124,7 @@ def test_votes(job: JobView) -> None:
         assert right == [str(index)] * (str(index) in given)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "wanted", [SampleFilter(), SampleFilter(mark="wrong"), SampleFilter(text="no such text")]
 )
