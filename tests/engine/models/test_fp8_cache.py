@@ -79,7 +79,7 @@ def alone(folder: Path) -> Alone:
 
 @pytest.mark.quick(1)
 def test_any_schedule(folder: Path) -> None:
-    rows = requests(seed=1)
+    rows = requests(seed=1, count=5)
     engine = make_engine(load(folder), overlap=True, max_batched_tokens=64, block_size=4)
     alone(folder).check(rows, run(engine, rows, restarts=(7,)))
     # Prefixes of a model with states are shared from 64 tokens on.
