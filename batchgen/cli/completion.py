@@ -53,15 +53,19 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def completion_script(shell: str) -> str:
-    """The script for a shell; ConfigError for one that has none."""
+    """The script for a shell. Raises ConfigError for one that has none."""
     words = shlex.quote(" ".join(_words()))
     if shell == "fish":
-        seen = "complete -c batchgen -n '__fish_seen_subcommand_from {}' -a {}"
-        of_verbs = [seen.format(verb, shlex.quote(own)) for verb, own in _verb_options().items()]
+        line = "complete -c batchgen -n '__fish_seen_subcommand_from {}' -a {}"
+        of_verbs = [
+            line.format(verb, shlex.quote(options)) for verb, options in _verb_options().items()
+        ]
         return _FISH.format(words=words, verbs="\n".join(of_verbs))
     if shell not in ("bash", "zsh"):
         raise ConfigError(f"--completion {shell}: give bash, zsh or fish")
-    cases = [f'    {verb}) words="{own} $words" ;;' for verb, own in _verb_options().items()]
+    cases = [
+        f'    {verb}) words="{options} $words" ;;' for verb, options in _verb_options().items()
+    ]
     first = _ZSH if shell == "zsh" else ""
     return _BASH.format(shell=shell, first=first, words=words, verbs="\n".join(cases))
 
@@ -69,13 +73,13 @@ def completion_script(shell: str) -> str:
 def _verb_options() -> dict[str, str]:
     """The options of each verb. They are read in the text of its module, which names them, as
     importing all of them takes seconds."""
-    found = {}
+    options = {}
     for name, verb in VERBS.items():
         spec = find_spec(verb.module)
         assert spec is not None and spec.origin is not None
         text = Path(spec.origin).read_text(encoding="utf-8")
-        found[name] = " ".join(sorted({"--help", *_OPTION.findall(text)}))
-    return found
+        options[name] = " ".join(sorted({"--help", *_OPTION.findall(text)}))
+    return options
 
 
 def _words() -> list[str]:

@@ -53,8 +53,8 @@ _COMMON = (
 
 
 def help_text(about: Sequence[str], folders: Sequence[Path] = ()) -> str:
-    """The help; with words, that of groups, choices (GROUP=CHOICE), keys or lists of steps. Choices
-    may lie in `folders`, too."""
+    """The text of --help: an overview, or what the words of `about` mean, which are groups, choices
+    (GROUP=CHOICE), keys or lists of steps. Files of choices may lie in `folders`, too."""
     return "\n\n".join(_about(w, folders) for w in about) if about else _overview(folders)
 
 
@@ -75,6 +75,7 @@ def _overview(folders: Sequence[Path]) -> str:
 
 
 def _about(word: str, folders: Sequence[Path]) -> str:
+    """The help on one word; raises ConfigError if it is nothing of all that."""
     word = word.lstrip("+")  # as +experiment=NAME is typed
     group, equals, choice = word.partition("=")
     if word in _GROUPS:
@@ -96,18 +97,20 @@ def _about(word: str, folders: Sequence[Path]) -> str:
 
 
 def _group_help(group: str, folders: Sequence[Path]) -> str:
-    """The choices of a group; keys that the choice before explains as well are only named."""
-    told: list[Entry] = []
+    """The choices of a group. Keys that a choice before explains in the same words are only
+    named."""
+    explained: list[Entry] = []
     texts = []
     for name in _default_first(group, folders):
-        texts.append(_choice_help(group, name, folders, told))
-        told += read_choice(group, name, folders).entries
+        texts.append(_choice_help(group, name, folders, explained))
+        explained += read_choice(group, name, folders).entries
     return "\n\n".join(texts)
 
 
 def _choice_help(
-    group: str, name: str, folders: Sequence[Path], entries: Sequence[Entry] = ()
+    group: str, name: str, folders: Sequence[Path], explained: Sequence[Entry] = ()
 ) -> str:
+    """What a choice is for, and its keys; those among `explained` are only named."""
     choice = read_choice(group, name, folders)
     default = default_choices().get(group) == name
     lines = [f"{group}={name}{' (the default)' if default else ''}"]
@@ -116,10 +119,10 @@ def _choice_help(
         lines += [f"  {line}" for entry in choice.entries for line in entry.lines]
         return "\n".join(lines)
     for entry in choice.entries:
-        if entry not in entries:
-            is_key = entry.name != "defaults"  # of a file of the user, what it begins with
+        if entry not in explained:
+            is_key = entry.name != "defaults"  # Hydra's list of choices in a file of the user
             lines += _entry_lines(entry, f"{group}.{entry.name}" if is_key else entry.name)
-    if again := [entry.name for entry in choice.entries if entry in entries]:
+    if again := [entry.name for entry in choice.entries if entry in explained]:
         named = f"  as above: {', '.join(again)}"
         lines += textwrap.wrap(named, _WIDTH, subsequent_indent="    ")
     return "\n".join(lines)
@@ -131,10 +134,11 @@ def _entry_lines(entry: Entry, name: str) -> list[str]:
 
 
 def _entry(key: str) -> Entry:
-    """The key as the default choice of its group explains it, or else the first that has it."""
+    """A key as the default choice of its group explains it, or else the first choice that has
+    it."""
     group, _, name = key.partition(".")
-    having = all_keys()[key]
-    choice = next((c for c in _default_first(group) if c in having and c != "demo"), having[0])
+    with_key = all_keys()[key]
+    choice = next((c for c in _default_first(group) if c in with_key and c != "demo"), with_key[0])
     if key == "model.path":  # the default model has a path of its own, with another comment
         choice = "hf"
     return next(entry for entry in read_choice(group, choice).entries if entry.name == name)
@@ -146,7 +150,7 @@ def _default_first(group: str, folders: Sequence[Path] = ()) -> list[str]:
 
 
 def _sentence(entry: Entry) -> str:
-    """The first sentence of what is said of a key, in one line."""
+    """The first sentence of the comment on a key, in one line."""
     text = " ".join(entry.comment)
     end = text.find(". ")
     return textwrap.shorten(text if end < 0 else text[:end], _WIDTH - 28, placeholder=" …")

@@ -129,9 +129,9 @@ class HydraTask:
         if self.below == "run.dir":
             cfg.output.dir = hydra_config.run.dir
         elif self.below:
-            own = hydra_config.sweep.subdir
+            subdir = hydra_config.sweep.subdir
             parent = hydra_config.sweep.dir if self.below == "sweep.dir" else cfg.output.dir
-            name = job.name if own == "." else own
+            name = job.name if subdir == "." else subdir
             cfg.output.dir = f"{parent}/{name}" if is_url(parent) else str(Path(parent) / name)
         groups = cast(dict[str, Any], OmegaConf.to_container(cfg))
         job.config = load_config(groups, self.trust, resolvers=RESOLVERS_OF_HYDRA)
@@ -139,12 +139,12 @@ class HydraTask:
 
     def _name(self) -> str:
         """The folder of a job of a sweep, named by what it sets and others set otherwise."""
-        fixed, given = self.arguments.fixed_keys(), HydraConfig.get().overrides.task
-        own = tuple(text for text in given if text.partition("=")[0] not in fixed)
-        if own in self.arguments.names:
-            return self.arguments.names[own]
+        fixed, typed = self.arguments.fixed_keys(), HydraConfig.get().overrides.task
+        varied = tuple(text for text in typed if text.partition("=")[0] not in fixed)
+        if varied in self.arguments.names:
+            return self.arguments.names[varied]
         return job_folder_name(
-            [self.arguments.typed.get(text, text).lstrip("+") for text in own], ()
+            [self.arguments.typed.get(text, text).lstrip("+") for text in varied], ()
         )
 
 
@@ -161,7 +161,7 @@ def run_hydra(options: Options) -> int:
             swept_values(argument)  # Hydra's basic sweeper takes none that cannot be counted
     arguments = hydra_arguments(options, sweep)
     task = HydraTask(arguments, parent_of_jobs(arguments, options, sweep=sweep), trust)
-    given = [*arguments.fixed, *arguments.swept, *(options.hydra or _QUIET)]
+    words = [*arguments.fixed, *arguments.swept, *(options.hydra or _QUIET)]
     parent = hydra_value(options.hydra, "hydra.sweep.dir")
     if sweep and parent is None:
         if task.below == "sweep.dir":
@@ -170,8 +170,8 @@ def run_hydra(options: Options) -> int:
         elif task.below:
             parent = arguments.output_dir
         if parent is not None:
-            given.append(hydra_argument("hydra.sweep.dir", parent))
-    code = _call(task, [*_flags(options), *given])
+            words.append(hydra_argument("hydra.sweep.dir", parent))
+    code = _call(task, [*_flags(options), *words])
     names = list(arguments.names.values())
     if not task.jobs:
         if sweep and parent is not None and not code:  # a launcher ran them in other processes

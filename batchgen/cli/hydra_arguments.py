@@ -55,38 +55,38 @@ def hydra_arguments(options: Options, sweep: bool) -> HydraArguments:
     first = [_first(a) if a in varied else a for a in options.overrides]
     composed = compose_options(options, first)
     refuse_resolvers(_in_hydras_words(composed.groups), RESOLVERS_OF_HYDRA)
-    found = HydraArguments(_fixed(options, first, varied), composed.groups["output"]["dir"])
+    result = HydraArguments(_fixed(options, first, varied), composed.groups["output"]["dir"])
     parts: list[list[str]] = []
     for argument in varied:
         text, typed = _swept_argument(argument)
-        found.swept.append(text)
-        found.typed.update(typed)
+        result.swept.append(text)
+        result.typed.update(typed)
         parts.append(list(typed))
     if all(parts):
         names = FolderNames()
         for job in itertools.product(*parts):
-            found.names[job] = names.of([found.typed[part] for part in job])
-    return found
+            result.names[job] = names.of([result.typed[part] for part in job])
+    return result
 
 
 def parent_of_jobs(arguments: HydraArguments, options: Options, *, sweep: bool) -> str:
     """Below which folder that of a job goes: the `sweep.dir` or `run.dir` of Hydra, `output.dir`,
     or none ("")."""
-    given = arguments.output_dir
+    folder = arguments.output_dir
     if arguments.varies("output.dir"):
         return ""
-    if given == choice_values("output", "parquet")["dir"]:
+    if folder == choice_values("output", "parquet")["dir"]:
         if sweep:
             return "sweep.dir"
         return "run.dir" if hydra_value(options.hydra, "hydra.run.dir") is not None else ""
     # With a reference to another key the folders differ as the user has said.
-    return "output.dir" if sweep and isinstance(given, str) and "${" not in given else ""
+    return "output.dir" if sweep and isinstance(folder, str) and "${" not in folder else ""
 
 
 def hydra_value(arguments: Sequence[str], key: str) -> str | None:
     """The text that the last argument for a key of Hydra's has; None without one."""
-    found = [a.partition("=")[2] for a in arguments if a.lstrip("+").partition("=")[0] == key]
-    return found[-1] if found else None
+    values = [a.partition("=")[2] for a in arguments if a.lstrip("+").partition("=")[0] == key]
+    return values[-1] if values else None
 
 
 def hydra_argument(start: str, value: Any) -> str:
@@ -144,28 +144,30 @@ def _first(argument: str) -> str:
 def _fixed(options: Options, first: list[str], varied: list[str]) -> list[str]:
     """The choices and keys that are the same for all jobs."""
     values, locations = job_file(options)
-    given, parsed = collect_values(
+    user_values, parsed = collect_values(
         values, first, folders=choice_folders(options), locations=locations
     )
     moving = {argument.partition("=")[0].lstrip("+") for argument in varied}
-    found = [f"~{group}" for group in given.whole]
-    found += [f"{group}={name}" for group, name in given.choices.items() if group not in moving]
+    words = [f"~{group}" for group in user_values.whole]
+    words += [
+        f"{group}={name}" for group, name in user_values.choices.items() if group not in moving
+    ]
     if EXPERIMENT not in moving:
-        found += [f"+{EXPERIMENT}={name}" for name in given.experiments]
-    for group, keys in given.whole.items():
-        found += [hydra_argument(f"++{group}.{name}", value) for name, value in keys.items()]
-    found += [hydra_argument(f"++{key}", value) for key, value in given.keys.items()]
-    for name, steps in given.steps.items():
+        words += [f"+{EXPERIMENT}={name}" for name in user_values.experiments]
+    for group, keys in user_values.whole.items():
+        words += [hydra_argument(f"++{group}.{name}", value) for name, value in keys.items()]
+    words += [hydra_argument(f"++{key}", value) for key, value in user_values.keys.items()]
+    for name, steps in user_values.steps.items():
         if name not in moving:
-            found.append(hydra_argument(f"++{name}", steps))
+            words.append(hydra_argument(f"++{name}", steps))
     for override, argument in zip(parsed, options.overrides, strict=True):
         if override.group in STEP_LISTS:
             continue
         if override.sign == "~":
-            found.append(f"~{override.key}")
+            words.append(f"~{override.key}")
         elif override.names and argument not in varied:
-            found.append(_argument(override))
-    return found
+            words.append(_argument(override))
+    return words
 
 
 def _swept_argument(argument: str) -> tuple[str, dict[str, str]]:
@@ -182,9 +184,9 @@ def _swept_argument(argument: str) -> tuple[str, dict[str, str]]:
     value = override.value()
     if isinstance(value, RangeSweep) and not value.shuffle:  # sweepers may take it for a range
         listed = argument.partition("=")[2]
-    made = OverridesParser.create().parse_override(f"{start}={listed}")
-    if made.is_sweep_override():
-        single = [f"{made.get_key_element()}={text}" for text in made.sweep_string_iterator()]
+    parsed = OverridesParser.create().parse_override(f"{start}={listed}")
+    if parsed.is_sweep_override():
+        single = [f"{parsed.get_key_element()}={text}" for text in parsed.sweep_string_iterator()]
     return f"{start}={listed}", dict(zip(single, typed, strict=True))
 
 

@@ -44,24 +44,24 @@ def _step_help(name: str) -> str:
     about, _, attributes = inspect.cleandoc(cls.__doc__).partition("\nAttributes:\n")
     lines = [name]
     lines += [f"    {line}".rstrip() for line in about.rstrip().split("\n")]
-    said = _said(attributes)
+    texts = _said(attributes)
     for field in dataclasses.fields(cls):
         lines.append(f"  {field.name.rstrip('_')}: {_default(field)}")
-        lines += [f"    {line}" for line in said.get(field.name, ())]
+        lines += [f"    {line}" for line in texts.get(field.name, ())]
     return "\n".join(lines)
 
 
 def _said(attributes: str) -> dict[str, list[str]]:
     """What a docstring says of each attribute, by lines."""
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     name = ""
     for line in attributes.split("\n"):
         if begins := re.match(r"    (\w+): (.*)", line):
             name = begins[1]
-            found[name] = [begins[2]]
+            texts[name] = [begins[2]]
         elif line.strip():
-            found[name].append(line.strip())
-    return found
+            texts[name].append(line.strip())
+    return texts
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

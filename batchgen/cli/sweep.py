@@ -50,8 +50,8 @@ class SweepJob:
 def worst(codes: Sequence[int]) -> int:
     """The exit code of a sweep: a signal goes before all, a job that failed (1) before one that was
     refused (2), then one whose budget was spent (4), and that before error rows (3)."""
-    if (most := max(codes, default=0)) > 128:
-        return most
+    if (highest := max(codes, default=0)) > 128:
+        return highest
     return next((code for code in (1, 2, 4, 3) if code in codes), 0)
 
 
@@ -145,11 +145,11 @@ class FolderNames:
 
     def of(self, overrides: Sequence[str]) -> str:
         """The name for the arguments in which a job differs; empty if it has the parent folder."""
-        own = tuple(argument for argument in overrides if not names_worker(argument))
-        if own not in self._names:
-            alone = overrides and not own
-            self._names[own] = "" if alone else job_folder_name(own, list(self._names.values()))
-        return self._names[own]
+        key = tuple(argument for argument in overrides if not names_worker(argument))
+        if key not in self._names:
+            alone = overrides and not key
+            self._names[key] = "" if alone else job_folder_name(key, list(self._names.values()))
+        return self._names[key]
 
 
 def sweep_table(jobs: Sequence[SweepJob]) -> str:

@@ -28,11 +28,11 @@ def list_jobs(options: Options) -> int:
     rows, faults = [("job", "state", "folder")], []
     for values, name in arguments.names.items():
         typed = iter([arguments.typed[value] for value in values])
-        given = [next(typed) if swept(one) is not None else one for one in options.overrides]
+        words = [next(typed) if swept(one) is not None else one for one in options.overrides]
         try:
-            groups = compose_options(options, given).groups
+            groups = compose_options(options, words).groups
             folder = _folder(parent, name) if below else str(groups["output"]["dir"])
-            config = load_config(_within(groups, folder), trust_of(options, given))
+            config = load_config(_within(groups, folder), trust_of(options, words))
             check_early(config, folder=True)
         except ConfigError as error:
             rows.append((name or ".", "refused", ""))

@@ -87,10 +87,10 @@ def _digest(file: Path, cache: DigestCache, pool: ThreadPoolExecutor) -> Callabl
 
     def digest() -> str:
         digests = [part.result() for part in parts]
-        found = digests[0] if len(digests) == 1 else fingerprint_text(*digests)
+        result = digests[0] if len(digests) == 1 else fingerprint_text(*digests)
         if size >= CACHED:
-            cache.put(file, stat, found)
-        return found
+            cache.put(file, stat, result)
+        return result
 
     return digest
 

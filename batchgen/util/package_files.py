@@ -26,7 +26,7 @@ def find_in_package(path: str, what: str) -> Path:
             f"{what} {path}: package {package} is not installed; run: pip install {requirement}"
         )
     for folder in spec.submodule_search_locations:
-        found = Path(folder, name)
-        if found.exists():
-            return found
+        candidate = Path(folder, name)
+        if candidate.exists():
+            return candidate
     raise ConfigError(f"{what} {path}: the installed package {package} has no {name}")

@@ -29,8 +29,8 @@ def user_folder(typed: str | os.PathLike[str], key: str) -> str:
 
 
 def folder_here(typed: str, what: str) -> str:
-    """A job's folder for `what` works on folders of this machine alone; ConfigError for an object
-    store."""
+    """A job's folder for `what` works on folders of this machine alone. Raises ConfigError for an
+    object store."""
     if is_url(typed):
         raise ConfigError(
             f"{what} works on a folder of this machine, and {typed} is in an object store: copy it "
@@ -76,6 +76,6 @@ def short_user_path(typed: str | os.PathLike[str], key: str) -> Path:
 
 def user_cache() -> Path:
     """batchgen's folder in the cache of this user, $XDG_CACHE_HOME or ~/.cache."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = given if given.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = folder if folder.is_absolute() else Path(os.path.expanduser("~/.cache"))
     return base / "batchgen"

@@ -20,5 +20,5 @@ class RequestId(NamedTuple):
     choice: int | None = None
 
     def __str__(self) -> str:
-        beside = "" if self.choice is None else f"/{self.choice}"
-        return f"{self.row}.{self.sample}{beside}"
+        choice = "" if self.choice is None else f"/{self.choice}"
+        return f"{self.row}.{self.sample}{choice}"

@@ -15,8 +15,8 @@ def versions() -> str:
     lines = [f"batchgen {VERSION}", f"{'python':<13} {platform.python_version()}"]
     for name in _LIBRARIES:
         try:
-            found = metadata.version(name)
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found = "not installed"
-        lines.append(f"{name:<13} {found}")
+            version = "not installed"
+        lines.append(f"{name:<13} {version}")
     return "\n".join(lines)

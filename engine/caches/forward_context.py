@@ -35,11 +35,13 @@ class OutputTokens:
 class RowMetadata:
     """The B rows of one part of the tokens, for layers that keep a state per row.
 
-    In a *decode step* (`width` is given) every row has W tokens, of which only the first is certain
-    to stay. For each row the layer reads the state of the row's slot and the `pending[slot]`
-    records from the place `first[slot]` of the ring on, and runs the W tokens from there. Their
-    records go to the places behind the pending ones. Of those the oldest are folded into the state,
-    `fold` at a time as long as that many are left, and the state is written back.
+    In a *decode step* (`width` is W) every row has W tokens, of which only the first is certain to
+    stay: the others are drafts. So the layer keeps, besides the state in the row's slot, a ring of
+    *records*, each of which says what one token does to the state (`StateCache`). Of the records,
+    `pending[slot]` belong to accepted tokens that the state lacks; the oldest is at `first[slot]`.
+    The layer runs the W tokens from the state with the pending records applied, and writes the
+    tokens' records behind the pending ones. It then applies the oldest pending records to the state
+    for good and writes that back, `fold` records at a time, as long as `fold` are left.
 
     In a *prefill* all tokens stay. A row whose first token has position 0 starts from a state of
     zeros, as its slot may hold anything, even NaN. Any other row starts from the state in its slot.
@@ -61,33 +63,34 @@ class RowMetadata:
     # The number of tokens of each of the B rows, on the host; None in the captured graph of a
     # prefill, which reads `starts` at its replay.
     query_lens: tuple[int, ...] | None
-    # How many of each row's last tokens must be read as a decode step reads them, because a layer's
-    # prefill may round otherwise; None if no row has any.
+    # How many of each row's last tokens a prefill must compute as a decode step would, bit by bit,
+    # because a layer's prefill may round differently; None if no row has any.
     replayed: tuple[int, ...] | None = None
-    # The same tokens as decode steps, for layers whose steps leave records pending.
+    # Those tokens as decode steps, for layers whose steps leave records pending.
     replay: Sequence[ReplayStep] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """What the N image tokens of a forward are, whose token ids say only that they are images."""
+    """The features of the N image tokens of a forward, whose ids say only that they are images."""
 
     index: Tensor  # [N] int64, the indices of these tokens among the T tokens, all different
-    # [1 + K, N, hidden_size]: what stands in place of the tokens' embeddings, and what is added to
-    # the residual stream behind each of the first K layers.
+    # [1 + K, N, hidden_size]: the embeddings of these tokens, and what is added to the residual
+    # stream behind each of the first K layers.
     values: Tensor
 
     @property
     def num_layers(self) -> int:
-        """K, the number of layers behind which something is added."""
+        """K, the number of layers behind which features are added to the residual stream."""
         return len(self.values) - 1
 
     def put(self, embedded: Tensor) -> Tensor:
-        """Write the tokens' embeddings over those of their ids [T, hidden_size]."""
+        """Replace the image tokens' rows of `embedded` [T, hidden_size], in place; return it."""
         return embedded.index_copy_(0, self.index, self.values[0])
 
     def add(self, stream: Tensor, layer: int) -> Tensor:
-        """Add to the finished residual stream [T, hidden_size] behind one of the first K layers."""
+        """Add the features of layer `layer` < K to the residual stream [T, hidden_size] behind it,
+        in place; return it."""
         return stream.index_add_(0, self.index, self.values[1 + layer])
 
 
@@ -104,8 +107,8 @@ class ForwardContext:
     # The rows of each part, for layers that keep a state per row; empty if the model has no such
     # layers.
     rows: Sequence[RowMetadata] = ()
-    # Maps the name of each column of context scope that is recorded to its plane in the paged
-    # cache, [num_blocks, block_size, *tail].
+    # Maps the name of each output column that has a value for each token of the context, and is
+    # recorded, to its plane in the paged cache, [num_blocks, block_size, *tail].
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     # [T, hidden_size], the hidden states of another model that a head reads besides the tokens;
     # None for other models.
@@ -136,10 +139,10 @@ class ForwardContext:
         return self.window_slots
 
     def record(self, column: OutputColumn, values: Tensor, layer: int | None = None) -> None:
-        """Write a column of context scope for all T tokens, if rows of this job can ask for it.
+        """Write the values of an output column for all T tokens, if the job records the column.
 
         The values go to the tokens' KV slots. So the values of rejected drafts are overwritten by
-        those of the tokens that take their place, and rows that share a prefix share its values.
+        those of the tokens that replace them, and rows that share a prefix share its values.
 
         Args:
             values: [T, *tail], or [T, *tail[1:]] if a layer is given.

@@ -1,4 +1,5 @@
-"""Inputs that each layer of a model reads for itself, besides the residual stream."""
+"""Per-layer embeddings (Gemma 4): a vector of each token for each layer, which the layer
+adds to the residual stream."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from batchgen.kernels.layers.activation import gelu_and_mul
 
 
 class LayerInputs(nn.Module):
-    """The inputs of all layers: for each of them a vector of the token's id and a projection of the
-    token's embedding, which is normalised; their sum is divided by √2.
+    """Computes the inputs of all layers, for each (√size · table[id] + norm(W · embedding)) / √2.
 
-    `size` is that of one layer's input. Each rank of tensor parallelism has the whole table.
+    `size` is the length of the vector that one layer reads. Every rank of tensor parallelism holds
+    the whole table.
     """
 
     checkpoint_names: Mapping[str, str] = {
@@ -56,7 +57,8 @@ class LayerInputs(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """The part of a layer that adds its input: stream + norm(W · (gelu(gate(stream)) · input)).
+    """The part of a layer that adds its input to the residual stream, which becomes
+    stream + norm(W · (gelu(gate(stream)) · input)).
 
     `layer` says which of `ForwardContext.layer_inputs` the layer reads.
     """
@@ -77,7 +79,8 @@ class LayerInput(nn.Module):
         self.norm = norm
 
     def forward(self, stream: Tensor, ctx: ForwardContext, outputs: OutputTokens | None) -> Tensor:
-        """Return the stream [T, hidden_size], or [R, hidden_size] of `outputs`, with the input."""
+        """Return the stream plus what the layer's input adds to it, in the stream's shape:
+        [T, hidden_size], or [R, hidden_size] for `outputs`."""
         assert ctx.layer_inputs is not None
         own = ctx.layer_inputs[:, self._layer]
         if outputs is not None:

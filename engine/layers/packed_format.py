@@ -1,4 +1,5 @@
-"""Weights that are quantised as people publish them: kept in 4 bits, or dequantised at load."""
+"""The formats of published quantised weights, which are kept in 4 bits or dequantised when
+loaded."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ class FourBitFormat:
     which only a part is in 4 bits.
 
     Attributes:
-        name: of the format, in words for the user.
-        group: the columns that share a scale; None: a whole row does.
-        code: what 4 bits stand for.
-        modules: what is in 4 bits, as checkpoints name it; None: every layer that may be.
-        native: kernels read 4 bits; else weights are kept in the model's dtype.
+        name: the name of the format, for messages.
+        group: the number of columns that share a scale; None: all columns of a row.
+        code: which values the 16 codes stand for.
+        modules: the names in checkpoints of the modules in 4 bits; None: every layer that may be.
+        native: whether kernels read the 4 bits; if not, weights are dequantised when loaded.
     """
 
     name: str
@@ -45,19 +46,21 @@ class FourBitFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedFormat:
-    """How the weights of a checkpoint are quantised, which its tensors say one by one
+    """How the weights of a checkpoint are quantised. Which of them are, its tensors show
     (`packed_weights`).
 
     Attributes:
-        name: of the format, in words for the user.
-        kept: how kernels compute from the weights; None: they are dequantised.
-        activations: what the checkpoint was made to compute with, if that is not the model's dtype.
-        zeros_are_less: GPTQ's first form holds zero points minus 1.
-        block: the rows and columns that share a scale, where a weight may have incomplete blocks;
-            None: scales divide each axis into equal parts.
-        ordered: the inputs of a group are anywhere (`desc_act`, `actorder`), as `g_idx` says.
-        kv_cache: in what the checkpoint would keep keys and values, which stay in the model's
-            dtype.
+        name: the name of the format, for messages.
+        kept: the format in which kernels read the weights; None: weights are dequantised.
+        activations: the type of activations that the checkpoint was made for, if it is not the
+            model's dtype, in which batchgen computes.
+        zeros_are_less: whether zero points are stored minus 1, as GPTQ's first form does.
+        block: the rows and columns that share a scale, where the last blocks of a weight may be
+            incomplete; None: scales divide each axis into equal parts.
+        ordered: whether inputs were ordered by activation (`desc_act`, `actorder`), so that a
+            tensor `g_idx` says to which group each belongs.
+        kv_cache: the type in which the checkpoint would keep keys and values; batchgen keeps them
+            in the model's dtype.
     """
 
     name: str
@@ -113,6 +116,7 @@ def _int4(name: str, group: int) -> FourBitFormat:
 
 
 def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
+    """Say in words which inputs share a scale; raises ValueError for a wrong size of groups."""
     size = values.get(key)
     if type(size) is not int or (size < 1 and size != -1):
         raise _refused(key, size, "-1 or the values of a group")
@@ -146,7 +150,7 @@ def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
         if not (size is None or (type(size) is int and (size > 0 or size == -1))):
             raise _refused(f"{key}.group_size", size, "null, -1 or the values of a group")
         forms.append((f"{kind}{bits}", None if size == -1 else size))
-        # With `static` and `weight` groups stay where they are.
+        # With the values `static` and `weight` groups stay in the order of the inputs.
         ordered = ordered or order in (True, "group", "dynamic")
         inputs = group.get("input_activations")
         if isinstance(inputs, Mapping):
@@ -166,14 +170,14 @@ def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
 
 
 def _kept(name: str, kind: str, group: int | None) -> FourBitFormat | None:
-    """How kernels compute from a form of compressed-tensors."""
+    """Return the format in which kernels read weights of this kind; None if they do not."""
     if kind == "nvfp4":
         return FourBitFormat(name=name, group=NVFP4_GROUP, code="nvfp4")
     return FourBitFormat(name=name, group=group) if kind == "int4" else None
 
 
 def _kv_cache(scheme: Any) -> str | None:
-    """Name what a checkpoint would keep keys and values in."""
+    """Name the type in which a checkpoint would keep keys and values."""
     if scheme is None:
         return None
     if not isinstance(scheme, Mapping):
@@ -205,7 +209,7 @@ def _fbgemm(values: Mapping[str, Any]) -> PackedFormat:
 def _fp8(values: Mapping[str, Any]) -> PackedFormat | None:
     block = values.get("weight_block_size")
     if block == [BLOCK, BLOCK]:
-        return None  # which kernels compute from
+        return None  # kernels read this form: `fp8_weight.py`
     _check(values, "fmt", ("e4m3", "float8_e4m3fn", None))
     if block is None:
         return PackedFormat(name="FP8", activations="FP8")

@@ -15,9 +15,9 @@ from batchgen.kernels.row_indices import row_indices
 
 # YaRN divides by the logarithm of rope_theta, and models leave a scaling out as one of zero.
 _LEAST = {"rope_theta": 1.0, "mscale": -1.0, "mscale_all_dim": -1.0}
-"""What parameters must be over; others must be over 0."""
+"""Exclusive lower bounds of parameters, by their names; the bound of others is 0."""
 _MOST = 1e18
-"""What all must be under, so that no computation with them overflows."""
+"""Exclusive upper bound of all parameters, so that no computation with them overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class DefaultRope:
     rope_theta: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which names it, if a parameter of the checkpoint is not of its kind."""
+        """Raise ValueError, which names the parameter, if one has a wrong type or range."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "bool":
@@ -253,10 +253,11 @@ class ProportionalRope(DefaultRope):
 class RotaryTable:
     """The cosines and sines of all positions below `num_positions`, which all layers share.
 
-    They are computed on the CPU, so that every device reads the same bits. `rotary_dim` values of a
-    head are rotated; in most models all. With `sections`, positions may have three axes, time, row
-    and column, of which each frequency reads one: these are the numbers of frequencies of each
-    axis (M-RoPE, Wang et al. 2024), which take turns, as in Qwen3-VL, or are not `interleaved`.
+    The table is computed on the CPU, so that every device reads the same bits. `rotary_dim` values
+    of a head are rotated; in most models all. With `sections`, positions may have three axes, time,
+    row and column, and each frequency reads one of them (M-RoPE, Wang et al. 2024): `sections` are
+    the numbers of frequencies of the axes. If `interleaved`, as in Qwen3-VL, neighbouring
+    frequencies read different axes; if not, those of one axis stand together.
     """
 
     def __init__(

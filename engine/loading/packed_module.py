@@ -29,14 +29,23 @@ from batchgen.kernels.four_bit.int4_weight import Int4Weight
 from batchgen.kernels.four_bit.layouts import GroupedWeight
 from batchgen.kernels.fp8.fp8_weight import FP8
 
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a word of AWQ the eight values are, in the order of the weight."""
 
 
 def module_weight(
     last: str, values: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
 ) -> Tensor | GroupedWeight:
-    """Make the weight [N, K] of a module, in float32 or in 4 bits: of `values`, its tensor named
-    `last`, and the `parts` beside it. Raises ValueError for parts that do not fit."""
+    """Make the weight [N, K] of a module, in 4 bits where kernels can read these, else in float32.
+
+    Args:
+        last: the last part of the name of the module's main tensor, as `qweight`.
+        values: that tensor.
+        parts: the module's other tensors, by the last parts of their names.
+
+    Raises:
+        ValueError: a tensor is missing, or has a wrong type, shape or value.
+    """
     if values.dim() != 2:
         raise ValueError(f"a quantised weight must have two axes, and has {list(values.shape)}")
     if last == "qweight":
@@ -61,6 +70,7 @@ def module_weight(
 def _of_gptq(
     words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
 ) -> Tensor | Int4Weight:
+    """Make the weight of words [K/8, N] and scales [G, N] of GPTQ."""
     values = _bytes(words.T)
     size, (groups, _) = 2 * values.shape[1], scales.shape
     zeros = _unpacked(_part(parts, "qzeros"), 4)
@@ -79,7 +89,8 @@ def _of_gptq(
 def _ordered(
     weight: Int4Weight, group: Tensor, name: str, form: PackedFormat
 ) -> Tensor | Int4Weight:
-    """A weight whose inputs [K] each name their group: in float32 unless these are neighbours."""
+    """Make a weight of which input k belongs to the group group[k]: as it is if groups are equal
+    ranges of inputs, in their order, else in float32. `name` is that of the tensor `group`."""
     size, groups = weight.shape[1], weight.scales.shape[1]
     if len(group) != size or not 0 <= int(group.min()) <= int(group.max()) < groups:
         raise ValueError(f"{name} must name one of {groups} groups for each of {size} inputs")
@@ -100,8 +111,9 @@ def _ordered(
 def _of_awq(
     words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
 ) -> Int4Weight:
+    """Make the weight of words [K, N/8] and scales [G, N] of AWQ."""
     values, zeros = (
-        _unpacked(each, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1)
+        _unpacked(each, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
         for each in (words, _part(parts, "qzeros"))
     )
     _group_size(len(values), len(scales))
@@ -114,30 +126,32 @@ def _of_awq(
 def _of_words(
     words: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
 ) -> Tensor | Int4Weight:
+    """Make the weight of words [N, K/8], or [N, K/4] with 8 bits, of compressed-tensors. A code c
+    stands for c − 2**(bits − 1), unless there are zero points."""
     rows, columns = _part(parts, "weight_shape").tolist()
     bits = 32 * words.shape[1] // max(columns, 1)
     bits = 4 if bits < 8 else 8
     if words.shape != (rows, -(-columns * bits // 32)):
         raise ValueError(f"words {list(words.shape)} do not hold a weight of {rows} × {columns}")
-    half = 1 << (bits - 1)
+    middle = 1 << (bits - 1)
     scales = _part(parts, "weight_scale")
     if (packed := parts.get("weight_zero_point")) is not None:
         zeros = packed.to(torch.int32)
         if packed.dtype == torch.int32 and len(packed) != rows:
             zeros = _unpacked(packed.T, bits).T[:rows]
         else:
-            zeros = zeros + half
+            zeros = zeros + middle
     else:
-        zeros = torch.tensor([[half]], dtype=torch.int32)
+        zeros = torch.tensor([[middle]], dtype=torch.int32)
     group = parts.get("weight_g_idx")
     if group is not None and (group.numel() == 0 or int(group.min()) < 0):
-        group = None  # which stands for none
+        group = None  # published where groups are in order
     if 0 in scales.shape:
         raise ValueError(f"scales have the shape {list(scales.shape)}")
     if bits == 4 and columns % 8 == 0 and scales.dim() == 2 and columns % scales.shape[1] == 0:
         shape = (rows, scales.shape[1])
-        spread = [_expanded(part, shape) for part in (scales, zeros.to(torch.uint8))]
-        weight = Int4Weight(_bytes(words), *spread)
+        of_groups = [_expanded(part, shape) for part in (scales, zeros.to(torch.uint8))]
+        weight = Int4Weight(_bytes(words), *of_groups)
         return weight if group is None else _ordered(weight, group, "weight_g_idx", form)
     values = _unpacked(words, bits)[:, :columns]
     if group is not None:
@@ -156,7 +170,8 @@ def _of_words(
 
 
 def _expanded(part: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Scales or zero points of groups, rows or of a whole weight as those [N, G] of all groups."""
+    """Repeat scales or zero points of groups [N, G], rows [N, 1] or a whole weight [1] to [N,
+    G]."""
     try:
         return part.expand(shape)
     except RuntimeError:
@@ -167,12 +182,13 @@ def _expanded(part: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """Words [N, C] int32 as the bytes [N, 4·C] of two codes each, the lowest bits first."""
+    """View words [N, C] int32 as bytes [N, 4·C] of two codes each, the lowest bits first."""
     _check_words(words)
     return words.contiguous().view(torch.uint8)
 
 
 def _of_nvfp4(pairs: Tensor, parts: Mapping[str, Tensor]) -> NVFP4Weight:
+    """Make the weight of uint8 [N, K/2], two codes of NVFP4 a byte."""
     scales, shape = _part(parts, "weight_scale"), [len(pairs), 2 * pairs.shape[1]]
     if list(scales.shape) != [shape[0], shape[1] / NVFP4_GROUP] or scales.dtype != FP8:
         raise ValueError(
@@ -195,7 +211,7 @@ def _part(parts: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """The values of words [R, C] int32, the lowest bits first: [R, C · 32 / bits] int32."""
+    """Unpack words [R, C] int32 into codes [R, C · 32 / bits] int32, the lowest bits first."""
     _check_words(words)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).flatten(1)
@@ -207,13 +223,15 @@ def _check_words(words: Tensor) -> None:
 
 
 def _group_size(size: int, groups: int) -> int:
+    """Return the inputs of a group; raises ValueError if groups differ in size."""
     if groups < 1 or size % groups:
         raise ValueError(f"{size} inputs do not fall into {groups} groups of one size")
     return size // groups
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Scales of all values, rows, or blocks of a weight as one that multiplies it."""
+    """Repeat the scales of a weight of this shape, one for all values, for each row or for each
+    block, so that they broadcast to it."""
     rows, columns = shape
     scales = scales if scales.dtype == torch.int32 else scales.float()
     if scales.numel() == 1:
@@ -232,5 +250,5 @@ def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _blocks(size: int, block: int) -> int:
-    """How many blocks an axis has."""
+    """Count the blocks of an axis, of which the last may be incomplete."""
     return -(-size // block)

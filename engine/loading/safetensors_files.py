@@ -22,14 +22,14 @@ _SCALES = "_scale_inv"
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and values of each tensor in a folder's safetensors files."""
     for file in safetensors_files(folder):
-        with _opened(file) as found:
-            for name in found.keys():
-                yield name, found.get_tensor(name)
+        with _opened(file) as opened:
+            for name in opened.keys():
+                yield name, opened.get_tensor(name)
 
 
 def tensors_equal(folder: Path, one: str, other: str) -> bool:
     """Whether two tensors of a folder hold equal values of the same type."""
-    # Values are read only where they are looked at.
+    # Files are memory-mapped: the values of tensors that are passed over are not read.
     first, second = (next(t for name, t in tensors(folder) if name == n) for n in (one, other))
     return first.dtype == second.dtype and torch.equal(first, second)
 
@@ -39,23 +39,23 @@ def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]
 
     Raises ValueError if a weight has no scales, or some of a wrong shape or type.
     """
-    with open_by_name(folder) as where:
+    with open_by_name(folder) as file_of:
         used: set[str] = set()
-        scales_last = sorted(where, key=lambda name: name.endswith(_SCALES))
+        scales_last = sorted(file_of, key=lambda name: name.endswith(_SCALES))
         for name in scales_last:
             if name in used:
                 continue
-            tensor, of_scales = where[name].get_tensor(name), name + _SCALES
+            tensor, of_scales = file_of[name].get_tensor(name), name + _SCALES
             if tensor.dtype != FP8:
                 yield name, tensor
                 continue
-            if of_scales not in where:
+            if of_scales not in file_of:
                 raise ValueError(
                     f"{folder}: tensor {of_scales} is missing, the scales of {name}, which is in "
                     "FP8"
                 )
             used.add(of_scales)
-            scales = where[of_scales].get_tensor(of_scales)
+            scales = file_of[of_scales].get_tensor(of_scales)
             yield name, _scaled(folder, of_scales, tensor, scales)
 
 
@@ -72,8 +72,8 @@ def _scaled(folder: Path, name: str, values: Tensor, scales: Tensor) -> FP8Weigh
 
 
 def _names(file: Path) -> list[str]:
-    with _opened(file) as found:
-        return list(found.keys())
+    with _opened(file) as opened:
+        return list(opened.keys())
 
 
 def tensor_names(folder: Path) -> list[str]:
@@ -90,21 +90,22 @@ def _opened(file: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open  # dummy weights and GGUF files need none
 
     try:
-        with safe_open(file, framework="pt", device="cpu") as found:
-            yield found
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or cut off: {error}") from error
 
 
 @contextmanager
 def open_by_name(folder: Path) -> Iterator[dict[str, Any]]:
-    """Open all safetensors files of a folder: the open file of each tensor, by its name."""
+    """Open all safetensors files of a folder; the context is the open file of each tensor, by the
+    tensor's name."""
     with ExitStack() as stack:
-        where: dict[str, Any] = {}
+        file_of: dict[str, Any] = {}
         for file in safetensors_files(folder):
-            found = stack.enter_context(_opened(file))
-            where |= dict.fromkeys(found.keys(), found)
-        yield where
+            opened = stack.enter_context(_opened(file))
+            file_of |= dict.fromkeys(opened.keys(), opened)
+        yield file_of
 
 
 def safetensors_files(folder: Path) -> list[Path]:

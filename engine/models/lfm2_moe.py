@@ -1,4 +1,5 @@
-"""LFM2 with experts (Liquid AI 2025): a sigmoid router, corrected for the choice."""
+"""LFM2 with experts (Liquid AI 2025), chosen by a sigmoid router. A bias is added to its
+scores for the choice of experts alone, not for their weights."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _NAMES = {
     ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj.",
     ".feed_forward.experts.": ".mlp.experts.",
 }  # fmt: skip
-"""The published names of experts and router, and those that other models have."""
+"""The published names of experts and router → the names that checkpoints of other models use."""
 
 
 class Lfm2MoeForCausalLM(ConvForCausalLM):

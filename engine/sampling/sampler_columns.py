@@ -16,7 +16,7 @@ LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 """The log-probability of each generated token."""
 
 
-# The tail shape of these two is the row's own K, which `requested_columns` puts in.
+# The tail shape of these two is [K] with the K of a row, which `requested_columns` sets.
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
 """The log-probabilities of the K most likely tokens at each position."""
 TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
@@ -24,7 +24,7 @@ TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
 ENTROPY = OutputColumn("entropy", np.dtype(np.float32))
 """The entropy of the distribution of each generated token, in nats."""
 ANSWER_PREFIX = "answer_"
-"""What the names of columns of answer scope begin with."""
+"""Begins the names of the columns that have values for the tokens of a given answer."""
 ANSWER_TOP_LOGPROBS = ANSWER_PREFIX + TOP_LOGPROBS.name
 ANSWER_REST_PROBS = OutputColumn("answer_rest_probs", np.dtype(np.float32), scope="answer")
 """The probability of all tokens but the K most likely ones at each position of an answer."""
@@ -45,11 +45,13 @@ def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
 
 
 def of_answer(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """The sampler's columns of generated tokens under the names that those of a given answer have,
-    and all others as they are, with the probability of the rest if top log-probabilities are
-    there."""
-    own = {LOGPROBS.name, TOP_LOGPROBS.name, TOP_LOGPROB_IDS.name, ENTROPY.name}
-    out = {ANSWER_PREFIX + name if name in own else name: v for name, v in columns.items()}
+    """Turn columns of the tokens of a given answer, computed as if they were generated, into
+    columns of the answer: those of the sampler get the prefix `answer_`, others stay as they are.
+    With top log-probabilities, ANSWER_REST_PROBS is added."""
+    sampler_names = {LOGPROBS.name, TOP_LOGPROBS.name, TOP_LOGPROB_IDS.name, ENTROPY.name}
+    out = {
+        ANSWER_PREFIX + name if name in sampler_names else name: v for name, v in columns.items()
+    }
     if ANSWER_TOP_LOGPROBS in out:
         out[ANSWER_REST_PROBS.name] = rest_probs(out[ANSWER_TOP_LOGPROBS])
     return out

@@ -17,19 +17,22 @@ _FARTHEST = 4096
 class AdapterSlots:
     """Chooses the waiting rows that start, and the adapters in the slots.
 
-    A slot keeps its adapter while some running row has it. A row whose adapter is in no slot waits
-    until a slot has no running rows, and rows behind it whose adapters are in slots start before
-    it. Once `patience` of them did, no rows start of the adapter that has the fewest running ones,
-    so that its slot comes free: each row waits for a limited number of others.
+    Adapters and slots are numbered from 1 on; the adapter 0 of a row means none, which needs no
+    slot.
+
+    A slot keeps its adapter as long as a running row uses it. A row whose adapter is in no slot
+    waits until no running row uses some slot. Meanwhile rows behind it may start before it, if
+    their adapters are in slots. After `patience` of these, one adapter, that of the fewest running
+    rows, gets no more rows, so that its slot becomes free. So no row is passed by without limit.
     """
 
     def __init__(self, num_adapters: int, num_slots: int, patience: int) -> None:
-        # The slot of each adapter that is in one, the one that was asked for longest ago first.
+        # Maps each adapter that is in a slot to it, the least recently used one first.
         self._slots = {number: number for number in range(1, num_slots + 1)}
         self._swaps, self._patience = num_adapters > num_slots, patience
         self._loads: list[tuple[int, int]] = []
-        self._passed = 0  # rows that have started before one that waits for a slot
-        self._ending: int | None = None  # the adapter of which no more rows start
+        self._passed = 0  # rows that have started before a row that waits for a slot
+        self._ending: int | None = None  # the adapter that gets no more rows
 
     def startable(self, waiting: Iterable[Sequence], running: RunningBatch) -> Iterator[Sequence]:
         """Yield the waiting rows that can start together, in their order."""
@@ -47,14 +50,14 @@ class AdapterSlots:
             yield seq
 
     def start(self, seq: Sequence, running: RunningBatch, *, is_first: bool) -> None:
-        """Give a row that starts the slot of its adapter, which is put into one if it is in none.
-        `is_first` says that no row waits before it."""
+        """Set `lora_slot` of a row that starts; its adapter gets a free slot if it has none.
+        `is_first` says that no row waits before this one."""
         if not seq.adapter:
             return
         if not self._swaps:
             seq.lora_slot = seq.adapter
             return
-        counts = Counter(one.adapter for one in running.rows)
+        counts = Counter(row.adapter for row in running.rows)
         if seq.adapter not in self._slots:
             free = next(adapter for adapter in self._slots if not counts[adapter])
             self._slots[seq.adapter] = self._slots.pop(free)
@@ -68,7 +71,7 @@ class AdapterSlots:
             self._ending = min(self._slots, key=lambda adapter: (counts[adapter], adapter))
 
     def take_loads(self) -> list[tuple[int, int]]:
-        """Return the slots that get other adapters before the step that was planned last, each with
-        the adapter."""
+        """Return pairs of a slot and the adapter that must be loaded into it before the step that
+        was planned last, and forget them."""
         loads, self._loads = self._loads, []
         return loads

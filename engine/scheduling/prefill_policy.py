@@ -1,4 +1,5 @@
-"""When prompts are read, and how many of their tokens at once: alone or beside decoding rows."""
+"""When prompts are read, and how many of their tokens at once: in a forward without decoding rows
+(alone) or in one with them (mixed)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from batchgen.engine.rows.sequence import Sequence
 
 _URGENT_CHUNKS = 8
 """If the prompts that can start now fill this many chunks, they are prefilled in one batch rather
-than chunk by chunk beside the decoding rows."""
+than chunk by chunk together with the decoding rows."""
 _WORTHWHILE_TOKENS = 2048
 """The least tokens for which a prefill alone is worth its time. One of fewer tokens takes nearly as
 long, because it launches as many kernels: 35 ms for 28 layers on an H100, as long as several decode
@@ -30,18 +31,18 @@ class BatchLimits:
     max_num_seqs: int  # the most rows that are prefilled or decode at once
     # The most tokens of a prefill batch, with those of decoding rows that take part in it.
     max_batched_tokens: int
-    # The most tokens of a chunk that is read beside decoding rows because few rows can start. With
-    # 0, prompts are only prefilled alone.
+    # The most prompt tokens of a chunk: a small prefill in one forward with decoding rows, for when
+    # few rows can start. With 0, prompts are only prefilled alone.
     chunk_tokens: int
-    chunk_rows: int  # the most rows of such a chunk
-    # The most tokens of a prefill, other than such a chunk, in which decoding rows do not take
-    # part, because a CUDA graph holds it alone.
+    chunk_rows: int  # the most rows of a chunk
+    # The most tokens of a prefill that a CUDA graph replays. Decoding rows take no part in such a
+    # prefill, unless it is a chunk.
     alone_tokens: int
 
 
 class Candidates(NamedTuple):
-    """The rows that can start now, if the cache has room: the one whose prefill was cut, and then
-    the first waiting rows, as many as may run."""
+    """The rows that can start now, if the cache has room: first the one whose prefill was cut, if
+    there is one, then the first waiting rows, up to the limit of rows."""
 
     rows: list[Sequence]
     is_cut: bool  # whether the first row is one whose prefill was cut
@@ -72,21 +73,26 @@ def choose_prefill(
     staying: Mask,
     width: int,
 ) -> PrefillRoom | None:
-    """Choose the next prefill; None if rows only decode. If few rows can start, their prompts are
-    read in small chunks beside the decoding rows. If many can, they are read in batches as large as
-    allowed, in which decoding rows take part if no CUDA graph holds them. `staying` is [B] bool,
-    which rows of `running.order` have to decode on."""
+    """Choose the next prefill; None if rows only decode.
+
+    If few rows can start, their prompts are read in small chunks together with the decoding rows.
+    If many can, they are read in batches as large as allowed, in which decoding rows take part if
+    the batch is too large for a CUDA graph.
+
+    Args:
+        staying: [B] bool, which rows of `running.order` have to decode on.
+        width: the tokens of each decoding row in a step: 1, or more with drafts.
+    """
     decoding = int(staying.sum())
-    # Prompts are read only beside rows of one token. A step with drafts has enough tokens of its
-    # own that more of them would cost time.
+    # A step with drafts has so many tokens already that those of prompts would make it slower.
     chunk_tokens = limits.chunk_tokens if width == 1 else 0
-    beside = limits.max_batched_tokens - decoding
+    mixed_tokens = limits.max_batched_tokens - decoding
     if _is_urgent(limits, candidates, running, staying, chunk_tokens):
         if chunk_tokens and decoding:
-            tokens = min(sum(candidates.lengths), beside)
-            # It is larger than a chunk, and too large for a CUDA graph of its own.
+            tokens = min(sum(candidates.lengths), mixed_tokens)
+            # Such a prefill is larger than a chunk, and too large for a CUDA graph.
             if tokens > max(limits.alone_tokens, limits.chunk_tokens):
-                return PrefillRoom(beside, limits.max_num_seqs, with_decode=True)
+                return PrefillRoom(mixed_tokens, limits.max_num_seqs, with_decode=True)
         return PrefillRoom(limits.max_batched_tokens, limits.max_num_seqs, with_decode=False)
     if chunk_tokens and _is_worthwhile(limits, candidates, chunk_tokens // 2):
         return PrefillRoom(chunk_tokens, limits.chunk_rows, with_decode=True)
@@ -100,8 +106,8 @@ def _is_urgent(
     staying: Mask,
     chunk_tokens: int,
 ) -> bool:
-    """Whether to run a prefill as large as allowed: because nothing decodes, or because reading
-    what can start chunk by chunk would take long."""
+    """Whether to run a prefill as large as allowed: because no row decodes, or because the prompts
+    of the rows that can start would take many chunks."""
     if not staying.any():
         return True
     if not chunk_tokens:
@@ -160,8 +166,10 @@ def check_chunk_sizes(
     a size is less than the multiple.
 
     Args:
-        max_batched_tokens, chunk_tokens: the most tokens of a prefill alone, and beside decoding
-            rows. None and 0 are fine: nobody asked for a size, or nothing is read beside rows.
+        max_batched_tokens: the most tokens of a prefill; None if the user set no limit.
+        chunk_tokens: the most prompt tokens in one forward with decoding rows; None if the user set
+            no limit, 0 if prompts are only prefilled alone.
+        multiple: every prefill but a prompt's last has a multiple of this many tokens.
     """
     sizes = {"max_batched_tokens": max_batched_tokens, "chunk_tokens": chunk_tokens}
     for name, tokens in sizes.items():

@@ -13,7 +13,7 @@ from batchgen.kernels.attention.windows import first_seen_triton, window_argumen
 from batchgen.kernels.rules import Splits
 
 _SPLIT_MULTIPLE = tl.constexpr(128)
-"""Longer splits than the caller's are a multiple of this, and so of every `block_n`."""
+"""Splits longer than `cut.tokens` are a multiple of this, and so of every `block_n`."""
 UNIT_FIELDS = tl.constexpr(4)
 """Columns of `DecodePlan.units`."""
 
@@ -47,8 +47,8 @@ def plan_decode(
 
     A context of more than cut.max_splits · cut.tokens tokens is cut into at most `cut.max_splits`
     equal splits, whose length is rounded up to a multiple of 128. A context ends at its row's last
-    query, or at N · block_size tokens. With a window it begins at the last multiple of 128 that is
-    not behind the first token the row's first query sees.
+    query, or at N · block_size tokens. With a window it begins at the first token that the row's
+    first query sees, rounded down to a multiple of 128.
     """
     rows, blocks = block_tables.shape
     assert positions.numel() == rows * width and positions.is_contiguous()
@@ -84,7 +84,8 @@ def _begin(positions, rows, num_rows, WIDTH, WINDOW, CHUNKED):
 
 @triton.jit
 def _cut(positions, rows, num_rows, room, WIDTH, WINDOW, CHUNKED, SPLIT, MAX_SPLITS):
-    """Compute int32 context, split length and number of splits of `rows`; 0 past `num_rows`."""
+    """Compute the context, the split length and the number of splits of each of `rows`, int32; past
+    `num_rows` the context and the number are 0."""
     last = tl.load(positions + rows * WIDTH + WIDTH - 1, mask=rows < num_rows, other=-1)
     context = tl.minimum(last.to(tl.int32) + 1, room)
     if WINDOW is not None:

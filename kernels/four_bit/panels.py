@@ -1,14 +1,17 @@
 """Weights in 4 bits in the layout that kernels read: words in panels, whatever their codes are.
 
 A weight [N, K] is cut into panels of 64 columns, as `moe/tiled_layout.py` has them. A row of a
-panel is 8 words of 32 bits. In a matrix instruction of 16 columns, four lanes of a warp share a
-row: lane c holds the columns 2c, 2c + 1, 2c + 8 and 2c + 9 of each. So words 2c and 2c + 1 have
-what lane c needs of the two groups of 32 columns of a panel: a lane loads 8 bytes, and its values
-never move to another one. In a word, the two halves of 16 bits have neighbouring columns, and each
-half a value of every step of 8 columns.
+panel is 8 words of 32 bits. Word 2c + g, for c = 0 … 3 and g = 0, 1, holds the values of 8 columns
+of the panel:
 
-Where its bits are, and what a word of scales holds, is chosen for `unpack_triton.py` by the layout
-of each code: `int4_layout.py`, `fp4_layout.py`.
+    32·g + 8·s + 2·c + h,  s = 0 … 3,  h = 0 in the word's low 16 bits and h = 1 in the high ones
+
+A matrix instruction multiplies 16 columns, and four lanes of a warp share a row of it: lane c holds
+its columns 2c, 2c + 1, 2c + 8 and 2c + 9. Those are the columns of words 2c and 2c + 1. So a lane
+loads 8 bytes for a row of a panel, and no value has to move to another lane.
+
+At which bits of its half a value stands, and what a word of scales holds, differs between codes:
+see `int4_layout.py` and `fp4_layout.py`. `unpack_triton.py` reads both.
 """
 
 from __future__ import annotations
@@ -33,21 +36,23 @@ _WORD_BYTES = 4
 
 
 class Layout(NamedTuple):
-    """What a kernel knows of weights in 4 bits besides their sizes."""
+    """The code of weights in 4 bits: what a kernel must know of them besides their sizes."""
 
     code: Code
     group: int  # columns that share a scale
-    dtype: torch.dtype  # of the tokens that they are multiplied by
+    dtype: torch.dtype  # of the tokens that the weights are multiplied by
 
     def scale_rows(self, columns: int) -> int:
-        """How many words of scales a row of this many columns has."""
+        """Count the words of scales that a row of this many columns has: for int4 one per group,
+        for MXFP4 one for 128 columns, for NVFP4 one for each panel and one for the factor of the
+        row."""
         if self.code == "int4":
             return columns // self.group
         return -(-columns // STEP_COLUMNS) if self.code == "mxfp4" else columns // PANEL + 1
 
     @property
     def value_bytes(self) -> float:
-        """Bytes of a value, with its share of the scale of a group."""
+        """Bytes of a value, with the bytes of a group's scale divided among the group."""
         scale = _WORD_BYTES if self.code == "int4" else 1
         return _WORD_BYTES / WORD_VALUES + scale / self.group
 
@@ -67,12 +72,12 @@ class FourBitPanels(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tokens that it is multiplied by."""
+        """The dtype of the tokens that the weights are multiplied by."""
         return self.layout.dtype
 
     @property
     def constants(self) -> dict[str, int | str]:
-        """What kernels are compiled with."""
+        """The constants that kernels are compiled with."""
         return {"CODE": self.layout.code, "GROUP": self.layout.group}
 
     def rows(self, start: int, end: int) -> FourBitPanels:
@@ -98,19 +103,20 @@ def empty_panels(sizes: Sequence[int], layout: Layout, *, device: torch.device) 
 
 
 def codes_of_lanes(values: Tensor) -> Tensor:
-    """Turn the values [N, K/2] of one expert into codes [row, panel, group of 32 columns, step of 8
-    columns, lane, one of two]."""
+    """Unpack the values of one expert, uint8 [N, K/2] with two codes a byte, into int32 codes
+    [N, K/64, 2, 4, 4, 2]: row, panel, and then g, s, c and h as above."""
     codes: Tensor = unpack_codes(values).int().unflatten(-1, (-1, 2, 4, 4, 2))
     return codes
 
 
 def words_of_lanes(halves: Tensor) -> Tensor:
-    """Turn the halves of words [row, panel, group, lane, one of two] into words [K/64, N, 8]."""
+    """Join halves of words, int32 [N, K/64, 2, 4, 2] with axes row, panel, g, c and h, to words
+    [K/64, N, 8]."""
     words = halves[..., 0] | (halves[..., 1] << 16)
     return words.permute(1, 0, 3, 2).flatten(-2)
 
 
 def lanes_of_words(words: Tensor) -> Tensor:
-    """Undo `words_of_lanes` for words [E, K/64, N, 8]: halves [E, row, panel, group, lane, 2]."""
+    """Undo `words_of_lanes` for words [E, K/64, N, 8]: return halves [E, N, K/64, 2, 4, 2]."""
     lanes = words.unflatten(-1, (4, 2)).permute(0, 2, 1, 4, 3)
     return torch.stack((lanes & 0xFFFF, (lanes >> 16) & 0xFFFF), -1)

@@ -13,28 +13,32 @@ _CHUNK = 1024
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Return weight[ids] for ids [T]; that they are in [0, V) is not checked on a GPU."""
+    """Return weight[ids] [T, D] for ids [T] and a weight [V, D]. A GPU does not check that ids are
+    in [0, V)."""
     run = embedding_triton if weight.is_cuda else embedding_reference
     return run(ids, weight)
 
 
 def embedding_reference(ids: Tensor, weight: Tensor) -> Tensor:
-    """`embedding` in PyTorch. It raises IndexError for an id outside the table."""
+    """`embedding` in PyTorch. Raises IndexError for an id outside the table."""
     return F.embedding(ids, weight)
 
 
 def embedding_share(ids: Tensor, weight: Tensor, first: int) -> Tensor:
-    """Look up ids in a share [first, first + V) of a table: zeros for ids that it lacks."""
+    """Look up ids [T] in a table of which `weight` [V, D] holds V rows, from row `first` on.
+
+    Return [T, D], with zeros for ids of rows that are not there.
+    """
     run = embedding_share_triton if weight.is_cuda else embedding_share_reference
     return run(ids, weight, first)
 
 
 def embedding_share_reference(ids: Tensor, weight: Tensor, first: int) -> Tensor:
     """`embedding_share` in PyTorch."""
-    places = ids - first
-    elsewhere = (places < 0) | (places >= len(weight))
-    found = F.embedding(places.masked_fill_(elsewhere, 0), weight)
-    return found.masked_fill_(elsewhere.unsqueeze(1), 0)
+    rows = ids - first
+    elsewhere = (rows < 0) | (rows >= len(weight))
+    values = F.embedding(rows.masked_fill_(elsewhere, 0), weight)
+    return values.masked_fill_(elsewhere.unsqueeze(1), 0)
 
 
 def embedding_triton(ids: Tensor, weight: Tensor) -> Tensor:
@@ -68,9 +72,9 @@ def _embedding(
     column = tl.program_id(0) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     row = tl.load(ids_ptr + token).to(tl.int64)
-    own = mask
+    loaded = mask
     if SHARE:
         row -= first
-        own = column < tl.where((row >= 0) & (row < num_ids), size, 0)
-    values = tl.load(weight_ptr + row * stride + column, mask=own, other=0.0)
+        loaded = column < tl.where((row >= 0) & (row < num_ids), size, 0)
+    values = tl.load(weight_ptr + row * stride + column, mask=loaded, other=0.0)
     tl.store(out_ptr + token * size + column, values, mask=mask)

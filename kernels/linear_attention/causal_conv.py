@@ -3,6 +3,11 @@
 Channel c of token t becomes silu(Σ_i weight[c, i] · x[t − (K − 1) + i, c] + bias[c]), or the sum
 itself without SiLU. The K − 1 inputs before a row's first token are the *window* in its state slot,
 or zeros at the row's beginning. Sums and SiLU are computed in float32 and rounded once.
+
+A decode step cannot move the window over its tokens at once, because drafts among them may be
+rejected. So it appends the tokens' inputs as *records* to a ring in the row's slot. The next step
+reads the window followed by the *pending* records, those of accepted tokens, and moves the window
+over the oldest of these, a multiple of `fold` (`state_rows.py`).
 """
 
 from __future__ import annotations
@@ -28,12 +33,17 @@ def causal_conv_step(
     *,
     with_silu: bool = True,
 ) -> Tensor:
-    """Convolve W tokens of each row x [B · W, C], row by row, to that shape; their inputs become
-    records.
+    """Convolve the W tokens of each of B rows, x [B · W, C] row by row; return [B · W, C] of x's
+    dtype.
 
-    The weight [C, K] ends with the token's own tap; the bias is [C]. The windows [S, K − 1, C] of
-    the rows' slots, the oldest input first, are overwritten as `StepRows` says, and the records
-    [R, N, C] too; both have x's dtype. A slot's window, the records and the last axis of x are
+    Args:
+        weight: [C, K]; tap K − 1 is for the token itself.
+        bias: [C].
+        window: [S, K − 1, C], the windows of all slots, the oldest input first; written in place.
+        records: [R, N, C], the rings of all slots; x is written behind the pending records.
+        rows: the rows' slots, and which of their records are pending.
+
+    Window and records have x's dtype. A slot's window, the records and the last axis of x are
     contiguous.
     """
     run = causal_conv_step_triton if x.is_cuda else causal_conv_step_reference
@@ -49,11 +59,11 @@ def causal_conv_prefill(
     *,
     with_silu: bool = True,
 ) -> Tensor:
-    """Convolve the tokens x [T, C] of each row, to the same shape, and leave its last inputs in its
-    slot.
+    """Convolve the tokens of each row, x [T, C] row by row; return [T, C] of x's dtype.
 
-    Tensors are as for `causal_conv_step`. Windows are overwritten as `PrefillRows` says; snapshots
-    may be anywhere.
+    Other tensors are as for `causal_conv_step`. The last K − 1 inputs of a row are written to the
+    window of its slot, and those before each of its snapshots to the snapshot's slot. Snapshots
+    need not end a chunk.
     """
     run = causal_conv_prefill_triton if x.is_cuda else causal_conv_prefill_reference
     return run(x, weight, bias, window, rows, with_silu=with_silu)
@@ -71,17 +81,19 @@ def causal_conv_step_reference(
 ) -> Tensor:
     """`causal_conv_step` in PyTorch."""
     slots, taps = rows.slots, weight.shape[1]
-    pending, places, new = rows.places(records.shape[1])
-    seen = torch.cat([window[slots], records[slots[:, None], places]], dim=1)
-    last = pending[:, None] + torch.arange(taps - 1, device=x.device)
-    before, kept = (
-        seen.gather(1, (last - ahead[:, None])[:, :, None].expand(-1, -1, x.shape[1]))
-        for ahead in (torch.zeros_like(pending), pending % rows.fold)
-    )
-    window.index_copy_(0, slots, kept)
-    inputs = x.view(len(slots), rows.width, x.shape[1])
-    records[slots[:, None], new] = inputs
-    out = _convolve(torch.cat([before, inputs], dim=1), weight, bias, with_silu)
+    pending, ring, new = rows.places(records.shape[1])
+    # [B, K − 1 + N, C]: the window, the pending records, and records that mean nothing.
+    inputs = torch.cat([window[slots], records[slots[:, None], ring]], dim=1)
+
+    def last_inputs(count: Tensor) -> Tensor:
+        """The K − 1 inputs [B, K − 1, C] before and with pending record `count` [B], from 1 on."""
+        index = count[:, None] + torch.arange(taps - 1, device=x.device)
+        return inputs.gather(1, index[:, :, None].expand(-1, -1, x.shape[1]))
+
+    window.index_copy_(0, slots, last_inputs(pending - pending % rows.fold))
+    tokens = x.view(len(slots), rows.width, x.shape[1])
+    records[slots[:, None], new] = tokens
+    out = _convolve(torch.cat([last_inputs(pending), tokens], dim=1), weight, bias, with_silu)
     return out.flatten(0, 1).to(x.dtype)
 
 
@@ -112,7 +124,8 @@ def causal_conv_prefill_reference(
 
 
 def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, with_silu: bool) -> Tensor:
-    """[B, K − 1 + W, C] → [B, W, C] in float32, the taps in the order of the tokens."""
+    """Convolve inputs [B, K − 1 + W, C] to [B, W, C] in float32, adding taps in the order of
+    the tokens."""
     taps, inputs, weight = weight.shape[1], inputs.float(), weight.float()
     width = inputs.shape[1] - (taps - 1)
     total = inputs[:, :width] * weight[:, 0]

@@ -151,12 +151,12 @@ class DraftBudget:
             return 0
         if num_rows not in self._speeds:
             self._speeds[num_rows] = self._speeds_of(num_rows)
-        speeds, most = self._speeds[num_rows], self._lengths[-1]
-        gains = _gains(self._lengths, speeds, acceptance.survival(most))
+        speeds, longest = self._speeds[num_rows], self._lengths[-1]
+        gains = _gains(self._lengths, speeds, acceptance.survival(longest))
         best = max(range(len(gains)), key=gains.__getitem__)
         if gains[best] > _WORTHWHILE:
             return self._lengths[best]
-        hopeful = _gains(self._lengths, speeds, [1.0] * most)[1] > _WORTHWHILE
+        hopeful = _gains(self._lengths, speeds, [1.0] * longest)[1] > _WORTHWHILE
         probe = hopeful and acceptance.skipped >= _PROBE_EVERY
         return self._lengths[1] if probe else 0
 

@@ -194,10 +194,10 @@ class SpecStepInputs(StepInputs):
     def _hide_images(self, ids: npt.NDArray[np.int64], seq: Sequence, entry: int) -> None:
         """Put an id that occurs nowhere else in place of each token of a row's images, so that no
         n-gram has such a token that another one could be equal to."""
-        first, most = self._vocab_size, 2**31 - self._vocab_size
+        first, num_ids = self._vocab_size, 2**31 - self._vocab_size
         for span in seq.spans:
-            places = np.arange(span.start, span.end) + entry * self.store.tokens.shape[1]
-            ids[span.start : span.end] = first + places % most
+            indices = np.arange(span.start, span.end) + entry * self.store.tokens.shape[1]
+            ids[span.start : span.end] = first + indices % num_ids
         self.strange_from = first
 
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:

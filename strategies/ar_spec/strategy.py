@@ -100,9 +100,9 @@ class ARSpecStrategy(Strategy):
             ("ngram_max", ngram_max <= 8, "at most 8", ngram_max),
             ("acceptance_floor", 0 <= acceptance_floor <= 1, "from 0 to 1", acceptance_floor),
         )
-        for name, ok, allowed, given in checks:
+        for name, ok, allowed, value in checks:
             if not ok:
-                raise ValueError(f"{name} must be {allowed}, got {given!r}")
+                raise ValueError(f"{name} must be {allowed}, got {value!r}")
         if draft_model is not None and proposer != "draft":
             raise ValueError(f"draft_model is set, but proposer is {proposer}: set it to draft")
         if ngram_pool and proposer != "ngram":

@@ -43,9 +43,9 @@ class DenoiseStep:
         }
         columns[STEP_MAP.name] = (blocks.steps + 1).unsqueeze(1).expand(-1, length).contiguous()
         if state.logs_edits:
-            most = length - 1 + state.rules.most_edit_steps
+            limit = length - 1 + state.rules.most_edit_steps
             old = state.columns.get(EDIT_LOG.name)
-            columns[EDIT_LOG.name] = edit_log(old, blocks, self.writes, most)
+            columns[EDIT_LOG.name] = edit_log(old, blocks, self.writes, limit)
         return columns
 
 
@@ -83,11 +83,13 @@ def decide_writes(
             [row for row, _ in guide.matchers if rules.rules[row].edits],
             state.edits,
         )
-        guided, places, own_edits, conflicts = (
+        guided, guided_unmasked, own_edits, conflicts = (
             upload(each, torch.bool, output.logits.device)
             for each in (taken.rows, taken.places, taken.edited, taken.conflicts)
         )
-        unmasked = torch.where(guided.unsqueeze(1), places, rules.unmasked(*of_step, drawn))
+        unmasked = torch.where(
+            guided.unsqueeze(1), guided_unmasked, rules.unmasked(*of_step, drawn)
+        )
     drawn, unmasked = _replay(state, output, drawn, unmasked)
     edited: Tensor | None = None
     if rules.any_edits:
@@ -103,9 +105,9 @@ def _replay(
 ) -> tuple[Drawn, Tensor]:
     """Put the tokens of replayed rows into a draw, and what the step unmasks of them into
     `unmasked` [B, L] bool."""
-    if (found := state.replayed()) is None:
+    if (replayed := state.replayed()) is None:
         return drawn, unmasked
-    replays, token_ids, steps = found
+    replays, token_ids, steps = replayed
     rows = replays.rows
     at = rows.repeat_interleave(unmasked.shape[1])
     taken = take_tokens(

@@ -26,12 +26,12 @@ def joining_blocks(
     count = len(rows.seqs)
     starts = rows.context_lens
     last_starts = np.array([(seq.max_tokens - 1) // length * length for seq in rows.seqs])
-    given = np.array([seq.num_tokens for seq in rows.seqs]) - starts
+    lengths = np.array([seq.num_tokens for seq in rows.seqs]) - starts
     token_ids = np.zeros((count, length), np.int64)
-    for ids, seq, start, known in zip(token_ids, rows.seqs, starts, given, strict=True):
+    for ids, seq, start, known in zip(token_ids, rows.seqs, starts, lengths, strict=True):
         ids[:known] = seq.token_ids[start:]
     steps = np.array([_steps_so_far(seq) for seq in rows.seqs])
-    there = upload(np.stack([starts, last_starts, given, steps, firsts]), torch.int64, device)
+    there = upload(np.stack([starts, last_starts, lengths, steps, firsts]), torch.int64, device)
     masked = torch.arange(length, device=device) >= there[2].unsqueeze(1)
     return BlockRows(
         starts=there[0],

@@ -206,9 +206,9 @@ class DLLMStepInputs(StepInputs):
         """What the rules replace in the rows' blocks: the tokens [B, L] int64 that these have
         unmasked so far, elsewhere -1, and [B, L] bool where the drawn ones take their places."""
         blocks = self.blocks
-        places = torch.arange(self._length, device=blocks.prompt_tokens.device)
-        own = (places >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
-        known = torch.where(own & ~blocks.masked, blocks.token_ids, -1)
+        indices = torch.arange(self._length, device=blocks.prompt_tokens.device)
+        editable = (indices >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
+        known = torch.where(editable & ~blocks.masked, blocks.token_ids, -1)
         return known, self.rules.edited(known, drawn)
 
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
@@ -240,8 +240,8 @@ class DLLMStepInputs(StepInputs):
         length, count, device = self._length, len(rows.seqs), newest.device
         firsts = [self.prefilled_tokens(seq.num_prompt_tokens) for seq in rows.seqs]
         new = joining_blocks(rows, firsts, length, device)
-        own = [seq.params.decoding for seq in rows.seqs]
-        rules = [each if isinstance(each, Rule) else self._rule for each in own]
+        decodings = [seq.params.decoding for seq in rows.seqs]
+        rules = [each if isinstance(each, Rule) else self._rule for each in decodings]
         new_rules = RuleRows.build(rules, device)
         self._rules = (
             new_rules if self._rules is None else RuleRows.concat([self._rules, new_rules])

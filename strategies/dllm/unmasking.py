@@ -109,13 +109,13 @@ class RuleRows(Batched):
         keys: Tensor | None = None
         for order in self._orders - {UnmaskingOrder.POSITION}:
             if order is UnmaskingOrder.CONFIDENCE:
-                own = _of_blocks(drawn.confidence, masked)
+                values = _of_blocks(drawn.confidence, masked)
             else:
-                own = -_of_blocks(drawn.entropy, masked)
+                values = -_of_blocks(drawn.entropy, masked)
             if len(self._orders) > 1:
-                rest = torch.zeros_like(own) if keys is None else keys
-                own = torch.where((self.order == order).unsqueeze(1), own, rest)
-            keys = own
+                rest = torch.zeros_like(values) if keys is None else keys
+                values = torch.where((self.order == order).unsqueeze(1), values, rest)
+            keys = values
         return keys
 
     def edited(self, old_ids: Tensor, drawn: Drawn) -> Tensor:

@@ -97,6 +97,21 @@ def test_a_documented_command_is_understood(
         composed(options)
 
 
+@pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"plan"}))
+def test_a_documented_option_of_a_verb_exists(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([verb, "--help"]) == 0
+    known = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
+    named = {
+        option
+        for command in _commands()
+        if shlex.split(command, comments=True)[:1] == [verb]
+        for option in re.findall(r" (--[a-z][\w-]*)", command.partition(" #")[0])
+    }
+    assert named - known == set()
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_first_hour_run_in_order(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

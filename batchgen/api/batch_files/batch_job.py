@@ -97,7 +97,7 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    asked = BatchSummary()
+    summary = BatchSummary()
     schema = pa.schema([(name, pa.string()) for name in ("custom_id", "url", "body")])
     with (
         whole_file(paths.requests) as temporary,
@@ -105,7 +105,7 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
     ):
         rows: list[dict[str, str]] = []
         for line in batch_lines(paths.user_path):
-            asked.add(line)
+            summary.add(line)
             if isinstance(line, BatchRequest):
                 body = {"custom_id": line.custom_id, "url": line.url, "body": line.text}
                 rows.append(body)
@@ -114,11 +114,11 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
                 rows.clear()
         if rows:
             writer.write_table(pa.Table.from_pylist(rows, schema))
-    return asked
+    return summary
 
 
 def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[str]) -> JobConfig:
-    """The job of a batch; ConfigError for a key that the batch decides."""
+    """The job of a batch. Raises ConfigError for a key that the batch decides."""
     for override in overrides:
         key = override.partition("=")[0].lstrip("+~")
         if key in _FIXED or (key.partition(".")[0] in _OURS and key not in _FREE):
@@ -131,12 +131,12 @@ def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[s
                 "output.columns=[logprobs,top_logprobs]",
                 f"output.top_logprobs={request.top_logprobs}",
             ]
-    own = [
+    batch_overrides = [
         *("dataset=files", f"dataset.path={paths.requests}", "dataset.id_column=custom_id"),
         *("prompt=openai", "sampling.column=body", f"output.dir={paths.job}"),
         *("output.on_all_errors=continue", *columns),
     ]
-    return compose({}, [*own, *overrides])
+    return compose({}, [*batch_overrides, *overrides])
 
 
 def model_warning(request: BatchSummary, config: JobConfig) -> str | None:
@@ -164,13 +164,13 @@ def write_results(paths: BatchPaths, config: JobConfig, *, any_rows: bool) -> tu
     ):
         for number, line in enumerate(batch_lines(paths.user_path)):
             if isinstance(line, BadLine):
-                found = _error_line(line, number)
+                result = _error_line(line, number)
             else:
-                found = next(results, {})
-                if found.get("custom_id") != line.custom_id:
+                result = next(results, {})
+                if result.get("custom_id") != line.custom_id:
                     raise JobError(f"{paths.user_path} has changed: run the same command again")
-            file.write(json_text(found) + "\n")
-            answered, failed = answered + (not found["error"]), failed + bool(found["error"])
+            file.write(json_text(result) + "\n")
+            answered, failed = answered + (not result["error"]), failed + bool(result["error"])
     return answered, failed
 
 

@@ -45,7 +45,8 @@ class _Refused(Exception):
 
 
 def batch_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
-    """Every line of a file but empty ones, in order; ConfigError if the file cannot be read."""
+    """Every line of a file but empty ones, in order. Raises ConfigError if the file cannot be
+    read."""
     seen: set[bytes] = set()
     try:
         with path.open("rb") as file:
@@ -80,8 +81,8 @@ def _read(line: bytes | None, number: int, seen: set[bytes]) -> BatchRequest | B
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        found = parse_unique_json(line.decode("utf-8-sig"))
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # halves of characters
+        request = parse_unique_json(line.decode("utf-8-sig"))
+        json.dumps(request, ensure_ascii=False, allow_nan=False).encode()  # halves of characters
     except UnicodeError:
         raise _Refused(
             "invalid_json_line", "is no text in UTF-8, or has half a character"
@@ -90,16 +91,16 @@ def _parsed(line: bytes) -> dict[str, Any]:
         raise _Refused("invalid_json_line", "is nested too deeply") from None
     except ValueError as error:
         raise _Refused("invalid_json_line", f"is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(request, dict):
         raise _Refused("invalid_json_line", "must be an object with custom_id, url and body")
-    return found
+    return request
 
 
 def _custom_id(request: Mapping[str, Any]) -> str:
-    found = request.get("custom_id")
-    if not isinstance(found, str) or not found:
-        raise _Refused("missing_custom_id", f"custom_id must be a text, got {found!r:.100}")
-    return found
+    custom_id = request.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _Refused("missing_custom_id", f"custom_id must be a text, got {custom_id!r:.100}")
+    return custom_id
 
 
 def _request(request: Mapping[str, Any], custom_id: str) -> BatchRequest:

@@ -59,10 +59,10 @@ class EngineThread:
         """Ask for the outputs of a prompt, and return their future. A cancelled future drops what
         it waits for. A prompt that cannot be served raises RequestError there."""
         future = Outputs()
-        asked = _Asked(prompt, future, params.n)
-        self._calls.put(partial(self._add, asked, params, template_kwargs or {}))
+        request = _Asked(prompt, future, params.n)
+        self._calls.put(partial(self._add, request, params, template_kwargs or {}))
         future.add_done_callback(
-            lambda done: self._calls.put(partial(self._drop, asked)) if done.cancelled() else None
+            lambda done: self._calls.put(partial(self._drop, request)) if done.cancelled() else None
         )
         return future
 
@@ -87,8 +87,8 @@ class EngineThread:
                 call()
         finally:
             self._ended = True
-            for asked, _ in list(self._live.values()):
-                _fulfil(asked.future, RuntimeError("the engine has stopped"))
+            for request, _ in list(self._live.values()):
+                _fulfil(request.future, RuntimeError("the engine has stopped"))
             while not self._calls.empty():
                 if (call := self._calls.get()) is not None:
                     call()
@@ -110,9 +110,9 @@ class EngineThread:
             number = self._times[tuple(ids)]
             self._times[tuple(ids)] += 1
             for sample in range(params.n):
-                own = sample_params(params.request, f"{ids}/{number}", sample)
+                sample_request = sample_params(params.request, f"{ids}/{number}", sample)
                 request_id = f"{id(request)}-{sample}"
-                self._llm.engine.add_request(request_id, ids, own)
+                self._llm.engine.add_request(request_id, ids, sample_request)
                 self._live[request_id] = request, sample
         except (RequestError, ValueError) as error:
             _fulfil(request.future, error)
@@ -124,10 +124,10 @@ class EngineThread:
 
     def _step(self) -> None:
         for output in self._llm.engine.step():
-            asked, sample = self._live.pop(output.request_id)
-            asked.outputs.append(Output.of(output, asked.prompt, 0, sample))
-            if len(asked.outputs) == asked.n:
-                _fulfil(asked.future, sorted(asked.outputs, key=lambda one: one.sample_index))
+            request, sample = self._live.pop(output.request_id)
+            request.outputs.append(Output.of(output, request.prompt, 0, sample))
+            if len(request.outputs) == request.n:
+                _fulfil(request.future, sorted(request.outputs, key=lambda one: one.sample_index))
 
 
 def _fulfil(future: Outputs, result: list[Output] | Exception) -> None:

@@ -140,14 +140,14 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
     def _params(self, config: GenerateConfig) -> Any:
         from batchgen.api.python.params import SamplingParams
 
-        given = config.model_dump(exclude_none=True)
-        if unknown := [name for name in given if name not in OPTIONS and name not in OF_INSPECT]:
+        values = config.model_dump(exclude_none=True)
+        if unknown := [name for name in values if name not in OPTIONS and name not in OF_INSPECT]:
             raise ConfigError(
-                f"{unknown[0]}={given[unknown[0]]!r} cannot be honoured: batchgen takes "
+                f"{unknown[0]}={values[unknown[0]]!r} cannot be honoured: batchgen takes "
                 f"{', '.join(OPTIONS)} and response_schema"
             )
         options: dict[str, Any] = {"max_tokens": None}
-        options |= {OPTIONS[name]: value for name, value in given.items() if name in OPTIONS}
+        options |= {OPTIONS[name]: value for name, value in values.items() if name in OPTIONS}
         if config.response_schema is not None:
             schema = config.response_schema.json_schema.model_dump(
                 exclude_none=True, by_alias=True, mode="json"
@@ -199,17 +199,17 @@ def _message(message: ChatMessage) -> dict[str, Any]:
         kinds = {part.type for part in message.content} - {"text", "reasoning"}
         if kinds:
             raise ConfigError(f"a message has {', '.join(sorted(kinds))}, and models read text")
-    made: dict[str, Any] = {"role": message.role, "content": message.text}
+    values: dict[str, Any] = {"role": message.role, "content": message.text}
     if isinstance(message, ChatMessageTool):
-        made |= {"name": message.function, "tool_call_id": message.tool_call_id}
+        values |= {"name": message.function, "tool_call_id": message.tool_call_id}
         if message.error is not None:
-            made["content"] = f"Error: {message.error.message}"
+            values["content"] = f"Error: {message.error.message}"
     if isinstance(message, ChatMessageAssistant) and message.tool_calls:
-        made["tool_calls"] = [
+        values["tool_calls"] = [
             {"type": "function", "function": {"name": call.function, "arguments": call.arguments}}
             for call in message.tool_calls
         ]
-    return made
+    return values
 
 
 def _tool_calls(text: str, request_id: str) -> tuple[str, list[ToolCall]]:
@@ -218,8 +218,8 @@ def _tool_calls(text: str, request_id: str) -> tuple[str, list[ToolCall]]:
     for number, body in enumerate(_CALL.findall(text)):
         name, arguments, mistake = "unknown", {}, None
         try:
-            found = json.loads(body)
-            name, arguments = str(found["name"]), dict(found.get("arguments") or {})
+            parsed = json.loads(body)
+            name, arguments = str(parsed["name"]), dict(parsed.get("arguments") or {})
         except (KeyError, TypeError, ValueError) as error:
             mistake = f"{body!r:.200} is no call of a tool: {error!r}"
         calls.append(ToolCall(f"call_{request_id}_{number}", name, arguments, mistake))

@@ -77,8 +77,8 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
     def prefix_token_id(self) -> int:
         """The id that stands before a text without context."""
         bos = self.tokenizer.bos_token_id
-        own = [self._prefix, bos, self.tokenizer.eos_token_id]
-        return int(next(i for i in own if i is not None))
+        candidates = [self._prefix, bos, self.tokenizer.eos_token_id]
+        return int(next(i for i in candidates if i is not None))
 
     @property
     def tokenizer_name(self) -> str:
@@ -92,8 +92,8 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
         if add_special_tokens is None:
             starts = string.startswith(self.tokenizer.decode(self.prefix_token_id))
             add_special_tokens = False if starts else self._add_bos
-        given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, verbose=False, **given))
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, verbose=False, **options))
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -114,8 +114,8 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether greedy decoding would write it."""
         self._names = [_name(one) for one in requests]
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
-        return found
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return scores
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -140,12 +140,12 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], **_: object
     ) -> list[tuple[float, bool]]:
-        most = self.max_length + 1  # lm-eval does not count the last token, which is not read
-        asked = [
-            cut_left(context, continuation, most, name)
+        limit = self.max_length + 1  # lm-eval does not count the last token, which is not read
+        texts = [
+            cut_left(context, continuation, limit, name)
             for name, (_, context, continuation) in zip(self._names, requests, strict=True)
         ]
-        results = each_once(asked, self.answers.score)
+        results = each_once(texts, self.answers.score)
         for request, result in zip(requests, results, strict=True):
             if request[0] is not None:  # windows of a text have a result together
                 self.cache_hook.add_partial("loglikelihood", request[0], result)
@@ -153,8 +153,8 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to one of its `until`."""
-        asked = [self._asked(one) for one in requests]
-        texts = each_once(asked, self.answers.generate)
+        text_requests = [self._asked(one) for one in requests]
+        texts = each_once(text_requests, self.answers.generate)
         results = []
         for one, text in zip(requests, texts, strict=True):
             until = _until(one.args[1])
@@ -163,9 +163,9 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
         return results
 
     def _asked(self, request: Instance) -> TextRequest:
-        context, given = request.args
+        context, arguments = request.args
         name = _name(request)
-        rest = dict(normalize_gen_kwargs(given, MOST_GENERATED))
+        rest = dict(normalize_gen_kwargs(arguments, MOST_GENERATED))
         del rest["until"]
         longest, drawn = rest.pop("max_gen_toks"), rest.pop("do_sample")
         temperature = float(rest.pop("temperature", 0.0))
@@ -184,7 +184,7 @@ class TokenLM(TemplateLM):  # type: ignore[misc]
                     f"{name}: generation option {key}={value!r} cannot be honoured: a task may "
                     f"have until, max_gen_toks, do_sample, temperature, {', '.join(HONOURED)}"
                 )
-        if stop := _until(given):
+        if stop := _until(arguments):
             options["stop"] = stop
         return TextRequest(name, tuple(self.tok_encode(context)[-room:]), options)
 
@@ -209,10 +209,10 @@ class BatchgenLM(TokenLM):
     def __init__(self, pretrained: str, max_length: int | None = None, **others: Any) -> None:
         from batchgen.api.python.llm import LLM
 
-        own, keys = split_arguments(max_length, others)
+        named, keys = split_arguments(max_length, others)
         llm = LLM(pretrained, **keys)
-        most = llm.engine.max_model_len - 1
-        super().__init__(EngineAnswers(llm), llm.tokenizer, most, pretrained, **own)
+        limit = llm.engine.max_model_len - 1
+        super().__init__(EngineAnswers(llm), llm.tokenizer, limit, pretrained, **named)
 
 
 def split_arguments(
@@ -220,19 +220,19 @@ def split_arguments(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of a model that are `TokenLM`'s, and those that are `LLM`'s. Raises ConfigError
     for a batch size, which means nothing here."""
-    given = {name: value for name, value in others.items() if value is not None}
-    size = str(given.pop("batch_size", 1))
-    given.pop("max_batch_size", None)
+    named = {name: value for name, value in others.items() if value is not None}
+    size = str(named.pop("batch_size", 1))
+    named.pop("max_batch_size", None)
     if size.partition(":")[0] not in ("1", "auto"):
         raise ConfigError(
             f"batch_size={size}: the engine makes its batches itself: leave it out, or set "
             "max_num_seqs in --model_args"
         )
-    if given.get("device") == "cuda:0":  # lm-eval's default, also where there is no GPU
-        given["device"] = "auto"
+    if named.get("device") == "cuda:0":  # lm-eval's default, also where there is no GPU
+        named["device"] = "auto"
     if max_length is not None:
-        given["max_model_len"] = int(max_length) + 1
-    return {name: given.pop(name) for name in TOKEN_OPTIONS if name in given}, given
+        named["max_model_len"] = int(max_length) + 1
+    return {name: named.pop(name) for name in TOKEN_OPTIONS if name in named}, named
 
 
 def _until(values: Mapping[str, Any]) -> list[str]:

@@ -54,10 +54,10 @@ class ReadPrompt:
         """Find out what a user gave as one prompt."""
         bare, images = prompt, None
         if isinstance(prompt, Mapping) and _is_wrapped(prompt):
-            beside = prompt.get(_BESIDE) or {}
+            extras = prompt.get(_BESIDE) or {}
             texts = [prompt[name] for name in _WRAPPED if name in prompt]
-            if len(texts) + (_BESIDE in prompt) == len(prompt) and set(beside) <= {"image"}:
-                bare, images = texts[0], beside.get("image")
+            if len(texts) + (_BESIDE in prompt) == len(prompt) and set(extras) <= {"image"}:
+                bare, images = texts[0], extras.get("image")
         if isinstance(bare, str):
             return cls(prompt, "text", bare, images)
         items = _items(bare)
@@ -124,8 +124,8 @@ class PromptIds:
             _ = self._chat
 
     def of(self, prompt: ReadPrompt) -> TokenizedPrompt:
-        """The token ids and images of one checked prompt, or RequestError if its messages do not
-        suit the chat template or an image cannot be used."""
+        """The token ids and images of one checked prompt. Raises RequestError if its messages do
+        not suit the chat template or an image cannot be used."""
         if prompt.kind == "none":
             raise RequestError("bad_prompt", prompt.value)
         if prompt.kind == "messages":
@@ -143,8 +143,8 @@ class PromptIds:
             return ids, ()
         if self.images is None:
             raise RequestError("bad_images", NO_IMAGES)
-        found = self.images.load(sources)
-        return self.images.expanded(ids, [image.tokens for image in found]), found
+        loaded = self.images.load(sources)
+        return self.images.expanded(ids, [image.tokens for image in loaded]), loaded
 
     @cached_property
     def _chat(self) -> ChatPrompt:

@@ -58,12 +58,12 @@ def _outputs(
     requests = []
     for index, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
         try:
-            found: TokenizedPrompt | RequestError = ids.of(prompt)
+            tokenized: TokenizedPrompt | RequestError = ids.of(prompt)
         except RequestError as error:
-            found = error
+            tokenized = error
         for sample in range(of_prompt.n):
             seeded = sample_params(of_prompt.request, str(index), sample)
-            requests.append(StreamRequest(index, sample, found, seeded))
+            requests.append(StreamRequest(index, sample, tokenized, seeded))
     with closing(streams.run(requests)) as stream:
         for request, finished in stream:
             index, sample = request.prompt_index, request.sample_index

@@ -83,12 +83,12 @@ def _with_grades(rows: Dataset, folder: Path) -> Dataset:
         raise ConfigError(
             f"{folder} has no grades of all its rows: batchgen grade {folder} makes them"
         )
-    made = load_dataset("parquet", data_files=f"{folder}/{GRADES}/*.parquet", split="train")
-    if any(rows.data.column(key) != made.data.column(key) for key in KEYS):
+    grades = load_dataset("parquet", data_files=f"{folder}/{GRADES}/*.parquet", split="train")
+    if any(rows.data.column(key) != grades.data.column(key) for key in KEYS):
         raise ConfigError(f"{folder}/{GRADES} is of other rows: run batchgen grade {folder}")
-    made = made.remove_columns(list(GRADE_KEYS))
-    taken = {name: f"{GRADES}_{name}" for name in made.column_names if name in rows.column_names}
-    return concatenate_datasets([rows, made.rename_columns(taken)], axis=1)
+    grades = grades.remove_columns(list(GRADE_KEYS))
+    taken = {name: f"{GRADES}_{name}" for name in grades.column_names if name in rows.column_names}
+    return concatenate_datasets([rows, grades.rename_columns(taken)], axis=1)
 
 
 def run_job(job: Mapping[str, Any], overrides: Sequence[str] = ()) -> CompleteJob:

@@ -498,7 +498,7 @@ class LLM:
         """Generate as `generate` says."""
         read, is_one = read_prompts(prompts)
         params = call.params_of(len(read))
-        is_read = all(own.pooling is not None for own in params)
+        is_read = all(of_row.pooling is not None for of_row in params)
         ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images, is_read)
         shown = sys.stderr.isatty() if call.progress is None else call.progress
         outputs = generate_outputs(self._streams, read, params, ids, with_bar=shown)

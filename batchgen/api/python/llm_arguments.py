@@ -44,21 +44,21 @@ class CallArguments:
 
     def params_of(self, number: int) -> list[SamplingParams]:
         """The parameters of each of `number` prompts."""
-        given = SamplingParams() if self.params is None else self.params
-        params = [given] * number if isinstance(given, SamplingParams) else given
+        shared = SamplingParams() if self.params is None else self.params
+        params = [shared] * number if isinstance(shared, SamplingParams) else shared
         if not isinstance(params, Sequence) or len(params) != number:
             what = f"{len(params)} params" if isinstance(params, Sequence) else repr(params)
             raise ValueError(
                 f"{what} for {number} prompts: give one SamplingParams for all, or a list with "
                 "one for each"
             )
-        for own in params:
-            if not isinstance(own, SamplingParams):
-                raise ValueError(f"params must be batchgen.SamplingParams, got {own!r:.100}")
+        for of_row in params:
+            if not isinstance(of_row, SamplingParams):
+                raise ValueError(f"params must be batchgen.SamplingParams, got {of_row!r:.100}")
         changes: SamplingOptions = {} if self.n is None else {"n": self.n}
         if (lora := self.lora) is not None:
             changes["lora"] = lora.lora_name if isinstance(lora, NamesAdapter) else lora
-        return [own.replace(**changes) if changes else own for own in params]
+        return [of_row.replace(**changes) if changes else of_row for of_row in params]
 
 
 def arguments_of(
@@ -69,8 +69,8 @@ def arguments_of(
         name: f"write params=SamplingParams({name}=…)" for name in PARAMETER_NAMES - values.keys()
     }
     names = KeywordNames(function, values.keys(), SAME["call"], elsewhere)
-    said = {name: value for name, value in values.items() if value is not None}
-    return CallArguments(**names.ours({**said, **others}))
+    arguments = {name: value for name, value in values.items() if value is not None}
+    return CallArguments(**names.ours({**arguments, **others}))
 
 
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:

@@ -114,8 +114,8 @@ class SamplingParams:
         return getattr(self.request, name)
 
     def __repr__(self) -> str:
-        given = self._given()
-        return f"SamplingParams({', '.join(f'{name}={given[name]!r}' for name in given)})"
+        values = self._given()
+        return f"SamplingParams({', '.join(f'{name}={values[name]!r}' for name in values)})"
 
     def _given(self) -> dict[str, Any]:
         """The arguments that make these parameters, without those that have their default."""

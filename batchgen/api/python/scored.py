@@ -114,15 +114,15 @@ def pairs_of(
 ) -> list[tuple[ReadPrompt, Any]]:
     """Return which prompt each answer belongs to: one prompt has all answers, and many have one
     each. Raises ValueError if there is not one answer for each prompt."""
-    (read, is_one), (given, _) = prompts, answers
+    (read, is_one), (texts, _) = prompts, answers
     if is_one:
-        return [(read[0], answer) for answer in given]
-    if len(read) != len(given) or answers[1]:
+        return [(read[0], answer) for answer in texts]
+    if len(read) != len(texts) or answers[1]:
         raise ValueError(
-            f"{len(given)} answers for {len(read)} prompts: give one answer for each prompt, or "
+            f"{len(texts)} answers for {len(read)} prompts: give one answer for each prompt, or "
             "one prompt for all answers"
         )
-    return list(zip(read, given, strict=True))
+    return list(zip(read, texts, strict=True))
 
 
 def score_answers(
@@ -138,13 +138,13 @@ def score_answers(
     for index, (prompt, answer) in enumerate(pairs):
         if id(prompt) not in known:
             known[id(prompt)] = _ids(ids, prompt)
-        found = known[id(prompt)]
+        tokenized = known[id(prompt)]
         tokens: list[int] = []
         try:
             tokens = _answer_ids(ids.tokenizer, answer)
         except RequestError as error:
-            found = error if not isinstance(found, RequestError) else found
-        requests.append(StreamRequest(index, 0, found, params, tokens))
+            tokenized = error if not isinstance(tokenized, RequestError) else tokenized
+        requests.append(StreamRequest(index, 0, tokenized, params, tokens))
     scores: dict[int, Score] = {}
     with (
         closing(streams.run(requests)) as stream,
@@ -165,7 +165,8 @@ def _ids(ids: PromptIds, prompt: ReadPrompt) -> TokenizedPrompt | RequestError:
 
 
 def _answer_ids(tokenizer: PreTrainedTokenizerBase | None, answer: Any) -> list[int]:
-    """The token ids of one answer, without special tokens; RequestError (bad_answer) otherwise."""
+    """The token ids of one answer, without special tokens. Raises RequestError (bad_answer) if it
+    is neither a text nor a list of token ids."""
     if isinstance(answer, str) and tokenizer is not None:
         return list(tokenizer.encode(answer, add_special_tokens=False, verbose=False))
     if isinstance(answer, Iterable) and not isinstance(answer, (str, bytes, Mapping)):

@@ -40,8 +40,8 @@ class KeywordNames:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def ours(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords under our names; ValueError if one is unknown, or two mean the same and
-        differ."""
+        """The keywords under our names. Raises ValueError if one is unknown, or two mean the same
+        and differ."""
         ours: dict[str, Any] = {}
         typed: dict[str, str] = {}
         for name, value in keywords.items():
@@ -58,7 +58,10 @@ class KeywordNames:
     def _unknown(self, name: str) -> str:
         if name in self.elsewhere:
             return f"{self.function}: {name} is no argument: {self.elsewhere[name]}"
-        known = [*self.keywords, *(name for name, own in self.same.items() if own in self.keywords)]
+        known = [
+            *self.keywords,
+            *(name for name, name_here in self.same.items() if name_here in self.keywords),
+        ]
         near = difflib.get_close_matches(name, known, n=1)
         hint = (
             f"did you mean {near[0]}?"

@@ -43,30 +43,30 @@ Rows are drawn by --seed, or at random without it, so that nobody can prepare fo
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    given = _given(arguments)
+    args = _given(arguments)
     from batchgen.pipelines.proof.audit.audited_folder import audit_steps
 
-    seed = secrets.randbelow(2**31) if given.seed is None else given.seed
+    seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     values, remarks, all_equal = dict[str | None, dict[str, Any]](), set[str](), True
     steps = audit_steps(
-        given.out, given.rows, seed, given.override, given.trust, operations=given.operations
+        args.out, args.rows, seed, args.override, args.trust, operations=args.operations
     )
-    what = "equal beside each other and alone" if given.operations else "equal to the bit"
-    for step, found in steps:
-        different = [row for row in found.rows if row.difference is not None]
+    what = "equal beside each other and alone" if args.operations else "equal to the bit"
+    for step, result in steps:
+        different = [row for row in result.rows if row.difference is not None]
         all_equal = all_equal and not different
-        if given.json:
-            values[step] = _values(found, different, seed)
+        if args.json:
+            values[step] = _values(result, different, seed)
             continue
         of = "" if step is None else f"{step}: "
         for row in different:
             print(f"{of}row {row.row_id}: {row.difference}")
-        for remark in found.remarks:
+        for remark in result.remarks:
             if remark not in remarks:
                 print(f"batchgen: {remark}", file=sys.stderr)
             remarks.add(remark)
-        print(of + _verdict(found, len(different), seed, what))
-    if given.json:
+        print(of + _verdict(result, len(different), seed, what))
+    if args.json:
         print(json.dumps(values.get(None, values), ensure_ascii=False))
     return int(not all_equal)
 
@@ -89,10 +89,10 @@ def _given(arguments: Sequence[str]) -> Namespace:
         "--trust", metavar="OUT", action="append", default=[],
         help="run what OUT/config.yaml names, even if it is not batchgen's own",
     )  # fmt: skip
-    given = parser.parse_intermixed_args(arguments)
-    if given.rows < 1:
-        raise ConfigError(f"audit: --rows must be at least 1, got {given.rows}")
-    return given
+    args = parser.parse_intermixed_args(arguments)
+    if args.rows < 1:
+        raise ConfigError(f"audit: --rows must be at least 1, got {args.rows}")
+    return args
 
 
 def _values(audited: Audited, different: Sequence[AuditedRow], seed: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("results", metavar="OUT", help="the file of result lines")
     parser.add_argument("keys", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the job")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     from batchgen.api.batch_files.batch_job import (
         BatchPaths,
         batch_config,
@@ -42,20 +42,20 @@ def main(arguments: Sequence[str]) -> int:
     )
     from batchgen.api.python.configured_job import run_configured
 
-    paths = BatchPaths(short_user_path(asked.given, "IN"), short_user_path(asked.results, "OUT"))
+    paths = BatchPaths(short_user_path(args.given, "IN"), short_user_path(args.results, "OUT"))
     if not paths.user_path.is_file():
-        raise ConfigError(f"batch: there is no file {asked.given}")
+        raise ConfigError(f"batch: there is no file {args.given}")
     if not paths.results.absolute().parent.is_dir():
-        raise ConfigError(f"batch: there is no folder for {asked.results}: make it first")
-    refuse_other_file(paths, asked.results)
-    found = write_requests(paths)
-    config = batch_config(paths, found, asked.keys)
-    if (warning := model_warning(found, config)) is not None:
+        raise ConfigError(f"batch: there is no folder for {args.results}: make it first")
+    refuse_other_file(paths, args.results)
+    written = write_requests(paths)
+    config = batch_config(paths, written, args.keys)
+    if (warning := model_warning(written, config)) is not None:
         print(f"batchgen: warning: {warning}", file=sys.stderr)
-    if found.requests:
+    if written.requests:
         code = report(lambda: run_configured(config))
         if code not in (0, 3):
             return code
-    answered, failed = write_results(paths, config, any_rows=bool(found.requests))
-    print(f"{answered:,} answers and {failed:,} errors in {asked.results}")
+    answered, failed = write_results(paths, config, any_rows=bool(written.requests))
+    print(f"{answered:,} answers and {failed:,} errors in {args.results}")
     return 3 if failed else 0

@@ -24,22 +24,22 @@ def main(arguments: Sequence[str]) -> int:
     parser = VerbParser("clean", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the pipeline's output.dir")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     from batchgen.pipelines.run.old_versions import OldVersions
     from batchgen.util.text.text_table import counted, size_text
 
-    versions = OldVersions(user_folder(given.out, "OUT"))
-    found = versions.found()
-    if not found:
+    versions = OldVersions(user_folder(args.out, "OUT"))
+    folders = versions.found()
+    if not folders:
         print("There is nothing to delete: all versions are current.")
         return 0
-    for one in found:
+    for one in folders:
         stays = "" if one.needed is None else f"  stays: {one.needed}"
         print(f"{size_text(one.size):>9}  {one.folder}{stays}")
-    old = [one for one in found if one.needed is None]
-    code = 1 if len(old) < len(found) else 0
+    old = [one for one in folders if one.needed is None]
+    code = 1 if len(old) < len(folders) else 0
     total = f"{counted(len(old), 'folder')}, {size_text(sum(one.size for one in old))}"
-    if not old or not (given.yes or _agreed(total)):
+    if not old or not (args.yes or _agreed(total)):
         print("Nothing was deleted.")
         return code
     for one in old:

@@ -62,28 +62,28 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="as --format json"
     )
-    given = parser.parse_intermixed_args(arguments)
-    if given.rows < 0:
-        raise ConfigError(f"compare --rows must be at least 0, got {given.rows}")
-    names = [word for word in given.given if not _is_key(word)]
-    overrides = [word for word in given.given if _is_key(word)]
+    args = parser.parse_intermixed_args(arguments)
+    if args.rows < 0:
+        raise ConfigError(f"compare --rows must be at least 0, got {args.rows}")
+    names = [word for word in args.given if not _is_key(word)]
+    overrides = [word for word in args.given if _is_key(word)]
     from batchgen.evals.arms.arm_folders import arm_folders, refuse_nothing
     from batchgen.evals.arms.arm_table import arm_table
     from batchgen.evals.arms.frontier import frontier
     from batchgen.evals.arms.job_arms import job_arms
 
     folders = arm_folders(names)
-    if len(folders) < 2 and given.by is None and not any(one.listed for one in folders):
+    if len(folders) < 2 and args.by is None and not any(one.listed for one in folders):
         raise ConfigError(
             f"compare takes two jobs or more, or a sweep's folder: compare {' '.join(names)} B, "
             "the folder of another one"
         )
-    arms, column = job_arms(folders, overrides, by=given.by, anyway=given.anyway)
+    arms, column = job_arms(folders, overrides, by=args.by, anyway=args.anyway)
     table = arm_table(arms, column)
     refuse_nothing(table, folders)
-    if given.x is not None:
-        frontier(table, given.x)  # which refuses a number that no arm has
-    print(_text(table, given.format, given.x, given.rows))
+    if args.x is not None:
+        frontier(table, args.x)  # which refuses a number that no arm has
+    print(_text(table, args.format, args.x, args.rows))
     return 0
 
 
@@ -124,12 +124,12 @@ def _details(row: ArmRow, column: str, rows: int) -> list[str]:
     from batchgen.evals.scores.compared_jobs import comparison_lines
     from batchgen.util.text.text_table import table_text
 
-    found = row.comparison
-    if found is None:
+    comparison = row.comparison
+    if comparison is None:
         return []
-    text = ["", table_text(comparison_lines(found, column))]
+    text = ["", table_text(comparison_lines(comparison, column))]
     better, worse = ("better", "worse") if column == "mark" else ("higher", "lower")
-    for what, flipped in ((better, found.wins), (worse, found.losses)):
+    for what, flipped in ((better, comparison.wins), (worse, comparison.losses)):
         if flipped and rows:
             text += ["", f"B is {what} in:", *_listed(flipped, column, rows)]
     return text

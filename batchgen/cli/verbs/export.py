@@ -57,14 +57,14 @@ answer is the generated text. --messages gives other messages, a template for ea
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse_args(arguments)
-    path = None if given.file is None else user_path(given.file, "--out")
-    if given.to is not None:
-        return _for_trainers(given, path)
+    args = _parser().parse_args(arguments)
+    path = None if args.file is None else user_path(args.file, "--out")
+    if args.to is not None:
+        return _for_trainers(args, path)
     for name in (*_STRINGS, *_NUMBERS, "across"):
-        if name != "where" and getattr(given, name) not in (None, False):
+        if name != "where" and getattr(args, name) not in (None, False):
             raise ConfigError(f"export --{name} needs --to, which says what it is for")
-    return _as_text(given, path)
+    return _as_text(args, path)
 
 
 _STRINGS = {
@@ -120,8 +120,8 @@ def _for_trainers(arguments: Namespace, path: Path | None) -> int:
                 "are those that trainers read; --out says by its name whether they are Parquet"
             )
     options = {name: getattr(arguments, name) for name in (*_STRINGS, *_NUMBERS)}
-    asked = ExportRequest(to=arguments.to, across=arguments.across, **options)
-    done = export_for(open_rows(arguments.out), asked, path)
+    request = ExportRequest(to=arguments.to, across=arguments.across, **options)
+    done = export_for(open_rows(arguments.out), request, path)
     if not done.is_new:
         print(f"{arguments.file} has these rows already.", file=sys.stderr)
         return 0

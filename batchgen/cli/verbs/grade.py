@@ -49,12 +49,12 @@ def _grade(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="add a JSON line to FILE for each row whose mark changes, with both answers",
     )
-    given = parser.parse_intermixed_args(arguments)
-    job = GradedJob(given.out, "grade")
-    config = scoring(job, given.override, given.trust)
+    args = parser.parse_intermixed_args(arguments)
+    job = GradedJob(args.out, "grade")
+    config = scoring(job, args.override, args.trust)
     if not config.post:
         raise ConfigError(
-            f"the job in {given.out} has no `post` steps: give some with post=[{{Extract: …}}] or "
+            f"the job in {args.out} has no `post` steps: give some with post=[{{Extract: …}}] or "
             "take those of a ready job with +experiment=NAME"
         )
     from batchgen.evals.graders.build_steps import check_scored, post_steps
@@ -64,13 +64,13 @@ def _grade(arguments: Sequence[str]) -> int:
     from batchgen.pages.report.write_report import renew_report
 
     check_scored(post_steps(config.post), config.score, job.columns)
-    with job.locked(), _added_to(given.changes) as write:
+    with job.locked(), _added_to(args.changes) as write:
         samples = Samples(job.path, config.score, by=job.grid_column)
         changes = ChangedMarks(write)
         try:
             count = samples.grades.make(config.post, job.text_column, config.score, changes=changes)
         finally:
-            file = given.changes or "--changes FILE keeps all of them when marks are made anew"
+            file = args.changes or "--changes FILE keeps all of them when marks are made anew"
             for line in changes.lines(f": {file}"):
                 print(line)
         scores = score_job(samples)

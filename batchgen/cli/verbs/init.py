@@ -35,10 +35,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "override", nargs="*", default=[], help="GROUP=CHOICE or KEY=VALUE, as for the job itself"
     )
-    given = parser.parse_args(arguments)
-    text = new_job_file(compose_groups({}, given.override), given.file)
-    write_atomic(user_path(given.file, "the job file"), text, given.file)
-    print(f"{given.file} is written: change what you like, then run `batchgen {given.file}`")
+    args = parser.parse_args(arguments)
+    text = new_job_file(compose_groups({}, args.override), args.file)
+    write_atomic(user_path(args.file, "the job file"), text, args.file)
+    print(f"{args.file} is written: change what you like, then run `batchgen {args.file}`")
     return 0
 
 

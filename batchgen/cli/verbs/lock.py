@@ -26,19 +26,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "-o", dest="file", metavar="FILE", help="a new file; default: standard output"
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     from batchgen.pipelines.proof.make_lock import make_lock
     from batchgen.storage.stores.whole_file import write_atomic
 
-    lock = make_lock(given.out)
-    if given.file is None:
+    lock = make_lock(args.out)
+    if args.file is None:
         print(lock.text(), end="")
         return 0
-    path = user_path(given.file, "-o")
-    write_atomic(path, lock.text(), f"-o {given.file}")
+    path = user_path(args.file, "-o")
+    write_atomic(path, lock.text(), f"-o {args.file}")
     rows = sum(proof.rows for proof in lock.proof.values())
     steps = len(lock.proof)
     size = path.stat().st_size
     of = f"{steps} steps" if steps > 1 else "one job"
-    print(f"{given.file}: {size:,} bytes, {of} with {rows:,} rows", file=sys.stderr)
+    print(f"{args.file}: {size:,} bytes, {of} with {rows:,} rows", file=sys.stderr)
     return 0

@@ -27,19 +27,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("repo", metavar="USER/SET", help="the data set on the hub")
     parser.add_argument("--private", action="store_true", help="make the data set a private one")
     parser.add_argument("--while-running", action="store_true", help="see above")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     from batchgen.pipelines.publish.push_folder import FolderPush
     from batchgen.pipelines.publish.pushed_files import PushedFolder
 
-    folder = PushedFolder(given.dir)
-    if not given.while_running:
+    folder = PushedFolder(args.dir)
+    if not args.while_running:
         folder.refuse_incomplete()
 
     def say(line: str) -> None:
         print(line, file=sys.stderr)
 
-    push = FolderPush(folder, given.repo, private=given.private, say=say)
-    if given.while_running:
+    push = FolderPush(folder, args.repo, private=args.private, say=say)
+    if args.while_running:
         push.push_while_running()
     else:
         push.push(complete=True)

@@ -30,13 +30,13 @@ must have the digests in the lock.
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    given = _given(arguments)
-    path = user_path(given.file, "FILE")
+    args = _given(arguments)
+    path = user_path(args.file, "FILE")
     from batchgen.pipelines.proof.lock_file import LockFile
     from batchgen.pipelines.proof.locked_jobs import locked_jobs
 
     lock = LockFile.read(path)
-    jobs = locked_jobs(lock, path, given.override, given.trust, confirmed=given.yes)
+    jobs = locked_jobs(lock, path, args.override, args.trust, confirmed=args.yes)
     from batchgen.pipelines.proof.rebuilt import rebuild
 
     equal = True

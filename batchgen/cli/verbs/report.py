@@ -33,26 +33,28 @@ def main(arguments: Sequence[str]) -> int:
         help="of a sweep: a picture of the score against a number of metrics.json, too",
     )
     options = parser.parse_args(arguments)
-    given = options.out
-    out = user_path(folder_here(given, "batchgen report"), "OUT")
+    out_given = options.out
+    out = user_path(folder_here(out_given, "batchgen report"), "OUT")
     from batchgen.evals.arms.arm_folders import arm_folders
     from batchgen.evals.arms.job_arms import job_arms
 
-    folders = arm_folders([given])
+    folders = arm_folders([out_given])
     if any(folder.listed for folder in folders):
         from batchgen.evals.arms.arm_table import arm_table
         from batchgen.pages.report.sweep_report import write_sweep_report
 
-        print(write_sweep_report(out, given, arm_table(*job_arms(folders)), options.x))
+        print(write_sweep_report(out, out_given, arm_table(*job_arms(folders)), options.x))
         return 0
     if options.x is not None:
-        raise ConfigError(f"--x {options.x}: {given} is not a folder of jobs, which are compared")
+        raise ConfigError(
+            f"--x {options.x}: {out_given} is not a folder of jobs, which are compared"
+        )
     if is_pipeline(str(out)):
         from batchgen.pages.report.pipeline_report import write_report
 
-        print(write_report(out, given))
+        print(write_report(out, out_given))
         return 0
-    job = open_folder(given, "report")
+    job = open_folder(out_given, "report")
     from batchgen.pages.report.write_report import make_report
 
     print(make_report(job.path))

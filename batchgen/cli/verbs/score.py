@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _ABOUT = """\
 Score the marks of a graded job, and print the scores. The intervals are of 95%: for new questions
 of the same kind, and for the same questions asked again. Nothing is written without --save, which
-puts these scores into the job's metrics.json and report.html. Rows that run with each of several
-adapters have a score for each of these.
+puts these scores into the job's metrics.json and report.html. A job that runs its rows with several
+adapters has a score for each adapter.
 
 With --so-far a job may still run: the answers that are there are graded in memory. Short answers
-end first, so it says how much better the shorter half of the answers is than the longer one, and
-which score is possible at all.
+end first, which biases the score. So the scores of the shorter and of the longer half of the
+answers are shown, too, and the lowest and the highest score that the job can still get.
 
   batchgen score OUT
   batchgen score OUT score.subset=category score.ks=1,4
@@ -63,64 +63,67 @@ def _parser() -> VerbParser:
         metavar="OUT",
         action="append",
         default=[],
-        help="with --so-far: run what post in OUT/config.yaml names that is not batchgen's own",
+        help="with --so-far: allow post steps of OUT/config.yaml that are no part of batchgen",
     )
     parser.add_argument(
         "--agreement",
         metavar="EXPR",
-        help="say how far the marks, and those of each judge, agree with this column of the rows, "
-        "or expression over them (Cohen's kappa); above a half is right, below it wrong",
+        help="compare the marks, and those of each judge, with this column of the rows, or with an "
+        "expression over columns (Cohen's kappa); a value above 0.5 is right, one below it wrong",
     )
     return parser
 
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse_intermixed_args(arguments)
-    if given.agreement is not None and (given.so_far or given.format not in ("text", "json")):
+    args = _parser().parse_intermixed_args(arguments)
+    if args.agreement is not None and (args.so_far or args.format not in ("text", "json")):
         raise ConfigError("score --agreement needs a complete job, and text or JSON as its format")
-    if given.so_far and given.save:
+    if args.so_far and args.save:
         raise ConfigError("score --so-far covers only some of the answers: leave out --save")
-    job = GradedJob(given.out, "score", complete=not given.so_far)
+    job = GradedJob(args.out, "score", complete=not args.so_far)
     from batchgen.evals.scores.job_score import job_scores, save_score
     from batchgen.evals.scores.samples import Samples
     from batchgen.pages.report.write_report import renew_report
 
     job.warn_of_copies()
-    if given.so_far:
+    if args.so_far:
         from batchgen.evals.scores.so_far import score_so_far
 
-        trusted = scoring(job, given.override, given.trust)
+        trusted = scoring(job, args.override, args.trust)
         values = score_so_far(job, trusted.post, trusted.score)
-        print(_text(JobScores(values), given.format))
+        print(_text(JobScores(values), args.format))
         return 0
-    config = scoring(job, given.override)
+    config = scoring(job, args.override)
     scores = job_scores(Samples(job.path, config.score, by=job.grid_column))
-    if given.save:
+    if args.save:
         with job.locked():
             save_score(job.path, scores)
             renew_report(job.path)
-    known, agreed = given.agreement, None
-    if known is not None:
+    agreements = None
+    if args.agreement is not None:
         from batchgen.evals.scores.judge_agreements import judge_agreements
 
-        agreed = judge_agreements(job, config.score, known)
-    print(_text(scores, given.format, agreed, known))
+        agreements = judge_agreements(job, config.score, args.agreement)
+    print(_text(scores, args.format, agreements, args.agreement))
     return 0
 
 
 def _text(
-    scores: JobScores, form: str, agreed: JudgeAgreements | None = None, truth: str | None = None
+    scores: JobScores,
+    form: str,
+    agreements: JudgeAgreements | None = None,
+    expression: str | None = None,
 ) -> str:
-    """The scores, and how far they agree with marks that are known."""
+    """The scores in a format of --format, with the agreement of the marks with `expression`."""
     from batchgen.evals.scores.score_tables import header, score_cells, score_table_rows
     from batchgen.util.text.data_tables import csv_text, markdown
     from batchgen.util.text.text_table import adapter_lines, score_lines, table_text
 
     if form == "json":
         values: dict[str, Any] = dict(scores.score or {"adapters": scores.adapters})
-        if agreed is not None:
-            values["agreement"] = agreed.summary()
+        if agreements is not None:
+            values["agreement"] = agreements.summary()
         return json.dumps(values, indent=2, ensure_ascii=False)
     if form == "csv":
         return csv_text(header(scores), score_table_rows(scores))
@@ -131,6 +134,6 @@ def _text(
         from batchgen.evals.scores.so_far import so_far_lines
 
         lines = [*so_far_lines(scores.score), *lines]
-    if agreed is not None:
-        lines = [*lines, *agreed.lines(truth or "")]
+    if agreements is not None:
+        lines = [*lines, *agreements.lines(expression or "")]
     return table_text(lines + adapter_lines(scores.adapters))

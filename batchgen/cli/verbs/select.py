@@ -43,22 +43,20 @@ def main(arguments: Sequence[str]) -> int:
         "--text-as", metavar="NAME", default="response", help="what the generated text is called"
     )
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder of the new set")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     from batchgen.pipelines.publish.chosen_rows import SelectionRequest
     from batchgen.pipelines.publish.data_folder import new_folder
     from batchgen.pipelines.publish.finished_rows import open_rows
     from batchgen.pipelines.publish.selection import select
 
-    choice = SelectionRequest(
-        given.where, given.best, given.dedupe, given.by, given.top, given.ascending
-    )
-    out = new_folder(given.out)
-    jobs = [open_rows(job) for job in given.jobs]
-    done = select(jobs, choice, out, columns=given.columns, text_as=given.text_as)
+    choice = SelectionRequest(args.where, args.best, args.dedupe, args.by, args.top, args.ascending)
+    out = new_folder(args.out)
+    jobs = [open_rows(job) for job in args.jobs]
+    done = select(jobs, choice, out, columns=args.columns, text_as=args.text_as)
     if not done.is_new:
-        print(f"{given.out} has these rows already.")
+        print(f"{args.out} has these rows already.")
         return 0
     for step, rows in done.funnel:
         print(f"{rows:>12,}  {step}")
-    print(f"{done.rows:,} rows in {given.out}")
+    print(f"{done.rows:,} rows in {args.out}")
     return 0

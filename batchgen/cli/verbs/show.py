@@ -52,40 +52,40 @@ def _parser() -> VerbParser:
 
 @verb
 def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse_args(arguments)
-    if given.rows is not None and given.rows < 0:
-        raise ConfigError(f"show: --rows must be at least 0, got {given.rows}")
-    reader = open_job_reader(given.out)
-    view = RowPrinter(reader, given.columns, as_json=given.json)
-    if given.follow:
-        folder_here(given.out, "batchgen show --follow")
-        return follow_rows(reader, view, given.out, given.sample, as_json=given.json)
-    if not given.json:
-        print(status_line(reader, given.out))
-    if given.row is not None:
-        view.print(_found(reader, given.row, given.sample), whole=True)
+    args = _parser().parse_args(arguments)
+    if args.rows is not None and args.rows < 0:
+        raise ConfigError(f"show: --rows must be at least 0, got {args.rows}")
+    reader = open_job_reader(args.out)
+    view = RowPrinter(reader, args.columns, as_json=args.json)
+    if args.follow:
+        folder_here(args.out, "batchgen show --follow")
+        return follow_rows(reader, view, args.out, args.sample, as_json=args.json)
+    if not args.json:
+        print(status_line(reader, args.out))
+    if args.row is not None:
+        view.print(_found(reader, args.row, args.sample), whole=True)
         return 0
-    if given.errors:
-        _print_errors(reader, given.sample, as_json=given.json)
+    if args.errors:
+        _print_errors(reader, args.sample, as_json=args.json)
         return 0
-    chosen = of_sample(view.rows(), given.sample)
-    most = given.rows if given.rows is not None or given.json else SHOWN_ROWS
-    shown = view.print(islice(chosen, most))
-    if given.json:
+    chosen = of_sample(view.rows(), args.sample)
+    limit = args.rows if args.rows is not None or args.json else SHOWN_ROWS
+    shown = view.print(islice(chosen, limit))
+    if args.json:
         return 0
     if next(chosen, None) is not None:
         these = "The first row" if shown == 1 else f"The first {shown} rows"
         print(f"\n{these}; --rows N shows more, --row ID one of them whole.")
     elif not shown:
-        print("\nThere are no finished rows yet." if given.sample is None else "\nThere are none.")
+        print("\nThere are no finished rows yet." if args.sample is None else "\nThere are none.")
     return 0
 
 
 def _found(reader: JobFolderReader, row_id: str, sample: int | None) -> list[dict[str, Any]]:
     """The finished samples of a row; if there are none, the error names what is near."""
     rows = list(reader.find(row_id))
-    if found := list(of_sample(rows, sample)):
-        return found
+    if matching := list(of_sample(rows, sample)):
+        return matching
     if rows:
         others = ", ".join(str(row["sample_index"]) for row in rows)
         raise ConfigError(

@@ -29,24 +29,24 @@ def main(arguments: Sequence[str]) -> int:
     parser = VerbParser("status", _ABOUT)
     parser.add_argument("out", metavar="OUT", help="the job's output.dir, or a pipeline's")
     parser.add_argument("--json", action="store_true", help="print everything, as JSON")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     from batchgen.storage.folder.job_summary import JobSummary, status_line
     from batchgen.storage.folder.open_folder import open_job_reader
     from batchgen.storage.folder.step_folders import is_pipeline
 
-    out = user_folder(given.out, "OUT")
+    out = user_folder(args.out, "OUT")
     if is_pipeline(out):
-        return _of_pipeline(out, as_json=given.json)
-    reader = open_job_reader(given.out)
+        return _of_pipeline(out, as_json=args.json)
+    reader = open_job_reader(args.out)
     stale_after = reader.config.get("workers", {}).get("stale_after", 60)
     status = read_status(reader.storage, stale_after)
-    if given.json:
+    if args.json:
         print(json.dumps(asdict(status), indent=2, ensure_ascii=False))
         return 0
-    print(status_line(reader, given.out))
+    print(status_line(reader, args.out))
     if (facts := reader.row_facts) is not None:
         print(f"steps of rows: {facts.funnel}")
-    summary = JobSummary.of(reader.metrics, reader.config, name=given.out)
+    summary = JobSummary.of(reader.metrics, reader.config, name=args.out)
     if (cost := summary.cost) is not None:
         print(f"device: {cost}")
     if (budget := reader.metrics.get("budget")) is not None:
@@ -79,13 +79,13 @@ def lines(status: Status, num_shards: int | None) -> list[str]:
     if not status.workers:
         return []
     header = ("worker", "name", "state", "shards", "rows", "tokens/s", "heard of", "where")
-    found = columns([header, *map(_facts, status.workers)], numbers=False)
+    table = columns([header, *map(_facts, status.workers)], numbers=False)
     of = "" if num_shards is None else f" of {num_shards:,} in all"
-    found.append(f"shards: {status.begun:,} begun, {status.done:,} done by these workers{of}")
+    table.append(f"shards: {status.begun:,} begun, {status.done:,} done by these workers{of}")
     for shard, ended in status.quarantined.items():
         who = ", ".join(map(str, ended))
-        found.append(f"shard {shard} is in quarantine: it has ended the workers {who}")
-    return found
+        table.append(f"shard {shard} is in quarantine: it has ended the workers {who}")
+    return table
 
 
 def _facts(worker: WorkerState) -> tuple[str, ...]:

@@ -31,15 +31,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sample", metavar="K", type=int, help="only this sample of the row")
     parser.add_argument("--whole", action="store_true", help="texts to their end")
     parser.add_argument("--json", action="store_true", help="a list of objects and nothing else")
-    given = parser.parse_intermixed_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     from batchgen.pipelines.trace.trace_row import trace_row
     from batchgen.pipelines.trace.trace_text import trace_lines, trace_values
     from batchgen.util.text.row_json import json_text
 
-    found = trace_row(given.out, given.row, line=given.line, sample=given.sample, of=given.of)
-    if given.json:
-        print(json_text(trace_values(found)))
+    trace = trace_row(args.out, args.row, line=args.line, sample=args.sample, of=args.of)
+    if args.json:
+        print(json_text(trace_values(trace)))
     else:
-        for line in trace_lines(found, whole=given.whole):
+        for line in trace_lines(trace, whole=args.whole):
             print(line)
-    return int(not found.is_there)
+    return int(not trace.is_there)

@@ -36,20 +36,20 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument("--open", action="store_true", help="open it in the browser, too")
-    given = parser.parse_args(arguments)
-    if not 0 <= given.port <= _MOST_PORT:
-        raise ConfigError(f"view --port must be from 0 to {_MOST_PORT:,}, got {given.port}")
-    names = [name for name in (given.out, given.other) if name is not None]
+    args = parser.parse_args(arguments)
+    if not 0 <= args.port <= _MOST_PORT:
+        raise ConfigError(f"view --port must be from 0 to {_MOST_PORT:,}, got {args.port}")
+    names = [name for name in (args.out, args.other) if name is not None]
     respond = _jobs(names[0]) if len(names) == 1 and _has_no_job(names[0]) else _rows(names)
     from batchgen.pages.viewer.server import ViewServer
 
-    with ViewServer(respond, given.port) as server:
+    with ViewServer(respond, args.port) as server:
         # Loads what pages need, and compiles their templates, before anybody waits for it.
         respond("", {})
         respond("rows", {})
         respond("row", {"n": "0"})
         print(f"{' and '.join(names)}: {server.url} (Ctrl-C ends it)", flush=True)
-        if given.open:
+        if args.open:
             import webbrowser
 
             webbrowser.open(server.url)

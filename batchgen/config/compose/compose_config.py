@@ -61,16 +61,16 @@ def compose_groups(
 
     `folders` have further choices and are laid out like conf/; `locations` says where keys stand in
     a job file, for error messages."""
-    given, parsed = collect_values(values, overrides, folders=folders, locations=locations)
-    groups = _composed(given)
-    for key, value in given.keys.items():
-        _set(groups, given, key, value)
+    user_values, parsed = collect_values(values, overrides, folders=folders, locations=locations)
+    groups = _composed(user_values)
+    for key, value in user_values.keys.items():
+        _set(groups, user_values, key, value)
     for override in parsed:
         if override.group not in STEP_LISTS and (override.names or override.sign == "~"):
-            _apply(groups, given, override)
-    groups |= given.steps
+            _apply(groups, user_values, override)
+    groups |= user_values.steps
     ordered = {name: groups[name] for name in [*PARTS, *groups] if name in groups}
-    return Composed(ordered, given.choices)
+    return Composed(ordered, user_values.choices)
 
 
 def collect_values(
@@ -81,18 +81,18 @@ def collect_values(
     locations: Mapping[str, str] | None = None,
 ) -> tuple[UserValues, list[Override]]:
     """Return the user's values with the choices that they imply, and the parsed arguments."""
-    given = UserValues(folders, locations or {})
-    given.add_values(values)
+    user_values = UserValues(folders, locations or {})
+    user_values.add_values(values)
     parsed = [parse_override(argument) for argument in overrides]
     for override in parsed:
-        given.add_override(override)
-    _check_greedy(given, parsed)
-    if not given.experiments:
-        for group, named in given.named.items():
-            if group not in given.choices and group not in given.whole:
+        user_values.add_override(override)
+    _check_greedy(user_values, parsed)
+    if not user_values.experiments:
+        for group, named in user_values.named.items():
+            if group not in user_values.choices and group not in user_values.whole:
                 if (choice := inferred_choice(group, named)) is not None:
-                    given.choices[group] = choice
-    return given, parsed
+                    user_values.choices[group] = choice
+    return user_values, parsed
 
 
 def _check_greedy(collected: UserValues, parsed: Sequence[Override]) -> None:
@@ -122,11 +122,11 @@ def _composed(collected: UserValues) -> dict[str, Any]:
     overrides += search_path(collected.folders)
     # Files of the user may have changed since they were last read.
     read = _groups_of.__wrapped__ if collected.folders else _groups_of
-    groups, made = copy.deepcopy(read(tuple(overrides)))
+    groups, composed = copy.deepcopy(read(tuple(overrides)))
     for experiment in collected.experiments:
         own_columns = "columns" in collected.named.get("output", ())
         leave_out_others(groups, experiment, collected.choices, own_columns=own_columns)
-    collected.choices = {group: made[group] for group in GROUPS if group not in collected.whole}
+    collected.choices = {group: composed[group] for group in GROUPS if group not in collected.whole}
     return {**groups, **collected.whole}
 
 

@@ -124,14 +124,14 @@ def _is_first(name: str, key: str, group: Mapping[str, Any]) -> bool:
 def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
     """The defaults of all keys that have one, by group. Those of a strategy of the user's own are
     not known: its keys are there only if they are given."""
-    found = {}
+    defaults = {}
     for part in dataclasses.fields(config):
         if dataclasses.is_dataclass(value := getattr(config, part.name)):
             fields = [f for f in dataclasses.fields(value) if f.default is not dataclasses.MISSING]
-            found[part.name] = {key_of(f.name): plain_value(f.default) for f in fields}
-    own = config.strategy.target in choices("strategy")
-    found["strategy"] = choice_values("strategy", config.strategy.target) if own else {}
-    return found
+            defaults[part.name] = {key_of(f.name): plain_value(f.default) for f in fields}
+    is_named = config.strategy.target in choices("strategy")
+    defaults["strategy"] = choice_values("strategy", config.strategy.target) if is_named else {}
+    return defaults
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -152,8 +152,8 @@ def _without_place(step: dict[str, Any]) -> dict[str, Any]:
 def growing(config: JobConfig) -> dict[str, Any]:
     """What may change while a job goes on in its folder, and is worth being remembered."""
     groups = resolved(config)
-    found = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
+    values = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
     if (until := config.sampling.until) is not None:
         name, value = ("valid", until.valid) if until.width is None else ("width", until.width)
-        found |= {f"sampling.until.{name}": value, "sampling.until.most": until.most}
-    return found
+        values |= {f"sampling.until.{name}": value, "sampling.until.most": until.most}
+    return values

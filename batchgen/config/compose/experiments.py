@@ -30,9 +30,9 @@ def leave_out_others(
         choice = chosen.get(group)
         if choice is None or choice not in choices(group):
             continue
-        own, known = choice_values(group, choice), all_keys()
+        values, known = choice_values(group, choice), all_keys()
         for name in list(groups[group]):
-            if name not in own and f"{group}.{name}" in known:
+            if name not in values and f"{group}.{name}" in known:
                 del groups[group][name]
                 left_out.append(f"{group}.{name}")
     strategy = chosen.get("strategy")

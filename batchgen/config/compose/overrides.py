@@ -77,7 +77,8 @@ class Override:
 
 
 def parse_override(argument: str) -> Override:
-    """Split an argument into its parts; ConfigError if it is not of the form key=value or ~key."""
+    """Split an argument into its parts. Raises ConfigError if it is not of the form key=value or
+    ~key."""
     match = _ARGUMENT.fullmatch(argument)
     if match is None or (match[3] is None and match[1] != "~"):
         raise ConfigError(_no_override(argument))
@@ -97,10 +98,10 @@ def _no_override(argument: str) -> str:
     if "=" in argument:
         return f"{argument}: {word!r} is no key: arguments are key=value, such as sampling.n=4"
     hint = "arguments are key=value, such as sampling.n=4, or a job file before all others"
-    if word in GROUPS or (found := nearest_key(word)) is None:
+    if word in GROUPS or (near := nearest_key(word)) is None:
         example = f"{word}=… or {word}.KEY=…" if word in GROUPS else None
     else:
-        example = f"{found}=…"
+        example = f"{near}=…"
     return f"{argument} has no value: {hint}" + (f"; did you mean {example}?" if example else "")
 
 

@@ -45,30 +45,31 @@ class Trust:
     @classmethod
     def of(cls, sources: Sequence[Path], trusted: Sequence[str], overrides: Sequence[str]) -> Self:
         """The user's word for a configuration that is read from `sources` with typed arguments, of
-        which he trusts those named by `--trust`; ConfigError if nothing is read from one of these.
+        which he trusts those named by `--trust`. Raises ConfigError if nothing is read from one of
+        these.
         """
         known = [user_path(path, "--trust").resolve() for path in trusted]
         homes = {source: {source.resolve(), *source.resolve().parents} for source in sources}
-        for given, path in zip(trusted, known, strict=True):
+        for folder, path in zip(trusted, known, strict=True):
             if not any(path in parents for parents in homes.values()):
                 read = " and ".join(map(str, sources)) or "the command line alone"
-                raise ConfigError(f"--trust {given}: the configuration is read from {read}")
-        left = tuple(source for source, own in homes.items() if own.isdisjoint(known))
+                raise ConfigError(f"--trust {folder}: the configuration is read from {read}")
+        left = tuple(source for source, code in homes.items() if code.isdisjoint(known))
         return cls(left, frozenset(_typed(overrides)))
 
     def check(self, groups: Mapping[str, Any]) -> None:
         """Raise ConfigError for code that is nobody's word, in plain groups without references."""
         if not self.sources:
             return
-        asked = [named for named in foreign_code(groups) if named[1] not in self.typed]
-        if not asked:
+        refusable = [named for named in foreign_code(groups) if named[1] not in self.typed]
+        if not refusable:
             return
-        own = {what for _, what in _of_conf()}
-        if found := [f"{place} {what}" for place, what in asked if what not in own]:
+        in_package = {what for _, what in _of_conf()}
+        if refused := [f"{key} {what}" for key, what in refusable if what not in in_package]:
             flags = " ".join(f"--trust {source}" for source in self.sources)
             raise ConfigError(
                 f"{' and '.join(map(str, self.sources))}: this is not batchgen's own code, and it "
-                f"would run with your rights: {'; '.join(found)}: if you trust whoever wrote it, "
+                f"would run with your rights: {'; '.join(refused)}: if you trust whoever wrote it, "
                 f"add {flags}"
             )
 
@@ -90,14 +91,14 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
         classes["launcher"] = {_TARGET: starter}
     for name in STEP_LISTS:
         classes |= {f"{name}[{i}]": step for i, step in enumerate(groups.get(name) or ())}
-    for place, values in classes.items():
-        for below, target in _targets(values, place):
-            if below != f"{place}.{_TARGET}" or not is_own(target):
+    for config_key, values in classes.items():
+        for below, target in _targets(values, config_key):
+            if below != f"{config_key}.{_TARGET}" or not is_own(target):
                 yield below, target
-        yield from _run_by(values, place)
+        yield from _run_by(values, config_key)
     # What a stranger's class does with its keys is not known.
-    own = is_own(str(starter))
-    for key in launcher_class(starter).running_keys if own else launcher:
+    is_ours = is_own(str(starter))
+    for key in launcher_class(starter).running_keys if is_ours else launcher:
         if launcher.get(key):
             yield f"launcher.{key}", repr(launcher[key])
 
@@ -149,10 +150,10 @@ def _typed(overrides: Sequence[str]) -> Iterator[str]:
 
 def _of_conf() -> Collection[Named]:
     """What the choices of conf/ name to be run."""
-    found: list[Named] = []
+    names: list[Named] = []
     for group in GROUPS:
         for choice in choices(group):
-            found += foreign_code({group: choice_values(group, choice)})
+            names += foreign_code({group: choice_values(group, choice)})
     for name in choices(EXPERIMENT):
-        found += foreign_code(choice_values(EXPERIMENT, name))
-    return found
+        names += foreign_code(choice_values(EXPERIMENT, name))
+    return names

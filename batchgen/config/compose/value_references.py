@@ -1,7 +1,8 @@
-"""What `${…}` in a configuration may ask for: the values of other keys.
+"""Checks of the references `${…}` in a configuration, which may take the values of other keys only.
 
-OmegaConf has resolvers, too, such as `${oc.env:NAME}` for a variable of the environment. A
-configuration is shown and kept (config.yaml, manifest.json, report.html), and may be a stranger's.
+OmegaConf has resolvers, too, such as `${oc.env:NAME}` for a variable of the environment. They are
+refused, because a configuration may be a stranger's and is kept in files that are shown to others
+(config.yaml, manifest.json, report.html): it could publish a secret.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.text.plain_yaml import MOST_VALUES, text_size
 
 MOST_REFERENCES = 32
-"""In one text."""
+"""The most references in one text."""
 _BEGINS = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # no backslash, or an even number, before it
 NO_REFERENCE = (
     "has ${ and no reference behind it: ${KEY} takes the value of another key; write \\${ for the "
@@ -27,12 +28,16 @@ NO_REFERENCE = (
 RESOLVERS_OF_HYDRA = [
     f"${{hydra:job.{name}}}" for name in ("num", "id", "name", "override_dirname")
 ]
-"""What a job that one of Hydra's launchers starts may ask it for, to have a folder of its own."""
+"""The resolvers that are allowed in jobs which one of Hydra's launchers starts: they give each job
+another folder."""
 
 
 def refuse_resolvers(value: Any, allowed: Collection[str], key: str = "") -> None:
-    """Raise ConfigError for texts that ask for anything but the values of other keys or what is
-    allowed, as `${hydra:job.num}`, and for `${` without a reference behind it."""
+    """Check all texts of a value, which stands at `key`.
+
+    Raises ConfigError, which names the key, for a resolver that is not `allowed`, for a reference
+    in a reference, for more than MOST_REFERENCES, and for `${` without a reference behind it.
+    """
     if isinstance(value, dict):
         for name, item in value.items():
             refuse_resolvers(item, allowed, f"{key}.{name}" if key else str(name))
@@ -46,19 +51,19 @@ def refuse_resolvers(value: Any, allowed: Collection[str], key: str = "") -> Non
             tree = parse(value)
         except OmegaConfBaseException:
             raise ConfigError(f"{key} {NO_REFERENCE}") from None
-        for asked in _resolvers(tree):
-            if asked not in allowed:
+        for resolver in _resolvers(tree):
+            if resolver not in allowed:
                 raise ConfigError(
-                    f"{key}: {asked} is not resolved: only the value of another key can be taken, "
-                    "with ${KEY}: write the value itself, or \\${ for the text"
+                    f"{key}: {resolver} is not resolved: only the value of another key can be "
+                    "taken, with ${KEY}: write the value itself, or \\${ for the text"
                 )
         if any("${" in name for name in _keys(tree)):
             raise ConfigError(f"{key}: a reference ${{KEY}} names a key, and no other reference")
 
 
 def refuse_endless(groups: Any) -> None:
-    """Raise ConfigError where references that take the values of others come to more values than a
-    configuration may have."""
+    """Raise ConfigError if a configuration has more than MOST_VALUES values once every reference is
+    replaced by what it refers to."""
     if _Sizes(groups).of(groups, ()) > MOST_VALUES:
         raise ConfigError(
             f"with all that its references ${{KEY}} repeat, the configuration has more than "
@@ -67,15 +72,16 @@ def refuse_endless(groups: Any) -> None:
 
 
 class _Sizes:
-    """For how many values the parts of a configuration count, what they refer to included."""
+    """The sizes of parts of a configuration: the values in a part, each reference in it counting as
+    many as the part that it refers to."""
 
     def __init__(self, groups: Any) -> None:
         self._groups = groups
         self._sizes: dict[tuple[Any, ...], int] = {}
 
     def of(self, value: Any, path: tuple[Any, ...]) -> int:
-        """The size of the value at a path. One that holds itself counts nothing: OmegaConf names
-        it when it is resolved."""
+        """The size of the value at a path. A value that refers to itself counts 0 there: OmegaConf
+        raises an error for it later."""
         if path not in self._sizes:
             self._sizes[path] = 0
             items: Sequence[tuple[Any, Any]] = ()
@@ -92,22 +98,23 @@ class _Sizes:
         return self._sizes[path]
 
     def _of_key(self, key: str, path: tuple[Any, ...]) -> int:
-        """The size of what a reference in the text at a path takes; 0 if it is not there."""
+        """The size of the part that a reference, in the text at a path, refers to; 0 if there is no
+        such part."""
         dots = len(key) - len(key.lstrip("."))
         names: list[Any] = list(path[: max(0, len(path) - dots)]) if dots else []
         names += [name for name in re.split(r"[.\[\]]+", key) if name]
         value = self._groups
-        for place, name in enumerate(names):
+        for number, name in enumerate(names):
             if isinstance(value, list) and str(name).isdecimal() and int(name) < len(value):
-                names[place] = int(name)
+                names[number] = int(name)
             elif not isinstance(value, dict) or name not in value:
                 return 0
-            value = value[names[place]]
+            value = value[names[number]]
         return self.of(value, tuple(names))
 
 
 def _keys(tree: Any) -> Iterator[str]:
-    """The keys in the references of what OmegaConf's grammar makes of a text."""
+    """The keys that references name in the tree into which OmegaConf parses a text."""
     if isinstance(tree, OmegaConfGrammarParser.InterpolationNodeContext):
         yield tree.getText()[2:-1].strip()
     for child in getattr(tree, "children", None) or ():
@@ -115,7 +122,7 @@ def _keys(tree: Any) -> Iterator[str]:
 
 
 def _resolvers(tree: Any) -> Iterator[str]:
-    """The resolvers in what OmegaConf's grammar makes of a text, with their arguments."""
+    """The resolvers, with their arguments, in the tree into which OmegaConf parses a text."""
     if isinstance(tree, OmegaConfGrammarParser.InterpolationResolverContext):
         yield tree.getText()
     for child in getattr(tree, "children", None) or ():

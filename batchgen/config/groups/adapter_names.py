@@ -33,11 +33,11 @@ def named_places(adapters: LoRA) -> dict[str, str]:
     else:
         places = [adapters] if isinstance(adapters, str) else adapters
         pairs = [(_last_part(place), place) for place in places]
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for name, place in pairs:
-        if name in found:
+        if name in paths:
             raise ConfigError(
-                f"lora has two adapters named {name} ({found[name]} and {place}): name them, as in "
+                f"lora has two adapters named {name} ({paths[name]} and {place}): name them, as in "
                 "{first: PATH, second: PATH}"
             )
         if re.fullmatch(r"[\w.+:-]+", name) is None:
@@ -50,8 +50,8 @@ def named_places(adapters: LoRA) -> dict[str, str]:
                 f"lora: {BASE} is the model without an adapter, so no adapter has that name; got "
                 f"{name}: {place}"
             )
-        found[name] = place
-    return found
+        paths[name] = place
+    return paths
 
 
 def _last_part(path: str) -> str:

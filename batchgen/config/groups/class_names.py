@@ -118,14 +118,14 @@ def lasting_step_name(target: str) -> str:
 def with_lasting_names(groups: Mapping[str, Any]) -> dict[str, Any]:
     """The plain groups of a configuration with their steps and strategy as identities and addresses
     have them, which must be equal in all versions."""
-    found = dict(groups)
-    if "strategy" in found:
-        strategy = found["strategy"]
-        found["strategy"] = {**strategy, "_target_": lasting_name(strategy["_target_"])}
+    renamed = dict(groups)
+    if "strategy" in renamed:
+        strategy = renamed["strategy"]
+        renamed["strategy"] = {**strategy, "_target_": lasting_name(strategy["_target_"])}
     for key in ("rows", "post"):
-        if key in found:
-            found[key] = [_lasting_step(step) for step in found[key]]
-    return found
+        if key in renamed:
+            renamed[key] = [_lasting_step(step) for step in renamed[key]]
+    return renamed
 
 
 def _lasting_step(step: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -136,16 +136,16 @@ def _lasting_step(step: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:
     """The plain groups of a configuration of any version, or of an identity, with short names.
     What is no class or step stays: files of strangers may hold anything."""
-    found = dict(groups)
+    renamed = dict(groups)
     for key in ("strategy", "launcher"):
-        if _names_class(group := found.get(key)):
+        if _names_class(group := renamed.get(key)):
             name = class_short_name(group["_target_"])
             # What started the workers of a folder of version 0.1.0 is asked no more.
-            found[key] = {"_target_": None} if name == GONE else {**group, "_target_": name}
+            renamed[key] = {"_target_": None} if name == GONE else {**group, "_target_": name}
     for key in ("rows", "post"):
-        if isinstance(steps := found.get(key), list):
-            found[key] = [short_step(step) if _names_class(step) else step for step in steps]
-    return found
+        if isinstance(steps := renamed.get(key), list):
+            renamed[key] = [short_step(step) if _names_class(step) else step for step in steps]
+    return renamed
 
 
 def _names_class(value: Any) -> TypeGuard[Mapping[str, Any]]:

@@ -60,22 +60,22 @@ _WITH_ESCAPES = {
 def _conf(group: str) -> dict[str, str]:
     """The content of the files in the folder of a group that comes with batchgen, by choice."""
     folder = files("batchgen.conf").joinpath(group)
-    found = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+    configs = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
     return {
         file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
-        for file in sorted(found, key=lambda file: file.name)
+        for file in sorted(configs, key=lambda file: file.name)
     }
 
 
 def choice_text(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
     """The yaml file of a choice that comes with batchgen, or lies in a folder of the user."""
-    own = [file for folder in folders if (file := folder / group / f"{choice}.yaml").is_file()]
-    if own and choice not in _conf(group):
+    files = [file for folder in folders if (file := folder / group / f"{choice}.yaml").is_file()]
+    if files and choice not in _conf(group):
         try:
-            with own[0].open("rb") as source:
+            with files[0].open("rb") as source:
                 return source.read(MOST_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{own[0]} cannot be read: {error}") from None
+            raise ConfigError(f"{files[0]} cannot be read: {error}") from None
     return _conf(group)[choice]
 
 
@@ -88,8 +88,10 @@ def choice_values(group: str, choice: str) -> dict[str, Any]:
 
 def choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
     """The choices of a group, those in folders of the user included."""
-    own = [file.stem for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
-    return list(dict.fromkeys([*_conf(group), *own]))
+    in_folders = [
+        file.stem for folder in folders for file in sorted((folder / group).glob("*.yaml"))
+    ]
+    return list(dict.fromkeys([*_conf(group), *in_folders]))
 
 
 @cache
@@ -114,8 +116,8 @@ def declared_type(key: str) -> Any:
     declaring = _launchers() if group == "launcher" else _DECLARED.get(group, ())
     declared = [get_type_hints(cls) for cls in declaring]
     hints = [{key_of(field): hint for field, hint in each.items()}.get(name) for each in declared]
-    if found := [hint for hint in hints if hint is not None]:
-        return found[0]
+    if named_hints := [hint for hint in hints if hint is not None]:
+        return named_hints[0]
     if group == "strategy":
         for choice in choices(group):
             if (default := choice_values(group, choice).get(name)) is not None:
@@ -138,13 +140,13 @@ def has_escapes(key: str) -> bool:
 @cache
 def all_keys() -> dict[str, tuple[str, ...]]:
     """Every `group.key` of every choice → the choices of its group that have it."""
-    found: dict[str, tuple[str, ...]] = {}
+    keys: dict[str, tuple[str, ...]] = {}
     for group in GROUPS:
         for choice in choices(group):
             for name in choice_values(group, choice):
                 key = f"{group}.{name}"
-                found[key] = (*found.get(key, ()), choice)
-    return found
+                keys[key] = (*keys.get(key, ()), choice)
+    return keys
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
@@ -152,9 +154,11 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     the letters, else one that begins with this one or has all its parts: max_tokens is
     max_new_tokens."""
     words = list(names)
-    distance, found = min(((edit_distance(word, other), other) for other in words), default=(9, ""))
+    distance, nearest_word = min(
+        ((edit_distance(word, other), other) for other in words), default=(9, "")
+    )
     if distance <= max(1, min(3, len(word) // 3)):
-        return found
+        return nearest_word
     parts = set(word.split("_"))
     like = (o for o in words if o.startswith(word) or parts <= set(o.split("_")))
     return next(like, None) if len(word) > 1 else None
@@ -168,9 +172,9 @@ def nearest_key(key: str) -> str | None:
         names.setdefault(known.partition(".")[2], known)
     if group not in GROUPS:
         group = nearest(group, GROUPS) or ""
-    own = [known.partition(".")[2] for known in all_keys() if known.startswith(f"{group}.")]
-    if found := nearest(name, own):
-        return f"{group}.{found}"
+    keys = [known.partition(".")[2] for known in all_keys() if known.startswith(f"{group}.")]
+    if near := nearest(name, keys):
+        return f"{group}.{near}"
     elsewhere = nearest(name, names)
     return names[elsewhere] if elsewhere else None
 

@@ -204,12 +204,12 @@ def _json_object(key: str, value: str) -> dict[str, Any]:
     text = value if is_text else _read(key, value, "JSON text (which begins with {) or a mapping")
     where = key if is_text else f"{key}: {value}"
     try:
-        found = parse_unique_json(text)
+        parsed = parse_unique_json(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} must hold a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{where} must hold a JSON object, got {type(parsed).__name__}")
+    return parsed
 
 
 def _read(key: str, path: str, otherwise: str) -> str:

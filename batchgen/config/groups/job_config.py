@@ -227,7 +227,7 @@ class JobConfig:
     def _check_answer(self, key: str | None) -> None:
         """Check what goes with given answers that are scored, which `key` says, and without a key
         with rows that are only read."""
-        most = self.sampling.max_new_tokens
+        limit = self.sampling.max_new_tokens
         of_tokens = [name for name in self.output.columns if name in COMMON_COLUMNS[:2]]
         if key is None and not set(self.output.columns).difference(COMMON_COLUMNS):
             raise ConfigError(
@@ -241,10 +241,10 @@ class JobConfig:
                 f"output.columns: {of_tokens[0]} is of tokens that are generated or given as an "
                 "answer, and here rows are only read: leave it out"
             )
-        if most:
+        if limit:
             raise ConfigError(
                 f"{key} is scored and nothing is generated after it, but "
-                f"sampling.max_new_tokens is {most}: set it to 0, or {key}=null"
+                f"sampling.max_new_tokens is {limit}: set it to 0, or {key}=null"
             )
         for ok, what in (
             (self.constraint.kind == "none", f"constraint={self.constraint.kind} restricts"),
@@ -299,8 +299,8 @@ class JobConfig:
     def constraint_marker(self) -> str:
         """What ends free text before what a row's constraint asks for; empty for none."""
         constraint = self.constraint
-        own = None if isinstance(constraint, NoConstraintConfig) else constraint.start_after
-        return own or self.output.reasoning_end or ""
+        marker = None if isinstance(constraint, NoConstraintConfig) else constraint.start_after
+        return marker or self.output.reasoning_end or ""
 
     def _check_markers(self) -> None:
         """Thoughts and the free text before a constraint end at one marker."""

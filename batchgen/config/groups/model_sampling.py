@@ -46,14 +46,14 @@ def with_model_values(
         ConfigError: the model cannot be reached, recommends nothing, or recommends what the engine
             lacks.
     """
-    asked = [key for key in OFF if key in sampling and sampling[key] is None]
-    if not asked:
+    unset = [key for key in OFF if key in sampling and sampling[key] is None]
+    if not unset:
         return dict(sampling)
     content = _read(_file_of(path, revision))
-    found = _named(content)
-    if not found:
+    model_values = _named(content)
+    if not model_values:
         raise ConfigError(
-            f"sampling.{asked[0]} is null, which takes the model's value, and {path} recommends "
+            f"sampling.{unset[0]} is null, which takes the model's value, and {path} recommends "
             f"none ({_FILE} has none, or is not there): set sampling=sample or sampling=greedy"
         )
     for key, neutral in _LACKING.items():
@@ -62,8 +62,8 @@ def with_model_values(
                 f"{path} recommends {key}={content[key]} ({_FILE}), which batchgen cannot do: set "
                 "the keys of sampling yourself, such as sampling=sample"
             )
-    values = {**OFF, **found}
-    return {**sampling, **{key: values[key] for key in asked}}
+    values = {**OFF, **model_values}
+    return {**sampling, **{key: values[key] for key in unset}}
 
 
 def sampling_values(
@@ -104,16 +104,16 @@ def _named(content: Mapping[str, Any]) -> dict[str, float]:
     """The values of OFF's keys in a file's content."""
     if content.get("do_sample") is False:
         return {"temperature": 0.0}
-    found = {}
+    values = {}
     for key in OFF:
         if (value := content.get(key)) is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{_FILE} of the model: {key} must be a number, got {value!r}")
-        found[key] = max(value, 0) if key == "top_k" else float(value)
-    if not found and content.get("do_sample") is True:
-        found["temperature"] = 1.0
-    return found
+        values[key] = max(value, 0) if key == "top_k" else float(value)
+    if not values and content.get("do_sample") is True:
+        values["temperature"] = 1.0
+    return values
 
 
 def _read(file: Path | None) -> dict[str, Any]:

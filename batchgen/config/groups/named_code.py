@@ -1,8 +1,8 @@
 """Finds the class or function that a configuration names by its import path, and the options that
 its constructor declares.
 
-Nothing else imports by a name that is not written in batchgen's own code. Whether a configuration
-may name it is decided before, by `config.trust`.
+This is the only place where batchgen imports something by a name that a configuration holds.
+Whether the configuration may name it is decided before, by `config.trust`.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from batchgen.util.errors import ConfigError
 
 
 def named_code(name: str, key: str) -> Any:
-    """What has a short name of `config.class_names` or an import path `package.module.Class`; the
-    user's own modules may be in the working directory, too. `key` is where the name stands, for
-    error messages.
+    """Import the class or function with a short name (`config.class_names`) or an import path
+    `package.module.Class`. Modules may be in the working directory, too.
 
-    Raises ConfigError if there is nothing, or it is none of batchgen's own where the path says so:
-    `batchgen.jobs.run.run_job.os.system` is not.
+    `key` is the key that holds the name, for messages.
+
+    Raises ConfigError if it does not exist, or if its path begins with `batchgen.` and it is
+    defined elsewhere, as `batchgen.jobs.run.run_job.os.system` is.
     """
     path = class_path(name)
     is_own = path.startswith(OWN)
     if not is_own and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = resolve_name(path)
+        code = resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         near = get_close_matches(path.rpartition(".")[2], list(SHORT_NAMES), 1)
-        meant = f": did you mean {near[0]}?" if is_own and near else f": {error}"
-        raise ConfigError(f"{key}: {path} is not there{meant}") from None
-    if is_own and not str(getattr(found, "__module__", "")).startswith(OWN):
+        hint = f": did you mean {near[0]}?" if is_own and near else f": {error}"
+        raise ConfigError(f"{key}: {path} is not there{hint}") from None
+    if is_own and not str(getattr(code, "__module__", "")).startswith(OWN):
         raise ConfigError(f"{key}: {path} is not batchgen's own: give the path of its own module")
-    return found
+    return code
 
 
 def strategy_options(
     cls: type, options: Mapping[str, Any], where: str = "strategy"
 ) -> dict[str, Any]:
-    """The keyword arguments for the constructor of a class that stands at `where` in the
-    configuration.
+    """The keyword arguments for the constructor of a class whose options stand under the key
+    `where` of the configuration.
 
     A parameter with an annotation gets a value of that type; one without gets the plain value.
     ConfigError if an option is unknown, missing or of another type, or no configuration can give
@@ -74,16 +75,16 @@ def _parameters(cls: type, name: str, where: str) -> dict[str, inspect.Parameter
         raise ConfigError(
             f"{where}._target_: the parameters of {name} cannot be read: {error}"
         ) from None
-    found = {}
+    by_name = {}
     for key, parameter in signature.parameters.items():
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            found[key] = parameter
+            by_name[key] = parameter
         elif parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ConfigError(
                 f"{where}._target_: {name} takes {key} by position only, and a configuration "
                 "gives options by name: drop the / from the constructor"
             )
-    return found
+    return by_name
 
 
 def _option(value: Any, hint: Any, key: str, cls: str) -> Any:

@@ -133,9 +133,9 @@ def check_template_kwargs(values: Mapping[str, Any] | None, *, tools: bool = Fal
     """Refuse options of the chat template that batchgen sets itself; `tools` is one of them where
     rows bring their own."""
     reserved = RESERVED_TEMPLATE_KWARGS | ({"tools"} if tools else set())
-    if found := sorted(reserved & set(values or {})):
+    if taken := sorted(reserved & set(values or {})):
         raise ConfigError(
-            f"prompt.template_kwargs must not set {', '.join(found)}: batchgen sets it; give only "
+            f"prompt.template_kwargs must not set {', '.join(taken)}: batchgen sets it; give only "
             "the template's own options, such as enable_thinking"
         )
 

@@ -119,11 +119,11 @@ def decode_escapes(text: str, *, quoted: bool = False) -> str:
             return match[0]
         return _MEANINGS.get(match[3], match[3])
 
-    found = _ESCAPE.sub(meaning, text)
+    decoded = _ESCAPE.sub(meaning, text)
     if "\\u" not in text:
-        return found
+        return decoded
     try:  # \ud83d\ude00 is one character in JSON
-        return found.encode("utf-16", "surrogatepass").decode("utf-16")
+        return decoded.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
         raise Unreadable("it has half of a pair \\uXXXX\\uXXXX that is one character") from None
 
@@ -253,8 +253,8 @@ class _Brackets:
                 )
 
     def _pair(self, before: list[Any]) -> tuple[str, Any]:
-        found = self._text_before(":")
-        key = found.text if isinstance(found, _Bare) else found
+        key_text = self._text_before(":")
+        key = key_text.text if isinstance(key_text, _Bare) else key_text
         if not self._rest().startswith(":"):
             raise Unreadable(f"the key {key} has no value: a mapping is written {{key: value}}")
         if key in dict(before):

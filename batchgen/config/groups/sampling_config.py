@@ -44,8 +44,8 @@ class UntilConfig:
             )
         allowed = "above 0 and at most 0.65, where two samples are needed at least"
         check(0 < width <= 0.65, "sampling.until.width", allowed, width)
-        most = _MOST_BY_WIDTH
-        check(1 <= self.most <= most, "sampling.until.most", f"from 1 to {most:,}", self.most)
+        limit = _MOST_BY_WIDTH
+        check(1 <= self.most <= limit, "sampling.until.most", f"from 1 to {limit:,}", self.most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

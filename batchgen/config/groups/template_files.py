@@ -28,14 +28,14 @@ def template_text(key: str, text: str | None, file: str | None) -> str | None:
     except OSError as error:
         raise ConfigError(f"{key}_file: {file} cannot be read: {error.strerror}") from None
     try:
-        found = data.decode("utf-8-sig")
+        decoded = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError(
             f"{key}_file: {file}, line {line}: not UTF-8: {error.reason} at byte {error.start} of "
             "the file: save it as UTF-8"
         ) from None
-    return found.replace("\r\n", "\n").removesuffix("\n")
+    return decoded.replace("\r\n", "\n").removesuffix("\n")
 
 
 def _check_no_file(key: str, text: str) -> None:

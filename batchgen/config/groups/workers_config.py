@@ -58,5 +58,5 @@ class BudgetConfig:
     @property
     def limits(self) -> dict[str, float]:
         """The limits that are set, by their keys."""
-        found = {key: getattr(self, key) for key in LIMITS}
-        return {key: value for key, value in found.items() if value is not None}
+        limits = {key: getattr(self, key) for key in LIMITS}
+        return {key: value for key, value in limits.items() if value is not None}

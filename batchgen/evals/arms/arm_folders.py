@@ -41,27 +41,26 @@ def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
     Raises:
         ConfigError: a name is no path, or one in an object store.
     """
-    found: list[ArmFolder] = []
+    arms: list[ArmFolder] = []
     for name in paths:
         path = Path(step_folder(str(user_path(folder_here(name, "batchgen compare"), "OUT"))))
         if path.name in _OF_SWEEPS and path.is_file():  # as in SWEEP/*
             continue
         is_job = (path / MANIFEST).exists() or find_record(str(path)) is not None
         below = [] if is_job or not path.is_dir() else _jobs_in(path)
-        found += [ArmFolder(one, str(Path(name) / one), listed=True) for one in below]
-        found += [] if below else [ArmFolder(name.rstrip("/") or name, name)]
-    if len({Path(folder.folder).parent for folder in found}) == 1 < len(found):
-        found = [replace(folder, name=Path(folder.folder).name) for folder in found]
-    short = Counter(folder.name for folder in found)
+        arms += [ArmFolder(one, str(Path(name) / one), listed=True) for one in below]
+        arms += [] if below else [ArmFolder(name.rstrip("/") or name, name)]
+    if len({Path(folder.folder).parent for folder in arms}) == 1 < len(arms):
+        arms = [replace(folder, name=Path(folder.folder).name) for folder in arms]
+    short = Counter(folder.name for folder in arms)
     return [
-        replace(folder, name=folder.folder) if short[folder.name] > 1 else folder
-        for folder in found
+        replace(folder, name=folder.folder) if short[folder.name] > 1 else folder for folder in arms
     ]
 
 
 def _jobs_in(folder: Path) -> list[str]:
     """The names of the folders of jobs right in a folder; links are not followed."""
-    found = []
+    folders = []
     for path in folder.iterdir():
         if path.is_symlink() or not (path / MANIFEST).is_file():
             continue
@@ -70,8 +69,8 @@ def _jobs_in(folder: Path) -> list[str]:
             began = str(attempts[0].get("started", "~"))
         except (ConfigError, JobError, AttributeError, LookupError, TypeError):
             began = "~"  # its arm says what is wrong
-        found.append((began, _natural(path.name), path.name))
-    return [name for *_, name in sorted(found)]
+        folders.append((began, _natural(path.name), path.name))
+    return [name for *_, name in sorted(folders)]
 
 
 def _natural(name: str) -> list[tuple[float, str]]:

@@ -90,8 +90,12 @@ class ArmRow:
     @property
     def shared(self) -> int:
         """How many questions it shares with the first arm."""
-        found = self.comparison
-        return 0 if found is None else len(found.wins) + len(found.ties) + len(found.losses)
+        comparison = self.comparison
+        return (
+            0
+            if comparison is None
+            else len(comparison.wins) + len(comparison.ties) + len(comparison.losses)
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def _compared(first: ArmRow, row: ArmRow, column: str) -> ArmRow:
     a, b = first.arm.marks, row.arm.marks
     assert a is not None and b is not None
     if question_means(a).keys() & question_means(b):
-        found = compare(a, b, bounded=column == MARK)
-        return replace(row, difference=found.difference, p=found.p, comparison=found)
+        comparison = compare(a, b, bounded=column == MARK)
+        return replace(row, difference=comparison.difference, p=comparison.p, comparison=comparison)
     tested = unpaired_difference(a, b, bounded=column == MARK)
     return replace(row, difference=tested.interval, p=tested.p)

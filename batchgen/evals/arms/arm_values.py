@@ -85,7 +85,7 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
     )
     rows = [
         (
-            f"{letter(place)}  {both_ends(shown_name(table, row), _NAME)}",
+            f"{letter(index)}  {both_ends(shown_name(table, row), _NAME)}",
             _value(table, row.score),
             _bounds(table, row.score),
             _difference(table, row.difference),
@@ -94,7 +94,7 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
             *([] if x is None else [number_text(row.arm.number(x))]),
             _what(row),
         )
-        for place, row in enumerate(table.rows)
+        for index, row in enumerate(table.rows)
     ]
     kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
     return [tuple(row[i] for i in kept) for row in [header, *rows]]
@@ -127,46 +127,46 @@ def table_remarks(table: ArmTable) -> list[str]:
     """What must be known to read the table, a sentence each."""
     first = table.first
     if first is None:
-        found = []
+        remarks = []
     else:
         what = "marks" if table.column == MARK else table.column
-        names = {id(row): letter(place) for place, row in enumerate(table.rows)}
-        found = [
+        names = {id(row): letter(index) for index, row in enumerate(table.rows)}
+        remarks = [
             f"Scores are means of {what} over {counted(first.questions, 'question')}; intervals "
             "are of 95%, for new questions."
         ]
         if table.tests:
             points = " in points" if table.column == MARK else ""
-            found.append(
+            remarks.append(
                 f"Differences are to {names[id(first)]}{points}; p is by Holm over "
                 f"{counted(table.tests, 'test')}: below 0.05 it holds beside the others."
             )
     arms: dict[str, list[str]] = {}
-    for place, row in enumerate(table.rows):
+    for index, row in enumerate(table.rows):
         for text in _row_remarks(row, first):
-            arms.setdefault(text, []).append(letter(place))
-    return [*found, *(f"{', '.join(letters)}: {text}" for text, letters in arms.items())]
+            arms.setdefault(text, []).append(letter(index))
+    return [*remarks, *(f"{', '.join(letters)}: {text}" for text, letters in arms.items())]
 
 
 def _row_remarks(row: ArmRow, first: ArmRow | None) -> list[str]:
-    arm, found = row.arm, []
+    arm, remarks = row.arm, []
     if arm.without:
-        found.append(f"has no score: {arm.without}")
+        remarks.append(f"has no score: {arm.without}")
     if arm.other_exam:
         how = "compared anyway" if arm.anyway else "and is not compared"
-        found.append(f"sat another exam, {how}: {arm.other_exam}")
+        remarks.append(f"sat another exam, {how}: {arm.other_exam}")
     if arm.seeds:
-        found.append(f"averaged over sampling.seed {', '.join(arm.seeds)}")
+        remarks.append(f"averaged over sampling.seed {', '.join(arm.seeds)}")
     if first is None or row.difference is None:
-        return found
+        return remarks
     if row.comparison is None:
-        found.append("shares no question with the first: the difference is not paired")
+        remarks.append("shares no question with the first: the difference is not paired")
     elif row.shared < max(row.questions, first.questions):
-        found.append(
+        remarks.append(
             f"paired over the {counted(row.shared, 'question')} that both have, of "
             f"{row.questions:,} here and {first.questions:,} there"
         )
-    return found
+    return remarks
 
 
 def _p(value: float) -> str:

@@ -80,16 +80,16 @@ def frontier_lines(frontier: Frontier) -> list[str]:
     low, high = min(p.low for p in points), max(p.high for p in points)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
     low, high = low - margin, high + margin
-    places = _columns([point.x for point in points])
+    indices = _columns([point.x for point in points])
     grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
 
     def line(value: float) -> int:
         return round((high - value) / (high - low) * (_HEIGHT - 1))
 
-    for point, place in zip(points, places, strict=True):
+    for point, index in zip(points, indices, strict=True):
         for at in range(line(point.high), line(point.low) + 1):
-            grid[at][place] = "│"
-        grid[line(point.score.estimate)][place] = point.letter[-1]
+            grid[at][index] = "│"
+        grid[line(point.score.estimate)][index] = point.letter[-1]
     shown = shown_value(frontier.column)
     marks = {line(v): shown(v) for v in (high - margin, (low + high) / 2, low + margin)}
     side = max(map(len, marks.values()))
@@ -104,11 +104,11 @@ def _columns(values: Sequence[float]) -> list[int]:
     """A column for each of some ascending values; one that is taken gives way to the right, and at
     the end to the left."""
     span = values[-1] - values[0]
-    found: list[int] = []
+    indices: list[int] = []
     for value in values:
-        place = round((value - values[0]) / span * (_WIDTH - 1)) if span else _WIDTH // 2
-        found.append(max(place, found[-1] + 2) if found else place)
-    for at in range(len(found) - 1, -1, -1):
-        most = _WIDTH - 1 if at == len(found) - 1 else found[at + 1] - 2
-        found[at] = max(min(found[at], most), 0)
-    return found
+        index = round((value - values[0]) / span * (_WIDTH - 1)) if span else _WIDTH // 2
+        indices.append(max(index, indices[-1] + 2) if indices else index)
+    for at in range(len(indices) - 1, -1, -1):
+        limit = _WIDTH - 1 if at == len(indices) - 1 else indices[at + 1] - 2
+        indices[at] = max(min(indices[at], limit), 0)
+    return indices

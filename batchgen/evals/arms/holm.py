@@ -14,8 +14,8 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     """
     tested = [(value, at) for at, value in enumerate(values) if value is not None]
     order = sorted((value, at) for value, at in tested if value == value)
-    found, largest = list(values), 0.0
+    corrected, largest = list(values), 0.0
     for rank, (value, at) in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * value))
-        found[at] = largest
-    return found
+        corrected[at] = largest
+    return corrected

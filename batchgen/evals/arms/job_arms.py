@@ -1,5 +1,9 @@
-"""Makes arms of folders: which jobs are one arm, in what they differ, and whether they sat one
-exam."""
+"""Makes the arms of a comparison from folders of jobs.
+
+An arm is one line of the comparison: a job, or jobs that differ in their seed alone and are
+averaged. Arms are comparable if they sat one exam: the same questions, asked and marked in the same
+way.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ def job_arms(
         anyway: compare different exams, too.
 
     Raises:
-        ConfigError: a folder that the user named is none of a job, an argument is wrong, jobs are
+        ConfigError: a folder that the user named holds no job, an argument is wrong, jobs are
             scored by different columns, or `by` is no column of the rows.
     """
     jobs = [_Job.of(folder, overrides) for folder in folders]
@@ -65,9 +69,9 @@ def job_arms(
             f"the jobs are scored by different columns, {' and '.join(columns)}: name one for all, "
             f"as score.column={columns[0]}"
         )
-    own = differing_settings([job.config for job in jobs])
-    for job, differs in zip(jobs, own, strict=True):
-        job.settings = differs
+    settings = differing_settings([job.config for job in jobs])
+    for job, differing in zip(jobs, settings, strict=True):
+        job.settings = differing
     _check_alone(jobs)
     groups = _by_seed(jobs)
     first = next((job for job in jobs if job.has_score(by)), None)
@@ -81,9 +85,10 @@ class _Job:
     """A job on its way into an arm.
 
     Attributes:
-        without: why it has no score; empty as long as nothing is known to be wrong.
-        damaged: whether that is a file of the job that cannot be read.
-        settings: in what it differs from others.
+        without: why the job has no score; empty unless something is known to be wrong.
+        damaged: whether the reason is a file of the job that cannot be read.
+        settings: the values of the keys in which the jobs of the comparison differ.
+        alone: whether no other of these jobs ran at the same time on the same machine.
     """
 
     def __init__(
@@ -104,29 +109,36 @@ class _Job:
         path = Path(step_folder(str(user_path(folder.folder, "OUT"))))
         try:
             reader = JobFolderReader(path)
-            made = _Job(folder, None, "")
-            made.metrics, made.config = reader.metrics, reader.config
+            entry = _Job(folder, None, "")
+            entry.metrics, entry.config = reader.metrics, reader.config
         except (ConfigError, JobError) as error:
             if not folder.listed and not (path / MANIFEST).exists():
-                GradedJob(folder.folder, "compare")  # it says what there is instead
+                GradedJob(
+                    folder.folder, "compare"
+                )  # raises an error that says what the folder holds
             return _Job(folder, None, str(error), damaged=isinstance(error, JobError))
-        if not is_config(made.config):
+        if not is_config(entry.config):
             return _Job(folder, None, f"{folder.folder}/config.yaml is not that of a job")
         try:
-            made.job = GradedJob(folder.folder, "compare")
+            entry.job = GradedJob(folder.folder, "compare")
         except (ConfigError, JobError) as error:
-            made.without, made.damaged = str(error), isinstance(error, JobError)
-            return made
-        made.score = scoring(made.job, overrides).score
-        made.job.warn_of_copies()
-        return made
+            entry.without, entry.damaged = str(error), isinstance(error, JobError)
+            return entry
+        entry.score = scoring(entry.job, overrides).score
+        entry.job.warn_of_copies()
+        return entry
 
     @cached_property
     def _tables(self) -> dict[str | None, pa.Table]:
         return {}
 
     def samples(self, by: str | None) -> pa.Table | None:
-        """The samples of its rows, None without a score."""
+        """The samples of the job's rows with their values in the column `by`, if that is not None;
+        None if the job has no score.
+
+        Raises:
+            ConfigError: the rows run with several adapters, or `by` is no column of them.
+        """
         from batchgen.evals.scores.samples import Samples
 
         if self.job is None or self.score is None or self.without:
@@ -147,12 +159,12 @@ class _Job:
         return self._tables[by]
 
     def has_score(self, by: str | None) -> bool:
-        """Whether its rows have marks."""
+        """Whether the rows of the job have marks."""
         return self.samples(by) is not None
 
     @cached_property
     def exam(self) -> AskedExam:
-        """What its rows were asked."""
+        """The prompts and the settings that the rows of the job were answered with."""
         from batchgen.evals.scores.asked_prompts import AskedExam
 
         assert self.job is not None
@@ -160,29 +172,29 @@ class _Job:
 
 
 def _check_alone(jobs: Sequence[_Job]) -> None:
-    """Find out which jobs ran while another one ran on the same machine."""
+    """Set `alone` of the jobs."""
     times = [own_times(job.metrics) for job in jobs]
-    for place, job in enumerate(jobs):
-        others = [time for other, of in enumerate(times) if other != place for time in of]
+    for number, job in enumerate(jobs):
+        others = [time for other, spans in enumerate(times) if other != number for time in spans]
         job.alone = not any(
-            own.host == other.host and own.begin < other.end and other.begin < own.end
-            for own in times[place]
+            time.host == other.host and time.begin < other.end and other.begin < time.end
+            for time in times[number]
             for other in others
         )
 
 
 def _by_seed(jobs: Sequence[_Job]) -> list[list[_Job]]:
     """Groups of jobs that differ in their seeds alone, in the order of their first ones."""
-    found: dict[tuple[Any, ...], list[_Job]] = {}
-    for place, job in enumerate(jobs):
-        rest = {key: value for key, value in job.settings.items() if key != SEED}
-        prints = {} if job.job is None else job.job.fingerprints
-        same: tuple[Any, ...] = (tuple(rest.items()), tuple(sorted(prints.items())))
-        seeds = {other.settings.get(SEED) for other in found.get(same, ())}
+    groups_by_key: dict[tuple[Any, ...], list[_Job]] = {}
+    for number, job in enumerate(jobs):
+        rest = {name: value for name, value in job.settings.items() if name != SEED}
+        fingerprints = {} if job.job is None else job.job.fingerprints
+        key: tuple[Any, ...] = (tuple(rest.items()), tuple(sorted(fingerprints.items())))
+        seeds = {other.settings.get(SEED) for other in groups_by_key.get(key, ())}
         if job.job is None or SEED not in job.settings or job.settings[SEED] in seeds:
-            same = (place,)
-        found.setdefault(same, []).append(job)
-    groups = list(found.values())
+            key = (number,)  # a group of this job alone
+        groups_by_key.setdefault(key, []).append(job)
+    groups = list(groups_by_key.values())
     if len(groups) == 1 and not any(job.folder.listed for job in jobs):
         return [[job] for job in jobs]
     return groups
@@ -191,26 +203,32 @@ def _by_seed(jobs: Sequence[_Job]) -> list[list[_Job]]:
 def _arms_of(
     group: Sequence[_Job], first: _Job | None, *, by: str | None, several: bool, anyway: bool
 ) -> list[Arm]:
-    """The arms of jobs that are averaged: one, or one for each value of the column `by`."""
+    """The arms of jobs that are averaged: one, or one for each value of the column `by`; and one
+    without a score for each job that has none.
+
+    Args:
+        first: the first job with a score in the whole comparison, whose exam the others must equal.
+        several: whether there are other groups, so that the name of an arm must say of which it is.
+    """
     from batchgen.evals.scores.job_score import config_marks
 
     scored = [job for job in group if job.has_score(by)]
     arms = [_arm([job]) for job in group if job not in scored]
     if not scored:
         return arms
-    about, score = _arm(scored), scored[0].score
+    whole, score = _arm(scored), scored[0].score
     assert score is not None and first is not None
-    differs = [found for job in scored for found in _differences(first, job)]
-    other_exam = "; ".join(dict.fromkeys(differs))
+    differences = [text for job in scored for text in _differences(first, job)]
+    other_exam = "; ".join(dict.fromkeys(differences))
     tables = [job.samples(by) for job in scored]
     pooled = pooled_samples([table for table in tables if table is not None])
-    parts = [(about, pooled)]
+    parts = [(whole, pooled)]
     if by is not None:
         parts = [
-            (_of_value(about, by, value, several=several), samples_with(pooled, by, value))
+            (_of_value(whole, by, value, several=several), samples_with(pooled, by, value))
             for value in arm_values_of(pooled, by)
         ]
-    made = [
+    scored_arms = [
         replace(
             arm,
             marks=config_marks(table, score).counting_cut_texts(score.cut_texts),
@@ -219,14 +237,14 @@ def _arms_of(
         )
         for arm, table in parts
     ]
-    return [*made, *arms]
+    return [*scored_arms, *arms]
 
 
 def _arm(jobs: Sequence[_Job]) -> Arm:
-    """An arm without marks yet."""
+    """The arm of one or several jobs, without marks as yet."""
     seeds = tuple(job.settings[SEED] for job in jobs) if len(jobs) > 1 else ()
     numbers = [job_numbers(job.metrics, job.config) for job in jobs]
-    shared = [key for key in numbers[0] if all(key in own for own in numbers)]
+    shared = [key for key in numbers[0] if all(key in of_job for of_job in numbers)]
     rest = {key: value for key, value in jobs[0].settings.items() if not seeds or key != SEED}
     return Arm(
         _name(jobs, rest),
@@ -235,12 +253,13 @@ def _arm(jobs: Sequence[_Job]) -> Arm:
         damaged=any(job.damaged for job in jobs),
         settings=rest,
         seeds=seeds,
-        metrics={key: sum(own[key] for own in numbers) / len(numbers) for key in shared},
+        metrics={key: sum(of_job[key] for of_job in numbers) / len(numbers) for key in shared},
         alone=all(job.alone for job in jobs),
     )
 
 
 def _name(jobs: Sequence[_Job], rest: dict[str, str]) -> str:
+    """The name of an arm: of its folders without their seeds, or else of its settings `rest`."""
     names = [job.folder.name for job in jobs]
     if len(names) == 1:
         return names[0]
@@ -249,10 +268,11 @@ def _name(jobs: Sequence[_Job], rest: dict[str, str]) -> str:
     return name or "all seeds"
 
 
-def _of_value(about: Arm, by: str, value: str | None, *, several: bool) -> Arm:
+def _of_value(whole: Arm, by: str, value: str | None, *, several: bool) -> Arm:
+    """The part of an arm whose rows have this value in the column `by`."""
     text = "null" if value is None else value
-    name = f"{about.name} {text}" if several else text
-    return replace(about, name=name, settings={**about.settings, by: text})
+    name = f"{whole.name} {text}" if several else text
+    return replace(whole, name=name, settings={**whole.settings, by: text})
 
 
 def _differences(first: _Job, job: _Job) -> list[str]:
@@ -262,10 +282,11 @@ def _differences(first: _Job, job: _Job) -> list[str]:
     if first is job:
         return []
     assert first.score is not None and job.score is not None
-    found = list(exam_differences(first.exam, job.exam))
-    cut = (first.score.cut_texts, job.score.cut_texts)
-    if cut[0] != cut[1]:
-        found.append(
-            f"texts that were cut count differently (score.cut_texts is {cut[0]} and {cut[1]})"
+    differences = list(exam_differences(first.exam, job.exam))
+    cut_texts = (first.score.cut_texts, job.score.cut_texts)
+    if cut_texts[0] != cut_texts[1]:
+        differences.append(
+            "texts that were cut count differently (score.cut_texts is "
+            f"{cut_texts[0]} and {cut_texts[1]})"
         )
-    return found
+    return differences

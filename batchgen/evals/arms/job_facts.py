@@ -29,10 +29,12 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, s
     """The settings in which the configurations differ, of each of them: key → value as text. A
     configuration that is not known has no such keys."""
     flat = [dict(_keys(config)) for config in configs]
-    known = [own for own in flat if own]
-    names = list(dict.fromkeys(key for own in known for key in own))
-    differ = [key for key in names if len({own.get(key, "null") for own in known}) > 1]
-    return [{key: own.get(key, "null") for key in differ} if own else {} for own in flat]
+    known = [settings for settings in flat if settings]
+    names = list(dict.fromkeys(key for settings in known for key in settings))
+    differ = [key for key in names if len({settings.get(key, "null") for settings in known}) > 1]
+    return [
+        {key: settings.get(key, "null") for key in differ} if settings else {} for settings in flat
+    ]
 
 
 def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -53,14 +55,14 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
 def job_numbers(metrics: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of metrics.json and of the configuration, by their keys with points, and the two
     that follow from others: tokens_per_forward and tokens_per_answer."""
-    found = dict(_numbers("", {**config, **metrics}))
-    tokens, answers = found.get("generated_tokens"), found.get("rows", 0)
-    forwards = found.get("counts.num_forwards")
+    numbers = dict(_numbers("", {**config, **metrics}))
+    tokens, answers = numbers.get("generated_tokens"), numbers.get("rows", 0)
+    forwards = numbers.get("counts.num_forwards")
     if tokens is not None and forwards:
-        found["tokens_per_forward"] = tokens / forwards
-    if tokens is not None and answers > found.get("error_rows", 0):
-        found["tokens_per_answer"] = tokens / (answers - found.get("error_rows", 0))
-    return found
+        numbers["tokens_per_forward"] = tokens / forwards
+    if tokens is not None and answers > numbers.get("error_rows", 0):
+        numbers["tokens_per_answer"] = tokens / (answers - numbers.get("error_rows", 0))
+    return numbers
 
 
 def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -81,12 +83,12 @@ class OwnTime(NamedTuple):
 
 def own_times(metrics: Mapping[str, Any]) -> list[OwnTime]:
     """When the attempts at a job ran, somewhat shortened, as beginning and end are not exact."""
-    found = []
+    times = []
     for attempt in metrics.get("attempts") or ():
         try:
             began = datetime.strptime(attempt["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
             end = began + float(attempt["wall_s"]) - _SLACK
-            found.append(OwnTime(str(attempt["host"]), began, end))
+            times.append(OwnTime(str(attempt["host"]), began, end))
         except (LookupError, TypeError, ValueError):  # a stranger's, or an older version's
             continue
-    return found
+    return times

@@ -89,10 +89,10 @@ def short_integer_marks(
     the other rows, and the places of these."""
     import pyarrow.compute as pc  # workers do not need it
 
-    given, is_short = _short_integers(answers)
+    integers, is_short = _short_integers(answers)
     wanted, is_short_target = _short_integers(targets)
     short = pc.and_(is_short, is_short_target)
-    columns = pc.equal(given, wanted).cast("float64"), given, wanted
+    columns = pc.equal(integers, wanted).cast("float64"), integers, wanted
     marks, keys, against = (pc.if_else(short, column, None).to_pylist() for column in columns)
     return marks, keys, against, [at for at, is_one in enumerate(short.to_pylist()) if not is_one]
 

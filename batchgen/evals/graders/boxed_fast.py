@@ -20,8 +20,13 @@ _LAST_SPACE = ord(" ")
 
 
 class LoneBoxes(NamedTuple):
-    """What simple texts hold in their only box: `present` [N] bool, and where the content begins
-    and ends in characters, `first` and `last` [N] int32, 0 for other texts."""
+    """The content of the only box of simple texts among N.
+
+    Attributes:
+        present: [N] bool, whether the text is simple.
+        first, last: [N] int32, the content is characters `first` up to `last`, which is behind it;
+            0 for texts that are not simple. All are ASCII, so characters are bytes.
+    """
 
     present: npt.NDArray[np.bool_]
     first: npt.NDArray[np.int32]
@@ -29,33 +34,34 @@ class LoneBoxes(NamedTuple):
 
     @classmethod
     def none(cls, count: int) -> LoneBoxes:
-        """Nothing found in `count` texts."""
+        """The result for `count` texts of which none is simple."""
         return cls(np.zeros(count, bool), *np.zeros((2, count), np.int32))
 
     @property
     def others(self) -> list[int]:
-        """The places of the texts that are not simple."""
-        places: list[int] = np.flatnonzero(~self.present).tolist()
-        return places
+        """The indices of the texts that are not simple."""
+        indices: list[int] = np.flatnonzero(~self.present).tolist()
+        return indices
 
 
 def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
     r"""Find the ASCII texts [N] whose only backslash begins `\boxed{…}`, and what that holds.
 
-    A text that has one of the characters `without`, or whose box is empty or long, holds a brace,
-    begins or ends with white space or has no end, is not simple.
+    A text is not simple if it has one of the characters in `without`, or if its box is empty or
+    over 32 characters, holds a brace, begins or ends with white space, or has no end.
     """
     data, begins, ends = _bytes(texts)
     slashes = np.flatnonzero(data == _COMMAND[0])
     slash, count = _within(slashes, begins, ends)
-    rows = np.flatnonzero(count == 1)
+    rows = np.flatnonzero(count == 1)  # the texts with one backslash
     start = slashes[slash[rows]] + len(_COMMAND)
     is_inside = start < ends[rows]
     rows, start = rows[is_inside], start[is_inside]
-    # What follows the command, up to where the bytes end.
+    # [rows, 33]: the bytes behind the command, without going beyond the end of all bytes.
     follows = start[:, None] + np.arange(_LONGEST + 1)
     content = data[np.minimum(follows, len(data) - 1)]
     is_simple = np.ones(len(rows), bool)
+    # The command is there, ends with a brace within the text, and its content is not refused.
     for distance, byte in enumerate(_COMMAND[::-1], 1):
         is_simple &= data[start - distance] == byte
     closing = content == ord("}")
@@ -65,9 +71,9 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
     is_simple &= ~((content == ord("{")) & (np.arange(_LONGEST + 1) < length[:, None])).any(1)
     is_simple &= (content[:, 0] > _LAST_SPACE) & (data[end - 1] > _LAST_SPACE)
     whole = data.tobytes()
-    odd = [data == ord(char) for char in without if char.isascii() and char.encode() in whole]
-    for places in odd if whole.isascii() else [*odd, data > 127]:
-        is_simple &= _within(np.flatnonzero(places), begins, ends)[1][rows] == 0
+    refused = [data == ord(char) for char in without if char.isascii() and char.encode() in whole]
+    for is_refused in refused if whole.isascii() else [*refused, data > 127]:
+        is_simple &= _within(np.flatnonzero(is_refused), begins, ends)[1][rows] == 0
     rows, start, end = rows[is_simple], start[is_simple], end[is_simple]
     result = LoneBoxes.none(len(texts))
     result.present[rows] = True
@@ -79,7 +85,7 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
 def parts_of(
     texts: pa.StringArray, first: npt.NDArray[np.int32], last: npt.NDArray[np.int32]
 ) -> pa.StringArray:
-    """Cut a part out of each text [N], from `first` to `last` in bytes."""
+    """Cut a part out of each text [N], from byte `first` up to `last`, which is behind it."""
     data, begins, _ = _bytes(texts)
     lengths = last - first
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -104,8 +110,9 @@ def _bytes(
 
 
 def _within(
-    places: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+    indices: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For each text the index of the first of some ascending places in it, and their number."""
-    first = np.searchsorted(places, begins)
-    return first, np.searchsorted(places, ends) - first
+    """Count the ascending byte `indices` that fall into each text. Returns, for each text, how many
+    come before it, and how many fall into it."""
+    before = np.searchsorted(indices, begins)
+    return before, np.searchsorted(indices, ends) - before

@@ -159,11 +159,11 @@ class OrderChoices:
         """The choices as the row has them, and the text of the right one."""
         if self.choices_column is None:
             first, *rest = ((name, self._value(fields, name)) for name in self.columns)
-            given = [_text(first[1], first[0])]
+            texts = [_text(first[1], first[0])]
             for name, value in rest:
                 many = value if isinstance(value, list | tuple) else [value]
-                given += [_text(choice, name) for choice in many]
-            return _lettered(given), given[0]
+                texts += [_text(choice, name) for choice in many]
+            return _lettered(texts), texts[0]
         assert self.target_column is not None
         listed, name = self._value(fields, self.choices_column), self.choices_column
         if not isinstance(listed, list | tuple):
@@ -171,17 +171,17 @@ class OrderChoices:
                 f"column {name!r} must hold a list of choices, got {type(listed).__name__}: name "
                 "the columns of the single choices with `columns`, or the list's own column"
             )
-        given = _lettered([_text(choice, name) for choice in listed])
+        texts = _lettered([_text(choice, name) for choice in listed])
         target = self._value(fields, self.target_column)
         at = target
         if isinstance(target, str) and len(target) == 1:
             at = LETTERS.find(target.upper())
-        if type(at) is not int or not 0 <= at < len(given):
+        if type(at) is not int or not 0 <= at < len(texts):
             raise BadChoices(
                 f"column {self.target_column!r} must be the letter or the position of one of "
-                f"{len(given)} choices, got {target!r}"
+                f"{len(texts)} choices, got {target!r}"
             )
-        return given, given[at]
+        return texts, texts[at]
 
     @staticmethod
     def _value(fields: Mapping[str, Any], name: str) -> Any:

@@ -150,9 +150,9 @@ class Extract(TextStep):
         starts: list[int | None] = lone.first.tolist()
         ends: list[int | None] = lone.last.tolist()
         reasoning_ends = [0] * len(texts)
-        for place in lone.others:
-            values = self._values(texts[place].as_py())
-            answers[place], starts[place], ends[place], reasoning_ends[place] = values
+        for index in lone.others:
+            values = self._values(texts[index].as_py())
+            answers[index], starts[index], ends[index], reasoning_ends[index] = values
         return dict(zip(self._names, (answers, starts, ends, reasoning_ends), strict=True))
 
     def _lone_boxes(self, texts: pa.StringArray) -> LoneBoxes:
@@ -171,10 +171,10 @@ class Extract(TextStep):
         if self._first_of_marks in text or self.reasoning_required:
             start, end = self._behind_reasoning(text)
             text = text[start:end]
-        found = self._find(text)
-        if found is None:
+        match = self._find(text)
+        if match is None:
             return None, None, None, start
-        answer, (first, last) = found
+        answer, (first, last) = match
         return answer, start + first, start + last, start
 
     @cached_property
@@ -201,8 +201,8 @@ class Extract(TextStep):
         """The answer and its span in the text behind the reasoning."""
         for method in self.methods:
             if method == "json_path":
-                if (found := self._json_path(text)) is not None:
-                    return found
+                if (from_json := self._json_path(text)) is not None:
+                    return from_json
             elif (span := self._span(method, text)) is not None:
                 whole = text[span[0] : span[1]]
                 # The first line of a program may be indented as the others are.
@@ -239,10 +239,10 @@ class Extract(TextStep):
 
     def _json_path(self, text: str) -> tuple[str, Span] | None:
         assert self.path is not None
-        found = _json_in(text)
-        if found is None:
+        parsed = _json_in(text)
+        if parsed is None:
             return None
-        value, span = found
+        value, span = parsed
         for key in _steps(self.path):
             if isinstance(key, int) and isinstance(value, list) and key < len(value):
                 value = value[key]

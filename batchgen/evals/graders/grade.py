@@ -165,15 +165,15 @@ class Grade:
         marks: list[float | None] = list(none)
         keys: list[str | None] = list(none)
         against: list[str | None] = list(none)
-        places: Sequence[int] = range(len(none))
+        indices: Sequence[int] = range(len(none))
         if self.method == "integer" and self.target_pattern is None:
-            marks, keys, against, places = short_integer_marks(answers, targets)
-        for place in places:
-            given = answers[place], targets[place], choices[place]
+            marks, keys, against, indices = short_integer_marks(answers, targets)
+        for index in indices:
+            arguments = answers[index], targets[index], choices[index]
             try:
-                marks[place], keys[place], against[place] = self._values(*given)
+                marks[index], keys[index], against[index] = self._values(*arguments)
             except GradeFailure as failure:
-                failures[place] = failure
+                failures[index] = failure
         return dict(zip(self._names, (marks, keys, against), strict=True))
 
     def _values(self, answer: Any, value: Any, choices: Any) -> _Values:
@@ -216,12 +216,12 @@ class Grade:
             raise GradeFailure("no_target", f"the row has no value in column {self.target!r}")
         text = str(value) if self.method == "function" else self._text_of(value, choices)
         if self.target_pattern is not None:
-            found = [match[1] for match in re.finditer(self.target_pattern, text)]
-            if not found or found[-1] is None:
+            matches = [match[1] for match in re.finditer(self.target_pattern, text)]
+            if not matches or matches[-1] is None:
                 raise GradeFailure(
                     "no_target", f"column {self.target!r}: target_pattern does not match it"
                 )
-            text = found[-1].strip()
+            text = matches[-1].strip()
         return text
 
     def _text_of(self, value: Any, choices: Sequence[Any]) -> str:
@@ -255,10 +255,12 @@ class Grade:
             return valid_json(answer, self.schema if self.schema is not None else target)
         assert target is not None
         if self.method == "integer":
-            wanted, given = normal_integer(target), normal_integer(answer)
-            if wanted is None:
+            normal_target, normal_answer = normal_integer(target), normal_integer(answer)
+            if normal_target is None:
                 raise GradeFailure("bad_target", f"the target {target!r} is no whole number")
-            return given == wanted, normal_text(answer) if given is None else given
+            return normal_answer == normal_target, normal_text(
+                answer
+            ) if normal_answer is None else normal_answer
         if self.method == "math":
             right = same_math(target, answer)
             if not right and len(answer) > MOST_CHARACTERS:
@@ -266,12 +268,12 @@ class Grade:
             # All ways to write the right answer are one answer where votes are counted.
             return right, forms(target if right else answer).shortest
         if self.method == "choice":
-            key, wanted = choice_letter(answer, choices), choice_letter(target, choices)
-            return key == wanted or equal_choices(key, wanted, choices), key
-        given = normal_text(answer, ignore_case)
+            key, normal_target = choice_letter(answer, choices), choice_letter(target, choices)
+            return key == normal_target or equal_choices(key, normal_target, choices), key
+        normal_answer = normal_text(answer, ignore_case)
         if self.method == "exact":
-            return given == normal_text(target, ignore_case), given
-        return matches_whole(target, answer, ignore_case), given
+            return normal_answer == normal_text(target, ignore_case), normal_answer
+        return matches_whole(target, answer, ignore_case), normal_answer
 
     def _call(self, answer: Any, target: str | None, row: AnswerRow) -> float:
         assert self.function is not None
@@ -291,7 +293,7 @@ def _resolve(path: Any) -> Callable[..., Any]:
         raise ConfigError(
             f"Grade: function._target_ must be the import path of a function, got {path!r}"
         )
-    found: Callable[..., Any] = named_code(path, "Grade: function._target_")
-    if not callable(found):
+    function: Callable[..., Any] = named_code(path, "Grade: function._target_")
+    if not callable(function):
         raise ConfigError(f"Grade: function._target_: {path} is no function")
-    return found
+    return function

@@ -90,16 +90,16 @@ class StepChain:
         if text is None:
             return values, None
         inside, left = self._parts
-        made = run_post_steps(inside, AnswerRow(text, fields, {}))
-        values |= made
-        if not left or made.get(GRADE_ERROR.name) is not None:
+        inside_values = run_post_steps(inside, AnswerRow(text, fields, {}))
+        values |= inside_values
+        if not left or inside_values.get(GRADE_ERROR.name) is not None:
             return values, None
         needed = [step.field_names for step in left]
         if None not in needed:
-            names = {name for given in needed for name in given or ()}
+            names = {name for needs in needed for name in needs or ()}
             fields = {name: fields[name] for name in names if name in fields}
         text = text if any(step.reads_text for step in left) else ""
-        return values, AnswerRow(text, fields, made)
+        return values, AnswerRow(text, fields, inside_values)
 
     @cached_property
     def takes_columns(self) -> bool:
@@ -112,7 +112,7 @@ class StepChain:
         """The columns of all steps for N rows, with the same values as row by row; a null text is
         an error row."""
         values: dict[str, Sequence[Any]] = {name: [None] * len(texts) for name in self._names}
-        left = [place for place, valid in enumerate(texts.is_valid().to_pylist()) if valid]
+        left = [index for index, valid in enumerate(texts.is_valid().to_pylist()) if valid]
         for step in cast(tuple[ColumnStep, ...], self.steps) if left else ():
             rows = AnswerRows(
                 texts if len(left) == len(texts) else texts.take(left),
@@ -126,7 +126,7 @@ class StepChain:
                 errors = [_error(failures[at])[GRADE_ERROR.name] for at in failures]
                 failed = [left[at] for at in failures]
                 values[GRADE_ERROR.name] = _put(values[GRADE_ERROR.name], failed, errors)
-                left = [place for at, place in enumerate(left) if at not in failures]
+                left = [index for at, index in enumerate(left) if at not in failures]
             if not left:
                 break
         return values
@@ -142,7 +142,7 @@ class StepChain:
 
 def _at(column: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
     """The values of a column at some places, which ascend."""
-    return column if len(indices) == len(column) else [column[place] for place in indices]
+    return column if len(indices) == len(column) else [column[index] for index in indices]
 
 
 def _put(column: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
@@ -150,20 +150,20 @@ def _put(column: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -
     if len(indices) == len(column):
         return values
     changed = list(column)
-    for place, value in zip(indices, values, strict=True):
-        changed[place] = value
+    for index, value in zip(indices, values, strict=True):
+        changed[index] = value
     return changed
 
 
 def run_post_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:
     """The values of the steps' columns, and `grade_error` if a step failed; it ends the chain."""
-    made: _Values = {}
+    values: _Values = {}
     for step in steps:
         try:
-            made |= step.apply(AnswerRow(row.text, row.fields, {**row.values, **made}))
+            values |= step.apply(AnswerRow(row.text, row.fields, {**row.values, **values}))
         except GradeFailure as failure:
-            return made | _error(failure)
-    return made
+            return values | _error(failure)
+    return values
 
 
 class Grader:
@@ -181,13 +181,13 @@ class Grader:
     ) -> None:
         self.chain = StepChain(tuple(steps))
         self._pool: WorkerPool[AnswerRow, _Values] | None = None
-        own = sum(step.most_seconds for step in steps if isinstance(step, SelfTimedStep))
+        step_seconds = sum(step.most_seconds for step in steps if isinstance(step, SelfTimedStep))
         if any(step.isolated for step in steps):
             self._pool = WorkerPool(
                 self.chain.finish,
                 prepare=self.chain.prepare,
                 workers=workers,
-                seconds=seconds + own,
+                seconds=seconds + step_seconds,
                 memory_bytes=memory_bytes,
             )
 

@@ -149,10 +149,10 @@ class WorkerPool(Generic[A, R]):
     def _map(self, items: Iterator[A | Ready[R]]) -> Iterator[R | GradeFailure]:
         waiting: deque[_Task[A]] = deque()
         done: dict[int, R | GradeFailure] = {}
-        read, given, more = 0, 0, True
+        read, yielded, more = 0, 0, True
         try:
-            while more or given < read:
-                while more and read - given < self._window and len(waiting) < _MOST_AT_ONCE:
+            while more or yielded < read:
+                while more and read - yielded < self._window and len(waiting) < _MOST_AT_ONCE:
                     try:
                         item = next(items)
                     except StopIteration:
@@ -164,11 +164,11 @@ class WorkerPool(Generic[A, R]):
                         waiting.append(_Task(read, item))
                     read += 1
                 self._send(waiting)
-                if given not in done and given < read:
+                if yielded not in done and yielded < read:
                     self._receive(waiting, done)
-                while given in done:
-                    yield done.pop(given)
-                    given += 1
+                while yielded in done:
+                    yield done.pop(yielded)
+                    yielded += 1
         finally:
             # What was sent and never read must not be taken for the results of the next `map`.
             for worker in [worker for worker in self._workers if worker.tasks]:

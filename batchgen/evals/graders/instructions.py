@@ -72,8 +72,10 @@ class Instructions(TextStep):
             try:
                 verdicts.append(
                     [
-                        follows_instruction(name, own or {}, row.text, prompt=prompt, loose=loose)
-                        for name, own in zip(ids, all_kwargs, strict=True)
+                        follows_instruction(
+                            name, kwargs or {}, row.text, prompt=prompt, loose=loose
+                        )
+                        for name, kwargs in zip(ids, all_kwargs, strict=True)
                     ]
                 )
             except ConfigError as error:
@@ -96,5 +98,5 @@ def _are_instructions(ids: Any, kwargs: Any) -> bool:
     """Whether a row has ids of instructions, and arguments for each."""
     if not isinstance(ids, Sequence) or not isinstance(kwargs, Sequence) or len(ids) != len(kwargs):
         return False
-    objects = all(own is None or isinstance(own, Mapping) for own in kwargs)
+    objects = all(one is None or isinstance(one, Mapping) for one in kwargs)
     return bool(ids) and objects and all(isinstance(name, str) for name in ids)

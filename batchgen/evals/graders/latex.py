@@ -89,8 +89,8 @@ def plain(answer: str) -> str:
     text = _SIZES.sub("", text.replace("{,}", ","))
     text = _SPACES.sub(" ", text)
     for _ in range(4):  # fonts inside fonts
-        text, found = _FONTS.subn(r"\1", text)
-        if not found:
+        text, count = _FONTS.subn(r"\1", text)
+        if not count:
             break
     text = text.strip().strip("*").strip()
     for left, right in (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")):

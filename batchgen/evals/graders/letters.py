@@ -85,11 +85,11 @@ def letter_spans(text: str, letters: str) -> list[Span]:
     if stated:
         return sorted(stated)
     boxed = (patterns.first.match(text, *box) for box in boxes(text))
-    if found := [match.span(1) for match in boxed if match]:
-        return found
+    if spans := [match.span(1) for match in boxed if match]:
+        return spans
     lines = (patterns.line.fullmatch(text, *line) for line in _outer_lines(text))
-    if found := [match.span(1) for match in lines if match]:
-        return found
+    if spans := [match.span(1) for match in lines if match]:
+        return spans
     choices = patterns.decided.finditer(text)
     decided += [match.span(1) for match in choices if not _is_rejected(text, match.start())]
     if decided:

@@ -96,19 +96,19 @@ class ParseScore(TextStep):
 
     def _said(self, text: str) -> Span | None:
         """The last score that the text says, else the last behind a bare label."""
-        found: dict[bool, Span | None] = {}
+        spans: dict[bool, Span | None] = {}
         for match in _SCORES.finditer(text):
             says = match["says"] is not None and match["says"].lower() != "of"
             if match["most"]:
                 continue
             if match["range"]:
                 if says:
-                    found[says] = None
+                    spans[says] = None
                 continue
             scale = 100.0 if match["percent"] else float(match["scale"] or self.high)
             if scale == self.high and self._is_score(text, match.span("number")):
-                found[says] = match.span("number")
-        return found.get(True, found.get(False))
+                spans[says] = match.span("number")
+        return spans.get(True, spans.get(False))
 
     def _is_score(self, text: str, span: Span) -> bool:
         exact = latex_number(text[slice(*span)]) if span[0] >= 0 else None

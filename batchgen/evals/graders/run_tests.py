@@ -130,8 +130,8 @@ class RunTests:
 
     @cached_property
     def _sandbox(self) -> Sandbox:
-        found = interpreter(self.python, tuple(self.packages))
-        return Sandbox(found, self.memory_mib << 20, self.seconds, self.total_seconds)
+        python = interpreter(self.python, tuple(self.packages))
+        return Sandbox(python, self.memory_mib << 20, self.seconds, self.total_seconds)
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         program = row.values.get(self.program)
@@ -147,11 +147,11 @@ class RunTests:
     def _known(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
         """What came of a program, now or earlier."""
         limits = (self.seconds, self.total_seconds, self.memory_mib, self.version)
-        given = json.dumps([tests, name, self.method])
-        key = result_key([program, given, self._sandbox.interpreter.name, *limits])
+        question = json.dumps([tests, name, self.method])
+        key = result_key([program, question, self._sandbox.interpreter.name, *limits])
         known = KnownResults()
-        if (found := known.get(key)) is not None:
-            return found
+        if (known_result := known.get(key)) is not None:
+            return known_result
         try:
             result = self._run(program, tests, name)
         except UnfitTests as error:
@@ -170,11 +170,13 @@ class RunTests:
             raise GradeFailure("bad_target", f"column {', '.join(self.tests)}: {error}") from None
         if not cases:
             raise GradeFailure("no_target", f"column {', '.join(self.tests)} has no tests")
-        called = [case for case in cases if case.calls]
-        if called and name is None:
+        calling = [case for case in cases if case.calls]
+        if calling and name is None:
             raise GradeFailure("no_target", "the tests call a function whose name the row lacks")
         read = [case for case in cases if not case.calls]
-        result = self._called(program, called, name) if called and name else ProgramResult("passed")
+        result = (
+            self._called(program, calling, name) if calling and name else ProgramResult("passed")
+        )
         return self._with_inputs(program, read) if result.outcome == "passed" else result
 
     def _called(self, program: str, cases: Sequence[Case], name: str) -> ProgramResult:
@@ -184,16 +186,16 @@ class RunTests:
 
     def _with_inputs(self, program: str, cases: Sequence[Case]) -> ProgramResult:
         deadline = time.monotonic() + self.total_seconds
-        for place, case in enumerate(cases):
-            most = max(_LEAST_OUTPUT, 4 * len(case.output))
+        for index, case in enumerate(cases):
+            limit = max(_LEAST_OUTPUT, 4 * len(case.output))
             sandbox = replace(self._sandbox, wall_seconds=deadline - time.monotonic())
-            output, failure = run_with_input(sandbox, program, case.input, most)
+            output, failure = run_with_input(sandbox, program, case.input, limit)
             if failure is not None:
-                return replace(failure, detail=f"case {place}: {failure.detail}")
+                return replace(failure, detail=f"case {index}: {failure.detail}")
             if not same_output(output, case.output):
-                found, wanted = output.strip(), case.output.strip()
+                printed, wanted = output.strip(), case.output.strip()
                 return ProgramResult(
-                    "wrong", f"case {place}: {found!r:.100} is not {wanted!r:.100}"
+                    "wrong", f"case {index}: {printed!r:.100} is not {wanted!r:.100}"
                 )
         return ProgramResult("passed")
 

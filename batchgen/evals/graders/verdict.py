@@ -55,10 +55,10 @@ class Verdict(TextStep):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        said = ", ".join(f"{name} {mark:g}" for name, mark in self.marks.items())
+        marks = ", ".join(f"{name} {mark:g}" for name, mark in self.marks.items())
         return (
             Column(self.prefix + "verdict", "string", "what the judge decided; null if it is none"),
-            Column(self.prefix + MARK, "float64", f"the mark of the judge's verdict: {said}"),
+            Column(self.prefix + MARK, "float64", f"the mark of the judge's verdict: {marks}"),
         )
 
     @property
@@ -78,8 +78,8 @@ class Verdict(TextStep):
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         names = {name.casefold(): name for name in self.marks}
-        found = [m[1] or "" for m in self._words.finditer(row.text.rpartition("</think>")[2])]
-        known = [names[word.casefold()] for word in found if word.casefold() in names]
+        verdicts = [m[1] or "" for m in self._words.finditer(row.text.rpartition("</think>")[2])]
+        known = [names[word.casefold()] for word in verdicts if word.casefold() in names]
         verdict = known[-1] if known else None
         mark = None if verdict is None else self.marks[verdict]
         if mark is not None and self.flip is not None:
@@ -143,8 +143,8 @@ class Majority(TextStep):
         return (self.own,)
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
-        given = [*(row.fields.get(name) for name in self.marks), row.values.get(self.own)]
-        marks = [mark for mark in given if mark is not None]
+        all_marks = [*(row.fields.get(name) for name in self.marks), row.values.get(self.own)]
+        marks = [mark for mark in all_marks if mark is not None]
         mark = None
         if marks:
             # Of equal counts, max takes the mark that comes first.

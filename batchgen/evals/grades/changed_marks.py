@@ -60,10 +60,12 @@ class ChangedMarks:
         if not part.is_of_shard:
             return None
         try:
-            found = read_schema(part.path)
+            file_schema = read_schema(part.path)
             wanted = (*ROW_KEYS, MARK, _ANSWER)
-            both = [name for name in wanted if name in found.names and name in schema.names]
-            same = [name for name in both if found.field(name).type == schema.field(name).type]
+            both = [name for name in wanted if name in file_schema.names and name in schema.names]
+            same = [
+                name for name in both if file_schema.field(name).type == schema.field(name).type
+            ]
             if not {*ROW_KEYS, MARK} <= {*same}:
                 return None
             grades = read_columns(part.path, same)
@@ -78,8 +80,8 @@ class ChangedMarks:
             return
         old, new = before[MARK], after[MARK]
         differ = pc.fill_null(pc.not_equal(old, new), pc.xor(old.is_valid(), new.is_valid()))
-        places = pc.indices_nonzero(differ)
-        pairs = zip(*(table.take(places).to_pylist() for table in (before, after)), strict=True)
+        indices = pc.indices_nonzero(differ)
+        pairs = zip(*(table.take(indices).to_pylist() for table in (before, after)), strict=True)
         rows = [_changed(*pair) for pair in pairs]
         with self._lock:
             if rows and self._write is not None:

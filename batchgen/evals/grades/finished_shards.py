@@ -141,10 +141,10 @@ class GradedShards(ABC):
         with CheckedFile(source) as file:
             if lacks := [name for name in (*names, *KEYS) if name not in file.schema.names]:
                 raise damaged(source, f"it has no column {lacks[0]}")
-            found = file.read([*dict.fromkeys([*names, *KEYS])])
-        if found.num_rows != count:
-            raise damaged(source, f"it has {found.num_rows} rows, and its shard {count}")
-        return found
+            table = file.read([*dict.fromkeys([*names, *KEYS])])
+        if table.num_rows != count:
+            raise damaged(source, f"it has {table.num_rows} rows, and its shard {count}")
+        return table
 
     def _is_graded(self, number: int, grades: pa.Schema) -> bool:
         """Whether grades with this schema were made of the shard as it is."""
@@ -190,8 +190,8 @@ class FinishedShards(GradedShards):
 
     @cached_property
     def grades_digest(self) -> str:
-        """A digest of the grades, or ConfigError if some are missing, of other steps or of other
-        rows."""
+        """A digest of the grades. Raises ConfigError if some are missing, of other steps or of
+        other rows."""
         digests = list[str]()
         if self._grades_fault is not None:
             raise self._unusable(self._grades_fault)
@@ -208,16 +208,16 @@ class FinishedShards(GradedShards):
 
     def _look_at_grades(self) -> tuple[pa.Schema, str | None]:
         """The columns of the grades, and why they cannot be used, if they cannot."""
-        files, made, schema = self._files(GRADES), set[bytes | None](), pa.schema([])
+        files, steps, schema = self._files(GRADES), set[bytes | None](), pa.schema([])
         try:
             for number in files:
                 with CheckedFile(self._source(GRADES, number)) as file:
-                    made.add((file.schema.metadata or {}).get(STEPS_KEY))
+                    steps.add((file.schema.metadata or {}).get(STEPS_KEY))
                     schema = schema if number else file.schema
         except DamagedFile as error:
             return schema, str(error)
         schema = pa.schema([field for field in schema if field.name not in ROW_KEYS])
-        if files and (len(made) > 1 or files != list(range(len(self.shards)))):
+        if files and (len(steps) > 1 or files != list(range(len(self.shards)))):
             return schema, "some shards have no grades, or such of other steps"
         return schema, None
 

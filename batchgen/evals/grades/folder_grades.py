@@ -61,13 +61,13 @@ class JobGrades:
         if self._steps is not None:
             return self._steps
         files = shard_files(self.path).values() if self.path.is_dir() else ()
-        found = (made_of(path).get(STEPS_KEY) for path in files)
-        return next((steps.decode(errors="replace") for steps in found if steps is not None), None)
+        values = (made_of(path).get(STEPS_KEY) for path in files)
+        return next((steps.decode(errors="replace") for steps in values if steps is not None), None)
 
     def parts(self, shards: Collection[int] | None = None) -> Iterator[GradePart]:
         """A part for each shard of the job, or for those of these numbers, in order."""
-        found = shard_files(self.job / "data")
-        return map(self.part, (n for n in found if shards is None or n in shards))
+        files = shard_files(self.job / "data")
+        return map(self.part, (n for n in files if shards is None or n in shards))
 
     def part(self, number: int) -> GradePart:
         """The part of the shard with this number, which is there."""
@@ -127,11 +127,11 @@ class JobGrades:
                 return False
             try:
                 with CheckedFile(path) as grades, CheckedFile(shard) as rows:
-                    made = (grades.metadata.metadata or {}).get(STEPS_KEY)
+                    stored_steps = (grades.metadata.metadata or {}).get(STEPS_KEY)
                     counts = {grades.metadata.num_rows, rows.metadata.num_rows}
             except DamagedFile:
                 return False
-            if made != steps.encode() or len(counts) > 1:
+            if stored_steps != steps.encode() or len(counts) > 1:
                 return False
         return True
 
@@ -161,12 +161,12 @@ class JobGrades:
         """
         steps = post_steps(configs)
         _check_names(StepChain(steps))
-        made = json.dumps(step_descriptions(configs, steps), sort_keys=True)
-        pending = [part for part in self.parts(shards) if not self._is_made(part, made)]
+        described = json.dumps(step_descriptions(configs, steps), sort_keys=True)
+        pending = [part for part in self.parts(shards) if not self._is_made(part, described)]
         if pending:
             check_fields(steps, read_schema(pending[0].shard).names)
             check_machine(steps)
-        self._steps = made
+        self._steps = described
         with contextlib.suppress(OSError):  # it is of no use, and harms nobody here
             (self.path / _STEPS_FILE).unlink(missing_ok=True)
         if not pending:
@@ -177,11 +177,11 @@ class JobGrades:
             raise unwritable(self.path, error) from error
         count = config.workers or usable_cores()
         with Grader(steps, workers=count, seconds=config.seconds) as grader:
-            todo = GradingPass(grader, made, text_column, stop, self._witness, changes)
+            todo = GradingPass(grader, described, text_column, stop, self._witness, changes)
             rows = 0
             try:
                 for part, number in todo.grade(pending):
-                    self._written[part] = made
+                    self._written[part] = described
                     rows += number
             except Stopped:
                 return None

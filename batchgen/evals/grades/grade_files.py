@@ -35,8 +35,11 @@ class GradePart:
 
     def is_made_by(self, steps: str) -> bool:
         """Whether the grades are there, of this very shard and by these steps."""
-        made = made_of(self.path)
-        return made.get(SHARD_KEY) == self.digest.encode() and made.get(STEPS_KEY) == steps.encode()
+        metadata = made_of(self.path)
+        return (
+            metadata.get(SHARD_KEY) == self.digest.encode()
+            and metadata.get(STEPS_KEY) == steps.encode()
+        )
 
 
 def made_of(path: Path) -> Mapping[bytes, bytes]:

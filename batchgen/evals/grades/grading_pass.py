@@ -73,10 +73,10 @@ class GradingPass:
         kernel, so that threads do some of it side by side."""
         with ThreadPoolExecutor(_THREADS, "grade") as pool:
             try:
-                made = pool.map(self._grade_columns, parts)
-                for part, (count, seen) in zip(parts, made, strict=True):
-                    if self.witness is not None and seen is not None:
-                        self.witness.see(part, *seen)
+                tables = pool.map(self._grade_columns, parts)
+                for part, (count, tables_seen) in zip(parts, tables, strict=True):
+                    if self.witness is not None and tables_seen is not None:
+                        self.witness.see(part, *tables_seen)
                     yield part, count
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -137,9 +137,9 @@ class GradingPass:
                 part, key = keys.popleft()
                 yield part, {**key, **values}
 
-        for part, found in itertools.groupby(graded(), key=lambda pair: pair[0]):
+        for part, pairs in itertools.groupby(graded(), key=lambda pair: pair[0]):
             schema = self._schema(part, read_schema(part.shard))
-            values = (row for _, row in found)
+            values = (row for _, row in pairs)
             yield part, self._write(part, schema, _row_batches(schema, values))
 
     def _rows(self, shard: Path) -> Iterator[dict[str, Any]]:
@@ -209,8 +209,8 @@ class GradingPass:
     def _schema(self, part: GradePart, rows: pa.Schema) -> pa.Schema:
         """The columns of a part, given those of its shard."""
         fields = [rows.field(name) for name in ROW_KEYS]
-        made = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}
-        return pa.schema([*fields, *self._made], metadata=made)
+        metadata = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}
+        return pa.schema([*fields, *self._made], metadata=metadata)
 
     @cached_property
     def _made(self) -> pa.Schema:

@@ -38,25 +38,25 @@ class VisibleColumns:
         self.data, self.grades, self._more = tuple(data), tuple(grades), tuple(more)
         self._both = frozenset(self.data) & frozenset(self.grades)
         self.has_grades = bool(self.grades) and GRADES not in self.data
-        own = [name for name in self.grades if name not in self._both]
-        self.names = (*self.data, *own, *([GRADES] if self.has_grades else []))
+        alone = [name for name in self.grades if name not in self._both]
+        self.names = (*self.data, *alone, *([GRADES] if self.has_grades else []))
 
     def expression(self, key: str, source: str) -> RowExpression:
         """Compile an expression, or raise ConfigError, which names the `key`."""
-        found = RowExpression(key, source, (*self.names, *self._more))
-        for name in sorted(self._both & set(found.names)):
-            if found.attributes(name) != frozenset():
+        expression = RowExpression(key, source, (*self.names, *self._more))
+        for name in sorted(self._both & set(expression.names)):
+            if expression.attributes(name) != frozenset():
                 raise ConfigError(
                     f"{key}: {name} is a column of the data and one of the grades: write "
                     f"grades.{name} or row.{name}"
                 )
-        for name in sorted(found.attributes(GRADES) or ()) if self.has_grades else ():
+        for name in sorted(expression.attributes(GRADES) or ()) if self.has_grades else ():
             if name not in self.grades:
                 raise ConfigError(
                     f"{key}: the grades have no column {name!r}: choose among "
                     f"{some_names(self.grades, name)}"
                 )
-        return found
+        return expression
 
     def read_by(self, expression: RowExpression) -> Wanted:
         """Which columns an expression reads."""
@@ -83,7 +83,7 @@ class VisibleColumns:
 
     def variables(self, fields: Mapping[str, Any], grades: Mapping[str, Any]) -> dict[str, Any]:
         """What expressions see of a row with these values, and of its grades."""
-        found = {**fields, **{name: grades[name] for name in grades if name not in self.data}}
+        variables = {**fields, **{name: grades[name] for name in grades if name not in self.data}}
         if self.has_grades:
-            found[GRADES] = grades
-        return found
+            variables[GRADES] = grades
+        return variables

@@ -81,8 +81,8 @@ def _newline(text: str, args: InstructionArguments) -> bool:
 
 def _emoji(text: str, args: InstructionArguments) -> bool:
     """An emoji is the last or last but one character of each sentence, or begins the next one."""
-    found = [sentence.translate(_NO_MARKS).strip() for sentence in sentences(text)]
-    for sentence, following in zip(found, [*found[1:], ""], strict=True):
+    texts = [sentence.translate(_NO_MARKS).strip() for sentence in sentences(text)]
+    for sentence, following in zip(texts, [*texts[1:], ""], strict=True):
         if not sentence or not (_EMOJI.search(sentence[-2:]) or _EMOJI.match(following)):
             return False
     return True
@@ -134,10 +134,10 @@ def _no_bullets_bullets(text: str, args: InstructionArguments) -> bool:
 
 
 def _title_case(text: str, args: InstructionArguments) -> bool:
-    found = [word for word in tokens(text) if word[0].isalpha()]
+    words = [word for word in tokens(text) if word[0].isalpha()]
     return not any(
         word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper())
-        for word in found
+        for word in words
     )
 
 
@@ -172,8 +172,8 @@ def _reverse_newline(text: str, args: InstructionArguments) -> bool:
     """From Zimbabwe on 52 lines at least, in the reverse order of the alphabet."""
     lines = [line.strip(_MARKS) for line in text.split("\n") if line.strip(_MARKS)]
     start = next((at for at, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
-    found = [_ascii(line) for line in lines[start:]]
-    return len(found) >= 52 and found == sorted(found, reverse=True)
+    texts = [_ascii(line) for line in lines[start:]]
+    return len(texts) >= 52 and texts == sorted(texts, reverse=True)
 
 
 def _ascii(text: str) -> str:

@@ -75,9 +75,9 @@ def _unique_word_count(text: str, args: InstructionArguments) -> bool:
 
 
 def _stop_words(text: str, args: InstructionArguments) -> bool:
-    found = re.findall(r"\w+", text.lower())
-    share = sum(word in _STOP_WORDS for word in found) / max(1, len(found))
-    return bool(found) and share * 100 <= args.number("percentage")
+    words = re.findall(r"\w+", text.lower())
+    share = sum(word in _STOP_WORDS for word in words) / max(1, len(words))
+    return bool(words) and share * 100 <= args.number("percentage")
 
 
 def _counts(text: str) -> tuple[int, int, int]:
@@ -87,8 +87,8 @@ def _counts(text: str) -> tuple[int, int, int]:
 
 
 def _sentence_type(text: str, args: InstructionArguments) -> bool:
-    said, asked, _ = _counts(text)
-    return said == 2 * asked
+    statements, questions, _ = _counts(text)
+    return statements == 2 * questions
 
 
 def _sentence_balance(text: str, args: InstructionArguments) -> bool:
@@ -96,16 +96,16 @@ def _sentence_balance(text: str, args: InstructionArguments) -> bool:
 
 
 def _sentence_words(text: str, args: InstructionArguments) -> bool:
-    found = sentences(text)
-    words = words_of(" ".join(found))
-    same_length = len({*map(len, found)}) == 1
-    return len(found) == 3 and same_length and len(words) == len({*words})
+    texts = sentences(text)
+    words = words_of(" ".join(texts))
+    same_length = len({*map(len, texts)}) == 1
+    return len(texts) == 3 and same_length and len(words) == len({*words})
 
 
 def _conjunctions(text: str, args: InstructionArguments) -> bool:
     """Conjunctions count as different as they are written: `and` and `And,` are two."""
-    found = {word for word in text.split() if word.strip(_MARKS).lower() in _CONJUNCTIONS}
-    return len(found) >= args.number("small_n")
+    words = {word for word in text.split() if word.strip(_MARKS).lower() in _CONJUNCTIONS}
+    return len(words) >= args.number("small_n")
 
 
 def _person_names(text: str, args: InstructionArguments) -> bool:
@@ -114,12 +114,12 @@ def _person_names(text: str, args: InstructionArguments) -> bool:
 
 def _overlap(text: str, args: InstructionArguments) -> bool:
     """The share of the response's runs of three tokens that the reference has, within 2%."""
-    own, reference = (
-        {*zip(found, found[1:], found[2:], strict=False)}
-        for found in (tokens(text), tokens(args.text("reference_text")))
+    in_text, reference = (
+        {*zip(words, words[1:], words[2:], strict=False)}
+        for words in (tokens(text), tokens(args.text("reference_text")))
     )
-    share = 100 * len(own & reference) / max(1, len(own))
-    return bool(own) and abs(share - args.number("percentage")) <= 2
+    share = 100 * len(in_text & reference) / max(1, len(in_text))
+    return bool(in_text) and abs(share - args.number("percentage")) <= 2
 
 
 def _numbers(text: str, args: InstructionArguments) -> bool:
@@ -139,13 +139,13 @@ def _words_japanese(text: str, args: InstructionArguments) -> bool:
     nth = args.number("N")
     if nth < 1:
         raise ValueError("count:words_japanese: N must be 1 at least")
-    found = [word.strip(_MARKS) for word in text.split()[nth - 1 :: nth]]
-    return all(_JAPANESE.search(word) for word in found if word and not word.isdigit())
+    words = [word.strip(_MARKS) for word in text.split()[nth - 1 :: nth]]
+    return all(_JAPANESE.search(word) for word in words if word and not word.isdigit())
 
 
 def _pronouns(text: str, args: InstructionArguments) -> bool:
-    found = tokens(text.replace("/", " ").lower())
-    return sum(word in _PRONOUNS for word in found) >= args.number("N")
+    words = tokens(text.replace("/", " ").lower())
+    return sum(word in _PRONOUNS for word in words) >= args.number("N")
 
 
 def _keywords_multiple(text: str, args: InstructionArguments) -> bool:
@@ -158,11 +158,11 @@ def _keywords_multiple(text: str, args: InstructionArguments) -> bool:
 
 def _alphabet(text: str, args: InstructionArguments) -> bool:
     """Each word begins with the letter behind that of the word before; after z comes a."""
-    found = [word[0] for word in words_of(text)]
-    if not found or not "a" <= found[0] <= "z":
+    initials = [word[0] for word in words_of(text)]
+    if not initials or not "a" <= initials[0] <= "z":
         return False
-    first = ord(found[0]) - ord("a")
-    return all(ord(l) - ord("a") == (first + at) % 26 for at, l in enumerate(found))  # noqa: E741
+    first = ord(initials[0]) - ord("a")
+    return all(ord(l) - ord("a") == (first + at) % 26 for at, l in enumerate(initials))  # noqa: E741
 
 
 def _vowel(text: str, args: InstructionArguments) -> bool:
@@ -217,13 +217,13 @@ def _specific_position(text: str, args: InstructionArguments) -> bool:
 
 
 def _words_position(text: str, args: InstructionArguments) -> bool:
-    found = [word.lower() for word in _word_tokens(text)]
-    return len(found) > 1 and found[1] == found[-2] == args.text("keyword").strip().lower()
+    words = [word.lower() for word in _word_tokens(text)]
+    return len(words) > 1 and words[1] == words[-2] == args.text("keyword").strip().lower()
 
 
 def _last_first(text: str, args: InstructionArguments) -> bool:
-    found = sentences(text)
-    for one, following in itertools.pairwise(found):
+    texts = sentences(text)
+    for one, following in itertools.pairwise(texts):
         last, first = one.rstrip(_MARKS).split()[-1:], following.lstrip(_MARKS).split()[:1]
         if not last or not first or last[0].lower() != first[0].lower():
             return False

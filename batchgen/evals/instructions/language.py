@@ -31,5 +31,5 @@ def _detector() -> Callable[[str], str]:
             "instructions on languages need the package langdetect: pip install 'batchgen[evals]'"
         ) from None
     DetectorFactory.seed = 0
-    found: Callable[[str], str] = detect
-    return found
+    language_of: Callable[[str], str] = detect
+    return language_of

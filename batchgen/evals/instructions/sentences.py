@@ -51,13 +51,13 @@ def sentences(text: str) -> list[str]:
     small letter. Line breaks end none either, so that a list without full stops is one sentence,
     as in the tokenizer for sentences that IFEval is defined by (Kiss and Strunk 2006).
     """
-    found, start = [], 0
+    result, start = [], 0
     for match in _END.finditer(text):
         if match.end() < len(text) and _ends(text, match):
-            found.append(text[start : match.end()].strip())
+            result.append(text[start : match.end()].strip())
             start = match.end()
-    found.append(text[start:].strip())
-    return [sentence for sentence in found if sentence]
+    result.append(text[start:].strip())
+    return [sentence for sentence in result if sentence]
 
 
 def _ends(text: str, match: re.Match[str]) -> bool:
@@ -91,7 +91,7 @@ def _starts(follows: str) -> bool:
 def _word_before(text: str, end: int) -> tuple[str, bool]:
     """The word before a place, and whether it is the first of its line."""
     start = max(0, end - _LONGEST)
-    found = _LAST_WORD.search(text, start, end)
-    word = "" if found is None else found.group()
+    match = _LAST_WORD.search(text, start, end)
+    word = "" if match is None else match.group()
     before = text[max(0, end - len(word) - 20) : end - len(word)].rstrip(" \t")
     return word, not before or before.endswith("\n")

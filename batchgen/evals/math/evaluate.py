@@ -38,21 +38,21 @@ def coordinate(point: int, name: str) -> Fraction:
 
 
 def values_of(node: Node) -> tuple[Value, ...]:
-    """The values of an expression at all points; NotRead if it is none, Undefined where it has no
-    value."""
+    """The values of an expression at all points. Raises NotRead if the node is no expression, and
+    Undefined if it has no value at one of them."""
     return tuple(evaluate_at(node, partial(coordinate, point)) for point in range(POINTS))
 
 
 def evaluate_at(node: Node, variable: Callable[[str], Value]) -> Value:
-    """The value of an expression where `variable` gives those of variables; NotRead or Undefined
-    otherwise."""
+    """The value of an expression in which `variable` returns the value of the variable of a name.
+    Raises NotRead if the node is no expression, and Undefined if it has no value there."""
     if isinstance(node, Number):
         return node.value
     if isinstance(node, Symbol):
         if node.name == "oo":
             raise Undefined
         constant = CONSTANTS.get(node.name)
-        return variable(node.name) if constant is None else +constant
+        return variable(node.name) if constant is None else +constant  # `+` rounds
     if not isinstance(node, Call):
         raise NotRead
     values = [evaluate_at(argument, variable) for argument in node.arguments]
@@ -84,7 +84,8 @@ def evaluate_at(node: Node, variable: Callable[[str], Value]) -> Value:
 
 
 def constant(node: Node) -> Value:
-    """The value of an expression without variables; NotRead or Undefined otherwise."""
+    """The value of an expression without variables. Raises NotRead if it has some or is no
+    expression, and Undefined if it has no value."""
     if variables_of(node):
         raise NotRead
     return numbers.snapped(evaluate_at(node, lambda _: Fraction(0)))

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 NAME, UNIT = "name", "unit"
-"""What may be dropped from an answer: a name before `=`, a unit of measure."""
+"""What a form may leave out of an answer: a name before `=`, a unit of measure."""
 _NOTHING: frozenset[str] = frozenset()
 
 
@@ -14,12 +14,13 @@ _NOTHING: frozenset[str] = frozenset()
 class Forms:
     """The normal forms of an answer.
 
-    Two answers are the same if they have a form in common, unless both dropped the same for it: a
-    unit or a name before `=`. So `x = 5` and `5` are the same, and `x = 5` and `y = 5` are not.
+    A form may leave something of the answer out: the name before `=`, or the unit. Two answers are
+    the same if they share a form, unless both left out the same kind of thing to get there. So
+    `x = 5` and `5` are the same, and `x = 5` and `y = 5`, which both left out a name, are not.
 
     Attributes:
-        main: the form as a part of longer answers, for which nothing was dropped.
-        all: each form with what was dropped for it, `NAME` and `UNIT`.
+        main: the form in which the answer is a part of longer answers; nothing is left out.
+        all: each form, with the kinds of things that it leaves out (`NAME`, `UNIT` or other texts).
     """
 
     main: str
@@ -27,16 +28,18 @@ class Forms:
 
     @staticmethod
     def of(*full: str) -> Forms:
-        """Forms for which nothing was dropped; the first is the main one."""
+        """Forms that leave nothing out; the first is the main one."""
         return Forms(full[0], frozenset((text, _NOTHING) for text in full))
 
     def without(self, dropped: str, *texts: str) -> Forms:
-        """These forms, and some for which one thing was dropped."""
+        """These forms, and `texts`, which leave `dropped` out."""
         return Forms(self.main, self.all | {(text, frozenset({dropped})) for text in texts})
 
     def holding(self, other: Forms, dropped: str) -> Forms:
-        """These forms, and those of a part, for which the rest was dropped."""
-        return Forms(self.main, self.all | {(text, gone | {dropped}) for text, gone in other.all})
+        """These forms, and those of a part of the answer, which leave the rest, `dropped`, out."""
+        return Forms(
+            self.main, self.all | {(text, before | {dropped}) for text, before in other.all}
+        )
 
     def or_else(self, other: Forms) -> Forms:
         """The forms of an answer that can be read in two ways."""
@@ -44,24 +47,27 @@ class Forms:
 
     def same(self, other: Forms) -> bool:
         """Whether two answers are the same."""
-        mine: dict[str, list[frozenset[str]]] = {}
-        for text, gone in self.all:
-            mine.setdefault(text, []).append(gone)
-        return any(not (gone & one) for text, gone in other.all for one in mine.get(text, ()))
+        left_out: dict[str, list[frozenset[str]]] = {}
+        for text, dropped in self.all:
+            left_out.setdefault(text, []).append(dropped)
+        return any(
+            not (theirs & ours) for text, theirs in other.all for ours in left_out.get(text, ())
+        )
 
     @property
     def shortest(self) -> str:
-        """The form in which votes are counted: the same for most ways to write an answer."""
-        most = max(len(gone) for _, gone in self.all)
-        if most == 0:
+        """The form in which votes are counted: the shortest of those that leave out most, which is
+        the same for most ways to write an answer."""
+        number = max(len(dropped) for _, dropped in self.all)
+        if number == 0:
             return self.main
-        texts = [text for text, gone in self.all if len(gone) == most]
+        texts = [text for text, dropped in self.all if len(dropped) == number]
         return min(texts, key=lambda text: (len(text), text))
 
     @property
     def dropped(self) -> frozenset[str]:
-        """What was dropped for the shortest form."""
-        return frozenset().union(*(gone for _, gone in self.all))
+        """All that forms leave out."""
+        return frozenset().union(*(dropped for _, dropped in self.all))
 
 
 def text_form(text: str) -> str:

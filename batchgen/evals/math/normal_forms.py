@@ -37,7 +37,7 @@ from batchgen.evals.math.relation_forms import (
 
 
 def forms_of(node: Node) -> Forms:
-    """The normal forms of an answer, or NotRead."""
+    """The normal forms of an answer; raises NotRead if it has none."""
     try:
         return _FORMS[type(node)](node)
     except (Undefined, ZeroDivisionError):
@@ -58,26 +58,28 @@ def _expression(node: Call) -> Forms:
 
 
 def _letter_unit(node: Node) -> tuple[str, ...]:
-    """The value of a number before a letter that may be a unit (`6m`, `18 m/s`), and with it."""
-    below: dict[str, int] | None = {}
+    """For a number times letters that may be a unit (`6m`, `18 m/s`), two texts: its value without
+    the unit, and in base units with it. Empty for other expressions."""
+    divided: dict[str, int] | None = {}
     if isinstance(node, Call) and node.name == "/":
         node, divisor = node.arguments
-        below = _powers(divisor, ("s", 2))
+        divided = _powers(divisor, ("s", 2))
     match node:
         case Call("*", (number, letters)) if _is_written(number):
-            above = _powers(letters, ("m", 2), ("m", 3))
+            multiplied = _powers(letters, ("m", 2), ("m", 3))
         case _:
             return ()
-    if not above or below is None:
+    if not multiplied or divided is None:
         return ()
-    factors = [*above.items(), *((letter, -power) for letter, power in below.items())]
+    factors = [*multiplied.items(), *((letter, -power) for letter, power in divided.items())]
     unit, size = reduced(factors)
     measured = number if size == 1 else Call("*", (Number(size), number))
     return value_form(number), f"{value_form(measured)} [{unit}]"
 
 
 def _powers(node: Node, *raised: tuple[str, Fraction | int]) -> dict[str, int] | None:
-    """The letter of a unit with its power, which may be one of those given besides 1."""
+    """The letter of a unit → its power: 1, or one of `raised`, pairs of a letter and a power. None
+    if the node is something else."""
     match node:
         case Symbol(name) if name in LETTERS:
             power = 1
@@ -89,7 +91,7 @@ def _powers(node: Node, *raised: tuple[str, Fraction | int]) -> dict[str, int] |
 
 
 def _is_written(node: Node) -> bool:
-    """Whether an expression is a number in digits, or a fraction of two."""
+    """Whether an expression is a number in digits, or a fraction of such numbers."""
     if isinstance(node, Call) and node.name in ("/", "negate"):
         return all(map(_is_written, node.arguments))
     return isinstance(node, Number)
@@ -101,7 +103,7 @@ def _symbol(node: Symbol) -> Forms:
     forms = Forms.of(value_form(node))
     if node.name in ("i", "pi"):
         return forms
-    if len(node.name) == 1:  # which has a case, as words have not
+    if len(node.name) == 1:  # a letter keeps its case; words do not
         return forms.or_else(Forms.of(f"text {node.name}"))
     return forms.or_else(Forms.of(text_form(node.name))) if node.name.isalnum() else forms
 
@@ -123,6 +125,7 @@ def _ratio(node: Ratio) -> Forms:
 
 
 def _group(node: Bracketed) -> Forms:
+    """The forms of items in brackets: a point, an interval, a set or a matrix."""
     items = [forms_of(item) for item in node.items]
     if node.opening == "{set":
         return _set(items)
@@ -132,18 +135,18 @@ def _group(node: Bracketed) -> Forms:
     ]
     if node.opening == "[" and len(rows) == len(items):  # as programs write matrices
         return forms_of(Matrix(tuple(rows)))
-    full = [f"{node.opening}{inside}{node.closing}"]
+    texts = [f"{node.opening}{inside}{node.closing}"]
     try:
-        full.append(real_sets.set_text(real_sets.set_of(node)))
-        full.reverse()
+        texts.append(real_sets.set_text(real_sets.set_of(node)))
+        texts.reverse()
     except NotRead:
         if node.opening + node.closing == "[]" and len(items) > 2:
-            full.append(f"({inside})")
-    return _shortened(Forms.of(*full), items, "(" + ";".join(i.shortest for i in items) + ")")
+            texts.append(f"({inside})")
+    return _shortened(Forms.of(*texts), items, "(" + ";".join(i.shortest for i in items) + ")")
 
 
 def _set(items: list[Forms]) -> Forms:
-    """The forms of answers without an order."""
+    """The forms of a set of answers, whose order does not matter."""
     mains = sorted({item.main for item in items})
     shorts = sorted({item.shortest for item in items})
     forms = Forms.of("{" + ";".join(mains) + "}")
@@ -153,19 +156,20 @@ def _set(items: list[Forms]) -> Forms:
 
 
 def _shortened(forms: Forms, items: list[Forms], text: str) -> Forms:
-    """The forms of items together, and their text without what each dropped for its shortest."""
+    """These forms, and `text`, which consists of the shortest forms of the items, unless those
+    leave nothing out."""
     dropped = frozenset().union(*(item.dropped for item in items))
     return Forms(forms.main, forms.all | {(text, dropped)}) if dropped else forms
 
 
 def _matrix(node: Matrix) -> Forms:
     rows = [[forms_of(item).main for item in row] for row in node.rows]
-    full = ["matrix " + "|".join(";".join(row) for row in rows)]
+    texts = ["matrix " + "|".join(";".join(row) for row in rows)]
     if len(rows) == 1 and len(rows[0]) == 1:
-        full.append(rows[0][0])
+        texts.append(rows[0][0])
     elif all(len(row) == 1 for row in rows):
-        full.append(forms_of(Bracketed("(", tuple(row[0] for row in node.rows), ")")).main)
-    return Forms.of(*full)
+        texts.append(forms_of(Bracketed("(", tuple(row[0] for row in node.rows), ")")).main)
+    return Forms.of(*texts)
 
 
 def _real_set(node: SetOperation | Builder) -> Forms:
@@ -183,31 +187,34 @@ def _real_set(node: SetOperation | Builder) -> Forms:
 
 
 def _operands(node: Node, name: str) -> list[str]:
+    """The main forms of the operands of one set operation, without the brackets between them."""
     if isinstance(node, SetOperation) and node.name == name:
         return _operands(node.left, name) + _operands(node.right, name)
     return [forms_of(node).main]
 
 
 def _listing(node: AnswerList) -> Forms:
+    """The forms of several answers: points, a set of real numbers, or any set."""
     items = [forms_of(item) for item in named(node.items)]
     if node.joined == ";" and all(isinstance(item, AnswerList) for item in node.items):
         # `p=5, q=2; p=7, q=2` says two points
         values = [_point(item) for item in node.items if isinstance(item, AnswerList)]
         points = forms_of(AnswerList(tuple(values), ","))
         return _set(items).without(NAME, points.main)
-    of_set = set_forms(node)
-    if of_set.all and any(isinstance(i, Relation) and i.names != ("=",) for i in node.items):
-        return of_set  # `x > 2 and x < 5` is not `x > 2 or x < 5`
-    return _set(items).or_else(of_set)
+    as_reals = set_forms(node)
+    if as_reals.all and any(isinstance(i, Relation) and i.names != ("=",) for i in node.items):
+        return as_reals  # `x > 2 and x < 5` is not `x > 2 or x < 5`
+    return _set(items).or_else(as_reals)
 
 
 def _point(node: AnswerList) -> Node:
-    """The point whose coordinates equations say, in their order."""
+    """The point whose coordinates are the right sides of equations, in their order."""
     values = (named_value(one) if isinstance(one, Relation) else one for one in node.items)
     return Bracketed("(", tuple(value for value in values if value is not None), ")")
 
 
 def _based(node: Based) -> Forms:
+    """The forms of a number in digits of a base."""
     digits = "".join(node.digits.split(".")).lstrip("0") or "0"
     if node.base == 10:
         return Forms.of(f"{digits} base 10").without(UNIT, digits)

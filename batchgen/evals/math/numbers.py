@@ -122,18 +122,18 @@ def _root(value: Value, degree: int) -> Value:
         above, below = (_exact_root(abs(n), degree) for n in (value.numerator, value.denominator))
         if above is not None and below is not None:
             return Fraction(-above if negative else above, below)
-    found = CONTEXT.root(abs(as_float(value)), degree)
-    return _checked(-found if negative else found)
+    root = CONTEXT.root(abs(as_float(value)), degree)
+    return _checked(-root if negative else root)
 
 
 def _exact_root(number: int, degree: int) -> int | None:
     if degree == 2:
-        found = math.isqrt(number)
+        root = math.isqrt(number)
     elif number.bit_length() > 1000:
         return None
     else:
-        found = int(CONTEXT.nint(CONTEXT.root(number, degree)))
-    return found if found**degree == number else None
+        root = int(CONTEXT.nint(CONTEXT.root(number, degree)))
+    return root if root**degree == number else None
 
 
 def snapped(value: Value) -> Value:
@@ -212,13 +212,13 @@ def _log(value: Value, base: Value | None = None) -> Value:
     number = snapped(value)
     if number == 0:
         raise Undefined
-    found = CONTEXT.log(as_float(number))
+    logarithm = CONTEXT.log(as_float(number))
     if base is None:
-        return found
+        return logarithm
     below = CONTEXT.log(as_float(base)) if base else 0
     if below == 0:
         raise Undefined
-    return found / below
+    return logarithm / below
 
 
 _FLOATS: dict[str, Any] = {
@@ -257,8 +257,8 @@ def _call(name: str, values: tuple[Value, ...]) -> Value:
         number = as_float(values[0])
         if number and CONTEXT.mag(number) > 1000:
             raise Undefined
-        found = _checked(_FLOATS[name](number))
-        return Fraction(0) if abs(found) < _SNAP and abs(number) > _SNAP else found
+        result = _checked(_FLOATS[name](number))
+        return Fraction(0) if abs(result) < _SNAP and abs(number) > _SNAP else result
     if name == "exp":
         return power(+CONTEXT.e, values[0])
     if name == "log":

@@ -62,7 +62,7 @@ def forms(text: str) -> Forms:
     words = _TEXT.sub(" ", plain).replace("{", "").replace("}", "").strip()
     if (special := _special(words)) is not None:
         return special
-    found: Forms | None = None
+    result: Forms | None = None
     ways: tuple[bool, ...] = (True,)
     if _GROUPED.search(plain) and not _ZEROS.search(plain):
         ways = (False,) if _BRACKET.search(plain) else (True, False)
@@ -71,11 +71,11 @@ def forms(text: str) -> Forms:
             one = forms_of(read(plain, thousands))
         except (NotRead, RecursionError):
             continue
-        found = one if found is None else found.or_else(one)
+        result = one if result is None else result.or_else(one)
     if _WORDS.fullmatch(words):
-        said = forms_of(Words(words))
-        return said if found is None else found.or_else(said)
-    return Forms.of(f"unread {_bare(plain)}") if found is None else found
+        as_words = forms_of(Words(words))
+        return as_words if result is None else result.or_else(as_words)
+    return Forms.of(f"unread {_bare(plain)}") if result is None else result
 
 
 def _special(words: str) -> Forms | None:

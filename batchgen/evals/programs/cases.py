@@ -48,13 +48,13 @@ def read_cases(value: Any) -> list[Case]:
 
 
 def _case(test: Mapping[str, Any]) -> Case:
-    given, wanted = test.get("input"), test.get("output")
-    if not isinstance(given, str) or not isinstance(wanted, str):
+    stdin, wanted = test.get("input"), test.get("output")
+    if not isinstance(stdin, str) or not isinstance(wanted, str):
         raise ValueError(f"a test must have the texts input and output: {dict(test)!r:.80}")
     kind = test.get("testtype", "stdin")
     if kind not in ("stdin", "functional"):
         raise ValueError(f"testtype must be stdin or functional: {kind!r:.80}")
-    return Case(given, wanted, kind == "functional")
+    return Case(stdin, wanted, kind == "functional")
 
 
 def _listed(text: str) -> Any:
@@ -77,20 +77,20 @@ def unpacked(text: str) -> str:
         data = stream.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
         if not stream.eof:
             raise ValueError(f"encoded tests are cut off, or hold more than {_MOST_BYTES:,} bytes")
-        found = [
+        contents = [
             argument
             for code, argument, _ in pickletools.genops(io.BytesIO(data))
             if _is_text(code.name)
         ]
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f"these are neither JSON nor encoded tests: {error}") from None
-    if len(found) != 1 or not isinstance(found[0], str):
+    if len(contents) != 1 or not isinstance(contents[0], str):
         raise ValueError("encoded tests must hold one text")
-    return found[0]
+    return contents[0]
 
 
 def _is_text(name: str) -> bool:
-    """Whether an operation of pickle puts a text; ValueError if it does more than that."""
+    """Whether an operation of pickle puts a text. Raises ValueError if it does more than that."""
     if name not in _TEXTS and name not in _AROUND:
         raise ValueError(f"encoded tests hold more than a text (pickle's {name}): not read")
     return name in _TEXTS
@@ -108,7 +108,9 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_line(line: str, wanted: str) -> bool:
-    return line == wanted or ((found := _numbers(line)) is not None and found == _numbers(wanted))
+    return line == wanted or (
+        (numbers := _numbers(line)) is not None and numbers == _numbers(wanted)
+    )
 
 
 def _numbers(line: str) -> list[Decimal] | None:
@@ -120,11 +122,11 @@ def _numbers(line: str) -> list[Decimal] | None:
 
 def calling_tests(cases: Iterable[Case], function: str) -> str:
     """Code that calls a function for cases, or the method of that name of a class Solution."""
-    given = [(case.input, case.output) for case in cases]
+    pairs = [(case.input, case.output) for case in cases]
     return (
         "import json\n"
         f"_call = Solution().{function} if 'Solution' in globals() else {function}\n"
-        f"for _place, (_given, _wanted) in enumerate({given!r}):\n"
+        f"for _place, (_given, _wanted) in enumerate({pairs!r}):\n"
         "    _found = _call(*map(json.loads, _given.split('\\n')))\n"
         "    _found = list(_found) if isinstance(_found, tuple) else _found\n"
         "    assert _found == json.loads(_wanted), f'(case {_place})'\n"

@@ -9,13 +9,13 @@ _FENCE = re.compile(r"^[ \t]*(?P<marks>```+|~~~+)[^\n`]*$", re.M)
 
 def code_spans(text: str) -> list[tuple[int, int]]:
     """Where the contents of the blocks of code stand that are closed, without empty ones."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     marks, start = "", 0
     for match in _FENCE.finditer(text):
         if not marks:
             marks, start = match["marks"], match.end() + 1
         elif match[0].strip() == marks or match[0].strip().startswith(marks + marks[0]):
             if text[start : match.start()].strip():
-                found.append((start, match.start()))
+                spans.append((start, match.start()))
             marks = ""
-    return found
+    return spans

@@ -54,17 +54,17 @@ def interpreter(python: str | None, packages: tuple[str, ...]) -> Interpreter:
         ended = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SECONDS, check=True
         )
-        found = json.loads(ended.stdout)
+        facts = json.loads(ended.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
             f"RunTests: python: {command[0]} cannot be asked for its files ({error}): give the "
             "path of a Python interpreter, or null for the one that runs batchgen"
         ) from None
-    if missing := found.pop("missing"):
+    if missing := facts.pop("missing"):
         raise ConfigError(
             f"RunTests: packages: {command[0]} has no files of {', '.join(missing)}: install it "
             "there (pip install), or leave it out"
         )
     return Interpreter(
-        **found | {key: tuple(found[key].items()) for key in ("packages", "versions")}
+        **facts | {key: tuple(facts[key].items()) for key in ("packages", "versions")}
     )

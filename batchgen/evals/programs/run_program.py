@@ -56,11 +56,11 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _pipe() -> Iterator[_Pipe]:
-    made = _Pipe(*os.pipe())
+    pipe = _Pipe(*os.pipe())
     try:
-        yield made
+        yield pipe
     finally:
-        for end in (made.read, made.write):
+        for end in (pipe.read, pipe.write):
             if end >= 0:
                 os.close(end)
 
@@ -124,8 +124,8 @@ def run_tests(sandbox: Sandbox, program: str, tests: str) -> ProgramResult:
             verdict=verdict.write,
         )
         testing = stack.enter_context(tester)
-        for own in (calls, answers, verdict):
-            own.close_write()
+        for pipe in (calls, answers, verdict):
+            pipe.close_write()
         deadline = time.monotonic() + sandbox.wall_seconds
         if not _read([verdict], deadline, _MOST_VERDICT):
             return _over_time(sandbox)

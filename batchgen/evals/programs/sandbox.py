@@ -29,7 +29,7 @@ _HARNESS = "/harness"
 _PACKAGE = "batchgen.evals.programs.inside"
 _START = f"import sys; sys.path.insert(0, {_HARNESS!r}); from {_PACKAGE}.%s import main; main()"
 _END_SECONDS = 5.0
-"""The longest time between a program's last word and its end."""
+"""How long a process that has finished its work may take to end."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _ENVIRONMENT = {
     "HOME": "/",
@@ -54,19 +54,20 @@ def bubblewrap() -> str:
     Raises:
         ConfigError: it is not installed.
     """
-    found = shutil.which("bwrap")
-    if found is None:
+    path = shutil.which("bwrap")
+    if path is None:
         raise ConfigError(
             "RunTests runs programs that a model wrote in a sandbox of bubblewrap, which is not "
             "installed here: apt-get install bubblewrap (or dnf, pacman, apk add; version 0.8 or "
             "newer). There is no way to run them without it"
         )
-    return found
+    return path
 
 
 @dataclass(frozen=True)
 class SandboxProcess:
-    """A sandbox that was started, and the file into which bubblewrap writes what becomes of it."""
+    """A sandbox that was started; `status` is the descriptor of the file into which bubblewrap
+    writes how it ended."""
 
     process: subprocess.Popen[bytes]
     status: int
@@ -86,12 +87,12 @@ class SandboxProcess:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How programs run.
+    """What programs run with, and their limits.
 
     Attributes:
-        memory_bytes: the address space of a process.
-        seconds: of the CPU, for one process.
-        wall_seconds: how long a process may last, also one that waits.
+        memory_bytes: the size of the address space of a process.
+        seconds: the CPU time of a process.
+        wall_seconds: the time from the start of a process to its end, waiting included.
     """
 
     interpreter: Interpreter
@@ -113,7 +114,8 @@ class Sandbox:
         """Start a script of `inside`, which sees texts as files, and end it with all it has begun.
 
         Args:
-            verdict: a file descriptor that it gets besides.
+            files: path in the sandbox → text.
+            verdict: a further file descriptor that the process inherits.
         """
         options = {
             "memory_bytes": self.memory_bytes,
@@ -122,19 +124,20 @@ class Sandbox:
             "verdict": verdict,
         }
         with contextlib.ExitStack() as stack:
-            own = {path: stack.enter_context(readable(text)) for path, text in files.items()}
+            fds = {path: stack.enter_context(readable(text)) for path, text in files.items()}
             filter_fd = stack.enter_context(readable(seccomp_filter(platform.machine())))
             status = stack.enter_context(readable(b""))
-            command = [*self.arguments(own, filter_fd, status), self.interpreter.python]
+            command = [*self.arguments(fds, filter_fd, status), self.interpreter.python]
             command += ["-I", "-S", "-B", "-X", "utf8", "-c", _START % script, json.dumps(options)]
-            passed = [*own.values(), filter_fd, status, *([] if verdict is None else [verdict])]
+            passed = [*fds.values(), filter_fd, status, *([] if verdict is None else [verdict])]
             process = subprocess.Popen(
                 command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=passed
             )
             try:
                 yield SandboxProcess(process, status)
             finally:
-                # With bubblewrap dies the first process of the sandbox, and so all of it.
+                # When bubblewrap dies, the first process of the sandbox does, and with it all
+                # others.
                 process.kill()
                 process.wait()
 
@@ -142,44 +145,44 @@ class Sandbox:
         """The command of bubblewrap up to the interpreter.
 
         Args:
-            files: by their paths, descriptors of their contents.
-            filter_fd: that of the filter of system calls.
-            status: that to which bubblewrap writes how the sandbox ended.
+            files: path in the sandbox → descriptor of the content.
+            filter_fd: the descriptor of the filter of system calls.
+            status: the descriptor to which bubblewrap writes how the sandbox ended.
         """
-        made = [bubblewrap(), "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-        made += [f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts", "cgroup")]
-        made += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"]
+        command = [bubblewrap(), "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        command += [f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts", "cgroup")]
+        command += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"]
         for name, value in _ENVIRONMENT.items():
-            made += ["--setenv", name, value]
-        made += self._bound
-        made += ["--dir", "/tmp", "--chdir", "/"]
+            command += ["--setenv", name, value]
+        command += self._bound
+        command += ["--dir", "/tmp", "--chdir", "/"]
         for path, fd in files.items():
-            made += ["--ro-bind-data", str(fd), path]
-        made += ["--seccomp", str(filter_fd), "--json-status-fd", str(status)]
-        return [*made, "--remount-ro", "/", "--"]
+            command += ["--ro-bind-data", str(fd), path]
+        command += ["--seccomp", str(filter_fd), "--json-status-fd", str(status)]
+        return [*command, "--remount-ro", "/", "--"]
 
     @cached_property
     def _bound(self) -> Sequence[str]:
-        """What of this machine can be read."""
-        python, made = self.interpreter, []
+        """The arguments for the files of this machine that programs can read."""
+        python, options = self.interpreter, []
         for folder in _library_folders():
             if folder.is_symlink():
-                made += ["--symlink", os.readlink(folder), str(folder)]
+                options += ["--symlink", os.readlink(folder), str(folder)]
             else:
-                made += ["--ro-bind", str(folder), str(folder)]
+                options += ["--ro-bind", str(folder), str(folder)]
         single = [python.python, python.shared, "/etc/ld.so.cache"]
         for path in (python.library, *single):
             if path is not None and os.path.exists(path):
-                made += ["--ro-bind", path, path]
+                options += ["--ro-bind", path, path]
         for name in ("site-packages", "dist-packages"):  # packages are there by name alone
             if os.path.isdir(hidden := os.path.join(python.library, name)):
-                made += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
+                options += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
         for name, path in python.packages:
-            made += ["--ro-bind", path, f"/packages/{name}"]
-        made += ["--ro-bind", str(_INSIDE), f"{_HARNESS}/{_PACKAGE.replace('.', '/')}"]
+            options += ["--ro-bind", path, f"/packages/{name}"]
+        options += ["--ro-bind", str(_INSIDE), f"{_HARNESS}/{_PACKAGE.replace('.', '/')}"]
         for device in _DEVICES:
-            made += ["--dev-bind", device, device]
-        return made
+            options += ["--dev-bind", device, device]
+        return options
 
 
 def _library_folders() -> list[Path]:
@@ -195,7 +198,7 @@ def _library_folders() -> list[Path]:
 
 @contextlib.contextmanager
 def readable(content: str | bytes) -> Iterator[int]:
-    """A file descriptor from which a process reads a content."""
+    """A file descriptor from which this content can be read."""
     data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     fd = os.memfd_create("sandbox")
     try:

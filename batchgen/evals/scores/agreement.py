@@ -64,8 +64,8 @@ class Agreement:
         rest = (kappa - chance * (1 - kappa)) ** 2
         variance = (same + (1 - kappa) ** 2 * other - rest) / (total * (1 - chance) ** 2)
         error = _Z * sqrt(max(variance, 0.0))
-        found = self.kappa
-        high = min(1.0, max(kappa + error, kappa if found is None else found))
+        estimate = self.kappa
+        high = min(1.0, max(kappa + error, kappa if estimate is None else estimate))
         return max(-1.0, kappa - error), high
 
     @property
@@ -114,14 +114,14 @@ def agreement(judged: Sequence[float | None], truth: Sequence[Any]) -> Agreement
             left_out += 1
         else:
             counts[pair[0], pair[1]] += 1
-    found = Agreement(
+    result = Agreement(
         counts[True, True],
         counts[True, False],
         counts[False, True],
         counts[False, False],
         left_out,
     )
-    return found if found.count else None
+    return result if result.count else None
 
 
 def _is_right(value: Any) -> bool | None:

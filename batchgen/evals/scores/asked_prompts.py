@@ -83,19 +83,19 @@ def _rendered(job: GradedJob) -> dict[str, str]:
         if row["row_id"] in digests:
             continue
         fields = {name: row[name] for name in names}
-        made: list[Any] = [[column, fields[column.split(".")[0]]] for column in columns] or [None]
-        made += [[image["digest"] for image in row[name] or ()] for name in images]
+        values: list[Any] = [[column, fields[column.split(".")[0]]] for column in columns] or [None]
+        values += [[image["digest"] for image in row[name] or ()] for name in images]
         try:
-            made += [render(fields, row["row_index"]) for render in parts]
+            values += [render(fields, row["row_index"]) for render in parts]
         except RequestError as error:  # the row had no prompt, for the same reason
-            made.append([error.type, str(error)])
-        digests[row["row_id"]] = _digest(json_text(made))
+            values.append([error.type, str(error)])
+        digests[row["row_id"]] = _digest(json_text(values))
     return digests
 
 
 def _by_configuration(job: GradedJob) -> tuple[str, dict[str, str]]:
-    given = job.config["prompt"]
-    prompt = [prompt_templates(given), [given.get(key) for key in COLUMN_KEYS]]
+    prompt_config = job.config["prompt"]
+    prompt = [prompt_templates(prompt_config), [prompt_config.get(key) for key in COLUMN_KEYS]]
     same = json.dumps(
         [prompt, job.config.get("rows"), job.fingerprints.get(_DATASET)], sort_keys=True
     )

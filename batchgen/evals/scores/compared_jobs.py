@@ -31,14 +31,16 @@ def compare_jobs(
 
     configs = [scoring(job, overrides).score for job in jobs]
     a, b = (job_marks(job.path, config) for job, config in zip(jobs, configs, strict=True))
-    found = exam_differences(*map(AskedExam, jobs))
+    differences = exam_differences(*map(AskedExam, jobs))
     if configs[0].cut_texts != configs[1].cut_texts:
         values = " and ".join(config.cut_texts for config in configs)
-        found += (f"texts that were cut count differently (score.cut_texts is {values})",)
-    if found and not anyway:
+        differences += (f"texts that were cut count differently (score.cut_texts is {values})",)
+    if differences and not anyway:
         names = " and ".join(job.user_path for job in jobs)
-        raise ConfigError(f"{names} are not one exam: {'; '.join(found)}: --anyway compares them")
-    return compare(a, b, bounded=configs[0].column == MARK), found
+        raise ConfigError(
+            f"{names} are not one exam: {'; '.join(differences)}: --anyway compares them"
+        )
+    return compare(a, b, bounded=configs[0].column == MARK), differences
 
 
 def comparison_lines(comparison: Comparison, column: str = MARK) -> list[tuple[str, str]]:

@@ -31,8 +31,8 @@ class JudgeAgreements:
 
     def lines(self, truth: str) -> list[tuple[str, str]]:
         """All of it in words, as lines of a table."""
-        found = [("agreement", f"with {truth}: {self.marks.text}")]
-        return found + [(f"  {name}", one.text) for name, one in self.judges.items()]
+        lines = [("agreement", f"with {truth}: {self.marks.text}")]
+        return lines + [(f"  {name}", one.text) for name, one in self.judges.items()]
 
     def summary(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -56,23 +56,23 @@ def judge_agreements(job: GradedJob, config: ScoreConfig, truth: str) -> JudgeAg
     pairs = any(step.get("flip") for step in steps)
     panel = next((step for step in steps if step["name"] == "Majority"), None)
     columns = [] if panel is None else [*panel["marks"], panel["own"]]
-    found = [
+    agreements = [
         _agreement(job, replace(config, column=column), marks, pairs)
         for column in (config.column, *columns)
     ]
-    if found[0] is None:
+    if agreements[0] is None:
         raise ConfigError(
             f"{_KEY} {truth}: no answer has a mark in both (above a half is right, below wrong)"
         )
-    judges = zip([name.removesuffix(f"_{MARK}") for name in columns], found[1:], strict=True)
-    return JudgeAgreements(found[0], {name: one for name, one in judges if one is not None})
+    judges = zip([name.removesuffix(f"_{MARK}") for name in columns], agreements[1:], strict=True)
+    return JudgeAgreements(agreements[0], {name: one for name, one in judges if one is not None})
 
 
 def _known_marks(job: GradedJob, truth: str) -> dict[tuple[str, int], tuple[Any, str]]:
     """The marks that answers have already, by row and sample, and which answers were judged."""
     expression = RowExpression(_KEY, truth, job.columns)
     read = [*_IDS, *expression.names, *([_SOURCE] if _SOURCE in job.columns else [])]
-    found = {}
+    marks = {}
     for batch in job.batches(list(dict.fromkeys(read))):
         for row in batch.to_pylist():
             try:
@@ -80,8 +80,8 @@ def _known_marks(job: GradedJob, truth: str) -> dict[tuple[str, int], tuple[Any,
             except ExpressionFailed as error:
                 raise ConfigError(f"{error} (in the row {row['row_id']})") from None
             source = str(row.get(_SOURCE, row["row_id"]))
-            found[row["row_id"], row["sample_index"]] = value, source
-    return found
+            marks[row["row_id"], row["sample_index"]] = value, source
+    return marks
 
 
 def _agreement(
@@ -93,15 +93,15 @@ def _agreement(
     """The agreement of the marks in `config.column`."""
     table = Samples(job.path, config).table()
     ids = zip(*(table[name].to_pylist() for name in _IDS), strict=True)
-    given = [
+    marks_given = [
         (mark, *true_marks[key]) for mark, key in zip(table["mark"].to_pylist(), ids, strict=True)
     ]
     if pairs:
         orders: dict[str, list[Any]] = {}
-        for mark, value, source in given:
+        for mark, value, source in marks_given:
             orders.setdefault(source, [value]).append(mark)
-        given = [
+        marks_given = [
             (None if None in both else sum(both) / len(both), value, source)
             for source, (value, *both) in orders.items()
         ]
-    return agreement([mark for mark, *_ in given], [value for _, value, _ in given])
+    return agreement([mark for mark, *_ in marks_given], [value for _, value, _ in marks_given])

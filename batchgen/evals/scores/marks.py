@@ -111,10 +111,10 @@ class Marks:
             ConfigError: there is no sample, one comes twice, or a mark is not from 0 to 1.
         """
         columns = zip(*samples, strict=True)
-        given = dict(zip(Sample._fields, columns, strict=False))
-        if not given:
+        by_field = dict(zip(Sample._fields, columns, strict=False))
+        if not by_field:
             raise ConfigError(_NOTHING)
-        table = {name: pa.array(given[name], kind) for name, kind in SAMPLES.items()}
+        table = {name: pa.array(by_field[name], kind) for name, kind in SAMPLES.items()}
         rows = pa.table(table, schema=pa.schema(SAMPLES.items()))
         return Marks.of_table(rows, bounded=bounded)
 
@@ -134,17 +134,17 @@ class Marks:
         names, question = _numbers(samples["row_id"])
         index = samples["sample_index"].to_numpy()
         mark = samples["mark"].to_numpy()
-        for place in np.flatnonzero((mark < 0) | (mark > 1)) if bounded else ():
+        for at in np.flatnonzero((mark < 0) | (mark > 1)) if bounded else ():
             raise ConfigError(
-                f"row {names[question[place]]!r} has the mark {mark[place]}: marks are from 0 to 1"
+                f"row {names[question[at]]!r} has the mark {mark[at]}: marks are from 0 to 1"
             )
         shape = (len(names), 1 + int(index.max()))
         seen = np.zeros(shape, np.bool_)
         seen[question, index] = True
         if np.count_nonzero(seen) < len(index):
-            places: Ints = question * shape[1] + index
-            first = np.unique(places, return_index=True)[1]
-            again = np.setdiff1d(np.arange(len(places)), first)[0]
+            indices: Ints = question * shape[1] + index
+            first = np.unique(indices, return_index=True)[1]
+            again = np.setdiff1d(np.arange(len(indices)), first)[0]
             raise ConfigError(
                 f"row {names[question[again]]!r} has sample {index[again]} twice: score one job"
             )
@@ -158,8 +158,8 @@ class Marks:
 
     def has(self, kind: str) -> Bools:
         """[Q, K]: which samples are no_answer, truncated, error or grade_error."""
-        found: Bools = np.not_equal(self.kinds & _KINDS[kind], 0)
-        return found
+        present: Bools = np.not_equal(self.kinds & _KINDS[kind], 0)
+        return present
 
     def select(self, questions: Sequence[int] | Ints) -> Marks:
         """The table of these questions only, in this order."""
@@ -187,11 +187,11 @@ class Marks:
 
     def by_subset(self) -> Mapping[str, Marks]:
         """The table of each subset, sorted by name. Empty if no question names one."""
-        places: dict[str, list[int]] = {}
-        for place, name in enumerate(self.subsets):
+        indices: dict[str, list[int]] = {}
+        for index, name in enumerate(self.subsets):
             if name is not None:
-                places.setdefault(name, []).append(place)
-        return {name: self.select(places[name]) for name in sorted(places)}
+                indices.setdefault(name, []).append(index)
+        return {name: self.select(indices[name]) for name in sorted(indices)}
 
 
 def marks_counting(marks: Floats, cut: Bools, count_as: CutTexts) -> Floats:

@@ -77,8 +77,8 @@ def compare(a: Marks, b: Marks, *, bounded: bool = True) -> Comparison:
     both = [row_id for row_id in mean_a if row_id in mean_b]
     if not both:
         raise ConfigError("the two jobs have no question with marks in both: nothing to compare")
-    place_a = {row_id: place for place, row_id in enumerate(a.row_ids)}
-    place_b = {row_id: place for place, row_id in enumerate(b.row_ids)}
+    place_a = {row_id: index for index, row_id in enumerate(a.row_ids)}
+    place_b = {row_id: index for index, row_id in enumerate(b.row_ids)}
     left = a.select([place_a[row_id] for row_id in both])
     right = b.select([place_b[row_id] for row_id in both])
     differences = np.array([mean_b[row_id] - mean_a[row_id] for row_id in both])
@@ -135,8 +135,8 @@ def paired_difference(differences: Floats, clusters: Ints, limit: float = 1.0) -
         `limit` is 0.
     """
     mean, se = float(differences.mean()), cluster_se(differences, clusters)
-    _, places = np.unique(clusters, return_inverse=True)
-    sizes, sums = np.bincount(places), np.bincount(places, differences)
+    _, indices = np.unique(clusters, return_inverse=True)
+    sizes, sums = np.bincount(indices), np.bincount(indices, differences)
     count = len(sizes)
     if count < 2:
         return _tested(Interval(mean, se, math.nan, math.nan), mean, math.nan, math.nan)
@@ -161,11 +161,11 @@ def unpaired_difference(a: Marks, b: Marks, *, bounded: bool = True) -> Tested:
     sides = [_one_side(run, bounded) for run in (a, b)]
     (mean_a, se_a, at_a, var_a, df_a), (mean_b, se_b, at_b, var_b, df_b) = sides
     both, estimate = var_a + var_b, mean_b - mean_a
-    found = Interval(estimate, math.hypot(se_a, se_b), math.nan, math.nan)
+    interval = Interval(estimate, math.hypot(se_a, se_b), math.nan, math.nan)
     if math.isnan(both) or both == 0:
-        return _tested(found, estimate, math.nan, math.nan)
+        return _tested(interval, estimate, math.nan, math.nan)
     df = both**2 / (var_a**2 / df_a + var_b**2 / df_b)
-    return _tested(found, at_b - at_a, math.sqrt(both), df)
+    return _tested(interval, at_b - at_a, math.sqrt(both), df)
 
 
 def _one_side(run: Marks, bounded: bool) -> tuple[float, float, float, float, float]:
@@ -174,8 +174,8 @@ def _one_side(run: Marks, bounded: bool) -> tuple[float, float, float, float, fl
     means = avg_at(run)
     known = np.isfinite(means)
     values, clusters = means[known], run.clusters[known]
-    _, places = np.unique(clusters, return_inverse=True)
-    sizes, sums = np.bincount(places).astype(np.float64), np.bincount(places, values)
+    _, indices = np.unique(clusters, return_inverse=True)
+    sizes, sums = np.bincount(indices).astype(np.float64), np.bincount(indices, values)
     count, size = len(sizes), len(values) / len(sizes)
     mean, se = float(values.mean()), cluster_se(values, clusters)
     if count < 2:
@@ -215,12 +215,14 @@ def row_differences(a: Exam, b: Exam) -> tuple[str, ...]:
 
     Rows that only one run has are no difference: `Comparison` lists them.
     """
-    found = []
+    differences = []
     for what, left, right in (("prompt", a.prompts, b.prompts), ("target", a.targets, b.targets)):
         rows = [row_id for row_id in left if row_id in right and left[row_id] != right[row_id]]
         if rows:
-            found.append(f"{len(rows)} of {len(left)} rows have another {what} ({_first(rows)})")
-    return tuple(found)
+            differences.append(
+                f"{len(rows)} of {len(left)} rows have another {what} ({_first(rows)})"
+            )
+    return tuple(differences)
 
 
 def _first(rows: Sequence[str]) -> str:
@@ -239,6 +241,6 @@ def _same_questions(a: Marks, b: Marks, mean: float) -> Tested | None:
     if left is None or right is None:
         return None
     both = left + right
-    told = left.variance > 0 and right.variance > 0
-    se = math.sqrt(both.variance) if told else math.nan
+    varies = left.variance > 0 and right.variance > 0
+    se = math.sqrt(both.variance) if varies else math.nan
     return _tested(Interval(mean, se, math.nan, math.nan), mean, se, both.df)

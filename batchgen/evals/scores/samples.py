@@ -75,16 +75,16 @@ class Samples:
         parts = list(grades.parts()) if ungraded else grades.finished()
         if not parts:
             raise ConfigError(f"{grades.job} has no rows to score")
-        found = pa.concat_tables(
+        table = pa.concat_tables(
             self._kept[part] if part in self._kept else self.part(part, graded=not ungraded)
             for part in parts
         )
         enough = Enough.of(read_schema(parts[0].shard).metadata)
         if enough is None:
-            return found
+            return table
         if enough.valid is None:
-            return found.replace_schema_metadata(enough.metadata)
-        return found.filter(pc.less(found["sample_index"], enough.valid))
+            return table.replace_schema_metadata(enough.metadata)
+        return table.filter(pc.less(table["sample_index"], enough.valid))
 
     @property
     def columns(self) -> list[str]:

@@ -59,9 +59,9 @@ def maj_at(marks: Marks, k: int) -> Floats:
         voted = np.where(marks.keys[:, 0] == NO_KEY, 0.0, marks.marks[:, 0])
         return np.where(marks.num_samples == 1, voted, np.nan)
     values = np.full(len(marks.row_ids), np.nan)
-    most = None if marks.stopped is None else marks.stopped.rule.fewest
+    fewest = None if marks.stopped is None else marks.stopped.rule.fewest
     # Plain lists: a question has few samples, for which numpy takes ten times as long.
-    rows = zip(marks.marks[:, :most].tolist(), marks.keys[:, :most].tolist(), strict=True)
+    rows = zip(marks.marks[:, :fewest].tolist(), marks.keys[:, :fewest].tolist(), strict=True)
     for question, (row, keys) in enumerate(rows):
         pairs = [(mark, key) for mark, key in zip(row, keys, strict=True) if mark == mark]
         votes = [_vote(pairs[i : i + k]) for i in range(0, len(pairs) - k + 1, k)]
@@ -78,8 +78,8 @@ def _vote(pairs: Sequence[tuple[float, int]]) -> float:
             of_answer.setdefault(key, []).append(mark)
     if not of_answer:
         return 0.0
-    most = max(map(len, of_answer.values()))
-    winners = [sum(given) / most for given in of_answer.values() if len(given) == most]
+    highest = max(map(len, of_answer.values()))
+    winners = [sum(marks) / highest for marks in of_answer.values() if len(marks) == highest]
     return sum(winners) / len(winners)
 
 

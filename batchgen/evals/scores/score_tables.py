@@ -20,10 +20,10 @@ def header(scores: JobScores) -> tuple[str, ...]:
 def score_table_rows(scores: JobScores) -> list[dict[str, Any]]:
     """A row for each metric of the job, or of each of its adapters, and of its subsets: with the
     bounds of its 95% interval for new questions, and how many questions have a value."""
-    found = [] if scores.score is None else list(_all_rows(scores.score))
+    rows = [] if scores.score is None else list(_all_rows(scores.score))
     for name, values in scores.adapters.items():
-        found += [{_ADAPTER: name, **row} for row in _all_rows(values)]
-    return found
+        rows += [{_ADAPTER: name, **row} for row in _all_rows(values)]
+    return rows
 
 
 def _all_rows(scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

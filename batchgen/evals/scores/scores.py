@@ -27,11 +27,11 @@ RATES = ("no_answer", "truncated", "error", "grade_error")
 def default_ks(marks: Marks) -> tuple[int, ...]:
     """1, 2, 4, … up to the largest number of samples of a question, and that number; up to the
     fewest that a question can have where a rule by width ended them."""
-    most = int(marks.present.sum(1).max())
+    largest = int(marks.present.sum(1).max())
     if marks.stopped is not None:
-        most = min(most, marks.stopped.rule.fewest)
-    powers = [2**i for i in range(most.bit_length()) if 2**i <= most]
-    return tuple(sorted({*powers, most}))
+        largest = min(largest, marks.stopped.rule.fewest)
+    powers = [2**i for i in range(largest.bit_length()) if 2**i <= largest]
+    return tuple(sorted({*powers, largest}))
 
 
 def compute_scores(

@@ -60,7 +60,7 @@ def score_so_far(job: GradedJob, post: Sequence[StepConfig], config: ScoreConfig
     if not tables:
         raise ConfigError(f"no row of {job.user_path} is finished yet: there is nothing to score")
     table = pa.concat_tables(table for table, _ in tables)
-    tokens = np.concatenate([own.fill_null(0).to_numpy() for _, own in tables])
+    tokens = np.concatenate([lengths.fill_null(0).to_numpy() for _, lengths in tables])
     marks = config_marks(table, config)
     values = compute_scores(marks, config.ks, config.cut_texts, config.column)
     return {**values, "so_far": _so_far(job, table, tokens, bounded=config.column == MARK)}
@@ -78,9 +78,9 @@ def _graded(
     with Grader(steps, workers=config.workers or usable_cores(), seconds=config.seconds) as grader:
         for batch in job.batches(list(dict.fromkeys(wanted))):
             rows = pa.Table.from_batches([batch])
-            made = grader.grade(_texts(batch, job.text_column)) if steps else iter(())
+            graded = grader.grade(_texts(batch, job.text_column)) if steps else iter(())
             kinds = arrow_schema(grader.chain.columns) if steps else pa.schema([])
-            yield rows, pa.Table.from_pylist(list(made), schema=kinds)
+            yield rows, pa.Table.from_pylist(list(graded), schema=kinds)
 
 
 def _texts(batch: pa.RecordBatch, column: str) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
@@ -96,38 +96,38 @@ def _so_far(job: GradedJob, table: pa.Table, tokens: Any, *, bounded: bool) -> d
     marks = table["mark"].to_numpy(zero_copy_only=False).astype(np.float64)
     known = np.isfinite(marks)
     total = JobSummary.of(job.metrics).rows_total
-    found: dict[str, Any] = {"answers": len(table), "of": total}
+    values: dict[str, Any] = {"answers": len(table), "of": total}
     order = np.argsort(tokens[known], kind="stable")
     half = len(order) // 2
     if half:
-        found["shorter"] = float(marks[known][order[:half]].mean())
-        found["longer"] = float(marks[known][order[half:]].mean())
-        found["tokens"] = int(tokens[known][order[half - 1]])
+        values["shorter"] = float(marks[known][order[:half]].mean())
+        values["longer"] = float(marks[known][order[half:]].mean())
+        values["tokens"] = int(tokens[known][order[half - 1]])
     if bounded and total is not None and total >= len(table):
         sure, missing = float(marks[known].sum()), total - int(known.sum())
-        found["bounds"] = [sure / total, (sure + missing) / total]
-    return found
+        values["bounds"] = [sure / total, (sure + missing) / total]
+    return values
 
 
 def so_far_lines(scores: Mapping[str, Any]) -> list[Line]:
     """Return lines that say how many answers a score covers and how biased it may be."""
-    found, shown = scores["so_far"], score_value(scores)
-    answers, total = found["answers"], found["of"]
+    values, shown = scores["so_far"], score_value(scores)
+    answers, total = values["answers"], values["of"]
     text = counted(answers, "answer")
     if total is not None:
         text = f"{answers:,} of {counted(total, 'answer')} ({percent_text(answers / total)})"
     lines = [("so far", text)]
     if total == answers:
         return lines
-    if "shorter" in found:
+    if "shorter" in values:
         lines.append(
             (
                 "biased",
-                f"short answers end first: those of up to {found['tokens']:,} tokens have "
-                f"{shown(found['shorter'])}, the longer half {shown(found['longer'])}",
+                f"short answers end first: those of up to {values['tokens']:,} tokens have "
+                f"{shown(values['shorter'])}, the longer half {shown(values['longer'])}",
             )
         )
-    if "bounds" in found:
-        low, high = (shown(bound) for bound in found["bounds"])
+    if "bounds" in values:
+        low, high = (shown(bound) for bound in values["bounds"])
         lines.append(("of all", f"{low} to {high}, if those that are missing were wrong, or right"))
     return lines

@@ -32,7 +32,7 @@ def first_valid(rule: Enough, n: int, valid: int) -> tuple[Floats, ...]:
     0, 1, …, k [k+1]. NaN if no order of the samples ends there."""
     ways: Floats = np.zeros(n + 1)
     ways[valid] = 1.0
-    found = list[Floats]()
+    results = list[Floats]()
     for k in range(n, -1, -1):
         if k < n:
             # Halved at each step, so that the numbers of orders stay within floats.
@@ -43,8 +43,8 @@ def first_valid(rule: Enough, n: int, valid: int) -> tuple[Floats, ...]:
         if k <= rule.fewest:
             orders = ways * [float(comb(k, j)) for j in range(k + 1)]
             total = orders.sum()
-            found.append(orders / total if total else np.full(k + 1, np.nan))
-    return tuple(reversed(found))
+            results.append(orders / total if total else np.full(k + 1, np.nan))
+    return tuple(reversed(results))
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,10 @@ class _Run:
         every = (of[0] * (of[0] - 1), of[0] * of[1], of[1] * (of[1] - 1))
         chances = [c / max(n, 1) for c, n in zip(self.drawn(2).tolist(), every, strict=True)]
         known = sum(chance * n for chance, n in zip(chances, pairs, strict=True))
-        found = sum(chance * product for chance, product in zip(chances, products, strict=True))
-        return float(self.mean() ** 2 - found / known) if known else np.nan
+        product_mean = sum(
+            chance * product for chance, product in zip(chances, products, strict=True)
+        )
+        return float(self.mean() ** 2 - product_mean / known) if known else np.nan
 
     def all_of(self, hits: Bools, k: int) -> float:
         """The chance that all of the first k samples are `hits` if the marks of all k are known;
@@ -95,12 +97,12 @@ class _Run:
         if k > min(self.rule.fewest, len(self.marks)):
             return np.nan
         known = np.isfinite(self.marks)
-        found = total = 0.0
+        weighted = total = 0.0
         for j, chance in enumerate(self.drawn(k).tolist()):
             if chance:
-                found += chance * self._chance(hits & known, j, k)
+                weighted += chance * self._chance(hits & known, j, k)
                 total += chance * self._chance(known, j, k)
-        return found / total if total else np.nan
+        return weighted / total if total else np.nan
 
     def _chance(self, chosen: Bools, j: int, k: int) -> float:
         """The chance that k samples are all `chosen`, if j of them are valid."""
@@ -134,19 +136,19 @@ class StoppedRows:
 
     def variances(self, marks: Floats) -> Floats:
         """Unbiased estimates of the variances of `means`. [Q]"""
-        found = []
+        variances = []
         for runs in self._rows(marks):
             values = [run.variance() for run in runs]
-            found.append(_mean(values) / max(len(values), 1))
-        return np.array(found)
+            variances.append(_mean(values) / max(len(values), 1))
+        return np.array(variances)
 
     def all_of(self, hits: Bools, marks: Floats, k: int) -> Floats:
         """The chance that all of k samples of a row are `hits` [Q, K], of those with marks. [Q]"""
-        found = []
-        for place, runs in enumerate(self._rows(marks)):
-            own = hits[place, self.present[place]]
-            found.append(runs[0].all_of(own, k) if len(runs) == 1 else np.nan)
-        return np.array(found)
+        chances = []
+        for index, runs in enumerate(self._rows(marks)):
+            row_hits = hits[index, self.present[index]]
+            chances.append(runs[0].all_of(row_hits, k) if len(runs) == 1 else np.nan)
+        return np.array(chances)
 
     def _rows(self, marks: Floats) -> Iterator[list[_Run]]:
         """The jobs' samples of each row that have a mark."""

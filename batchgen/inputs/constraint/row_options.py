@@ -72,7 +72,7 @@ class RowOptions:
     def params(self, values: Mapping[str, Any]) -> RequestParams:
         """The job's parameters with the options of a row, a null being none; RequestError
         (bad_option, bad_constraint) for an option that cannot be honoured."""
-        own: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         names: dict[str, str] = {}
         for key, value in values.items():
             if value is None or key in self._prompt_keys or key in IGNORED_OPTIONS:
@@ -81,19 +81,19 @@ class RowOptions:
             if name in _HINTS:
                 if name in names:
                     raise _refused(f"{names[name]} and {key} are the same: give one")
-                names[name], own[name] = key, _converted(key, value, _HINTS[name])
+                names[name], changes[name] = key, _converted(key, value, _HINTS[name])
             elif key == "response_format":
-                own |= self._constraint(value)
+                changes |= self._constraint(value)
             elif key == "strategy":
-                own["decoding"] = self._decoding(value)
+                changes["decoding"] = self._decoding(value)
             else:
                 self._refuse_other(key, value, values)
-        if not own:
+        if not changes:
             return self._params
         try:
-            if own.get("max_new_tokens") == 0:
+            if changes.get("max_new_tokens") == 0:
                 raise ValueError("max_new_tokens must be at least 1, got 0")
-            return replace(self._params, **own)
+            return replace(self._params, **changes)
         except ValueError as error:
             name, _, rest = str(error).partition(" ")
             raise _refused(f"{names.get(name, name)} {rest}") from None
@@ -119,12 +119,12 @@ class RowOptions:
             raise _refused("response_format: the job has a constraint for all rows: drop one")
         try:
             if kind == "json_object":
-                made = Constraint.make("json", None, start_after=self._marker)
+                constraint = Constraint.make("json", None, start_after=self._marker)
             else:
-                made = self._make_schema(_schema_text(value))
+                constraint = self._make_schema(_schema_text(value))
         except ConstraintError as error:
             raise RequestError("bad_constraint", f"response_format: {error}") from None
-        return {"constraint": made}
+        return {"constraint": constraint}
 
     def _refuse_other(self, key: str, value: Any, values: Mapping[str, Any]) -> None:
         """Refuse an option that is no parameter of a request, unless it changes nothing."""

@@ -80,17 +80,18 @@ class RowParams:
         if self._column is None:
             return self._job
         try:
-            given = json_cell(value_at(row.fields, self._path))
+            options = json_cell(value_at(row.fields, self._path))
         except ValueError as error:
             raise RequestError(BAD_OPTION, f"column {self._column!r}: {error}") from None
-        if given is None:
+        if options is None:
             return self._job
-        if not isinstance(given, Mapping):
+        if not isinstance(options, Mapping):
             raise RequestError(
-                BAD_OPTION, f"column {self._column!r} must hold options by name, got {given!r:.100}"
+                BAD_OPTION,
+                f"column {self._column!r} must hold options by name, got {options!r:.100}",
             )
         try:
-            params = self._options.params(given)
+            params = self._options.params(options)
         except RequestError as error:
             raise RequestError(error.type, f"column {self._column!r}: {error}") from None
         try:
@@ -117,8 +118,8 @@ class RowParams:
 
 def _decoding_of_row(target: str, values: Mapping[str, Any]) -> object:
     """The options of the strategy `target` that a row has of its own. Its class loads torch."""
-    made: object = named_code(target, "strategy._target_").decoding_of_row(values)
-    return made
+    decoding: object = named_code(target, "strategy._target_").decoding_of_row(values)
+    return decoding
 
 
 def _prompt_keys(config: JobConfig, column: str) -> list[str]:

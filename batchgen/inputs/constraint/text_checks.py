@@ -74,8 +74,8 @@ def _behind(marker: str, check: Check) -> Check:
     """The check of what follows the first occurrence of a marker."""
 
     def behind(text: str) -> str | None:
-        _, found, rest = text.partition(marker)
-        if not found:
+        _, separator, rest = text.partition(marker)
+        if not separator:
             raise Unchecked(f"{marker!r} is not in the text (which has no special tokens)")
         return _any_gap(check, rest)
 

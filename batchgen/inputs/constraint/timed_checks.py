@@ -41,15 +41,15 @@ class TimedConstraints:
             self._pool = WorkerPool(
                 _Made(self._config), workers=1, seconds=MOST_SECONDS, memory_bytes=_MOST_BYTES
             )
-        (made,) = self._pool.map([text])
-        if isinstance(made, Constraint):
-            return made
-        if isinstance(made, GradeFailure):
-            if made.type == "timeout":
+        (constraint,) = self._pool.map([text])
+        if isinstance(constraint, Constraint):
+            return constraint
+        if isinstance(constraint, GradeFailure):
+            if constraint.type == "timeout":
                 self._slow.add(text)
                 raise _too_slow()
-            raise ConstraintError(f"cannot be checked: {made.type}: {made}")
-        raise ConstraintError(made)
+            raise ConstraintError(f"cannot be checked: {constraint.type}: {constraint}")
+        raise ConstraintError(constraint)
 
 
 class _Made:

@@ -25,7 +25,8 @@ def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | Non
 
 
 def named_path(key: str, name: str, features: Mapping[str, Any]) -> tuple[str, ...]:
-    """The path of the column that a key of the configuration names, or ConfigError."""
+    """The path of the column that a key of the configuration names. Raises ConfigError if there is
+    none."""
     path = column_path(name, features)
     if path is None:
         raise ConfigError(
@@ -73,17 +74,17 @@ def json_cell(value: Any) -> Any:
 
 
 def renamed(rename: Mapping[str, str], columns: Iterable[str]) -> dict[str, str]:
-    """The new name of each column, as `dataset.rename` says; ConfigError if it names no column, or
-    gives two columns one name."""
+    """The new name of each column, as `dataset.rename` says. Raises ConfigError if it names no
+    column, or gives two columns one name."""
     names = {name: rename.get(name, name) for name in columns}
     for name in rename:
         if name not in names:
             raise ConfigError(
                 f"dataset.rename: no column {name!r}: choose among {some_names(names, name)}"
             )
-    given = list(names.values())
+    new_names = list(names.values())
     for name, new in rename.items():
-        if given.count(new) > 1:
+        if new_names.count(new) > 1:
             raise ConfigError(
                 f"dataset.rename: {name!r} cannot become {new!r}, which is a column already: "
                 "choose another name, or rename that one, too"

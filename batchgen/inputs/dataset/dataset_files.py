@@ -25,10 +25,10 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import content_digests, fingerprint_text
 
 _READING_VERSION = 2
-"""Another number where the same files give other rows than in an older version of batchgen."""
+"""Increased when the same files give other rows than in an older version of batchgen."""
 _CACHE_VERSION = "rows-4"
-"""Another name where rows are kept otherwise in the cache than by an older version."""
-_LOUD = ("datasets", "huggingface_hub")
+"""Changed when the cache keeps rows in another form than that of an older version."""
+_LOGGERS = ("datasets", "huggingface_hub")
 """The loggers of datasets and of what it loads with."""
 _FILE_KEYS = {"config_name", "data_files", "data_dir", "default"}
 """Keys of a configuration in a README.md that only say which files have its rows."""
@@ -37,9 +37,13 @@ DEMO = Path(__file__).parents[2] / "data" / "demo.jsonl"
 
 @dataclass(frozen=True)
 class LoadedDataset:
-    """All rows of one split. The fingerprint differs if the content of any row differs; `files` are
-    the local files that it is read from, none for the hub. `json` are the columns of rows that
-    `data` keeps as JSON text."""
+    """All rows of one split.
+
+    Attributes:
+        fingerprint: a text that differs if the content of any row differs.
+        files: the local files that the rows are read from; empty for the hub.
+        json: the columns of the rows, if `data` holds each row as JSON text; else None.
+    """
 
     data: Dataset | IterableDataset
     fingerprint: str
@@ -78,12 +82,12 @@ def load_split(config: DatasetConfig) -> LoadedDataset:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and log lines of datasets: our own errors say what they would."""
+    """Silence the progress bars and log lines of `datasets`: batchgen's errors say the same."""
     bars = datasets.are_progress_bars_disabled()
-    handlers = [handler for name in (None, *_LOUD) for handler in getLogger(name).handlers]
+    handlers = [handler for name in (None, *_LOGGERS) for handler in getLogger(name).handlers]
 
     def is_of_others(record: LogRecord) -> bool:
-        return not record.name.startswith(_LOUD)
+        return not record.name.startswith(_LOGGERS)
 
     # To set the level of a logger takes a hundred times as long, and streams do it at each batch.
     for handler in handlers:
@@ -117,7 +121,8 @@ def _load_files(files: Sequence[Path], config: DatasetConfig, split: str) -> Loa
 
 
 def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
-    """A folder, read as datasets does: its file names or its README.md tell its splits."""
+    """A folder, read as `datasets` does: its file names or its README.md say which splits it
+    has."""
     if folder.resolve() == Path("/"):
         raise ConfigError(
             "dataset.path=/ is the root of all files of this machine: give the file or folder with "
@@ -131,7 +136,7 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
     if not files:
         raise ConfigError(f"dataset.path: folder {folder} has no files of {SUPPORTED}")
     declared = _declared(folder)
-    # Beside rows of another format .txt files are notes.
+    # If there are files of another format, .txt files are notes.
     files = [f for f in files if table_format(f) != "txt"] or files
     if declared == "nothing":
         check_formats(files)

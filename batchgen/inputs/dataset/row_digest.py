@@ -42,13 +42,13 @@ def rows_digest(source: Tables, stop: int) -> list[str] | None:
     if known is None:
         return None
     assert stop <= known
-    digest, found = blake2b(digest_size=16), list[str]()
+    digest, digests = blake2b(digest_size=16), list[str]()
     for table in source.tables(stop, BLOCK):
         for name, column in zip(table.column_names, table.columns, strict=True):
             _add_bytes(digest, f"{name}\0{column.type}\0".encode())
             _add_array(digest, pa.concat_arrays(column.chunks))
-        found.append(digest.hexdigest())
-    return found
+        digests.append(digest.hexdigest())
+    return digests
 
 
 def array_digest(array: pa.Array, size: int = 16) -> bytes:

@@ -68,7 +68,7 @@ def check_unique(ids: Callable[[], Iterable[str]], column: str) -> None:
     for index, row_id in enumerate(ids()):
         if row_id in rows:
             rows[row_id].append(index)
-    repeated = {row_id: found for row_id, found in rows.items() if len(found) > 1}
+    repeated = {row_id: indices for row_id, indices in rows.items() if len(indices) > 1}
     if repeated:
         raise duplicate_error(column, repeated)
 
@@ -77,9 +77,9 @@ def duplicate_error(column: str, repeated: dict[str, list[int]]) -> ConfigError:
     """The error for ids that several rows have, from each id to its rows."""
     first = sorted(repeated.items(), key=lambda item: item[1])[:MAX_NAMED]
     named = "; ".join(
-        f"{row_id!r} in rows {', '.join(map(str, found[:MAX_NAMED]))}"
-        + (f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else "")
-        for row_id, found in first
+        f"{row_id!r} in rows {', '.join(map(str, indices[:MAX_NAMED]))}"
+        + (f" and {len(indices) - MAX_NAMED} more" if len(indices) > MAX_NAMED else "")
+        for row_id, indices in first
     )
     more = f"; and {len(repeated) - len(first)} more ids" if len(repeated) > len(first) else ""
     return ConfigError(

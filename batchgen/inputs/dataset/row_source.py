@@ -27,16 +27,16 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 
 BATCH = 256  # rows that are read at a time
-IMAGE_BATCH = 16  # the same, of rows that hold images
-FIRST_ROWS = 1000  # that tell the features of a stream which does not name them itself
+IMAGE_BATCH = 16  # rows with images that are read at a time
+FIRST_ROWS = 1000  # rows from which the features of a stream without features are inferred
 
 
 def open_dataset(config: DatasetConfig, images: Collection[str] = ()) -> RowSource:
-    """The data set that the configuration names, with all checks that need no pass over a stream.
-    Of the columns that hold images those in `images` are read, and none is copied.
+    """The data set that the configuration names, after all checks that need no pass over a stream.
+    Columns of images are read if they are in `images`, and are not copied to the output.
 
     Raises:
-        ConfigError: the data does not exist, cannot be read, has no such split or column, has no
+        ConfigError: the data does not exist, cannot be read, lacks the split or a column, has no
             rows, or has an id twice.
     """
     return RowSource(load_split(config), config, images)
@@ -51,13 +51,15 @@ class RowSource(Source):
 
     Attributes:
         columns: the names of all columns that `Row.fields` has.
-        features: what the columns hold, in the terms of datasets.
-        schema: the Arrow schema of the columns that are copied to the output. If a stream has no
-            features, its first 1000 rows tell them, and a later row that does not fit becomes an
-            error row (bad_row). A column with JSON values of several types holds JSON text; one
-            of integers and floats holds floats, if each of them tells which it was.
-        num_rows: how many rows there are, None for a stream.
-        fingerprint: equal for equal rows on every machine. Data of the hub is known by its commit.
+        features: the types of the columns, as `datasets` describes them. A stream that has none
+            gets those of its first 1000 rows; a later row that does not fit becomes an error row
+            (bad_row).
+        schema: the Arrow schema of the columns that are copied to the output. A column with JSON
+            values of several types is stored as JSON text; one with integers and floats is stored
+            as floats, if no float is whole and no integer over 2**53.
+        num_rows: the number of rows, None for a stream.
+        fingerprint: a text that is equal for equal rows on every machine; for data of the hub it is
+            made from its commit.
     """
 
     num_rows: int | None = None
@@ -70,8 +72,9 @@ class RowSource(Source):
         self.fingerprint = loaded.fingerprint
         data, json = loaded.data, loaded.json
         features = data.features if json is None else json.features
-        self._streams_rows = features is None
-        self._checked = self._streams_rows or (json is not None and json.has_halves)
+        self._has_loose_types = features is None
+        # Whether a value may fail to fit the type of its column, or hold half of a UTF-16 pair.
+        self._checked = self._has_loose_types or (json is not None and json.has_halves)
         if features is None:
             with self._reading("its first rows"):
                 features = _features_of(list(data.take(FIRST_ROWS)))
@@ -80,17 +83,17 @@ class RowSource(Source):
         if config.rename and json is None:
             data = data.rename_columns(dict(config.rename))
         features = Features({names[name]: feature for name, feature in features.items()})
-        odd = [
+        unread = [
             name
             for name, feature in features.items()
             if not is_plain(feature) and not (name in images and is_image(feature))
         ]
-        of_images = [n for n, f in features.items() if n in images and holds_bytes(f)]
-        self._batch = IMAGE_BATCH if of_images else BATCH
-        self.columns = tuple(name for name in features if name not in odd)
-        self._check_columns(features, odd, of_images)
+        image_columns = [n for n, f in features.items() if n in images and holds_bytes(f)]
+        self._batch = IMAGE_BATCH if image_columns else BATCH
+        self.columns = tuple(name for name in features if name not in unread)
+        self._check_columns(features, unread, image_columns)
         self._id_path = self._find_id({name: features[name] for name in self.columns})
-        self._data = data.select_columns(list(self.columns)) if odd else data
+        self._data = data.select_columns(list(self.columns)) if unread else data
         self.features = Features({name: features[name] for name in self.columns})
         self._kept: RowFields = ArrowFields(self.features)
         stored = self.features.arrow_schema
@@ -99,7 +102,7 @@ class RowSource(Source):
             stored = pa.schema([field.with_name(names[field.name]) for field in json.schema])
         copied = config.columns
         if copied is None:
-            copied = tuple(name for name in self.columns if name not in of_images)
+            copied = tuple(name for name in self.columns if name not in image_columns)
         self.schema = pa.schema([self._field(stored.field(name)) for name in copied])
         self._copied = tuple(copied)
         self._encoders = {
@@ -127,18 +130,19 @@ class RowSource(Source):
                 yield Row(index, row_id, fields)
 
     def rows_at(self, indices: Sequence[int]) -> Iterator[Row]:
-        """The rows with these indices, of map-style data only; the rows between are not read."""
+        """The rows with these indices, in their order; only these are read. Map-style data only."""
         assert isinstance(self._data, Dataset)
         data = self._data.select(indices).with_format("arrow")
-        places = iter(indices)
+        next_index = iter(indices)
         with self._reading("its rows"):
             for batch in data.iter(batch_size=self._batch):
                 for fields in self._kept.of_table(batch):
-                    index = next(places)
+                    index = next(next_index)
                     yield Row(index, self._id(index, fields), fields)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """The values of the columns that are copied to the output, or RequestError (bad_row)."""
+        """The values of the columns that are copied to the output, by their names. Raises
+        RequestError (bad_row) if one does not fit its column."""
         values = {name: row.fields.get(name) for name in self._copied}
         for name, encode in self._encoders.items():
             values[name] = encode(values[name])
@@ -160,14 +164,15 @@ class RowSource(Source):
         return values
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows before `stop` as Arrow tables of at most `size` rows, of map-style data only."""
+        """The rows before index `stop` as Arrow tables of at most `size` rows. Map-style data
+        only."""
         assert isinstance(self._data, Dataset)
         data = self._data.select(range(stop)).with_format("arrow")
         with self._reading("its rows"):
             yield from map(self._kept.typed, data.iter(batch_size=size))
 
     def _field(self, stored: pa.Field) -> pa.Field:
-        """The output column of a column, of which the data set keeps `stored`."""
+        """The output field of a column that has the field `stored` in the data set."""
         name, kind = stored.name, storage_type(stored.type)
         if has_json(self.features[name]):
             return stored_field(name, self.features[name], kind)
@@ -185,7 +190,7 @@ class RowSource(Source):
 
     def _batches(self, start: int) -> Iterator[list[dict[str, Any]]]:
         data = self._data
-        if self._streams_rows:  # rows may differ in type, so they do not fit into an Arrow batch
+        if self._has_loose_types:  # rows may differ in type, so they do not fit into an Arrow batch
             assert isinstance(self._kept, ArrowFields)
             return (self._kept.of_rows([row]) for row in data)
         if isinstance(data, Dataset):
@@ -208,7 +213,7 @@ class RowSource(Source):
                 index += 1
 
     def _id(self, index: int, fields: dict[str, Any]) -> str:
-        """The id of a row."""
+        """The id of a row; raises ConfigError if it is null, or neither a string nor an integer."""
         if not self._id_path:
             return str(index)
         value = value_at(fields, self._id_path)
@@ -230,7 +235,7 @@ class RowSource(Source):
         return str(value)
 
     def _find_id(self, features: dict[str, Any]) -> tuple[str, ...]:
-        """Where in a row its id is; empty if rows are numbered."""
+        """The path of the id in the fields of a row; empty if rows are numbered."""
         column = self._config.id_column
         if column is None:
             return ()
@@ -248,8 +253,8 @@ class RowSource(Source):
         return path
 
     def _check_earlier(self, index: int, row_id: str) -> None:
-        """Look for an earlier row with this id, since two ids with the same hash need not be
-        equal."""
+        """Raise ConfigError if an earlier row has this id. The set of ids keeps hashes alone, and
+        two ids with the same hash need not be equal."""
         column = self._config.id_column
         assert column is not None
         for earlier, fields in zip(range(index), self._fields(0), strict=False):
@@ -257,19 +262,21 @@ class RowSource(Source):
                 raise duplicate_error(column, {row_id: [earlier, index]})
 
     def _check_columns(
-        self, features: Features, odd: Sequence[str], of_images: Sequence[str]
+        self, features: Features, unread: Sequence[str], image_columns: Sequence[str]
     ) -> None:
-        known = some_names([name for name in self.columns if name not in of_images])
-        others = [name for name in odd if not is_image(features[name])]
+        """Raise ConfigError if a column that is to be copied to the output does not exist, or is
+        unread or one of images, which no file of the output can hold."""
+        known = some_names([name for name in self.columns if name not in image_columns])
+        others = [name for name in unread if not is_image(features[name])]
         if self._config.columns is None and others:
             kind = type(features[others[0]]).__name__
             raise ConfigError(
                 f"dataset.columns: column {others[0]!r} ({kind}) cannot be "
                 f"copied to the output: choose the columns to copy among {known}"
             )
-        odd = [*odd, *of_images]
+        refused = {*unread, *image_columns}
         for name in self._config.columns or ():
-            if name in odd:
+            if name in refused:
                 kind = type(features[name]).__name__
                 raise ConfigError(
                     f"dataset.columns: column {name!r} ({kind}) cannot be copied to the output: "
@@ -281,6 +288,8 @@ class RowSource(Source):
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
+        """Turn errors of reading `what` into a ConfigError, or a JobError if running the job again
+        may help."""
         try:
             with quiet():
                 yield
@@ -294,7 +303,7 @@ class RowSource(Source):
 
 
 def _features_of(rows: list[dict[str, Any]]) -> Features:
-    """The features of rows. Each column of any of them counts, not only those of the first row."""
+    """The features of rows, with the columns of all of them, not only of the first."""
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: [row.get(name) for row in rows] for name in names})
     return Features.from_arrow_schema(table.schema)

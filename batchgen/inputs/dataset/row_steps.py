@@ -38,8 +38,8 @@ class SteppedSource(SourceOver):
         it."""
         super().__init__(source)
         self._steps = tuple(steps)
-        made = arrow_schema([column for step in steps for column in step.writes])
-        self._made = {column.name: column for column in made}
+        schema = arrow_schema([column for step in steps for column in step.writes])
+        self._made = {column.name: column for column in schema}
         known = list(source.features)
         for number, step in enumerate(steps):
             for name in step.field_names:

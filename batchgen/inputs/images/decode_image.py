@@ -34,7 +34,7 @@ _TURNS = {
 
 
 def pillow_version() -> str:
-    """The version of Pillow, or ConfigError if it is not installed."""
+    """The version of Pillow. Raises ConfigError if it is not installed."""
     try:
         import PIL
     except ModuleNotFoundError:
@@ -146,7 +146,7 @@ def _in_colour(image: Pillow.Image) -> Pillow.Image:
         raise ValueError(f"its values are of 32 bits (mode {image.mode}), and no colours")
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
-    found = pillow.new("RGB", image.size)
+    coloured = pillow.new("RGB", image.size)
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
         band = image.crop((0, top, image.width, min(top + rows, image.height)))
@@ -156,5 +156,5 @@ def _in_colour(image: Pillow.Image) -> Pillow.Image:
         if band.has_transparency_data:
             paper = pillow.new("RGBA", band.size, (255, 255, 255, 255))
             band = pillow.alpha_composite(paper, band.convert("RGBA"))
-        found.paste(band.convert("RGB"), (0, top))
-    return found
+        coloured.paste(band.convert("RGB"), (0, top))
+    return coloured

@@ -1,4 +1,4 @@
-"""How large a model wants its images, from the image's own size alone."""
+"""The size to which a model resizes an image, which depends on the image's size alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
 DEFAULT_TOKENS = 1280
-"""The most tokens of an image where `prompt.max_pixels` says nothing."""
+"""The most tokens of an image if `prompt.max_pixels` is not set."""
 MOST_RATIO = 200
 _MOST_SIDE = 1 << 16
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _READING = "1"
-"""Another number where the same file gives other pixels than in an older version of batchgen."""
+"""Increased when the same file gives other pixels than in an older version of batchgen."""
 _BICUBIC = 3
 _EXPECTED: dict[str, Any] = {
     "do_resize": True,
@@ -32,13 +32,13 @@ _EXPECTED: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ImageSizes:
-    """The sizes that images are given.
+    """The limits of the sizes to which images are resized.
 
     Attributes:
-        side: pixels of a token's side, of which heights and widths are multiples.
+        side: the pixels of a token's side; heights and widths are multiples of it.
         least: the fewest pixels of an image.
-        most: the most pixels of an image, of this job.
-        most_of_model: the most pixels of an image, of the model's processor.
+        max_pixels: the most pixels of an image in this job.
+        most_of_model: the most pixels of an image that the model's processor allows.
     """
 
     side: int
@@ -47,7 +47,8 @@ class ImageSizes:
     most_of_model: int
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width that an image of this size gets, as Qwen's `smart_resize` has it.
+        """The height and width to which an image of this size is resized, as by Qwen's
+        `smart_resize`: about the same ratio and within the limits.
 
         Raises:
             RequestError: bad_image_size: a side is zero, or over 200 times the other one.
@@ -71,15 +72,16 @@ class ImageSizes:
         return rows, columns
 
     def tokens(self, height: int, width: int) -> int:
-        """How many tokens an image of this final size has."""
+        """The number of tokens of an image that was resized to this size."""
         return (height // self.side) * (width // self.side)
 
     def scales_down(self, height: int, width: int) -> bool:
-        """Whether an image of this size gets fewer pixels than the model's processor would give."""
+        """Whether `max_pixels` leaves an image of this size fewer pixels than the model allows."""
         return self.max_pixels < self.most_of_model and height * width > self.max_pixels
 
     def fingerprint(self, pillow: str) -> str:
-        """A digest of all that decides the pixels besides the file; `pillow` is its version."""
+        """A digest of all that decides the pixels besides the file; `pillow` is the version of
+        Pillow."""
         numbers = (self.side, self.least, self.max_pixels)
         return fingerprint_text("images", _READING, pillow, *map(str, numbers))
 
@@ -87,37 +89,41 @@ class ImageSizes:
 def image_sizes(
     folder: Path, side: int, max_pixels: int | None, colours: Colours = HALVES
 ) -> ImageSizes:
-    """The rules of a model's folder, whose tokens stand for squares of `side` pixels.
+    """The limits that the processor in a model's folder has, if a token stands for a square of
+    `side`×`side` pixels.
 
     Raises:
         ConfigError: the folder has no description of its processor, or one of a processor that does
             something else, or `prompt.max_pixels` is less than one token.
     """
-    file, found = _processor(folder)
-    own_colours = {"image_mean": [*colours.mean], "image_std": [*colours.std]}
-    for key, expected in (_EXPECTED | own_colours).items():
-        if (value := found.get(key, expected)) != expected:
+    file, processor = _processor(folder)
+    model_colours = {"image_mean": [*colours.mean], "image_std": [*colours.std]}
+    for key, expected in (_EXPECTED | model_colours).items():
+        if (value := processor.get(key, expected)) != expected:
             raise ConfigError(
                 f"model.path: {file.name} says {key}={value!r:.60}; supported is {expected!r}"
             )
-    parts = (found.get("patch_size", 0), found.get("merge_size", 0))
-    if found.get("patch_size") is not None and math.prod(parts) != side:
+    parts = (processor.get("patch_size", 0), processor.get("merge_size", 0))
+    if processor.get("patch_size") is not None and math.prod(parts) != side:
         raise ConfigError(
             f"model.path: {file.name} says patches of {parts[0]} pixels, {parts[1]} to a token's "
             f"side, and config.json says tokens of {side} pixels: they must agree"
         )
-    size = found.get("size") or {}
-    least = size.get("shortest_edge", found.get("min_pixels", 65536))
-    most = size.get("longest_edge", found.get("max_pixels", 16777216))
-    if not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (least, most)) or least > most:
+    size = processor.get("size") or {}
+    least = size.get("shortest_edge", processor.get("min_pixels", 65536))
+    largest = size.get("longest_edge", processor.get("max_pixels", 16777216))
+    if (
+        not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (least, largest))
+        or least > largest
+    ):
         raise ConfigError(f"model.path: {file.name}: size {size!r:.100} is not usable")
     if max_pixels is not None and max_pixels < side**2:
         raise ConfigError(
             f"prompt.max_pixels={max_pixels} is less than one token of this model, {side}×{side} "
             f"pixels: give {side**2} or more"
         )
-    own = min(most, DEFAULT_TOKENS * side**2 if max_pixels is None else max_pixels)
-    return ImageSizes(side, min(least, own), own, most)
+    limit = min(largest, DEFAULT_TOKENS * side**2 if max_pixels is None else max_pixels)
+    return ImageSizes(side, min(least, limit), limit, largest)
 
 
 def has_processor(folder: Path) -> bool:
@@ -126,19 +132,19 @@ def has_processor(folder: Path) -> bool:
 
 
 def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that describes the model's processor, and what it says of images."""
+    """The file that describes the model's processor, and its keys about images."""
     for name in _FILES:
         file = folder / name
         if not file.is_file():
             continue
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: {file} cannot be read: {error}") from None
-        if isinstance(found, dict):
-            own = found.get("image_processor", found)
-            if isinstance(own, dict):
-                return file, own
+        if isinstance(content, dict):
+            values = content.get("image_processor", content)
+            if isinstance(values, dict):
+                return file, values
         raise ConfigError(f"model.path: {file} is no description of a processor")
     raise ConfigError(
         f"model.path: {folder} has no {_FILES[0]}, which says how large images may be"

@@ -85,9 +85,9 @@ def _png(image: Pillow.Image) -> bytes:
 
 
 def _of_text(text: str) -> ImageSource:
-    if (found := _DATA.match(text)) is not None:
+    if (match := _DATA.match(text)) is not None:
         try:
-            return ImageSource(base64.b64decode(text[found.end() :], validate=True), None)
+            return ImageSource(base64.b64decode(text[match.end() :], validate=True), None)
         except (binascii.Error, ValueError):
             raise RequestError("bad_image", "the data: URL holds no base64") from None
     scheme = _SCHEME.match(text)

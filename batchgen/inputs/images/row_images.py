@@ -105,8 +105,8 @@ class RowImages:
 
     def file_stamps(self, sources: Sequence[ImageSource]) -> list[str]:
         """The names, sizes and times of change of the files that a row names."""
-        found = ((name, self._folder.find(name).stat()) for name in file_names(sources))
-        return [f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found]
+        stats = ((name, self._folder.find(name).stat()) for name in file_names(sources))
+        return [f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in stats]
 
     def expanded(self, ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Expand the one token of each image in a prompt to as many as the image takes.
@@ -123,10 +123,10 @@ class RowImages:
                 "text of the row may write the model's image token, or the template leaves images "
                 "out",
             )
-        counts, found = iter(tokens), list[int]()
+        counts, expanded = iter(tokens), list[int]()
         for token in ids:
-            found += [token] * (next(counts) if token == self.image_token_id else 1)
-        return found
+            expanded += [token] * (next(counts) if token == self.image_token_id else 1)
+        return expanded
 
     def close(self) -> None:
         """Stop decoding."""
@@ -158,14 +158,14 @@ class RowImages:
         if data is None:
             assert source.path is not None
             data = self._folder.read(source.path)
-        own = image_size(io.BytesIO(data))
-        self._tell(*own)
-        height, width = self._sizes.size(*own)
+        size = image_size(io.BytesIO(data))
+        self._tell(*size)
+        height, width = self._sizes.size(*size)
         key = blake2b(data, digest_size=DIGEST_BYTES)
         key.update(f"{self.fingerprint} {height} {width}".encode())
         file_digest = _digest(data)
         read = self._reader(source, file_digest)
-        memory = decoding_bytes(*own) + len(data)
+        memory = decoding_bytes(*size) + len(data)
         decode = partial(self._decode, read, height, width, file_digest, memory)
         image = Image(self._ahead.add(decode), height, width, key.digest())
         tokens = self._sizes.tokens(height, width)
@@ -179,10 +179,10 @@ class RowImages:
         assert name is not None
 
         def read() -> bytes:
-            found = folder.read(name)
-            if _digest(found) != file_digest:
+            content = folder.read(name)
+            if _digest(content) != file_digest:
                 raise RequestError("bad_image", f"{name} has changed while the job ran")
-            return found
+            return content
 
         return read
 
@@ -199,11 +199,12 @@ class RowImages:
         if self._told or not self._sizes.scales_down(height, width):
             return
         self._told = True
-        most = self._sizes.max_pixels
+        limit = self._sizes.max_pixels
         print(
-            f"batchgen: an image of {width}×{height} pixels is scaled down to at most {most:,} "
-            f"pixels ({most // self._sizes.side**2:,} tokens), and so are others: prompt.max_pixels"
-            f" says how many, and this model takes up to {self._sizes.most_of_model:,}",
+            f"batchgen: an image of {width}×{height} pixels is scaled down to at most {limit:,} "
+            f"pixels ({limit // self._sizes.side**2:,} tokens), and so are others: "
+            f"prompt.max_pixels says how many, and this model takes up to "
+            f"{self._sizes.most_of_model:,}",
             file=sys.stderr,
             flush=True,
         )

@@ -75,13 +75,13 @@ class Thumbnails:
 def read_thumbnails(folder: Path) -> dict[str, str]:
     """The pictures that a job's folder has, as base64 of JPEG files, by the images' digests. What
     is damaged, or no such picture, is left out."""
-    found: dict[str, str] = {}
+    thumbnails: dict[str, str] = {}
     below = folder / THUMBNAILS
     files = sorted(below.glob("*.json")) if below.is_dir() and not below.is_symlink() else []
     for file in files:
         if file.is_file() and not file.is_symlink() and file.stat().st_size <= 2 * MOST_BYTES:
-            found |= _read(file.read_bytes())
-    return found
+            thumbnails |= _read(file.read_bytes())
+    return thumbnails
 
 
 def _read(content: bytes | None) -> Mapping[str, str]:

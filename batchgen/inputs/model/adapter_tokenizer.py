@@ -95,13 +95,13 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """The ids of all tokens of a tokenizer.json, by their text."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     if isinstance(vocab, dict):
-        found |= {str(text): i for text, i in vocab.items() if isinstance(i, int)}
+        ids |= {str(text): i for text, i in vocab.items() if isinstance(i, int)}
     for token in added if isinstance(added, list) else ():
         if isinstance(token, dict) and isinstance(token.get("id"), int):
-            found[str(token.get("content"))] = token["id"]
-    return found
+            ids[str(token.get("content"))] = token["id"]
+    return ids
 
 
 def _own_template(folder: Path) -> Any:

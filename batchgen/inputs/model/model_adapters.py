@@ -41,15 +41,19 @@ def with_adapters(
     """Return the model with these adapters; rows have the only one unless they ask for another.
     With `fold` it is added to the weights, and `template` says whose tokenizer and chat template
     the model has. Raises ValueError if an adapter cannot be found, is damaged, or does not fit."""
-    places = {name: place for name, place in named_places(adapters).items() if name != BASE}
+    folders = {
+        name: adapter_folder
+        for name, adapter_folder in named_places(adapters).items()
+        if name != BASE
+    }
     if template not in get_args(LoRATemplate):
         raise ValueError(f"lora_template must be base or adapter, got {template!r}")
     if template == "adapter" and not only_one(adapters):
         raise ValueError(
             "lora_template=adapter takes the tokenizer of the only adapter, and lora names "
-            + ("several" if places else "none")
+            + ("several" if folders else "none")
         )
-    if not places:
+    if not folders:
         return model
     if model.path.is_file():
         raise ValueError(
@@ -64,9 +68,9 @@ def with_adapters(
             "fewer: leave it false, and the adapter stands beside them"
         )
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
-    found = {}
-    for name, place in places.items():
-        folder = _folder(name, place)
+    by_name = {}
+    for name, adapter_folder in folders.items():
+        folder = _folder(name, adapter_folder)
         _check_links(name, folder)
         adapter = open_adapter(folder, fold=fold)
         check_adapter(adapter, weights, fold=fold)
@@ -76,11 +80,11 @@ def with_adapters(
         else:
             model = with_adapter_tokenizer(name, adapter.folder, model)
         _warn_of_base(name, adapter, model)
-        found[name] = adapter
+        by_name[name] = adapter
     return replace(
         model,
-        adapters=found,
-        default_adapter=next(iter(found)) if only_one(adapters) else None,
+        adapters=by_name,
+        default_adapter=next(iter(by_name)) if only_one(adapters) else None,
         folds=fold,
         adapter_template=template == "adapter",
     )
@@ -89,8 +93,8 @@ def with_adapters(
 def adapter_files(adapter: AdapterFile, *, with_template: bool) -> list[Path]:
     """The files that decide what an adapter computes, and what prompts it reads if it also gives
     the tokenizer."""
-    own = tokenizer_files(adapter.folder) if with_template else []
-    return [adapter.folder / CONFIG, adapter.folder / WEIGHTS, *own]
+    files = tokenizer_files(adapter.folder) if with_template else []
+    return [adapter.folder / CONFIG, adapter.folder / WEIGHTS, *files]
 
 
 def _hub_name(path: str) -> re.Match[str] | None:

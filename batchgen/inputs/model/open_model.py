@@ -72,8 +72,8 @@ class OpenedModel:
         count from the last. Raises ValueError for one that it lacks or that is named twice."""
         last = self.config.num_layers
         layers = tuple(layer + last + 1 if layer < 0 else layer for layer in indices)
-        given = zip(indices, layers, strict=True)
-        if outside := [one for one, layer in given if not 0 <= layer <= last]:
+        pairs = zip(indices, layers, strict=True)
+        if outside := [one for one, layer in pairs if not 0 <= layer <= last]:
             raise ValueError(
                 f"hidden_layers has {outside[0]}, and the model has {last} layers: choose among 0 "
                 f"(the embedding of tokens) to {last} (behind the last layer and the norm), or -1"
@@ -83,8 +83,8 @@ class OpenedModel:
         return replace(self, config=replace(self.config, hidden_layers=layers))
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
-        """The dtype of weights and activations on a device, or ValueError if the machine lacks the
-        device.
+        """The dtype of weights and activations on a device. Raises ValueError if the machine lacks
+        the device.
 
         `auto` is the checkpoint's dtype on a GPU. On a CPU it is float32, because only in that are
         a row's tokens exactly independent of the batch.
@@ -176,9 +176,9 @@ class OpenedModel:
         form, packed = self.form(units_of(target, torch_dtype)), self.config.form
         name = str(torch_dtype).removeprefix("torch.")
         if form is not None and not form.native:
-            given = format_name(form)
+            as_form = format_name(form)
             print(
-                f"model: this device does not compute in {given}, so weights in {given} are "
+                f"model: this device does not compute in {as_form}, so weights in {as_form} are "
                 f"dequantised to {name}",
                 file=sys.stderr,
                 flush=True,
@@ -320,7 +320,7 @@ def limit_threads() -> None:
 
 
 def device_of(name: DeviceName) -> torch.device:
-    """The device of this name, or ValueError if it is a GPU and the machine has none."""
+    """The device of this name. Raises ValueError if it is a GPU and the machine has none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     elif name == "cuda" and not torch.cuda.is_available():

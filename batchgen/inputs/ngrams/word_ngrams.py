@@ -24,8 +24,8 @@ def words(text: str) -> list[bytes]:
     UTF-8."""
     if text.isascii():  # the same words in a third of the time
         return _ASCII_WORDS.findall(text.encode().lower())
-    found = _WORDS.findall(unicodedata.normalize("NFKC", text).casefold())
-    return [word.encode("utf-8", "surrogatepass") for word in found]
+    texts = _WORDS.findall(unicodedata.normalize("NFKC", text).casefold())
+    return [word.encode("utf-8", "surrogatepass") for word in texts]
 
 
 def ngram_hashes(text: str, n: int) -> Hashes:
@@ -33,20 +33,20 @@ def ngram_hashes(text: str, n: int) -> Hashes:
 
     A text with fewer words is one run of all of them, and one without words has none.
     """
-    found = words(text)
-    if not found:
+    texts = words(text)
+    if not texts:
         return np.empty(0, np.uint64)
-    each = np.fromiter(map(xxh64_intdigest, found), np.uint64, len(found))
-    return np.unique(_runs(each, min(n, len(found))))
+    each = np.fromiter(map(xxh64_intdigest, texts), np.uint64, len(texts))
+    return np.unique(_runs(each, min(n, len(texts))))
 
 
 def _runs(each: Hashes, n: int) -> Hashes:
     """A hash of each run of n hashes, which depends on their order."""
     number = len(each) - n + 1
-    found = np.full(number, n, np.uint64)
-    for place in range(n):
-        found = mixed(found * _ODD + each[place : place + number])
-    return found
+    hashes = np.full(number, n, np.uint64)
+    for index in range(n):
+        hashes = mixed(hashes * _ODD + each[index : index + number])
+    return hashes
 
 
 def mixed(values: Hashes) -> Hashes:

@@ -87,7 +87,7 @@ class ChatPrompt:
         return by_templates and not any(template.uses_columns for template in templates)
 
     def token_ids(self, row: Row) -> list[int]:
-        """The prompt of a row; RequestError as `Prompt.token_ids` says."""
+        """The prompt of a row. Raises RequestError as `Prompt.token_ids` says."""
         ids, sources = self._ids_and_sources(row)
         if self._places is None:
             return ids
@@ -100,8 +100,8 @@ class ChatPrompt:
         if self._places is None:
             return ids, []
         images = self._places.images
-        found = images.load(sources)
-        return images.expanded(ids, [image.tokens for image in found]), found
+        loaded = images.load(sources)
+        return images.expanded(ids, [image.tokens for image in loaded]), loaded
 
     @property
     def images(self) -> RowImages | None:
@@ -145,7 +145,7 @@ class ChatPrompt:
         return turns
 
     def _rendered(self, messages: Messages, tools: Sequence[Any] | None) -> str:
-        """The text of a conversation, or RequestError if the chat template does not take it, or
+        """The text of a conversation. Raises RequestError if the chat template does not take it, or
         leaves out a part of it."""
         messages = self._forms.formed(messages, tools)
         last, inner = messages[-1].get("content"), None
@@ -217,19 +217,19 @@ class ChatPrompt:
         that need a content that is null.
         """
         goes_on = self._config.continue_
-        given = dict(self._kwargs)
+        options = dict(self._kwargs)
         listed = None if tools is None else list(tools)
-        template = self._tokenizer.get_chat_template(given.pop("chat_template", None), listed)
+        template = self._tokenizer.get_chat_template(options.pop("chat_template", None), listed)
         with on_day(self.day):
-            found = chat_template_utils.render_jinja_template(
+            rendered = chat_template_utils.render_jinja_template(
                 conversations=[messages],
                 tools=listed,
                 chat_template=template,
                 add_generation_prompt=not goes_on and not self._ends(messages),
                 continue_final_message=goes_on,
-                **{**self._tokenizer.special_tokens_map, **given},
+                **{**self._tokenizer.special_tokens_map, **options},
             )
-        return str(found[0][0])  # of texts and masks
+        return str(rendered[0][0])  # of texts and masks
 
     def _chat_template(self) -> str:
         """The source of the chat template; of one with several parts, that of all of them."""

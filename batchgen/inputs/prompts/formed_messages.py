@@ -74,13 +74,13 @@ def _formed_call(call: Mapping[str, Any], as_object: bool | None) -> Mapping[str
 def _object(arguments: str) -> dict[str, Any]:
     """The object that a text of arguments spells."""
     try:
-        found = parse_unique_json(arguments)
+        parsed = parse_unique_json(arguments)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise RequestError(
             "bad_messages",
             "the model's chat template takes the arguments of a tool call as an object, and "
             f"{beginning(arguments, 80)!r} is no JSON of one",
         )
-    return found
+    return parsed

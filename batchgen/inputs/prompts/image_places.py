@@ -47,30 +47,30 @@ class ImagePlaces:
         Raises:
             RequestError: bad_images: the row has another number of images than parts for them.
         """
-        own = self.own(row)
+        images = self.own(row)
         free = sum(_is_free(part) for message in messages for part in _parts(message))
-        if free and free != len(own):
+        if free and free != len(images):
             raise RequestError(
                 "bad_images",
-                f"the messages have {free} images without a source, and the row has {len(own)} of "
-                "its own: their numbers must be equal",
+                f"the messages have {free} images without a source, and the row has {len(images)} "
+                "of its own: their numbers must be equal",
             )
-        rest, found = iter(own), list[ImageSource]()
+        rest, sources = iter(images), list[ImageSource]()
         placed = []
         for message in messages:
             content = message.get("content")
             if isinstance(content, list):
-                content = [self._part(part, rest, found) for part in content]
+                content = [self._part(part, rest, sources) for part in content]
                 message = {**message, "content": content}
-            elif not free and own and message["role"] == "user":
+            elif not free and images and message["role"] == "user":
                 text = [{"type": "text", "text": content}]
-                found += rest
-                message = {**message, "content": [{"type": "image"}] * len(own) + text}
-                own = []
+                sources += rest
+                message = {**message, "content": [{"type": "image"}] * len(images) + text}
+                images = []
             placed.append(message)
-        if not free and own:
+        if not free and images:
             raise RequestError("bad_images", "the row has images and no user message for them")
-        return placed, found
+        return placed, sources
 
     def own(self, row: Row) -> list[ImageSource]:
         """The images of the row's column, or those that `prompt.images` names."""

@@ -109,11 +109,11 @@ class MessageForms:
                 MessageForm(kind, content, None) for kind in ((True, False) if calling else (None,))
             ]
             tried = [self._try(messages, tools, form) for form in forms]
-            found = [form for form in tried if form is not None]
-            good = [form for form in found if form.left_out is None]
+            usable = [form for form in tried if form is not None]
+            good = [form for form in usable if form.left_out is None]
             if good:
                 return good[0] if len(good) == 1 else good[0]._replace(as_objects=None)
-            worst = worst or (found[0] if found else None)
+            worst = worst or (usable[0] if usable else None)
         if worst is not None and empty and self._knows_no_content(messages, tools):
             return worst._replace(no_content=None, left_out=None)
         return worst
@@ -174,8 +174,8 @@ class MessageForms:
     @cached_property
     def _marks(self) -> re.Pattern[str]:
         """The texts that the template writes or looks for."""
-        found = {a or b for a, b in _QUOTED.findall(self._source)}
-        texts = {text.replace("\\n", "\n").strip() for text in found}
+        quoted = {a or b for a, b in _QUOTED.findall(self._source)}
+        texts = {text.replace("\\n", "\n").strip() for text in quoted}
         longest = sorted(map(re.escape, filter(None, texts)), key=len, reverse=True)
         return re.compile("|".join(longest) or r"(?!)")
 
@@ -250,8 +250,8 @@ def _probe(
             of = f"tool call {at} of "
             key = word(f"k{at}", f"the arguments of {of}", is_key=True)
             arguments = {key: word(f"v{at}", f"the arguments of {of}")}
-            made = arguments if form.as_objects else json.dumps(arguments)
-            probe["tool_calls"].append(named_call(call, f"zq{index}n{at}qz", made))
+            value = arguments if form.as_objects else json.dumps(arguments)
+            probe["tool_calls"].append(named_call(call, f"zq{index}n{at}qz", value))
     return probe
 
 

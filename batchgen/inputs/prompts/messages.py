@@ -91,7 +91,7 @@ def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         raise RequestError(
             "bad_messages", f"{where}: tool_calls must be a list, got {short_value(calls)}"
         )
-    found = []
+    checked = []
     for number, item in enumerate(calls):
         call = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
         function = call.get("function", call)
@@ -104,8 +104,8 @@ def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 f"{where}: tool call {number} must be {{type: function, function: {{name, "
                 f"arguments}}}} with an object or its text as arguments, got {short_value(item)}",
             )
-        found.append(call)
-    return found
+        checked.append(call)
+    return checked
 
 
 def checked_parts(content: list[Any], where: str) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ class BodyPrompt:
         return None if self._chat is None else self._chat.day
 
     def token_ids(self, row: Row) -> list[int]:
-        """The prompt of a row; RequestError as `Prompt.token_ids` says, and bad_body."""
+        """The prompt of a row. Raises RequestError as `Prompt.token_ids` says, and bad_body."""
         body = self._body(row)
         if "messages" in body:
             return self._of_messages().token_ids(self._messages(row, body))
@@ -104,12 +104,12 @@ class BodyPrompt:
     def _body(self, row: Row) -> dict[str, Any]:
         """The body of a row with either `messages` or a good `prompt`."""
         try:
-            found = json_cell(value_at(row.fields, self._path))
+            cell = json_cell(value_at(row.fields, self._path))
         except ValueError as error:
             raise self._bad(str(error)) from None
-        if not isinstance(found, Mapping):
-            raise self._bad(f"must hold the body of a request, got {short_value(found)}")
-        body = {key: value for key, value in found.items() if value is not None}
+        if not isinstance(cell, Mapping):
+            raise self._bad(f"must hold the body of a request, got {short_value(cell)}")
+        body = {key: value for key, value in cell.items() if value is not None}
         if ("messages" in body) == ("prompt" in body):
             raise self._bad("must have either messages or a prompt")
         if "prompt" in body:

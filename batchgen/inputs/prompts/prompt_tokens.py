@@ -42,12 +42,12 @@ class TextTokens:
         if self._room is None or len(text) * 4 <= _ALWAYS_BYTES:
             return
         size = text_bytes(text)
-        if size <= (most := max(self._room * self._longest_token, _ALWAYS_BYTES)):
+        if size <= (limit := max(self._room * self._longest_token, _ALWAYS_BYTES)):
             return
         raise RequestError(
             "prompt_too_long",
             f"the prompt has {size:,} bytes; {self._room} tokens are left for it, so more "
-            f"than {most:,} bytes are not even tokenised: shorten the row, use another column, "
+            f"than {limit:,} bytes are not even tokenised: shorten the row, use another column, "
             "or raise engine.max_model_len",
         )
 
@@ -63,7 +63,7 @@ def text_bytes(text: str) -> int:
 
 
 def not_empty(ids: list[int]) -> list[int]:
-    """The token ids of a prompt, or RequestError (empty_prompt)."""
+    """The token ids of a prompt. Raises RequestError (empty_prompt) if it has none."""
     if not ids:
         raise RequestError("empty_prompt", "the prompt has no tokens")
     return ids

@@ -83,8 +83,9 @@ def build_prompt(
         room: the most tokens of a prompt, for which far longer texts are refused untokenised; None
             reads texts of any length.
         images: makes the images of rows; None where the model or the rows have none.
-        day: says which day chat templates write, if the configuration does not.
-        is_read: whether rows are only read, so that nothing follows an assistant's last message.
+        day: returns the day that chat templates write, if the configuration names none.
+        is_read: whether the model only reads prompts, without answering them, so that the start of
+            an answer is not added behind an assistant's last message.
 
     Raises:
         ConfigError: a template does not compile or asks for a column that the data set lacks,
@@ -105,8 +106,8 @@ def build_prompt(
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
-    """How many tokens a prompt may have, or RequestError (prompt_too_long) if the answer may have
-    all."""
+    """How many tokens a prompt may have. Raises RequestError (prompt_too_long) if the answer may
+    have all."""
     if max_new_tokens >= max_model_len:
         raise RequestError(
             "prompt_too_long",

@@ -82,7 +82,7 @@ class Chain:
             self._features.append(before)
             _check_columns(name, step, before)
             try:
-                made, stored = _made(step, before)
+                columns, stored = _made(step, before)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
             if twice := [column for column in stored if column in self.stored]:
@@ -90,11 +90,11 @@ class Chain:
                     f"{name} makes the column {twice[0]!r}, which a step before makes: give it "
                     "another name"
                 )
-            self.columns.append((tuple(made), tuple(stored)))
-            self.made = Features({**self.made, **made})
+            self.columns.append((tuple(columns), tuple(stored)))
+            self.made = Features({**self.made, **columns})
             self.stored = Features({**self.stored, **stored})
             if isinstance(step, TableStep):
-                self.uncopied = (self.uncopied | set(step.uncopied)) - set(made)
+                self.uncopied = (self.uncopied | set(step.uncopied)) - set(columns)
         self.features = Features({**features, **self.made})
         self.levels = sum(isinstance(step, TableStep) and step.splits for step in steps)
         self.has_state = any(isinstance(step, TableStep) and step.has_state for step in steps)
@@ -184,10 +184,10 @@ class ChainPass:
         self, number: int, table: TableStep, row: Row, items: Sequence[_Item]
     ) -> list[_Item]:
         step, count = self._passes[number], self.counts[number]
-        found: list[_Item] = []
+        changed: list[_Item] = []
         for item in items:
             if item.failure is not None and not table.takes_failed:
-                found.append(_below(item, 0) if table.splits else item)
+                changed.append(_below(item, 0) if table.splits else item)
                 continue
             row_id = path_id(row.id, item.path)
             try:
@@ -196,7 +196,7 @@ class ChainPass:
                 count.failed += 1
                 path = (*item.path, 0) if table.splits else item.path
                 message = f"{self._chain.names[number]}: {error}"
-                found.append(_Item(item.fields, path, item.stored, Failure(BAD_ROW, message)))
+                changed.append(_Item(item.fields, path, item.stored, Failure(BAD_ROW, message)))
                 continue
             if isinstance(taken, Dropped):
                 count.dropped += 1
@@ -206,18 +206,18 @@ class ChainPass:
                     count.examples.append(dropped)
             elif table.splits:
                 below = (_below(item, k) for k in range(len(taken)))
-                found += map(self._with, below, repeat(number), taken)
+                changed += map(self._with, below, repeat(number), taken)
             else:
                 (values,) = taken
-                found.append(self._with(item, number, values))
-        return found
+                changed.append(self._with(item, number, values))
+        return changed
 
     def _with(self, item: _Item, number: int, values: Mapping[str, Any]) -> _Item:
         """A row with the values of a step's columns."""
         if not values:
             return item
-        made, stored = self._chain.columns[number]
-        fields = {**item.fields, **{name: values[name] for name in made}}
+        columns, stored = self._chain.columns[number]
+        fields = {**item.fields, **{name: values[name] for name in columns}}
         kept = {**item.stored, **{name: values[name] for name in stored}}
         return _Item(fields, item.path, kept, item.failure)
 

@@ -243,8 +243,8 @@ class IndexedSource(Source):
         copied = {name: values[name] for name in self._copied}
         if row.failure is not None:
             return copied | dict.fromkeys(self.chain.made)
-        made = self._storing.encoded({name: row.fields[name] for name in self.chain.made})
-        return {**copied, **made}
+        encoded = self._storing.encoded({name: row.fields[name] for name in self.chain.made})
+        return {**copied, **encoded}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
         """The rows of the data set, see `Source`."""
@@ -290,13 +290,13 @@ class IndexedSource(Source):
         last: Row | None = None
         for at in range(0, len(indices), _BATCH):
             some = [(index, reader.row(index)) for index in indices[at : at + _BATCH]]
-            wanted = list(dict.fromkeys(made.index for _, made in some))
+            wanted = list(dict.fromkeys(stored.index for _, stored in some))
             known = {} if last is None else {last.index: last}
             missing = [index for index in wanted if index not in known]
             if missing:
                 known |= {row.index: row for row in self._data.rows_at(missing)}
-            for index, made in some:
-                yield self._row(index, known[made.index], made)
+            for index, stored in some:
+                yield self._row(index, known[stored.index], stored)
             last = known[wanted[-1]]
 
     def _streamed(self) -> Iterator[Row]:
@@ -306,8 +306,8 @@ class IndexedSource(Source):
         try:
             for row in self._data.rows():
                 read = row.index + 1
-                for made in running.take(row):
-                    yield self._row(index, row, made)
+                for stepped in running.take(row):
+                    yield self._row(index, row, stepped)
                     index += 1
                 running.dropped.clear()
                 if running.full:

@@ -72,21 +72,21 @@ class IndexGrowth:
 
     def add(self, stop: int) -> None:
         """Write the parts of the rows of the source before `stop` that have none."""
-        found, start = self.facts, self.facts.data_rows
+        facts, start = self.facts, self.facts.data_rows
         rows = islice(self._source.rows(start), stop - start) if start < stop else iter(())
-        making = _Making(self._chain, self._running, self._folder, rows, found.read_rows, stop)
-        parts = list(found.parts)
+        making = _Making(self._chain, self._running, self._folder, rows, facts.read_rows, stop)
+        parts = list(facts.parts)
         while not making.is_over:
             part = _write_part(making, len(parts))
             if part.rows or part.dropped:
                 parts.append(part)
         self.facts = replace(
-            found,
+            facts,
             dataset=self._source.fingerprint,
             data_rows=stop,
             read_rows=making.read,
             rows=sum(part.rows for part in parts),
-            error_rows=found.error_rows + making.error_rows,
+            error_rows=facts.error_rows + making.error_rows,
             steps=[replace(s, examples=list(s.examples)) for s in self._running.counts],
             parts=parts,
         )
@@ -101,15 +101,15 @@ def _catch_up(chain: Chain, running: ChainPass, source: Source, facts: IndexFact
     if not chain.has_state:
         running.counts = [replace(count, examples=list(count.examples)) for count in facts.steps]
         return
-    made = 0
+    total = 0
     for row in islice(source.rows(), facts.read_rows):
-        made += len(running.take(row))
+        total += len(running.take(row))
         running.dropped.clear()
-    if made != facts.rows:
+    if total != facts.rows:
         raise JobError(
-            f"rows: the steps make {made:,} rows of the first {facts.read_rows:,} of the data set, "
-            f"and made {facts.rows:,} before: a step depends on more than the rows up to its own. "
-            "Use another output.dir"
+            f"rows: the steps make {total:,} rows of the first {facts.read_rows:,} of the data "
+            f"set, and made {facts.rows:,} before: a step depends on more than the rows up to its "
+            "own. Use another output.dir"
         )
 
 

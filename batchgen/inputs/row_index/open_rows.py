@@ -28,11 +28,11 @@ def behind_steps(
     steps = build_rows(configs)
     if not steps:
         return data, {}
-    found = step_fingerprints(configs, steps)
+    fingerprints = step_fingerprints(configs, steps)
     if not changes_rows(steps):
         added = [s for s in steps if not isinstance(s, TableStep)]
-        return SteppedSource(data, added), found
+        return SteppedSource(data, added), fingerprints
     chain = Chain(steps, data.features)
-    told = [step_descriptions(configs, steps), found, dict(dataset)]
-    key = fingerprint_text(json.dumps(told, sort_keys=True, default=str))
-    return IndexedSource(data, chain, key, tokenizer), found
+    facts = [step_descriptions(configs, steps), fingerprints, dict(dataset)]
+    key = fingerprint_text(json.dumps(facts, sort_keys=True, default=str))
+    return IndexedSource(data, chain, key, tokenizer), fingerprints

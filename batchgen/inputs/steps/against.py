@@ -84,16 +84,16 @@ class Against(TableStep):
 
     def _ngrams(self) -> tuple[Hashes, Any]:
         """The n-grams of the other data set, sorted, and the first row [n-grams] with each."""
-        found, rows = list[Hashes](), list[Any]()
+        parts, rows = list[Hashes](), list[Any]()
         column = self.other or self.column
         for number, fields in enumerate(self._table.rows([column])):
             text = field_of(fields, column)
             if isinstance(text, str):
-                found.append(ngram_hashes(text, self.ngram))
-                rows.append(np.full(len(found[-1]), number, np.uint32))
-        if not found:
+                parts.append(ngram_hashes(text, self.ngram))
+                rows.append(np.full(len(parts[-1]), number, np.uint32))
+        if not parts:
             raise ConfigError(f"path: {self.path} has no text in column {column!r}")
-        hashes, first = np.unique(np.concatenate(found), return_index=True)
+        hashes, first = np.unique(np.concatenate(parts), return_index=True)
         return hashes, np.concatenate(rows)[first]
 
 
@@ -108,9 +108,9 @@ class _Against:
         text = required_value(row.fields, step.column)
         if not isinstance(text, str):
             raise BadRow(f"column {step.column!r} must hold text to be compared, got {text!r:.50}")
-        found = ngram_hashes(text, step.ngram)
-        at = np.minimum(np.searchsorted(self._hashes, found), len(self._hashes) - 1)
-        same = np.flatnonzero(self._hashes[at] == found)
+        hashes = ngram_hashes(text, step.ngram)
+        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        same = np.flatnonzero(self._hashes[at] == hashes)
         if not len(same):
             return KEPT
         other = self._rows[at[same]].min()

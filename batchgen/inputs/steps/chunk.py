@@ -123,8 +123,8 @@ class Chunk(SplittingStep):
         if stop >= count or not self.overlap:
             return stop
         for at in range(max(first + 1, stop - self.overlap), stop):
-            place = starts[at]
-            if place == 0 or text[place].isspace() or text[place - 1].isspace():
+            index = starts[at]
+            if index == 0 or text[index].isspace() or text[index - 1].isspace():
                 return at
         return stop
 
@@ -141,10 +141,10 @@ class _Chunks:
         if not isinstance(text, str):
             what = "null" if text is None else f"{type(text).__name__} {text!r:.40}"
             raise BadRow(f"column {step.column!r} must hold text, got {what}")
-        places = (f"{step.name}_start", f"{step.name}_end")
+        names = (f"{step.name}_start", f"{step.name}_end")
         spans = step.spans(text, self._tokenizer)
-        found = [{step.name: text[a:b], **dict(zip(places, (a, b), strict=True))} for a, b in spans]
-        return found or Dropped("the text is empty")
+        chunks = [{step.name: text[a:b], **dict(zip(names, (a, b), strict=True))} for a, b in spans]
+        return chunks or Dropped("the text is empty")
 
     def close(self) -> None:
         pass
@@ -162,11 +162,11 @@ def _cut(text: str, minimum: int, limit: int) -> int:
     """The best place for a cut behind `least` and not behind `limit`, the last one of its kind."""
     for kind in _BREAKS:
         # A place that ends behind `most` may begin before it.
-        found = [
+        ends = [
             match.end() for match in kind.finditer(text, minimum, limit) if match.end() > minimum
         ]
-        if found:
-            return found[-1]
+        if ends:
+            return ends[-1]
     return limit
 
 

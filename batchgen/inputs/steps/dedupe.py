@@ -93,13 +93,13 @@ class _Exact:
         self._table, self._kept = HashTable(), SpillFile()
 
     def take(self, row: StepRow) -> Taken:
-        found = digest(key_text(row.fields, self._names))
-        value = int.from_bytes(found[:8], "little")
+        key = digest(key_text(row.fields, self._names))
+        value = int.from_bytes(key[:8], "little")
         for number in self._table.find(value):
             kept = self._kept.read(number)
-            if kept[:16] == found:
+            if kept[:16] == key:
                 return Dropped(f"same as {kept[16:].decode('utf-8', 'surrogatepass')}")
-        kept = found + row.id.encode("utf-8", "surrogatepass")
+        kept = key + row.id.encode("utf-8", "surrogatepass")
         self._table.add(value, self._kept.append(kept))
         return KEPT
 
@@ -119,8 +119,10 @@ class _Near:
         for name, text in zip(self._names, texts, strict=True):
             if not isinstance(text, str):
                 raise BadRow(f"column {name!r} must hold text to be compared, got {text!r:.50}")
-        found = self._texts.earlier(ngram_hashes("\n".join(texts), self._ngram), row.id)
-        return KEPT if found is None else Dropped(f"near {found.name}, {found.similarity:.2f}")
+        earlier = self._texts.earlier(ngram_hashes("\n".join(texts), self._ngram), row.id)
+        return (
+            KEPT if earlier is None else Dropped(f"near {earlier.name}, {earlier.similarity:.2f}")
+        )
 
     def close(self) -> None:
         self._texts.close()
@@ -145,11 +147,11 @@ class _Vectors:
         vector = self._vector(required_value(row.fields, self._name))
         count = len(self._ids)
         products = self._kept[:count] @ vector if count else np.empty(0, np.float32)
-        for place in np.flatnonzero(products >= self._least - _ROUNDING).tolist():
+        for index in np.flatnonzero(products >= self._least - _ROUNDING).tolist():
             # Exact sums, so that no two machines decide differently.
-            cosine = math.fsum(self._kept[place].astype(np.float64) * vector)
+            cosine = math.fsum(self._kept[index].astype(np.float64) * vector)
             if cosine >= self._least - _OF_KEPT:
-                return Dropped(f"near {self._ids[place]}, {cosine:.4f}")
+                return Dropped(f"near {self._ids[index]}, {cosine:.4f}")
         if count == len(self._kept):
             grown = np.empty((max(2 * count, 256), len(vector)), np.float32)
             if count:

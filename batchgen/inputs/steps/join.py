@@ -62,11 +62,11 @@ class Join(TableStep):
 
     def __post_init__(self) -> None:
         for key in ("on", "columns"):
-            given = getattr(self, key)
-            if not isinstance(given, Mapping):
-                given = {name: name for name in columns_of(given)}
-                object.__setattr__(self, key, given)
-            if not given or len(set(given.values())) != len(given):
+            columns = getattr(self, key)
+            if not isinstance(columns, Mapping):
+                columns = {name: name for name in columns_of(columns)}
+                object.__setattr__(self, key, columns)
+            if not columns or len(set(columns.values())) != len(columns):
                 raise ConfigError(f"{key} must be a column or several different ones")
         if self.missing not in ("error", "null", "drop"):
             raise ConfigError(f"missing must be error, null or drop, got {self.missing!r}")

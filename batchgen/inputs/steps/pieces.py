@@ -31,10 +31,10 @@ class _Pieces(TableStep):
     def __post_init__(self) -> None:
         if not self.pieces:
             raise ConfigError("give at least one column with its pieces: style: [terse, formal]")
-        for name, given in self.pieces.items():
-            if not isinstance(given, (list, tuple, str)) or not given:
+        for name, piece in self.pieces.items():
+            if not isinstance(piece, (list, tuple, str)) or not piece:
                 raise ConfigError(
-                    f"{name} must be a list of pieces or the path of a file, got {given!r}"
+                    f"{name} must be a list of pieces or the path of a file, got {piece!r}"
                 )
 
     def made(self, features: Features) -> Features:
@@ -45,7 +45,7 @@ class _Pieces(TableStep):
 
     def fingerprints(self) -> Mapping[str, str]:
         """The content of the files with pieces."""
-        files = {name: given for name, given in self.pieces.items() if isinstance(given, str)}
+        files = {name: piece for name, piece in self.pieces.items() if isinstance(piece, str)}
         return {name: SideTable(path).fingerprint for name, path in files.items()}
 
     @cached_property
@@ -54,11 +54,11 @@ class _Pieces(TableStep):
         return dict(self._lists())
 
     def _lists(self) -> Iterator[tuple[str, tuple[Sequence[Any], Any]]]:
-        for name, given in self.pieces.items():
-            if isinstance(given, str):
-                yield name, _of_file(name, given)
+        for name, piece in self.pieces.items():
+            if isinstance(piece, str):
+                yield name, _of_file(name, piece)
             else:
-                yield name, (list(given), _feature(name, list(given)))
+                yield name, (list(piece), _feature(name, list(piece)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,13 +109,13 @@ class Ruler(TableStep):
     def row(self, index: int, units: int) -> dict[str, Any]:
         """The columns of row `index` with a number of units of text."""
         task, length = self.kind(index)
-        found = self.text(index, units)
+        text = self.text(index, units)
         return {
             "task": task,
             "length": length,
-            "input": found.input,
-            "answer_prefix": found.answer_prefix,
-            "outputs": list(found.outputs),
+            "input": text.input,
+            "answer_prefix": text.answer_prefix,
+            "outputs": list(text.outputs),
         }
 
     def text(self, index: int, units: int) -> RulerText:
@@ -133,8 +133,8 @@ class _Texts:
 
     def take(self, row: StepRow) -> Taken:
         units = self._units(row.index)
-        made = self._step.row(row.index, units)
-        return [{**made, "ruler_index": row.index, "ruler_units": units}]
+        fields = self._step.row(row.index, units)
+        return [{**fields, "ruler_index": row.index, "ruler_units": units}]
 
     def close(self) -> None:
         pass
@@ -142,18 +142,18 @@ class _Texts:
     def _units(self, index: int) -> int:
         """The most units whose text fits, by how long texts of other sizes are."""
         task, length = self._step.kind(index)
-        most = length - self._step.reserve
+        limit = length - self._step.reserve
         fits, units, last = 0, _FIRST, (0, 0)
         too_many: int | None = None
         for _ in range(_ROUNDS):
             tokens = self._tokens(index, units)
-            if tokens <= most:
+            if tokens <= limit:
                 fits = max(fits, units)
             else:
                 too_many = units if too_many is None else min(too_many, units)
             each = max((tokens - last[1]) / (units - last[0]), 0.1)
             last = units, tokens
-            guess = units + int((most - tokens) / each)
+            guess = units + int((limit - tokens) / each)
             low, high = fits + 1, (too_many or guess + 2) - 1
             if low > high:
                 break
@@ -162,9 +162,9 @@ class _Texts:
                 break
             units = guess
         if fits == 0:
-            raise BadRow(f"{task}: no text fits into {most} tokens: raise Ruler's lengths")
+            raise BadRow(f"{task}: no text fits into {limit} tokens: raise Ruler's lengths")
         return fits
 
     def _tokens(self, index: int, units: int) -> int:
-        found = self._step.text(index, units)
-        return len(self._tokenizer(found.input, add_special_tokens=False, verbose=False).input_ids)
+        text = self._step.text(index, units)
+        return len(self._tokenizer(text.input, add_special_tokens=False, verbose=False).input_ids)

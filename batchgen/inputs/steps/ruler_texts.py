@@ -151,8 +151,8 @@ def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
         values = facts.setdefault(key(), {})
         while len(values) < hidden.values:
             values[value()] = None
-    pairs = [(own, one) for own, values in facts.items() for one in values]
-    needles = [_NEEDLE.format(kind=kind, key=own, value=one) for own, one in pairs]
+    pairs = [(hidden_key, one) for hidden_key, values in facts.items() for one in values]
+    needles = [_NEEDLE.format(kind=kind, key=hidden_key, value=one) for hidden_key, one in pairs]
     queries = chance.sample(list(facts), hidden.queries) if hidden.queries > 1 else [*facts][:1]
     if hidden.among == "prose":
         context = _in_prose(chance, units, needles)
@@ -167,7 +167,7 @@ def _hidden(chance: random.Random, units: int, hidden: _Needles) -> RulerText:
         sentences.insert(int(at * (len(sentences) + 1)), *needles)
         context = "\n".join(sentences)
     one = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
-    wanted = [value for own in queries for value in facts[own]]
+    wanted = [value for hidden_key in queries for value in facts[hidden_key]]
     template, prefix = (_NIAH, _NIAH_PREFIX) if len(wanted) == 1 else (_MANY, _MANY_PREFIX)
     return RulerText(
         template.format(kind=kind, context=context, key=one),
@@ -188,8 +188,8 @@ def _in_prose(chance: random.Random, units: int, needles: Sequence[str]) -> str:
 
 def _sentence(chance: random.Random) -> str:
     noun, other = chance.sample(_NOUNS, 2)
-    made = chance.choice(_PROSE)
-    return made.format(noun=noun, other=other, adjective=chance.choice(_ADJECTIVES))
+    sentence = chance.choice(_PROSE)
+    return sentence.format(noun=noun, other=other, adjective=chance.choice(_ADJECTIVES))
 
 
 def _listed(chance: random.Random, units: int, *, is_short: bool) -> RulerText:
@@ -197,9 +197,9 @@ def _listed(chance: random.Random, units: int, *, is_short: bool) -> RulerText:
     words = _different(_COMMON + units, lambda: _syllables(chance))
     common, rare = words[:_COMMON], words[_COMMON:]
     often, seldom = (6, 1) if is_short else (30, 3)
-    found = common * often + rare * seldom
-    chance.shuffle(found)
-    context = " ".join(f"{place}. {word}" for place, word in enumerate(found, start=1))
+    repeated = common * often + rare * seldom
+    chance.shuffle(repeated)
+    context = " ".join(f"{number}. {word}" for number, word in enumerate(repeated, start=1))
     return RulerText(_LISTED.format(context=context), _LISTED_PREFIX, common)
 
 
@@ -210,25 +210,25 @@ def _syllables(chance: random.Random) -> str:
 
 def _different(count: int, make: Callable[[], str]) -> list[str]:
     """A number of texts that differ."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[make()] = None
-    return list(found)
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        texts[make()] = None
+    return list(texts)
 
 
 def _chain(chance: random.Random, units: int) -> RulerText:
     """A chain of assignments among `units` lines of noise."""
-    found = _different(_HOPS + 1, lambda: "".join(chance.choices(string.ascii_uppercase, k=5)))
+    names = _different(_HOPS + 1, lambda: "".join(chance.choices(string.ascii_uppercase, k=5)))
     value = str(chance.randrange(10000, 99999))
-    lines = [f"VAR {found[0]} = {value}"]
-    lines += [f"VAR {after} = VAR {before} " for before, after in itertools.pairwise(found)]
-    places = sorted(chance.random() for _ in lines)
+    lines = [f"VAR {names[0]} = {value}"]
+    lines += [f"VAR {after} = VAR {before} " for before, after in itertools.pairwise(names)]
+    positions = sorted(chance.random() for _ in lines)
     sentences = [_NOISE + "\n"] * units
-    for number, (place, line) in enumerate(zip(places, lines, strict=True)):
-        sentences.insert(int(place * (units + 1)) + number, line)
+    for number, (position, line) in enumerate(zip(positions, lines, strict=True)):
+        sentences.insert(int(position * (units + 1)) + number, line)
     context = " ".join(sentences).replace(". \n", ".\n")
     return RulerText(
-        _CHAIN.format(context=context, value=value), _CHAIN_PREFIX.format(value=value), found
+        _CHAIN.format(context=context, value=value), _CHAIN_PREFIX.format(value=value), names
     )
 
 
@@ -237,9 +237,9 @@ def _coded(chance: random.Random, units: int, vocabulary: int) -> RulerText:
     words = _different(
         max(vocabulary, 4), lambda: "".join(chance.choices(string.ascii_lowercase, k=6))
     )
-    found = ["...", *words[1:]]
+    coded = ["...", *words[1:]]
     text: list[str] = []
-    for rank, word in enumerate(found, start=1):
+    for rank, word in enumerate(coded, start=1):
         text += [word] * int(units / (_ZETA_OF_2 * rank * rank))
     chance.shuffle(text)
-    return RulerText(_CODED.format(context=" ".join(text)), _CODED_PREFIX, found[1:4])
+    return RulerText(_CODED.format(context=" ".join(text)), _CODED_PREFIX, coded[1:4])

@@ -30,7 +30,8 @@ class SideTable:
 
     def __init__(self, path: str, name: str | None = None, split: str | None = None) -> None:
         """Open files as `dataset.path` has them, the folder of a complete job, or a data set of the
-        hub, whose configuration and split can be named; ConfigError if that cannot be read."""
+        hub, whose configuration and split can be named. Raises ConfigError if that cannot be
+        read."""
         self._path, self._name, self._split = step_folder(path), name, split
         self._sources: dict[tuple[str, ...], Source] = {}
         there = Path(self._path).expanduser() / MANIFEST
@@ -42,21 +43,21 @@ class SideTable:
         return self._source(()).fingerprint
 
     def features(self, columns: Sequence[str]) -> Mapping[str, Any]:
-        """What the columns hold, those that are asked for among them; ConfigError if one of these
-        is not there."""
-        found = dict(self._source(columns).features)
+        """What the columns hold, those that are asked for among them. Raises ConfigError if one of
+        these is not there."""
+        features = dict(self._source(columns).features)
         if self._is_job:
             from datasets import Value
 
             for name in (ROW_ID, ANSWER_ID):
-                found.setdefault(name, Value("string"))
+                features.setdefault(name, Value("string"))
         for column in columns:
-            if column_path(column, found) is None:
-                near = some_names(found, column)
+            if column_path(column, features) is None:
+                near = some_names(features, column)
                 raise ConfigError(
                     f"path: {self._path} has no column {column!r}: choose among {near}"
                 )
-        return found
+        return features
 
     def rows(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         """The fields of the rows, at least these columns."""
@@ -85,8 +86,8 @@ def of_table(path: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        said = str(error).removeprefix("dataset.")
-        raise ConfigError(said if said.startswith("path:") else f"path: {path}: {said}") from None
+        text = str(error).removeprefix("dataset.")
+        raise ConfigError(text if text.startswith("path:") else f"path: {path}: {text}") from None
 
 
 def _opened(

@@ -43,15 +43,15 @@ class ArrowFiles:
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> ArrowFiles:
-        """Look at the types of files; ConfigError if there is one that rows cannot have."""
+        """Look at the types of files. Raises ConfigError if there is one that rows cannot have."""
         each = [_features(file, schema) for file in files for schema in [_schema(file)]]
         names = dict.fromkeys(name for features in each for name in features)
         columns = {
             name: reduce(_both, [features[name] for features in each if name in features])
             for name in names
         }
-        own = {name for features in each for name, kind in features.items() if has_json(kind)}
-        mixed = [name for name, kind in columns.items() if name not in own and has_json(kind)]
+        with_json = {name for features in each for name, kind in features.items() if has_json(kind)}
+        mixed = [name for name, kind in columns.items() if name not in with_json and has_json(kind)]
         # As a whole: Arrow makes no empty struct with JSON in it.
         return cls(files, Features(columns | dict.fromkeys(mixed, Json())), bool(mixed))
 
@@ -59,9 +59,9 @@ class ArrowFiles:
         """The rows of all files, as tables of the `features`; at least one table."""
         yield self.features.arrow_schema.empty_table()
         for file in self.files:
-            own = _features(file, _schema(file))
+            features = _features(file, _schema(file))
             for batch in _batches(file):
-                yield self._as_all(pa.Table.from_batches([batch]), own)
+                yield self._as_all(pa.Table.from_batches([batch]), features)
 
     def _as_all(self, table: pa.Table, file_features: Features) -> pa.Table:
         """A table of a file with features of its `file_features`, with those of all files."""

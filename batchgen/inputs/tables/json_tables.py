@@ -134,7 +134,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _checked_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of which each text alone is one, or ValueError.
+    """The rows of which each text alone is one. Raises ValueError if a text is none.
 
     They are parsed at once, which takes half the time, and between them stands what no file can
     have, so that no two texts are taken for one row.
@@ -142,9 +142,9 @@ def _checked_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
     mark = secrets.token_hex(16)
     between = f',"{mark}",'
     with _without_collections():
-        found = json.loads(f"[{between.join(texts)}]", object_pairs_hook=unique_members)
-    rows: list[dict[str, Any]] = found[::2]
-    if found[1::2] != [mark] * (len(texts) - 1) or set(map(type, rows)) != {dict}:
+        parsed = json.loads(f"[{between.join(texts)}]", object_pairs_hook=unique_members)
+    rows: list[dict[str, Any]] = parsed[::2]
+    if parsed[1::2] != [mark] * (len(texts) - 1) or set(map(type, rows)) != {dict}:
         raise ValueError("a row is no JSON object on one line")
     return rows
 

@@ -138,10 +138,10 @@ def json_encoder(feature: Any, stored: pa.DataType) -> Callable[[Any], Any] | No
     if isinstance(feature, Json):
         return None if pa.types.is_floating(stored) else _text_or_null
     if isinstance(feature, dict):
-        made = {
+        by_field = {
             name: json_encoder(inner, stored.field(name).type) for name, inner in feature.items()
         }
-        encoders = {name: encode for name, encode in made.items() if encode is not None}
+        encoders = {name: encode for name, encode in by_field.items() if encode is not None}
         if not encoders:
             return None
         return lambda value: None if value is None else value | _encoded(value, encoders)

@@ -1,4 +1,5 @@
-"""Which answers of other jobs become rows: no errors, those that hold, the best of each row."""
+"""Chooses which answers of other jobs become rows: by `dataset.errors`, `where`, `best` and
+`rows`."""
 
 from __future__ import annotations
 
@@ -36,9 +37,10 @@ class Chosen:
     """The answers of one job that become rows.
 
     Attributes:
-        answers: [K] which answers, ascending.
-        ends: [R] behind which of the K answers each row ends.
-        failures: why an expression has no value in a row, by the row.
+        answers: [K] the numbers of the answers in their job, ascending.
+        ends: [R] for each row, the number of the K answers up to its end: row r consists of
+            answers[ends[r - 1]:ends[r]].
+        failures: row → why an expression has no value in it.
     """
 
     answers: Ints
@@ -48,8 +50,8 @@ class Chosen:
 
 @dataclass
 class ReadPosition:
-    """How far a choice has gone through the answers of a job: the number of the next answer, the
-    key and the row of the last one, and the ids so far."""
+    """How far the answers of a job have been read: the number of the next answer, the key and the
+    row of the last one (-1 if there is none), and the ids of the rows so far."""
 
     answer: int = 0
     key: int = -1
@@ -61,13 +63,13 @@ class AnswerSelector:
     """Chooses among the answers of jobs, and counts what it leaves out.
 
     Attributes:
-        left: how many are left after each choice, by its name.
-        examples: the first answers that `dataset.where` has left out, in words.
+        left: name of a choice → how many answers, or rows, are left after it.
+        examples: texts that show the first answers that `dataset.where` has left out.
         num_errors: how many answers are errors.
     """
 
     def __init__(self, config: DatasetConfig, columns: JobColumns) -> None:
-        """Compile the expressions; ConfigError if one of them is wrong."""
+        """Compile the expressions. Raises ConfigError if one of them is wrong."""
         self._config, self._columns = config, columns
         self.left: dict[str, int] = {}
         self.examples: list[str] = []
@@ -77,8 +79,8 @@ class AnswerSelector:
             self._where = columns.seen.expression("dataset.where", config.where)
         if config.best is not None:
             self._best = columns.seen.expression("dataset.best", config.best)
-        used = [one for one in (self._where, self._best) if one is not None]
-        wanted = reduce(or_, map(columns.seen.read_by, used), Wanted())
+        expressions = [one for one in (self._where, self._best) if one is not None]
+        wanted = reduce(or_, map(columns.seen.read_by, expressions), Wanted())
         self._rows, self._grades = columns.seen.ordered(wanted)
         self._json = {
             name: read
@@ -97,8 +99,11 @@ class AnswerSelector:
         return tuple(Left(choice, rows) for choice, rows in self.left.items())
 
     def of(self, job: GradedShards, number: int, position: ReadPosition | None = None) -> Chosen:
-        """The answers of the job with this number, from a place on, which is moved to the end of
-        those that are there.
+        """Choose among the answers of a job from `position` on, its start by default. The position
+        is moved to the end of the answers.
+
+        Args:
+            number: the job's index among the jobs that are read.
 
         Raises:
             ConfigError: `dataset.best` is no number, or the job has an id twice.
@@ -115,13 +120,13 @@ class AnswerSelector:
             self._count("dataset.errors=drop", int(is_kept.sum()))
             value = np.zeros(len(is_kept))
             if self._where is not None or self._best is not None:
-                for at in np.flatnonzero(is_kept).tolist():
-                    fields = values[at]
+                for index in np.flatnonzero(is_kept).tolist():
+                    fields = values[index]
                     try:
-                        is_kept[at] = self._holds(fields)
-                        value[at] = self._value(fields) if is_kept[at] else 0
+                        is_kept[index] = self._holds(fields)
+                        value[index] = self._value(fields) if is_kept[index] else 0
                     except ExpressionFailed as error:
-                        failed[first + at] = str(error)
+                        failed[first + index] = str(error)
             if self._where is not None:
                 self._count("dataset.where", int(is_kept.sum()))
             kept.append(first + np.flatnonzero(is_kept))
@@ -133,52 +138,58 @@ class AnswerSelector:
         if self._config.rows != "samples":
             self._count(f"dataset.rows={self._config.rows}", len(ends))
         failures = dict[int, str]()
-        for kept_at in np.flatnonzero(np.isin(answers, list(failed))).tolist():
-            row = int(np.searchsorted(ends, kept_at, side="right"))
-            failures.setdefault(row, failed[int(answers[kept_at])])
+        for index in np.flatnonzero(np.isin(answers, list(failed))).tolist():
+            row = int(np.searchsorted(ends, index, side="right"))
+            failures.setdefault(row, failed[int(answers[index])])
         return Chosen(answers, ends, failures)
 
     def _batches(
-        self, job: GradedShards, number: int, at: ReadPosition
+        self, job: GradedShards, number: int, position: ReadPosition
     ) -> Iterator[tuple[int, pa.Table, list[dict[str, Any]]]]:
-        """All answers in order, which is checked: the number of the first of some, their keys, and
-        what the expressions see of them."""
-        places = {name: self._columns.places[name][number] for name in self._rows}
-        columns = list(dict.fromkeys([*_KEPT, *places.values(), *job.id_columns]))
-        for table, grades in job.answers(range(at.answer, job.total), columns, self._grades):
+        """The answers from a position on, batch by batch: the number of the first one, the columns
+        _KEPT of all, and the columns that expressions read, by answer. Moves the position on.
+
+        Raises:
+            ConfigError: two rows have one id.
+            JobError: answers are not in order.
+        """
+        columns_of = {name: self._columns.places[name][number] for name in self._rows}
+        columns = list(dict.fromkeys([*_KEPT, *columns_of.values(), *job.id_columns]))
+        for table, grades in job.answers(range(position.answer, job.total), columns, self._grades):
             keys = row_keys(table)
-            if (np.diff(keys, prepend=at.key) <= 0).any():
+            if (np.diff(keys, prepend=position.key) <= 0).any():
                 raise JobError(f"{job.user_path} is damaged: its answers are not in order")
             rows = np.asarray(table["row_index"].to_numpy(), np.int64)
-            begins = np.flatnonzero(np.diff(rows, prepend=at.row))
+            begins = np.flatnonzero(np.diff(rows, prepend=position.row))
             for row_id in job.ids(table).take(pa.array(begins)).to_pylist():
-                if row_id is None or not at.ids.add(row_id):
+                if row_id is None or not position.ids.add(row_id):
                     raise ConfigError(
                         f"dataset.path: two rows of {job.user_path} have the id {row_id!r}: ids of "
                         "rows must differ"
                     )
             values = list[dict[str, Any]]()
             if self._where is not None or self._best is not None:
-                seen = {name: table[place] for name, place in places.items()}
-                own = {SAMPLE_INDEX: table[SAMPLE_INDEX], "row_id": table["row_id"]}
+                read = {name: table[column] for name, column in columns_of.items()}
+                keys_of_answer = {SAMPLE_INDEX: table[SAMPLE_INDEX], "row_id": table["row_id"]}
                 values = with_grades(
-                    pa.table({**own, **seen, "row_index": table["row_index"]}), grades
+                    pa.table({**keys_of_answer, **read, "row_index": table["row_index"]}), grades
                 ).to_pylist()
             for fields in values if self._json else ():
                 fields |= {name: read(fields[name]) for name, read in self._json.items()}
-            yield at.answer, table.select(_KEPT), values
-            at.answer += table.num_rows
-            at.key, at.row = int(keys[-1]), int(rows[-1])
+            yield position.answer, table.select(_KEPT), values
+            position.answer += table.num_rows
+            position.key, position.row = int(keys[-1]), int(rows[-1])
 
     def _holds(self, fields: dict[str, Any]) -> bool:
-        """Whether `dataset.where` holds in an answer; the first in which it does not are noted."""
+        """Whether `dataset.where` is true in an answer; if not, the answer may become an
+        example."""
         if self._where is None or self._where.is_true(fields):
             return True
         if len(self.examples) < _EXAMPLES:
-            seen = {name: fields[name] for name in self._where.names}
-            shown = ", ".join(f"{name}={value!r:.60}" for name, value in seen.items())
-            called = f"{fields['row_id']}#{fields[SAMPLE_INDEX]}"
-            self.examples.append(beginning(f"{called}: {shown}", 200))
+            read = {name: fields[name] for name in self._where.names}
+            text = ", ".join(f"{name}={value!r:.60}" for name, value in read.items())
+            answer = f"{fields['row_id']}#{fields[SAMPLE_INDEX]}"
+            self.examples.append(beginning(f"{answer}: {text}", 200))
         return False
 
     def _value(self, fields: dict[str, Any]) -> float:
@@ -187,9 +198,9 @@ class AnswerSelector:
         if value is None:
             return -math.inf
         if not isinstance(value, int | float):
-            called = f"{fields['row_id']}#{fields[SAMPLE_INDEX]}"
+            answer = f"{fields['row_id']}#{fields[SAMPLE_INDEX]}"
             raise ConfigError(
-                f"dataset.best: {self._config.best} is {value!r:.50} in the answer {called}: it "
+                f"dataset.best: {self._config.best} is {value!r:.50} in the answer {answer}: it "
                 "must be a number or null"
             )
         return -math.inf if math.isnan(value) else float(value)
@@ -197,19 +208,20 @@ class AnswerSelector:
     def _grouped(
         self, answers: Ints, rows: Ints, values: npt.NDArray[np.float64], failed: dict[int, str]
     ) -> tuple[Ints, Ints]:
-        """The answers that become rows, and where each row ends."""
+        """`Chosen.answers` and `Chosen.ends` of the answers that are left, with their rows and the
+        values of `dataset.best`."""
         if self._config.rows == "samples":
             return answers, np.arange(1, len(answers) + 1)
         starts = np.flatnonzero(np.diff(rows, prepend=-1))
         ends = np.append(starts[1:], len(rows)) if len(rows) else starts
         if self._config.rows == "rows":
             return answers, ends
-        # A row with an answer in which an expression fails is an error row: that answer stands.
+        # A row with an answer in which an expression fails becomes an error row, by that answer.
         values[np.isin(answers, list(failed))] = math.inf
-        tops = np.maximum.reduceat(values, starts) if len(starts) else values
-        is_top = values == np.repeat(tops, np.diff(starts, append=len(rows)))
-        tops_at = np.flatnonzero(is_top)
-        firsts = tops_at[np.searchsorted(tops_at, starts)]
+        highest = np.maximum.reduceat(values, starts) if len(starts) else values
+        is_highest = values == np.repeat(highest, np.diff(starts, append=len(rows)))
+        candidates = np.flatnonzero(is_highest)
+        firsts = candidates[np.searchsorted(candidates, starts)]
         return answers[firsts], np.arange(1, len(firsts) + 1)
 
     def _count(self, choice: str, rows: int) -> None:

@@ -89,8 +89,8 @@ class FollowedJob(GradedShards):
     follows = True
 
     def __init__(self, folder: Path, name: str, promise: Promise) -> None:
-        """The job in a folder, which may not be there yet; ConfigError for a mistake in its steps
-        that grade."""
+        """The job in a folder, which may not be there yet. Raises ConfigError for a mistake in its
+        steps that grade."""
         super().__init__(FolderStorage(folder), str(folder))
         self.read, self.text_column = read_facts(lambda: promise.manifest, name, self.user_path)
         self.by_adapter = runs_of_row(promise.manifest) > 1
@@ -156,12 +156,12 @@ class FollowedJob(GradedShards):
     def _is_whole(self, file: CheckedFile, number: int) -> bool:
         """Whether a shard has all rows that it will have: in a job that grows, it may be one of
         fewer rows or samples, which is replaced."""
-        most = self._rows_per_shard
-        if last_row(file) != (number + 1) * most - 1:
+        size = self._rows_per_shard
+        if last_row(file) != (number + 1) * size - 1:
             return False
         enough = Enough.of(file.schema.metadata)
         if enough is None:
-            return bool(file.metadata.num_rows == most * self._samples)
+            return bool(file.metadata.num_rows == size * self._samples)
         return enough == Enough.of(self.schema.metadata)
 
     def _grades_of(self, number: int) -> str | None:
@@ -179,13 +179,13 @@ class FollowedJob(GradedShards):
         """Whether the job says that it is complete. The file is read again only if it is another
         one than at the last call."""
         try:
-            found = os.stat(self.storage.path / "metrics.json")
+            stat = os.stat(self.storage.path / "metrics.json")
         except FileNotFoundError:
             return False
-        seen = (found.st_ino, found.st_size, found.st_mtime_ns)
-        if seen != self._seen:
+        version = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if version != self._seen:
             self._ended = self._reader().metrics.get("status") == "complete"
-            self._seen = seen
+            self._seen = version
         return self._ended
 
     def _reader(self) -> JobFolderReader:

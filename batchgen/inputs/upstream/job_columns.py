@@ -96,9 +96,9 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
     for job, other in zip(jobs, each, strict=True):
         _check_given(jobs[0], first, job, other, config)
     if len({other.text for other in each}) > 1:
-        found = ", ".join(dict.fromkeys(other.text for other in each))
+        texts = ", ".join(dict.fromkeys(other.text for other in each))
         raise ConfigError(
-            f"dataset.path: the jobs call the generated text by different names ({found}): give it "
+            f"dataset.path: the jobs call the generated text by different names ({texts}): give it "
             "one with dataset.text_as=NAME"
         )
     shared = {
@@ -128,18 +128,18 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
 
 def _of_job(job: ReadableJob, config: DatasetConfig) -> JobColumns:
     """The columns of one job."""
-    own = [field for field in job.schema if field.name not in ("row_id", *KEYS)]
-    places, text = [field.name for field in own], job.text_column
-    names = renamed(_new_names(job, config, places), places)
+    fields = [field for field in job.schema if field.name not in ("row_id", *KEYS)]
+    old_names, text = [field.name for field in fields], job.text_column
+    names = renamed(_new_names(job, config, old_names), old_names)
     copied = job.schema.names[: job.schema.names.index(text)]
-    given = [
-        field for field in own if field.name in copied and _SOURCE_MARK not in _metadata(field)
+    taken = [
+        field for field in fields if field.name in copied and _SOURCE_MARK not in _metadata(field)
     ]
     return JobColumns(
-        {names[field.name]: field for field in own},
-        {names[place]: (place,) for place in places},
-        tuple(names[field.name] for field in given),
-        frozenset(names[field.name] for field in own if is_per_token(field)),
+        {names[field.name]: field for field in fields},
+        {names[old_name]: (old_name,) for old_name in old_names},
+        tuple(names[field.name] for field in taken),
+        frozenset(names[field.name] for field in fields if is_per_token(field)),
         names[text],
         {field.name: field for field in job.grade_schema},
     )

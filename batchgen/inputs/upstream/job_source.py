@@ -107,17 +107,17 @@ class JobSource(Source):
         see `Source`. It looks a few times a second at most."""
         if self._is_complete or time.monotonic() < self._next_look:
             return False
-        found = False
-        for number, (job, place) in enumerate(zip(self._jobs, self._places, strict=True)):
+        has_more = False
+        for number, (job, position) in enumerate(zip(self._jobs, self._places, strict=True)):
             while job.learn():
-                chosen = self._choice.of(job, number, place)
+                chosen = self._choice.of(job, number, position)
                 self._chosen.append((number, chosen))
                 self._ends.append((self._ends or [0])[-1] + len(chosen.ends))
-                found = True
+                has_more = True
         self._next_look = time.monotonic() + _LOOK_SECONDS
         if self._is_complete and not self.num_ready:
             raise ConfigError(_nothing_left(self._jobs, self._choice))
-        return found or self._is_complete
+        return has_more or self._is_complete
 
     @property
     def _is_complete(self) -> bool:
@@ -136,8 +136,8 @@ class JobSource(Source):
     @property
     def num_ready(self) -> int:
         """See `Source`."""
-        found = (self._ends or [0])[-1]
-        return min(found, self._config.limit or found)
+        number = (self._ends or [0])[-1]
+        return min(number, self._config.limit or number)
 
     @property
     def ends(self) -> list[int]:
@@ -176,9 +176,9 @@ class JobSource(Source):
             yield from self._as_rows(self._tables(indices))
             return
         for start in range(0, len(indices), _AT_ONCE):
-            asked = indices[start : start + _AT_ONCE]
-            found = {row.index: row for row in self._as_rows(self._tables(sorted(set(asked))))}
-            yield from (found[index] for index in asked)
+            some = indices[start : start + _AT_ONCE]
+            rows = {row.index: row for row in self._as_rows(self._tables(sorted(set(some))))}
+            yield from (rows[index] for index in some)
 
     def passthrough(self, row: Row) -> dict[str, Any]:
         """See `Source`."""
@@ -246,9 +246,9 @@ class JobSource(Source):
         starts = np.where(rows > 0, chosen.ends[rows - 1], 0)
         sizes = ends - starts
         offsets = np.cumsum(sizes)  # [R], behind which of the wanted answers each row ends
-        places = np.repeat(starts - (offsets - sizes), sizes) + np.arange(int(offsets[-1]))
+        indices = np.repeat(starts - (offsets - sizes), sizes) + np.arange(int(offsets[-1]))
         done, pending, taken = 0, list[pa.Table](), 0
-        for table in self._answers(number, chosen.answers[places]):
+        for table in self._answers(number, chosen.answers[indices]):
             pending.append(table)
             taken += len(table)
             whole = int(np.searchsorted(offsets, taken, side="right"))
@@ -256,17 +256,19 @@ class JobSource(Source):
                 begin = int(offsets[done - 1]) if done else 0
                 cut = int(offsets[whole - 1]) - begin
                 joined = pa.concat_tables(pending).combine_chunks()
-                made = joined.slice(0, cut)
+                part_rows = joined.slice(0, cut)
                 if self._lists:
-                    made = self._of_rows.in_lists(made, np.diff(offsets[done:whole], prepend=begin))
-                yield (first + rows[done:whole]).tolist(), made
+                    part_rows = self._of_rows.in_lists(
+                        part_rows, np.diff(offsets[done:whole], prepend=begin)
+                    )
+                yield (first + rows[done:whole]).tolist(), part_rows
                 pending, done = [joined.slice(cut)], whole
 
     def _answers(self, number: int, answers: Ints) -> Iterator[pa.Table]:
         """What is read of some answers of a job, under the names that the columns have here."""
         job, known = self._jobs[number], self._columns
-        places = {name: known.places[name][number] for name in self._read}
-        columns = list(dict.fromkeys([*job.id_columns, job.text_column, *places.values()]))
+        column_of = {name: known.places[name][number] for name in self._read}
+        columns = list(dict.fromkeys([*job.id_columns, job.text_column, *column_of.values()]))
         prefix = self._prefix(job)
         for table, grades in job.answers(answers, columns, self._grades):
             ids, samples = job.ids(table).to_pylist(), table[SAMPLE_INDEX].to_pylist()
@@ -274,10 +276,10 @@ class JobSource(Source):
             paths = ids
             if self._config.rows == "samples":
                 paths = [f"{a}#{s}" for a, s in zip(ids, samples, strict=True)]
-            made = {ROW_ID: pa.array(paths), "row_id": pa.array(ids)}
-            made |= {SAMPLE_INDEX: table[SAMPLE_INDEX], _TEXT: table[job.text_column]}
-            made |= {name: table[place] for name, place in places.items()}
-            yield with_grades(pa.table(made), grades)
+            values = {ROW_ID: pa.array(paths), "row_id": pa.array(ids)}
+            values |= {SAMPLE_INDEX: table[SAMPLE_INDEX], _TEXT: table[job.text_column]}
+            values |= {name: table[column] for name, column in column_of.items()}
+            yield with_grades(pa.table(values), grades)
 
 
 def _nothing_left(jobs: Sequence[ReadableJob], choice: AnswerSelector) -> str:

@@ -24,27 +24,27 @@ def named_columns(groups: Mapping[str, Any]) -> frozenset[str] | None:
     if not all(is_own(str(step["_target_"])) for step in steps):
         return None
     env = BoundedEnvironment()
-    found = set[str]()
+    names = set[str]()
     if (groups.get("prompt") or {}).get("answer_step_map_column") is not None:
-        found |= {TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN}
+        names |= {TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN}
     read = {name: groups.get(name) for name in _GROUPS}
     sampling = dict(read["sampling"] or {})
     sampling.pop("until", None)  # its expression reads the answer's row, and what that has copied
     read["sampling"] = sampling
     for text in _texts([_values(group) for group in read.values()]):
-        found |= {text, text.partition(".")[0]}
+        names |= {text, text.partition(".")[0]}
         is_template = "{{" in text or "{%" in text
         try:
             tree = env.parse(text) if is_template else env.parse_expression(text, "_result")
         except TemplateError:
             continue
-        found |= {node.name for node in tree.find_all(nodes.Name)}
+        names |= {node.name for node in tree.find_all(nodes.Name)}
         if any(node.name == "row" for node in tree.find_all(nodes.Name)):
             fields = fields_read(tree, "row")
             if fields is None:
                 return None
-            found |= fields
-    return frozenset(found)
+            names |= fields
+    return frozenset(names)
 
 
 def _values(group: Any) -> list[Any]:

@@ -42,11 +42,11 @@ def open_source(
         from batchgen.inputs.upstream.job_source import JobSource
         from batchgen.inputs.upstream.read_jobs import follow_job, read_jobs
 
-        own, promises = config.output.dir, promised or {}
+        folder, promises = config.output.dir, promised or {}
         if group.follow:
-            jobs: Sequence[ReadableJob] = [follow_job(group.paths[0], own, promises, wait)]
+            jobs: Sequence[ReadableJob] = [follow_job(group.paths[0], folder, promises, wait)]
         else:
-            jobs = read_jobs(group.paths, own)
+            jobs = read_jobs(group.paths, folder)
         source = JobSource(jobs, group, named_columns(resolved(config)))
         if not (group.follow and group.paths[0] in promises):  # its folder may be of another time
             source.learn()

@@ -52,8 +52,8 @@ def follow_job(
         ConfigError: it is no job, is the reader's own, or its first shard is not finished.
         JobError: a file of it is damaged.
     """
-    given = user_folder(path, _KEY)
-    folder = given if path in promised else step_folder(given)
+    path_given = user_folder(path, _KEY)
+    folder = path_given if path in promised else step_folder(path_given)
     if reader_folder is not None and _is_same(folder, reader_folder):
         raise ConfigError(_own_folder(folder))
     (name,) = _names([folder])
@@ -89,10 +89,10 @@ def _folders(path: str) -> list[str]:
     folder = step_folder(user_folder(path, _KEY))
     if not glob.has_magic(folder) or Path(folder).is_dir():
         return [folder]
-    found = sorted(name for name in glob.glob(folder) if Path(name).is_dir())
-    if not found:
+    folders = sorted(name for name in glob.glob(folder) if Path(name).is_dir())
+    if not folders:
         raise ConfigError(f"{_KEY}: no folder matches {path} (from {Path.cwd()})")
-    return found
+    return folders
 
 
 def _reader(folder: str) -> JobFolderReader:

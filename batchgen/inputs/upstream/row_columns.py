@@ -56,8 +56,10 @@ class AnswerColumns:
         known = self._known.flat[name]
         if name == self._known.text:
             return pa.field(name, self._type(name, known), metadata={"meaning": _TEXT_MEANING})
-        said = known.metadata or {}
-        metadata = {key: said[key] for key in (b"meaning", b"feature") if key in said}
+        stored_metadata = known.metadata or {}
+        metadata = {
+            key: stored_metadata[key] for key in (b"meaning", b"feature") if key in stored_metadata
+        }
         return pa.field(name, self._type(name, known), metadata=metadata)
 
     def _type(self, name: str, field: pa.Field) -> pa.DataType:
@@ -69,30 +71,30 @@ class AnswerColumns:
         known = self._known
 
         def feature(name: str, of: pa.Field) -> Any:
-            found = stored_feature(of)
-            return List(found) if self._lists and name not in known.passthrough else found
+            features = stored_feature(of)
+            return List(features) if self._lists and name not in known.passthrough else features
 
-        found = {name: feature(name, of) for name, of in known.flat.items()}
+        features = {name: feature(name, of) for name, of in known.flat.items()}
         if known.grades:
-            found[GRADES] = {name: feature(name, of) for name, of in known.grades.items()}
-        return Features(found)
+            features[GRADES] = {name: feature(name, of) for name, of in known.grades.items()}
+        return Features(features)
 
     def in_lists(self, table: pa.Table, sizes: Ints) -> pa.Table:
         """Rows of `sizes` answers each: what the answers of a row share once, the rest as lists."""
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         begins, ends = pa.array(offsets[:-1]), pa.array(offsets, pa.int32())
         once = {*self._known.passthrough, ROW_ID, "row_id"}
-        made = {}
+        lists = {}
         for name in table.column_names:
             column = table[name].combine_chunks()
             if isinstance(column, pa.ChunkedArray):
                 column = pa.concat_arrays(column.chunks)
             if name in once:
-                made[name] = column.take(begins)
+                lists[name] = column.take(begins)
             elif name == GRADES and self._known.grades:
                 names = [f.name for f in column.type]
                 inner = [pa.ListArray.from_arrays(ends, c) for c in column.flatten()]
-                made[name] = pa.StructArray.from_arrays(inner, names)
+                lists[name] = pa.StructArray.from_arrays(inner, names)
             else:
-                made[name] = pa.ListArray.from_arrays(ends, column)
-        return pa.table(made)
+                lists[name] = pa.ListArray.from_arrays(ends, column)
+        return pa.table(lists)

@@ -144,15 +144,15 @@ def _answers(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
     if work.exact:
         return (longest, longest, longest), f"every answer has {work.longest:,} tokens (ignore_eos)"
     if work.seen is not None:
-        seen = np.minimum(work.seen.answers, work.longest)
-        error = float(seen.std()) / max(len(seen), 1) ** 0.5
-        share = max(1 - 2 * error / max(float(seen.mean()), 1), 0.25)
-        low = np.maximum((seen * share).astype(np.int64), 1)
+        lengths = np.minimum(work.seen.answers, work.longest)
+        error = float(lengths.std()) / max(len(lengths), 1) ** 0.5
+        share = max(1 - 2 * error / max(float(lengths.mean()), 1), 0.25)
+        low = np.maximum((lengths * share).astype(np.int64), 1)
         text = (
-            f"answers are as long as the {len(seen):,} of {work.seen.source}, "
-            f"{seen.mean():,.0f} tokens on average; bound: all {work.longest:,}"
+            f"answers are as long as the {len(lengths):,} of {work.seen.source}, "
+            f"{lengths.mean():,.0f} tokens on average; bound: all {work.longest:,}"
         )
-        return (low, seen, longest), text
+        return (low, lengths, longest), text
     share = likely_share(work.longest)
     likely = _assumed(work.longest, share)
     text = (
@@ -185,8 +185,12 @@ def _per_forward(work: Work) -> tuple[tuple[float, float, float], str]:
     width = work.width
     if width == 1:
         return (1.0, 1.0, 1.0), ""
-    if work.seen is not None and (seen := work.seen.per_forward) is not None:
-        return (seen, seen, seen), f"a row gets {seen:.2f} tokens per forward, as there"
+    if work.seen is not None and (measured := work.seen.per_forward) is not None:
+        return (
+            measured,
+            measured,
+            measured,
+        ), f"a row gets {measured:.2f} tokens per forward, as there"
     bound = 1.0 if work.least else width / (width + 1)
     likely = 1 + (width - 1) / (4 if work.least else 2)
     text = (

@@ -61,8 +61,8 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
     bos_id = None if tokenizer is None else tokenizer.bos_token_id
 
     def fit(ids: list[int], params: RequestParams) -> list[int]:
-        most = prompt_room(opened.max_model_len, params.max_new_tokens)
-        return fit_prompt(ids, most, config.prompt.too_long, bos_id)
+        limit = prompt_room(opened.max_model_len, params.max_new_tokens)
+        return fit_prompt(ids, limit, config.prompt.too_long, bos_id)
 
     def token_ids(row: Row) -> list[int]:
         # The tokens of an answer that is scored are read with those of the prompt.
@@ -194,22 +194,22 @@ class Scanner:
 
     def look(self, row: Row) -> ReadRow | RequestError:
         """Make the prompt of a row, or note its error."""
-        found, reading = self.found, self._reading
-        found.looked_at += 1
+        scan, reading = self.found, self._reading
+        scan.looked_at += 1
         try:
             read = self._read(row)
         except RequestError as error:
-            found.bad.setdefault(error.type, RowTally(str(error))).add(row)
+            scan.bad.setdefault(error.type, RowTally(str(error))).add(row)
             return error
         self._good.append((row.index, row.id, len(read.ids), read.params.max_new_tokens))
-        found.cut += len(read.ids) < read.whole
+        scan.cut += len(read.ids) < read.whole
         if reading.image_token_id is not None:
-            found.image_tokens += read.ids.count(reading.image_token_id)
+            scan.image_tokens += read.ids.count(reading.image_token_id)
         return read
 
     def _read(self, row: Row) -> ReadRow:
-        """The prompt and the parameters of a row, whose constraint is noted; RequestError if it
-        has no prompt, or its columns cannot be copied."""
+        """The prompt and the parameters of a row, whose constraint is noted. Raises RequestError if
+        it has no prompt, or its columns cannot be copied."""
         reading = self._reading
         reading.check(row)
         if row.failure is not None:
@@ -222,12 +222,12 @@ class Scanner:
 
     def finished(self) -> Scan:
         """Put everything into the order of the rows."""
-        found, good = self.found, sorted(self._good)
-        found.longest_answer = -(-sum(most for *_, most in good) // max(len(good), 1))
-        found.lengths = np.array([tokens for _, _, tokens, _ in good], np.int64)
-        order = np.argsort(-found.lengths, kind="stable")[:LONGEST]
-        found.longest = [good[i][:3] for i in order]
-        found.sample.sort(key=lambda read: read.row.index)
-        for rows in (*found.bad.values(), *found.constraints.values()):
+        scan, good = self.found, sorted(self._good)
+        scan.longest_answer = -(-sum(longest for *_, longest in good) // max(len(good), 1))
+        scan.lengths = np.array([tokens for _, _, tokens, _ in good], np.int64)
+        order = np.argsort(-scan.lengths, kind="stable")[:LONGEST]
+        scan.longest = [good[i][:3] for i in order]
+        scan.sample.sort(key=lambda read: read.row.index)
+        for rows in (*scan.bad.values(), *scan.constraints.values()):
             rows.keep_first()
-        return found
+        return scan

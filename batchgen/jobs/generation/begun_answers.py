@@ -42,10 +42,10 @@ class BegunAnswers:
         if not self._every:
             return None
         row, sample = request_id.row, request_id.sample
-        found = self._writer.begun(row, sample, lambda: self._keys.key(request))
-        if found is not None:
-            self._known[request_id] = len(found.token_ids)
-        return found
+        begun = self._writer.begun(row, sample, lambda: self._keys.key(request))
+        if begun is not None:
+            self._known[request_id] = len(begun.token_ids)
+        return begun
 
     def forget(self, request_id: Hashable) -> None:
         """Note that a request has ended."""

@@ -187,12 +187,12 @@ class Generation:
     def _submit(self, request: SampleRequest) -> FinishedRow | None:
         """Queue a request, or return its row if it was refused or could be copied."""
         request_id = RequestId(self._job, request.row_index, request.sample_index)
-        asked = request.of_sample(self._stream)
+        prepared = request.of_sample(self._stream)
         if self._reuse is not None:
-            request.key = key = self._reuse.key(asked)
-            if (found := self._reuse.copy(key, request_id, asked)) is not None:
-                return request.finished(*found, is_copied=True)
-        prompt, params, answer, choices, of_row_images = asked
+            request.key = key = self._reuse.key(prepared)
+            if (copied := self._reuse.copy(key, request_id, prepared)) is not None:
+                return request.finished(*copied, is_copied=True)
+        prompt, params, answer, choices, of_row_images = prepared
         images = [each.image for each in of_row_images]
         try:
             # The longest first: if it can be served, all can.
@@ -202,7 +202,7 @@ class Generation:
             for number, ids in by_length:
                 of_choice = request_id._replace(choice=number)
                 self._engine.add_request(of_choice, prompt, SCORED, ids, images)
-            begun = self._begun.find(request_id, asked)
+            begun = self._begun.find(request_id, prepared)
             if self._engine.add_request(request_id, prompt, params, answer, images, begun=begun):
                 request.begun_tokens = 0 if begun is None else len(begun.token_ids)
         except RequestError as error:
@@ -236,18 +236,18 @@ class Generation:
                 continue
             row, samples = task
             fields: Mapping[str, Any] | None = None
-            asked: RowRequest | RequestError
+            prepared: RowRequest | RequestError
             try:
                 fields = self._source.passthrough(row)
                 if self._has_images:
                     fields = without_pixels(fields)
-                asked = self._request(row)
+                prepared = self._request(row)
             except RequestError as error:
-                asked = error
+                prepared = error
             if fields is None:
                 fields = dict.fromkeys(self._source.schema.names)
             for sample in samples:
-                yield SampleRequest(row.id, row.index, sample, fields, asked)
+                yield SampleRequest(row.id, row.index, sample, fields, prepared)
 
     def _count(self, finished: Sequence[FinishedRow]) -> None:
         self._metrics.tally.add(finished)

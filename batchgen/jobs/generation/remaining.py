@@ -86,14 +86,14 @@ class AnswerLengths:
     def _longer(self, running: Ints) -> npt.NDArray[np.float64]:
         """[longest], the share of answers that have more tokens than the index."""
         ends, number = self._finished[:-1], self._longest
-        seen = self._finished + np.bincount(running, minlength=number + 1)
-        at_risk = np.cumsum(seen[::-1])[::-1][:-1]
+        counts = self._finished + np.bincount(running, minlength=number + 1)
+        at_risk = np.cumsum(counts[::-1])[::-1][:-1]
         hazard = ends / np.maximum(at_risk, 1)
         last = int(np.flatnonzero(self._finished)[-1])
-        most = int(running.max(initial=-1))
-        if last < number and most >= last:
-            newest = slice(int(most * (1 - _NEWEST)), most + 1)
-            hazard[most + 1 :] = (ends[newest].sum() + 0.5) / (at_risk[newest].sum() + 1)
+        longest = int(running.max(initial=-1))
+        if last < number and longest >= last:
+            newest = slice(int(longest * (1 - _NEWEST)), longest + 1)
+            hazard[longest + 1 :] = (ends[newest].sum() + 0.5) / (at_risk[newest].sum() + 1)
         return np.cumprod(1.0 - hazard).astype(np.float64)
 
 

@@ -57,7 +57,7 @@ def running_score(config: JobConfig, schema: OutputSchema, folder: Path) -> Runn
     """
     column = config.score.column
     chain = StepChain(post_steps(config.post))
-    if column not in (made.name for made in chain.columns):
+    if column not in (produced.name for produced in chain.columns):
         return None
     fields = [step.field_names for step in chain.steps]
     known = {name for names in fields for name in names or ()} <= set(schema.passthrough)
@@ -122,14 +122,14 @@ class _OfRows:
         before = time.monotonic()
         if self._grader is None:
             self._grader = Grader(self._chain.steps, workers=1, seconds=self._config.seconds)
-        made = self._grader.grade(self._texts(rows))
-        found = []
-        for row, values in zip(rows, made, strict=False):
+        graded = self._grader.grade(self._texts(rows))
+        marks = []
+        for row, values in zip(rows, graded, strict=False):
             if (value := values[self._config.column]) is not None:
                 wrong = row.finish_reason == "length" and self._config.cut_texts == "wrong"
-                found.append(0.0 if wrong else float(value))
+                marks.append(0.0 if wrong else float(value))
         self._spent += time.monotonic() - before
-        return found
+        return marks
 
     def _texts(self, rows: Sequence[FinishedRow]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for row in rows:

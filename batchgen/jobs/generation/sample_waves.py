@@ -75,13 +75,13 @@ class SampleWaves(EverySample):
                 if (task := self._more(self._pop(self._news))) is not None:
                     yield task
             try:
-                found = next(todo)
+                next_task = next(todo)
             except StopIteration:
                 return
-            if found is None:
+            if next_task is None:
                 yield self._begin_ahead() if has_room() else None
                 continue
-            row = found[0]
+            row = next_task[0]
             if (number := self._writer.shard_of(row.index)) != shard:
                 shard = number
                 self._forget_closed()

@@ -1,4 +1,4 @@
-"""Which rows a worker computes next: those of the shards that it takes."""
+"""The order in which a worker computes rows: shard by shard, as it takes shards."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ if TYPE_CHECKING:
     from batchgen.inputs.dataset.source import Row, Source
     from batchgen.storage.shards.output_writer import OutputWriter
 
-_BLOCK = 1000  # rows that are in memory while a shard is read backwards
+_BLOCK = 1000  # rows that are in memory at once while a shard is read backwards
 
 
 class ShardQueue:
-    """An iterator over the rows that this worker computes, each with its missing samples.
+    """An iterator over the rows that this worker computes, each with the numbers of its missing
+    samples.
 
-    It takes a shard when the one before has no more rows. It gives None where there is nothing to
-    begin for now, because other workers do what is left, or because a shard has to wait until no
-    row is in flight; and it ends when all shards are finished. The caller sets `in_flight`, the
-    number of rows that are begun and not finished.
+    The queue takes a shard when all rows of the one before are begun. It yields None if no row can
+    be begun for now, for one of three reasons:
+
+    - Other workers compute all shards that are left.
+    - A shard on which workers have crashed is computed without any other rows: it waits until no
+      row is in flight, and others wait until it is finished.
+    - The rows come from a job that still runs, and no further shard of them is complete.
+
+    It ends when all shards are finished.
+
+    Attributes:
+        in_flight: the number of rows that are begun and not finished. The caller sets it.
     """
 
     def __init__(
@@ -40,10 +49,12 @@ class ShardQueue:
         self._worker = worker
         self._size = rows_per_shard
         self._taken: set[int] = set()  # the shards of which this worker has begun rows
-        self._alone: int | None = None  # a shard beside which no other is begun
+        self._alone: int | None = None  # a shard with crashes: no other is begun before its end
+        # Nothing was left to begin when no row was in flight. Until other workers' progress is read
+        # again, which happens at intervals, the answer is the same.
         self._waits = False
         self._is_following = False
-        self._stalled = False  # no shard can be begun before more rows have come
+        self._stalled = False  # no shard can be begun before the job that is read has more rows
         worker.begin(writer.complete_shards, None)
         if source.num_rows is not None:
             self._end_at(source.num_rows)
@@ -54,17 +65,17 @@ class ShardQueue:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the data set, once all shards are finished."""
+        """The number of rows of the data set; known once all shards are finished."""
         assert self._writer.num_rows is not None
         return self._writer.num_rows
 
     @property
     def is_following(self) -> bool:
-        """Whether more rows may come of a job that runs."""
+        """Whether the rows come from a job that still runs, and may become more."""
         return self._is_following
 
     def is_empty(self) -> bool:
-        """Whether nothing is left to compute. A stream is read up to the first row that is not
+        """Whether nothing is left to compute. Reads a stream up to the first row that is not
         done."""
         if self._is_following:
             return False
@@ -82,8 +93,8 @@ class ShardQueue:
         return self._next
 
     def is_over(self) -> bool:
-        """Whether all shards are finished, whatever is in flight still. Now and then this looks at
-        what the other workers have done, unless this worker waits, which looks at every request."""
+        """Whether all shards are finished, even if rows of this worker are still in flight, which
+        another worker has then computed, too. Reads the progress of the others at intervals."""
         if not self._waits and self._worker.is_time_to_look():
             self.look()
         if self._is_following:
@@ -92,12 +103,13 @@ class ShardQueue:
         return self._worker.is_over()
 
     def look(self) -> None:
-        """See which of this worker's rows others have finished."""
+        """Read the progress of the other workers, and drop the rows that they have finished."""
         self._worker.look()
-        self._learn()
+        self._update_shards()
 
     def _follow(self) -> None:
-        """Find out which rows have come of those that come while they are read."""
+        """Read which rows the job that is read, and still runs, has finished since the last
+        call."""
         source = self._source
         self._stalled = not source.learn(lambda: self._worker.claim(INDEX)) and self._stalled
         if source.num_rows is not None:
@@ -107,8 +119,9 @@ class ShardQueue:
             self._worker.begin(set(), None, (source.num_ready or 0) // self._size)
         self._waits = self._waits and self._stalled
 
-    def _learn(self) -> None:
-        """Forget or complete what others have finished, as of the last look."""
+    def _update_shards(self) -> None:
+        """Close the shards of this worker that others have finished, and read what others have
+        written of those that others share."""
         for shard in list(self._taken):
             if not self._writer.is_open(shard):
                 continue
@@ -118,16 +131,17 @@ class ShardQueue:
                 self._writer.absorb(shard)
 
     def quarantined_rows(self) -> dict[int, list[str]]:
-        """For each shard in quarantine the ids of its rows that are not computed."""
-        found = {}
+        """The shards in quarantine, each with the ids of its rows that are not computed."""
+        row_ids = {}
         for shard in self._worker.quarantined():
             self._writer.take(shard)
             rows = self._reader.rows(shard * self._size, (shard + 1) * self._size)
-            found[shard] = [row.id for row in rows if self._writer.missing(row.index)]
+            row_ids[shard] = [row.id for row in rows if self._writer.missing(row.index)]
             self._writer.drop(shard)
-        return found
+        return row_ids
 
     def _rows(self) -> Iterator[tuple[Row, list[int]] | None]:
+        """What the queue yields, task by task."""
         while True:
             task = self._task()
             if task.kind == "over":
@@ -135,9 +149,10 @@ class ShardQueue:
             if task.kind == "wait":
                 yield None
             else:
-                yield from self._of(task)
+                yield from self._rows_of(task)
 
     def _task(self) -> Task:
+        """What to do next: `wait` without asking the other workers if their answer is known."""
         self._sweep()
         if self._alone is not None and self._writer.is_open(self._alone):
             return Task("wait")
@@ -146,15 +161,17 @@ class ShardQueue:
             return Task("wait")
         idle = not self.in_flight
         task = self._worker.next_task(idle)
-        self._learn()
-        # A worker that becomes idle asks again at once: then there may be something.
+        self._update_shards()
+        # Without rows in flight a worker may get shards that it does not get with some. So one that
+        # has some asks again as soon as it has none.
         self._waits = task.kind == "wait" and idle
         self._stalled = task.kind == "wait" and self._is_following
         self._alone = task.shard if task.ended else None
         return task
 
-    def _of(self, task: Task) -> Iterator[tuple[Row, list[int]]]:
-        """The missing rows of a shard."""
+    def _rows_of(self, task: Task) -> Iterator[tuple[Row, list[int]]]:
+        """The missing rows of the task's shard, each with its missing samples, until the shard is
+        finished, here or by another worker."""
         shard, first = task.shard, task.shard * self._size
         self._taken.add(shard)
         self._writer.take(shard)
@@ -166,6 +183,8 @@ class ShardQueue:
                 yield row, samples
 
     def _forwards(self, first: int) -> Iterator[Row]:
+        """The rows of the shard that begins at row `first`; at the end of a stream, its length is
+        noted."""
         index = first
         for row in self._reader.rows(first, first + self._size):
             yield row
@@ -176,17 +195,19 @@ class ShardQueue:
             self._writer.drop(first // self._size)
 
     def _backwards(self, first: int) -> Iterator[Row]:
+        """The rows of the shard that begins at row `first`, the last one first."""
         for start in reversed(range(first, first + self._size, _BLOCK)):
             stop = min(start + _BLOCK, first + self._size)
             yield from reversed(list(self._reader.rows(start, stop)))
 
     def _end_at(self, num_rows: int) -> None:
+        """Note the number of rows, once it is known."""
         self._writer.end_at(num_rows)
         num_shards = -(-num_rows // self._size)
         self._worker.begin(self._writer.complete_shards, num_shards)
 
     def _sweep(self) -> None:
-        """Forget the shards of which nothing is left to do for this worker."""
+        """Report the shards in which nothing is left to do for this worker, and forget them."""
         for shard in list(self._taken):
             if not self._writer.is_open(shard):
                 self._worker.has_completed(shard)
@@ -194,22 +215,22 @@ class ShardQueue:
 
 
 class _Reader:
-    """Reads a data set from any row on, without beginning anew where one read ends and the next
-    begins: a stream can only be read from its start."""
+    """Reads a data set from any row on. A read that begins where the last one ended continues it,
+    as a stream can only be read from its start."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._iterator: Iterator[Row] = iter(())
-        self._at = -1  # the index of the row that comes next
-        self._end: int | None = None  # how many rows there are, once that was seen
+        self._at = -1  # the index of the next row of the iterator
+        self._end: int | None = None  # the number of rows, once the end was read
 
     def rows(self, start: int, stop: int) -> Iterator[Row]:
-        """The rows from `start` on and before `stop`, as far as there are some."""
+        """The rows from index `start` up to `stop`, fewer at the end of the data set."""
         self._go_to(start)
         while self._at < stop:
             row = next(self._iterator, None)
             if row is None and self._at < (self._source.num_ready or 0):
-                self._iterator = self._source.rows(self._at)  # they have come since the read began
+                self._iterator = self._source.rows(self._at)  # rows have come since
                 continue
             if row is None:
                 self._end, self._at = self._at, -1
@@ -220,7 +241,8 @@ class _Reader:
                 self._go_to(row.index + 1)
 
     def peek(self, index: int) -> Row | None:
-        """A row, which is read again by the next read from there on; None behind the end."""
+        """The row with this index, which the next read from there on yields again; None behind the
+        end."""
         row = next(self.rows(index, index + 1), None)
         if row is not None:
             self._iterator = itertools.chain([row], self._iterator)
@@ -228,10 +250,11 @@ class _Reader:
         return row
 
     def end(self, index: int) -> int:
-        """How many rows there are, after a read has come to the end at `index` or before."""
+        """The number of rows, after a read has come to the end, at `index` or before."""
         return index if self._end is None else self._end
 
     def _go_to(self, start: int) -> None:
+        """Make the iterator continue at row `start`."""
         if self._at == start:
             return
         if self._source.num_ready is not None:
@@ -239,6 +262,6 @@ class _Reader:
             return
         if not 0 <= self._at < start:
             self._iterator, self._at = self._source.rows(), 0
-        # Row by row, so that it is known where the stream ends.
+        # Row by row, so that the end of the stream is noticed.
         while self._at < start and next(self._iterator, None) is not None:
             self._at += 1

@@ -34,30 +34,33 @@ class Used:
         """What the attempts have used together. The time of a process that computes several jobs
         at once counts once."""
         tokens = sum(one["prompt_tokens"] + one["generated_tokens"] for one in attempts)
-        of_process = defaultdict(list)
-        for number, one in enumerate(attempts):
-            start = datetime.strptime(one["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
-            # Attempts of earlier versions of batchgen do not name their process.
-            process = one["host"], one.get("pid") or -number, one.get("devices", 1)
-            of_process[process].append((start, start + one["wall_s"]))
-        every = [span for spans in of_process.values() for span in spans]
-        of_devices = sum(_covered(spans) * key[2] for key, spans in of_process.items())
-        return cls(tokens, _covered(every), of_devices)
+        spans_by_process = defaultdict(list)
+        for number, attempt in enumerate(attempts):
+            start = datetime.strptime(attempt["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+            # Attempts of earlier versions of batchgen do not name their process: each counts as
+            # one of its own.
+            process = attempt["host"], attempt.get("pid") or -number, attempt.get("devices", 1)
+            spans_by_process[process].append((start, start + attempt["wall_s"]))
+        all_spans = [span for spans in spans_by_process.values() for span in spans]
+        device_seconds = sum(
+            _covered(spans) * devices for (_, _, devices), spans in spans_by_process.items()
+        )
+        return cls(tokens, _covered(all_spans), device_seconds)
 
     def by_limit(self, budget: BudgetConfig) -> dict[str, float]:
-        """The amounts that the limits of a budget are about, by their keys."""
+        """The amounts that are limited, by the keys of the budget that limit them."""
         hours = self.device_seconds / 3600
-        found = {"tokens": self.tokens, "minutes": self.seconds / 60, "gpu_hours": hours}
+        amounts = {"tokens": self.tokens, "minutes": self.seconds / 60, "gpu_hours": hours}
         if budget.price_per_hour is not None:
-            found["price"] = hours * budget.price_per_hour
-        return {key: found[key] for key in budget.limits}
+            amounts["price"] = hours * budget.price_per_hour
+        return {key: amounts[key] for key in budget.limits}
 
 
 class Spending:
     """Watches the budget of a job for one of its workers.
 
-    What the others have used is read from metrics.json, which the first worker writes: so each of
-    them reads one file every SAVE_SECONDS, and sees what another one used about half a minute late.
+    What the other workers have used is read from metrics.json, which the first worker writes. So a
+    worker reads one file every SAVE_SECONDS, and knows the others' use about half a minute late.
     """
 
     def __init__(
@@ -67,11 +70,12 @@ class Spending:
         storage: Storage,
         elsewhere: Callable[[], Attempts] = tuple,
     ) -> None:
-        """Watch from now on; `elsewhere` gives the attempts of other jobs that share the budget."""
+        """Watch from now on; `elsewhere` returns the attempts of other jobs that share the
+        budget."""
         self._budget, self._metrics, self._storage = budget, metrics, storage
         self._elsewhere = elsewhere
-        self._seen = Used()
-        self._seen_at, self._seen_tokens = -math.inf, 0
+        self._read = Used()  # what all workers had used when metrics.json was last read
+        self._read_at, self._read_tokens = -math.inf, 0  # when that was; this worker's tokens then
         if budget.limits:
             metrics.budget = self.facts
 
@@ -93,7 +97,7 @@ class Spending:
         }
 
     def text(self) -> str:
-        """Which limits are reached, and how to go on."""
+        """The sentence that says which limits are reached, and how to go on."""
         used = self._used.by_limit(self._budget)
         reached = [key for key, limit in self._budget.limits.items() if used[key] >= limit]
         keys = " and ".join(f"budget.{key}" for key in reached)
@@ -105,25 +109,26 @@ class Spending:
 
     @property
     def _used(self) -> Used:
-        """What all have used: as of the last look, and what this worker has used since."""
+        """What all workers had used when metrics.json was last read, and this worker since."""
         attempt, now = self._metrics.attempt, time.monotonic()
         tokens = attempt.prompt_tokens + attempt.generated_tokens
-        if now - self._seen_at >= SAVE_SECONDS:
-            self._seen, self._seen_at, self._seen_tokens = self._look(), now, tokens
-        since = now - self._seen_at
+        if now - self._read_at >= SAVE_SECONDS:
+            self._read, self._read_at, self._read_tokens = self._read_all(), now, tokens
+        since = now - self._read_at
         return Used(
-            self._seen.tokens + tokens - self._seen_tokens,
-            self._seen.seconds + since,
-            self._seen.device_seconds + since * attempt.devices,
+            self._read.tokens + tokens - self._read_tokens,
+            self._read.seconds + since,
+            self._read.device_seconds + since * attempt.devices,
         )
 
-    def _look(self) -> Used:
+    def _read_all(self) -> Used:
+        """What all workers have used: this one by its own count, others by metrics.json."""
         content = self._storage.read(self._storage.path / "metrics.json")
         attempts = [] if content is None else json.loads(content)["attempts"]
-        own = {**asdict(self._metrics.attempt), "wall_s": self._metrics.age}
-        key = own["worker"], own["started"]
-        others = [one for one in attempts if (one.get("worker"), one["started"]) != key]
-        return Used.of([*others, own, *self._elsewhere()])
+        attempt = {**asdict(self._metrics.attempt), "wall_s": self._metrics.age}
+        key = attempt["worker"], attempt["started"]
+        others = [other for other in attempts if (other.get("worker"), other["started"]) != key]
+        return Used.of([*others, attempt, *self._elsewhere()])
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
@@ -136,7 +141,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def amount_text(key: str, value: float) -> str:
-    """An amount of a limit, for people."""
+    """The amount of a key of the budget as text for people, as "2 h" or "1,000 tokens"."""
     if key == "minutes":
         return duration(value * 60)
     if key == "tokens":
@@ -145,9 +150,9 @@ def amount_text(key: str, value: float) -> str:
 
 
 def shown_facts(facts: Mapping[str, Mapping[str, float]]) -> str:
-    """What metrics.json says of a budget, for people."""
+    """`Spending.facts`, as metrics.json has them, as text for people."""
     parts = [
-        f"{amount_text(key, one['used'])} of {amount_text(key, one['limit'])}"
-        for key, one in facts.items()
+        f"{amount_text(key, amounts['used'])} of {amount_text(key, amounts['limit'])}"
+        for key, amounts in facts.items()
     ]
     return ", ".join(parts)

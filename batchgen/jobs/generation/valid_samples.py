@@ -48,14 +48,14 @@ class ValidWhere:
         if until is None:
             return None
         post = post_steps(config.post)
-        own = {"row_id", *KEYS, *(name for name, *_ in ENOUGH_COLUMNS)}
-        data = [name for name in schema.arrow.names if name not in own]
+        names = {"row_id", *KEYS, *(name for name, *_ in ENOUGH_COLUMNS)}
+        data = [name for name in schema.arrow.names if name not in names]
         grades = [column.name for column in StepChain(post).columns] if post else []
-        seen = VisibleColumns(data, grades, (_SAMPLE_INDEX,))
-        expression = seen.expression(KEY, until.where)
-        count = _num_read(post, seen.read_by(expression).grades)
+        visible = VisibleColumns(data, grades, (_SAMPLE_INDEX,))
+        expression = visible.expression(KEY, until.where)
+        count = _num_read(post, visible.read_by(expression).grades)
         of_steps = step_descriptions(config.post[:count], post[:count])
-        return ValidWhere(expression, seen, post[:count], of_steps, schema)
+        return ValidWhere(expression, visible, post[:count], of_steps, schema)
 
     @property
     def is_isolated(self) -> bool:
@@ -69,11 +69,11 @@ class ValidWhere:
         kept = {*ROW_KEYS, self.schema.text_column, *self._fields(), *read}
         names = [name for name in dict.fromkeys(names) if name in kept]
         batch = self.schema.encode(finished).select(names)
-        found: list[dict[str, Any]] = batch.to_pylist()
+        rows: list[dict[str, Any]] = batch.to_pylist()
         readers = json_readers(batch.schema)
-        for row in found if readers else ():
+        for row in rows if readers else ():
             row |= {name: read(row[name]) for name, read in readers.items()}
-        return found
+        return rows
 
     def is_valid(self, row: Mapping[str, Any], grades: Mapping[str, Any]) -> bool:
         """Whether a sample with these columns and grades fulfils it; or ExpressionFailed."""
@@ -171,12 +171,12 @@ class Judge:
                 yield row[text] or "", row  # null where the model gave no answer
 
         graded = self._grader.grade(texts())
-        found = {
+        judged = {
             (row["row_index"], row[_SAMPLE_INDEX]): self._holds(row, grades)
             for row, grades in zip(rows, graded, strict=False)
         }
         return [
-            row._replace(valid=found.get((row.row_index, row.sample_index))) for row in finished
+            row._replace(valid=judged.get((row.row_index, row.sample_index))) for row in finished
         ]
 
     def _holds(self, row: Mapping[str, Any], grades: Mapping[str, Any]) -> bool | None:

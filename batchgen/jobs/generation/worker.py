@@ -151,13 +151,13 @@ class Worker:
 
     def quarantined(self) -> dict[int, tuple[int, ...]]:
         """The shards that nobody takes any more, each with the workers that it has ended."""
-        found = {}
+        workers = {}
         for shard in sorted(self._member.board.quarantined):
             content = self.store.do(Read(mark_name(shard, "quarantined")))
             if content is not None:
                 lease = Lease.decoded(content)
-                found[shard] = () if lease is None else lease.ended
-        return found
+                workers[shard] = () if lease is None else lease.ended
+        return workers
 
     def publish(self, shard: int, file: Path | None, replaces: bool) -> bool:
         """See `shards.publisher.Publish`."""
@@ -205,7 +205,8 @@ class Worker:
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
     def older(self) -> ResumeState:
-        """What the first worker has reported, or FolderGone if the job was completed meanwhile."""
+        """What the first worker has reported. Raises FolderGone if the job was completed
+        meanwhile."""
         content = self.store.do(Read(_OLDER))
         if content is None:
             raise FolderGone(_OLDER)
@@ -225,13 +226,13 @@ class Worker:
 
     def others(self) -> list[dict[str, Any]]:
         """The last heartbeats of all other workers, with `dead`: whether that worker is."""
-        found = []
+        beats = []
         for number in self._numbers():
             content = self.store.do(Read(worker_name(number)))
             beat = read_beat(content)
             if number != self.number and beat is not None:
-                found.append({**beat, "dead": self._watch.is_dead(number, content)})
-        return found
+                beats.append({**beat, "dead": self._watch.is_dead(number, content)})
+        return beats
 
     def _numbers(self) -> list[int]:
         try:

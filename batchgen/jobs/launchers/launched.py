@@ -56,15 +56,15 @@ class LaunchedFolder:
 
     def beats(self) -> list[dict[str, Any]]:
         """The heartbeats of all workers."""
-        found = []
+        beats = []
         for path in sorted((self.path / "workers").glob("[0-9]*.json")):
             try:
                 beat = read_beat(patiently(path.read_bytes))
             except FileNotFoundError:  # the job is complete
                 return []
             if beat is not None:
-                found.append(beat)
-        return found
+                beats.append(beat)
+        return beats
 
     def is_complete(self) -> bool:
         """Whether the job is complete, as far as its folder tells."""

@@ -112,9 +112,9 @@ def _environment(index: int, count: int, devices: Sequence[str], ranks: int) -> 
 
 def visible_devices() -> list[str]:
     """The GPUs that a process started here would see, as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get(_DEVICES)
-    if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip()]
+    value = os.environ.get(_DEVICES)
+    if value is not None:
+        return [name.strip() for name in value.split(",") if name.strip()]
     # In a process of its own: the launcher itself needs neither torch nor a context on a GPU.
     program = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)

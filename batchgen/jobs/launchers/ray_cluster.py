@@ -140,10 +140,10 @@ def count_workers(asked_for: int | None, nodes: Sequence[Mapping[str, Any]], nee
         return room
     if count is None or count > room:
         what = " and ".join(_amount(number, name) for name, number in need.items()) or "nothing"
-        asked = "a worker" if count is None else f"{count} worker{'s' * (count != 1)}"
+        these = "a worker" if count is None else f"{count} worker{'s' * (count != 1)}"
         there = "; ".join(_node(node) for node in nodes)
         raise ConfigError(
-            f"launcher=ray: {asked} with {what} each do{'es' * (count in (None, 1))} not fit this "
+            f"launcher=ray: {these} with {what} each do{'es' * (count in (None, 1))} not fit this "
             f"cluster, which has room for {room}: {there}. Lower launcher.workers, "
             "launcher.gpus_per_worker or launcher.cpus_per_worker, or add nodes"
         )

@@ -78,24 +78,26 @@ def _show_rows(config: JobConfig, opened: OpenedJob, reading: Reading) -> Scan:
     from batchgen.jobs.forecast.scan import Scanner
     from batchgen.jobs.planning.plan_text import SIGNS, row_title, shown_prompt
 
-    own = not isinstance(config.constraint, NoConstraintConfig) and config.params.constraint is None
+    is_shown = (
+        not isinstance(config.constraint, NoConstraintConfig) and config.params.constraint is None
+    )
     scanner, signs = Scanner(reading), False
     for row in islice(opened.source.rows(), _COUNTED_ROWS):
-        found = scanner.look(row)
-        if not isinstance(found, RequestError):
-            scanner.found.sample.append(found)
+        read = scanner.look(row)
+        if not isinstance(read, RequestError):
+            scanner.found.sample.append(read)
         if row.index >= _SHOWN_ROWS:
             continue
-        if isinstance(found, RequestError):
-            print(f"{row_title(row)}: no prompt, but the error {found.type}: {found}\n")
+        if isinstance(read, RequestError):
+            print(f"{row_title(row)}: no prompt, but the error {read.type}: {read}\n")
             continue
-        cut = f", cut from {found.whole:,}" if found.whole > len(found.ids) else ""
-        print(f"{row_title(row)}: {len(found.ids):,} tokens{cut}")
-        shown = shown_prompt(found.ids, opened.model.tokenizer)
+        cut = f", cut from {read.whole:,}" if read.whole > len(read.ids) else ""
+        print(f"{row_title(row)}: {len(read.ids):,} tokens{cut}")
+        shown = shown_prompt(read.ids, opened.model.tokenizer)
         print(shown)
         signs = signs or not SIGNS.isdisjoint(shown)
-        if own:
-            print(f"constraint  {_shown_constraint(found.params.constraint)}")
+        if is_shown:
+            print(f"constraint  {_shown_constraint(read.params.constraint)}")
         print()
     if signs:
         print("(␉ is a tab, · a space at the end of a line, other signs are control characters)\n")
@@ -106,17 +108,17 @@ def _prompts(scan: Scan, room: int) -> str:
     """The lengths of the prompts, and how many rows have none."""
     from batchgen.jobs.planning.plan_text import image_share
 
-    found = []
+    parts = []
     if len(lengths := scan.lengths):
         shortest, longest, mean = lengths.min(), lengths.max(), lengths.mean()
-        found.append(f"{shortest:,} to {longest:,} tokens, {mean:,.1f} on average,")
-    found.append(f"in the first {counted(scan.looked_at, 'row')}")
+        parts.append(f"{shortest:,} to {longest:,} tokens, {mean:,.1f} on average,")
+    parts.append(f"in the first {counted(scan.looked_at, 'row')}")
     too_long = scan.bad.get("prompt_too_long")
     text = (
-        f"{' '.join(found)}; {too_long.count if too_long else 'none'} too long (room for {room:,})"
+        f"{' '.join(parts)}; {too_long.count if too_long else 'none'} too long (room for {room:,})"
     )
     if scan.looked_at and scan.looked_at == sum(bad.count for bad in scan.bad.values()):
-        text = f"none {found[-1]} can be made"
+        text = f"none {parts[-1]} can be made"
         text += f"; {too_long.count} too long (room for {room:,})" if too_long else ""
     if scan.cut:
         text += f"; {scan.cut:,} cut to that"
@@ -197,8 +199,8 @@ def _reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> dict[str, str]:
     """How many answers are copied instead of being computed."""
     from batchgen.jobs.planning.planned_reuse import planned_reuse
 
-    found = planned_reuse(config, opened, scan)
-    return {} if found is None else {"reuse": found.text}
+    reuse = planned_reuse(config, opened, scan)
+    return {} if reuse is None else {"reuse": reuse.text}
 
 
 def _extra_columns(config: JobConfig) -> Iterator[str]:

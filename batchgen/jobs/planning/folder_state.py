@@ -48,8 +48,8 @@ class FolderState(NamedTuple):
 
 
 def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
-    """Say what the job would do with its folder; ConfigError if it would be refused for what is
-    there.
+    """Say what the job would do with its folder. Raises ConfigError if it would be refused for what
+    is there.
 
     The files of the model are not read, so a model that has changed is not found out here.
     """
@@ -81,10 +81,10 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
     old = written_manifest(storage)
     if old is None or not has_rows(storage):
         return FolderState(f"{path}: no answers yet")
-    asked, source = _manifest(config, opened, old), opened.source
+    manifest, source = _manifest(config, opened, old), opened.source
     digests = partial(rows_digest, content_of(source, opened.prompt))
     named = partial(changed_row, storage, source)
-    if refuse_other_job(storage, old, asked, digests, named, overwrite=config.output.overwrite):
+    if refuse_other_job(storage, old, manifest, digests, named, overwrite=config.output.overwrite):
         what = "the output of a different job, which is deleted (output.overwrite)"
         return FolderState(f"{path}: {what}")
     refuse_shrinking(storage, max_rows(config, source.num_rows))
@@ -106,7 +106,7 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
         what = "are computed again" if config.output.retry_errors else "stay as they are"
         text += f", {errors:,} of them errors, which {what}"
     done = rows - errors * config.output.retry_errors
-    text = "\n            ".join([text, *old.grown(asked)])
+    text = "\n            ".join([text, *old.grown(manifest)])
     before = old.growing.get(UNTIL_VALID, 1), old.growing.get(UNTIL_WIDTH)
     return FolderState(text, done, MeasuredSamples(complete, samples, *before))
 

@@ -55,12 +55,12 @@ def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedRe
             older,
             stream_of(config.sampling.stream, opened.source.jobs),
         )
-        found = sum(copied.answers(read.row) for read in scan.sample)
+        number = sum(copied.answers(read.row) for read in scan.sample)
         rows = scan.num_rows or scan.looked_at
         if len(scan.sample) + scan.num_bad == rows:
-            return PlannedReuse(found, rows, True)
+            return PlannedReuse(number, rows, True)
         share = rows * (1 - scan.bad_share) / max(len(scan.sample), 1)
-        return PlannedReuse(round(found * share), len(scan.sample), False)
+        return PlannedReuse(round(number * share), len(scan.sample), False)
 
 
 class _Copied:
@@ -85,15 +85,15 @@ class _Copied:
         """The samples of a row that are copied: those that an older job has, and this one lacks.
         Where samples begin in waves, these are the ones before the first that is missing."""
         try:
-            asked = self._request(row)
+            request = self._request(row)
         except RequestError:
             return 0
-        found = 0
+        count = 0
         for sample in range(self._samples):
-            key = self._keys.key(asked.of_sample(row.id, sample, self._stream))
+            key = self._keys.key(request.of_sample(row.id, sample, self._stream))
             is_own = bool(self._own.find(key))
             is_there = is_own or self._older.has(key)
-            found += is_there and not is_own
+            count += is_there and not is_own
             if self._in_waves and not is_there:
                 break
-        return found
+        return count

@@ -44,8 +44,8 @@ SHOWN_PROMPTS = 2
 
 @contextmanager
 def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, Reading]]:
-    """What a job runs on and how its rows are read; ConfigError for what a run refuses before it
-    looks into its folder."""
+    """What a job runs on and how its rows are read. Raises ConfigError for what a run refuses
+    before it looks into its folder."""
     from batchgen.jobs.resolve.open_job import open_job
     from batchgen.jobs.run.checked_rows import check_rows
 
@@ -70,7 +70,7 @@ def output_folder(config: JobConfig, opened: OpenedJob) -> tuple[FolderState, Co
 
 
 def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
-    """Find out what a job will read, need and cost; ConfigError if there is nothing to plan.
+    """Find out what a job will read, need and cost. Raises ConfigError if there is nothing to plan.
 
     Nothing is written, and no weights are loaded.
     """
@@ -206,27 +206,27 @@ class _Planner:
         if like is not None:
             from batchgen.storage.folder.open_folder import open_folder
 
-            seen = seen_in(open_folder(like, "plan.like").path, same, device.is_gpu, like)
-            if seen is None:
+            calibration = seen_in(open_folder(like, "plan.like").path, same, device.is_gpu, like)
+            if calibration is None:
                 raise ConfigError(f"plan.like={like}: none of its rows has an answer yet")
-            return seen
+            return calibration
         if is_url(config.output.dir):  # what an earlier attempt took is not fetched for this
             return None
-        own = Path(config.output.dir)
-        is_there = (own / "manifest.json").is_file() and (own / "metrics.json").is_file()
-        return seen_in(own, same, device.is_gpu, config.output.dir) if is_there else None
+        folder = Path(config.output.dir)
+        is_there = (folder / "manifest.json").is_file() and (folder / "metrics.json").is_file()
+        return seen_in(folder, same, device.is_gpu, config.output.dir) if is_there else None
 
     def _outlook(self, expected: Forecast | None) -> list[Outlook]:
         """Whether the budget will suffice, of which a warning tells where it likely does not."""
         if expected is None:
             return []
-        found = outlooks(self._config, expected, used_before(self._config))
-        for limit in found:
+        result = outlooks(self._config, expected, used_before(self._config))
+        for limit in result:
             if limit.verdict == "will not suffice":
                 self._warnings.append(
                     f"the job will likely stop before its end, with exit code 4: {limit.text}"
                 )
-        return found
+        return result
 
     def _prompts(self, scan: Scan) -> Iterator[tuple[str, str]]:
         for read in scan.sample[:SHOWN_PROMPTS]:

@@ -81,14 +81,14 @@ def _check_data(config: JobConfig) -> None:
 
 
 def _templates(config: JobConfig) -> list[tuple[str, str]]:
-    prompt, found = config.prompt, []
+    prompt, templates = config.prompt, []
     if isinstance(prompt, TextPromptConfig):
-        found.append(("prompt.text", prompt.text))
+        templates.append(("prompt.text", prompt.text))
     elif isinstance(prompt, ChatPromptConfig):
         by_template = prompt.messages is None and prompt.messages_column is None
-        found += [("prompt.user", prompt.user)] if by_template else []
-        found.append(("prompt.system", prompt.system))
-    return [(key, template) for key, template in found if template is not None]
+        templates += [("prompt.user", prompt.user)] if by_template else []
+        templates.append(("prompt.system", prompt.system))
+    return [(key, template) for key, template in templates if template is not None]
 
 
 def _columns(file: Path) -> list[str] | None:
@@ -122,12 +122,14 @@ def check_folder(config: JobConfig, folder: Path) -> None:
     try:
         if next((folder / "data").glob("part-*.parquet"), None) is None:
             return  # where no shard is there, rows may be in journals, or none
-        found = Manifest.read(folder / "manifest.json")
-        old = flat({name: found.identity[name] for name in _COMPARED if name in found.identity})
+        manifest = Manifest.read(folder / "manifest.json")
+        old = flat(
+            {name: manifest.identity[name] for name in _COMPARED if name in manifest.identity}
+        )
     except (OSError, ConfigError, LookupError, TypeError, AttributeError):
         return
-    asked = Manifest.build(config_identity(config), {}).identity
-    new = flat({name: asked[name] for name in _COMPARED if name in asked})
+    identity = Manifest.build(config_identity(config), {}).identity
+    new = flat({name: identity[name] for name in _COMPARED if name in identity})
     lines = [
         f"{key}: {old.get(key, '(not set)')} → {new.get(key, '(not set)')}"
         for key in dict.fromkeys([*old, *new])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def open_job_model(config: JobConfig) -> OpenedModel:
-    """The target of a job; ConfigError if it cannot be one."""
+    """The target of a job. Raises ConfigError if it cannot be one."""
     with mistakes_in("model"):
         group = config.model
         form = (group.load_format, group.quantization, group.kv_cache_dtype)
@@ -56,20 +56,20 @@ def model_fingerprints(
     config: JobConfig, model: OpenedModel, others: Mapping[str, OpenedModel], dtype: torch.dtype
 ) -> dict[str, str]:
     """Digests by name. Every file of the models is read, unless its digest is known from before."""
-    found = {
+    fingerprints = {
         "model": fingerprint_files(model_files(model.path)),
         # `auto` may mean another dtype on another machine, and that gives other tokens.
         "dtype": str(dtype).removeprefix("torch."),
     }
     if (weights := model.weights_text(dtype, config.engine.device)) is not None:
-        found["weights"] = weights  # of FP8 is computed with only where the device can
-    found |= _adapter_fingerprints(config, model)
+        fingerprints["weights"] = weights  # of FP8 is computed with only where the device can
+    fingerprints |= _adapter_fingerprints(config, model)
     for name, other in others.items():
-        found[f"{name}_model"] = fingerprint_files(model_files(other.path))
+        fingerprints[f"{name}_model"] = fingerprint_files(model_files(other.path))
     if (constraint := config.params.constraint) is not None:
         # The configuration is compared without the order of keys, in which the row writes them.
-        found["constraint"] = fingerprint_text(constraint.text)
-    return found
+        fingerprints["constraint"] = fingerprint_text(constraint.text)
+    return fingerprints
 
 
 def _adapter_fingerprints(config: JobConfig, model: OpenedModel) -> dict[str, str]:
@@ -90,8 +90,8 @@ def _adapter_fingerprints(config: JobConfig, model: OpenedModel) -> dict[str, st
 
 
 def answers_depend_on(config: JobConfig) -> dict[str, str]:
-    """The digests of `OpenedJob.fingerprints` that need no rows; ConfigError for a mistake in model
-    or strategy."""
+    """The digests of `OpenedJob.fingerprints` that need no rows. Raises ConfigError for a mistake
+    in model or strategy."""
     strategy, model = build_strategy(config.strategy), open_job_model(config)
     dtype, max_model_len = dtype_and_length(config, strategy, model)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.

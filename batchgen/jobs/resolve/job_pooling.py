@@ -32,8 +32,8 @@ def with_pooling(config: JobConfig, path: Path) -> JobConfig:
     changed = replace(config, output=replace(output, pooling=pooling, normalise=normalise))
     if changed == config or _was_begun(config):
         return config
-    said = " ".join(f"output.{key}={str(getattr(changed.output, key)).lower()}" for key in unset)
-    print(f"model: embeddings are made as the checkpoint says: {said}", file=sys.stderr)
+    keys = " ".join(f"output.{key}={str(getattr(changed.output, key)).lower()}" for key in unset)
+    print(f"model: embeddings are made as the checkpoint says: {keys}", file=sys.stderr)
     return changed
 
 
@@ -47,5 +47,5 @@ def _was_begun(config: JobConfig) -> bool:
             old = written_manifest(storage)
     except (ConfigError, JobError, OSError):  # the folder is told about later
         return False
-    asked = json.loads(json.dumps(config_identity(config)["output"]))
-    return old is not None and old.identity.get("output") == asked
+    output = json.loads(json.dumps(config_identity(config)["output"]))
+    return old is not None and old.identity.get("output") == output

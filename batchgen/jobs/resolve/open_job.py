@@ -68,8 +68,9 @@ def resolve_job(config: JobConfig) -> OpenedJob:
 def open_job(
     config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
 ) -> OpenedJob:
-    """Open and check all that a job runs on, without reading a file of weights; ConfigError for a
-    mistake. `promised` and `wait` are for rows of a job that still runs, see `open_source`."""
+    """Open and check all that a job runs on, without reading a file of weights. Raises ConfigError
+    for a mistake. `promised` and `wait` are for rows of a job that still runs, see
+    `open_source`."""
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
@@ -142,9 +143,9 @@ def _context_columns(
     """Check the strategy and the columns of the job against its model, and return the columns of
     context scope; prints what the model recommends for sampling."""
     if config.sampling.max_new_tokens:
-        said = recommendation(dataclasses.asdict(config.sampling), model_sampling(model.path))
-        if said is not None:
-            print(f"model: {said}", file=sys.stderr)
+        advice = recommendation(dataclasses.asdict(config.sampling), model_sampling(model.path))
+        if advice is not None:
+            print(f"model: {advice}", file=sys.stderr)
     with mistakes_in("strategy"):
         strategy.block_length(model.config)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.
@@ -228,18 +229,22 @@ def _prompt(
 def _check_constant(config: JobConfig, prompt: Prompt, source: Source) -> None:
     """Refuse a prompt that is the same for all of several rows, unless that is meant or something
     else of the request differs."""
-    given = config.prompt
-    if not isinstance(given, ChatPromptConfig | TextPromptConfig) or given.constant:
+    prompt_config = config.prompt
+    if not isinstance(prompt_config, ChatPromptConfig | TextPromptConfig) or prompt_config.constant:
         return
-    differs = (answer_key(given), config.sampling.column, constraint_column(config.constraint))
+    differs = (
+        answer_key(prompt_config),
+        config.sampling.column,
+        constraint_column(config.constraint),
+    )
     if any(differs) or config.dataset.kind == "count":
         return
     rows = list(islice(source.rows(), 2))  # a job that has just begun may have none
     if len(rows) == 2:
-        if isinstance(given, TextPromptConfig):
+        if isinstance(prompt_config, TextPromptConfig):
             key = "text"
         else:
-            key = "user" if given.messages is None else "messages"
+            key = "user" if prompt_config.messages is None else "messages"
         raise ConfigError(constant_prompt_refusal(f"prompt.{key}", prompt, rows[0]))
 
 

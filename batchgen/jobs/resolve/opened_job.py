@@ -92,12 +92,12 @@ class OpenedJob(ResolvedJob):
         """The job with its fingerprints. Every file of the models is read, unless its digest is
         known from before."""
         config = self.config
-        found = model_fingerprints(config, self.model, self.others, self.dtype)
+        fingerprints = model_fingerprints(config, self.model, self.others, self.dtype)
         if self.images is not None:
-            found["images"] = self.images.fingerprint
+            fingerprints["images"] = self.images.fingerprint
         if config.engine.deterministic and device_of(config.engine.device).type == "cuda":
-            found |= {f"{CONTRACT}{name}": text for name, text in self.contract().items()}
-        return dataclasses.replace(self, fingerprints={**found, **self.step_fingerprints})
+            fingerprints |= {f"{CONTRACT}{name}": text for name, text in self.contract().items()}
+        return dataclasses.replace(self, fingerprints={**fingerprints, **self.step_fingerprints})
 
     def contract(self) -> Mapping[str, str]:
         """See `ResolvedJob`."""
@@ -160,11 +160,11 @@ class OpenedJob(ResolvedJob):
         of_model = model_class(self.model.config.architecture, self.model.path)
         names = {name for config in others for name in config.output.columns}
         known = of_model.declared_columns(self.model.config)
-        own = {column.name for column in self.context_columns}
+        context = {column.name for column in self.context_columns}
         # Whether rows of the others have images is found when they are opened, which may be later.
         reads = self.model.config.vision is not None
         model = dataclasses.replace(self.model, with_vision=reads)
-        columns = select_columns(known, names | own)
+        columns = select_columns(known, names | context)
         return dataclasses.replace(self, model=model, context_columns=columns)
 
     def engine_config(self, config: JobConfig) -> EngineConfig:

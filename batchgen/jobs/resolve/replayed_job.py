@@ -27,14 +27,14 @@ def check_replay(config: JobConfig, jobs: Sequence[ReadJob]) -> bool:
     Raises:
         ConfigError: strategy, sampling or the mode of log-probabilities differ.
     """
-    own = _deciding(config_identity(config))
+    deciding = _deciding(config_identity(config))
     same = True
     for job in jobs:
         theirs = _deciding(job.identity)
-        for key in sorted(own.keys() | theirs.keys()):
-            if own.get(key) != theirs.get(key):
+        for key in sorted(deciding.keys() | theirs.keys()):
+            if deciding.get(key) != theirs.get(key):
                 raise ConfigError(
-                    f"{key} is {_shown(own.get(key))} here and {_shown(theirs.get(key))} in "
+                    f"{key} is {_shown(deciding.get(key))} here and {_shown(theirs.get(key))} in "
                     f"{job.name}, whose answers are replayed: the same tokens would be scored "
                     "under other conditions; give the value of that job"
                 )
@@ -48,10 +48,10 @@ def check_replay(config: JobConfig, jobs: Sequence[ReadJob]) -> bool:
 def _deciding(groups: Mapping[str, Any]) -> dict[str, Any]:
     """What decides which distributions a job's tokens are drawn from, by the keys of users."""
     strategy, sampling = groups.get("strategy", {}), groups.get("sampling", {})
-    found = {f"strategy.{key}": v for key, v in strategy.items() if key not in _TOKENS_ALIKE}
-    found |= {f"sampling.{key}": sampling.get(key) for key in _SAMPLING}
-    found["output.logprobs_mode"] = groups.get("output", {}).get("logprobs_mode")
-    return found
+    values = {f"strategy.{key}": v for key, v in strategy.items() if key not in _TOKENS_ALIKE}
+    values |= {f"sampling.{key}": sampling.get(key) for key in _SAMPLING}
+    values["output.logprobs_mode"] = groups.get("output", {}).get("logprobs_mode")
+    return values
 
 
 def _shown(value: Any) -> str:

@@ -57,12 +57,12 @@ class KeyIndex:
     def find(self, key: bytes) -> list[RowLocation]:
         """The places of the rows with this key, those of the first jobs first."""
         high, low = int.from_bytes(key[:8]), int.from_bytes(key[8:])
-        found = []
+        locations = []
         at = int(np.searchsorted(self._high, np.uint64(high)))
         while at < len(self._high) and self._high[at] == high:
             if self._low[at] == low:
                 part = self._parts[at]
-                found.append(
+                locations.append(
                     RowLocation(
                         int(self._jobs[part]),
                         int(self._shards[part]),
@@ -72,7 +72,7 @@ class KeyIndex:
                     )
                 )
             at += 1
-        return found
+        return locations
 
 
 def _joined(columns: Sequence[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:

@@ -44,10 +44,10 @@ class KeyLog:
     """One worker's keys of the rows that it has finished."""
 
     def __init__(self, storage: Storage, rows_per_shard: int) -> None:
-        """Make the folder; JobError if that cannot be done."""
+        """Make the folder. Raises JobError if that cannot be done."""
         self._storage, self._size = storage, rows_per_shard
         self._folder = storage.path / KEYS
-        self._own = os.urandom(4).hex()
+        self._suffix = os.urandom(4).hex()  # of this worker's files
         self._unsent: set[Path] = set()
         self._next_send = time.monotonic() + SYNC_SECONDS
         try:
@@ -63,12 +63,12 @@ class KeyLog:
                 record = _record(row.row_index, row.sample_index, row.output, row.key)
                 shards.setdefault(row.row_index // self._size, []).append(record)
         for shard, records in shards.items():
-            self._write(self._folder / f"part-{shard:05d}.{self._own}.keys", b"".join(records))
+            self._write(self._folder / f"part-{shard:05d}.{self._suffix}.keys", b"".join(records))
         if time.monotonic() >= self._next_send:
             self.send()
 
     def send(self) -> None:
-        """Have what was appended where other machines see it."""
+        """Upload what was appended, so that other machines see it."""
         self._next_send = time.monotonic() + SYNC_SECONDS
         for path in self._unsent:
             self._storage.upload(path)
@@ -78,7 +78,7 @@ class KeyLog:
         try:
             with path.open("ab", buffering=0) as file:
                 written = file.write(content)
-        except FileNotFoundError:  # the folder is gone, of which the journal tells
+        except FileNotFoundError:  # the folder is gone: writing to the journal reports that
             return
         except OSError as error:
             raise _unwritable(path, error) from error
@@ -89,18 +89,18 @@ class KeyLog:
 
 
 def read_keys(storage: Storage) -> dict[int, Records]:
-    """The whole records of a job, by shard; none if it kept no keys."""
+    """The records of a job by shard, without incomplete ones; empty if the job kept no keys."""
     try:
         names = storage.names(storage.path / KEYS)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    found: dict[int, list[Records]] = {}
+    by_shard: dict[int, list[Records]] = {}
     for name in sorted(names):
         if match := _NAME.fullmatch(name):
             content = storage.read(storage.path / KEYS / name)
             if content is not None:  # else it was deleted just now
-                found.setdefault(int(match[1]), []).append(parsed(content))
-    return {shard: np.concatenate(found[shard]) for shard in sorted(found)}
+                by_shard.setdefault(int(match[1]), []).append(parsed(content))
+    return {shard: np.concatenate(by_shard[shard]) for shard in sorted(by_shard)}
 
 
 def parsed(content: bytes) -> Records:
@@ -115,7 +115,7 @@ def parsed(content: bytes) -> Records:
 
 
 def tokens_crc(token_ids: Sequence[int], finish_reason: str) -> int:
-    """By which a row is known to be the one that a record is of."""
+    """The checksum by which a record is matched with its row."""
     return zlib.crc32(np.asarray(token_ids, "<i4").tobytes() + finish_reason.encode())
 
 

@@ -58,9 +58,9 @@ class OlderRows:
         if older is None:
             return None
         for name in self._names:
-            asked = new.text_column if name == self._text else name
-            if name not in older.names or older.field(name).type != new.arrow.field(asked).type:
-                return asked
+            new_name = new.text_column if name == self._text else name
+            if name not in older.names or older.field(name).type != new.arrow.field(new_name).type:
+                return new_name
         return None
 
     def output(
@@ -86,7 +86,7 @@ class OlderRows:
             return None
         schema, names = self._schema, row.schema.names
         text = row[self._text][0].as_py()
-        found = RequestOutput(
+        output = RequestOutput(
             request_id=request_id,
             prompt_token_ids=request.prompt,
             token_ids=ids,
@@ -99,14 +99,14 @@ class OlderRows:
             replay_exact=row[REPLAY_EXACT][0].as_py() if REPLAY_EXACT in names else None,
             answer_token_ids=None if request.answer is None else answer_ids(request.answer),
         )
-        beside = {name: row[name][0].as_py() for name in schema.extra}
-        return SplitOutput(found, beside | ({TEXT: None} if text is None else {}))
+        extras = {name: row[name][0].as_py() for name in schema.extra}
+        return SplitOutput(output, extras | ({TEXT: None} if text is None else {}))
 
 
 def _read_names(schema: OutputSchema, text_column: str) -> list[str]:
     """The columns of an older job that are copied, with its name for the text."""
-    made = _MADE_ANEW | set(schema.passthrough)
-    names = [name for name in schema.arrow.names if name not in made]
+    unread = _MADE_ANEW | set(schema.passthrough)
+    names = [name for name in schema.arrow.names if name not in unread]
     return [text_column if name == schema.text_column else name for name in names]
 
 
@@ -125,8 +125,8 @@ class _ShardRows:
     def row(self, row_index: int, sample: int) -> pa.RecordBatch | None:
         """One row; None if it is not there."""
         key = (row_index << 31) | sample
-        if (found := self._kept_row(key)) is not None:
-            return found
+        if (row := self._kept_row(key)) is not None:
+            return row
         if not 0 <= self._next <= key:
             first = max(0, row_index - _BACK) if key < self._next else row_index
             shard = self._reader.shard(self._number)

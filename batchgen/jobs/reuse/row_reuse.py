@@ -36,7 +36,7 @@ class OlderJobs:
         """
         self._folders: list[tuple[str, OlderRows]] = []
         self._opened: list[Storage] = []
-        found: list[Mapping[int, Records]] = []
+        records: list[Mapping[int, Records]] = []
         for folder in folders:
             try:
                 reader = open_job_reader(folder)
@@ -46,12 +46,12 @@ class OlderJobs:
                     _leave_out(folder, f"its rows have no column {name} as this job writes it")
                     continue
                 keys = read_keys(reader.storage)
-                found.append(_there(reader, keys) if only_there else keys)
+                records.append(_there(reader, keys) if only_there else keys)
             except (ConfigError, JobError) as error:
                 _leave_out(folder, str(error))
                 continue
             self._folders.append((folder, rows))
-        self._index = KeyIndex(found)
+        self._index = KeyIndex(records)
         self._damaged: set[int] = set()
 
     def __len__(self) -> int:
@@ -67,18 +67,18 @@ class OlderJobs:
 
     def copy(self, key: bytes, request_id: RequestId, request: RowRequest) -> SplitOutput | None:
         """What the engine would return for a row; None if no job has it."""
-        for place in self._index.find(key):
-            folder, rows = self._folders[place.job]
-            if place.job in self._damaged:
+        for location in self._index.find(key):
+            folder, rows = self._folders[location.job]
+            if location.job in self._damaged:
                 continue
             try:
-                found = rows.output(place, request_id, request)
+                output = rows.output(location, request_id, request)
             except (ConfigError, JobError, FileNotFoundError) as error:
-                self._damaged.add(place.job)
+                self._damaged.add(location.job)
                 _leave_out(folder, str(error))
                 continue
-            if found is not None:
-                return found
+            if output is not None:
+                return output
         return None
 
 
@@ -124,12 +124,14 @@ def row_reuse(
 
 def _there(reader: JobFolderReader, keys: Mapping[int, Records]) -> dict[int, Records]:
     """The keys of rows that a job has."""
-    found = {}
+    present = {}
     for shard, records in keys.items():
         rows = [row_keys(batch) for batch in reader.shard(shard).batches(KEYS)]
-        places = (records["row_index"] << 31) | records["sample_index"]
-        found[shard] = records[np.isin(places, np.concatenate([np.empty(0, np.int64), *rows]))]
-    return found
+        record_keys = (records["row_index"] << 31) | records["sample_index"]
+        present[shard] = records[
+            np.isin(record_keys, np.concatenate([np.empty(0, np.int64), *rows]))
+        ]
+    return present
 
 
 def _leave_out(folder: str, why: str) -> None:

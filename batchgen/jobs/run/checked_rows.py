@@ -80,14 +80,14 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
 
 
 def _enough(until: UntilConfig) -> Enough:
-    """When a row has enough samples; ConfigError if it never could before it has all."""
-    found = Enough(until.valid, until.most, until.width)
-    if found.fewest > until.most:
+    """When a row has enough samples. Raises ConfigError if it never could before it has all."""
+    enough = Enough(until.valid, until.most, until.width)
+    if enough.fewest > until.most:
         raise ConfigError(
-            f"sampling.until.width={until.width:g} needs {found.fewest:,} samples of a row at "
+            f"sampling.until.width={until.width:g} needs {enough.fewest:,} samples of a row at "
             f"least, and sampling.until.most={until.most} ends it before: raise most, or width"
         )
-    return found
+    return enough
 
 
 def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowRequest]:
@@ -104,15 +104,15 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
             f"prompt: both together have at most {parts.max_model_len} tokens; lower it, or "
             "raise engine.max_model_len if the model allows it"
         )
-    own = RowParams(config, parts.source.features, parts.check_params)
+    row_params = RowParams(config, parts.source.features, parts.check_params)
 
     def request(row: Row) -> RowRequest:
         if row.failure is not None:
             raise row.failure
-        params = own.sampling(row)
+        params = row_params.sampling(row)
         answer = None if parts.answer is None else parts.answer.of(row)
         behind = params.max_new_tokens if answer is None else len(answer)
-        params = own.constrained(row, params)
+        params = row_params.constrained(row, params)
         choices = parts.choices(params.constraint)
         room = prompt_room(parts.max_model_len, max([behind, *map(len, choices)]))
         ids, images = parts.prompt.asked(row)
@@ -145,9 +145,9 @@ def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) ->
         content_fingerprint,  # it loads the libraries of the data
     )
 
-    given = parts.fingerprints
+    fingerprints = parts.fingerprints
     read = parts.source.jobs
-    groups = config_identity(config, [name for name in given if name.endswith("_model")])
+    groups = config_identity(config, [name for name in fingerprints if name.endswith("_model")])
     if (stream := stream_of(config.sampling.stream, read)) is not None:
         groups["sampling"]["stream"] = stream
     if (where := ValidWhere.build(config, schema)) is not None:
@@ -158,7 +158,7 @@ def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) ->
     jobs = {f"{READ_JOB} {job.name}" if many else READ_JOB: job.digest for job in read}
     return Manifest.build(
         groups,
-        {"dataset": content_fingerprint(parts.source, parts.prompt), **given, **jobs},
+        {"dataset": content_fingerprint(parts.source, parts.prompt), **fingerprints, **jobs},
         {field.name: str(field.type) for field in schema.arrow},
         {**growing(config), ROWS: parts.source.data.num_ready},
     )

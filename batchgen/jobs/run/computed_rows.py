@@ -65,8 +65,8 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
         parts.watch()
         save_thumbnails()
 
-    beside = nullcontext() if reuse is None else closing(reuse)
-    with closing(engine), closing(waves), beside, _progress(attempt, engine) as progress:
+    closed = nullcontext() if reuse is None else closing(reuse)
+    with closing(engine), closing(waves), closed, _progress(attempt, engine) as progress:
         is_done = yield from generation.turns(attempt.todo, attempt.signals, progress, watch)
     save_thumbnails()
     return None if is_done else attempt.stopped()

@@ -43,10 +43,10 @@ def grade_and_score(
     # It grades what is left, and says what is wrong if the queue has failed.
     changes = ChangedMarks()
     try:
-        made = samples.grades.make(config.post, text, config.score, stop=stop, changes=changes)
+        count = samples.grades.make(config.post, text, config.score, stop=stop, changes=changes)
     finally:
         print(*changes.lines(), sep="\n", end="\n" * (changes.compared > 0), file=sys.stderr)
-    if made is None:
+    if count is None:
         raise JobStopped("Stopped while the rows were graded; all of them are done.")
     return score_job(samples)
 

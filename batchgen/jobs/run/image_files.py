@@ -37,9 +37,9 @@ class ImageFiles:
         data = source.data
         if data.follows:  # its rows come from another job, and are not all there
             return None
-        found = ImageFiles(data, prompt.images, prompt.image_sources)
-        some = islice(found._data.rows(), _PEEKED)
-        return found if any(found._of_row(row, file_names) for row in some) else None
+        files = ImageFiles(data, prompt.images, prompt.image_sources)
+        some = islice(files._data.rows(), _PEEKED)
+        return files if any(files._of_row(row, file_names) for row in some) else None
 
     @property
     def num_ready(self) -> int | None:
@@ -51,8 +51,8 @@ class ImageFiles:
         with one more column: the digests of the files that each row names."""
         rows, digests = self._data.rows(), self._images.file_digests
         for table in self._data.tables(stop, size):
-            found = [self._of_row(row, digests) for row in islice(rows, table.num_rows)]
-            yield table.append_column("\0image files", pa.array(found, pa.list_(pa.string())))
+            digest_rows = [self._of_row(row, digests) for row in islice(rows, table.num_rows)]
+            yield table.append_column("\0image files", pa.array(digest_rows, pa.list_(pa.string())))
 
     def stamp(self) -> str:
         """A digest of names, sizes and times of all files. It says whether their content must be
@@ -76,6 +76,6 @@ def content_fingerprint(source: Source, prompt: Prompt) -> str:
     """The fingerprint of a job's data set, another one where files that rows name may have
     changed."""
     data = source.data  # rows that steps choose cannot be counted before the folder is open
-    own = data.fingerprint
+    fingerprint = data.fingerprint
     files = None if data.num_rows is None else ImageFiles.of(source, prompt)
-    return own if files is None else fingerprint_text(own, files.stamp())
+    return fingerprint if files is None else fingerprint_text(fingerprint, files.stamp())

@@ -135,9 +135,9 @@ def already_complete(
     wants_report = config.output.report and not is_up_to_date(storage)
     with storage.local_copy(needed=config.is_scored or wants_report):
         samples = Samples(folder.path, config.score, by=config.model.grid_column)
-        found = yield from grade_and_score(samples, config, signals)
+        scores = yield from grade_and_score(samples, config, signals)
         if config.is_scored:
-            save_scores(folder.path, found, storage.display_name)
+            save_scores(folder.path, scores, storage.display_name)
         totals = _count_shards(config, parts, folder).totals
         wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new
         report = _report(parts, folder) if wants_report else None
@@ -149,8 +149,8 @@ def already_complete(
     questions = folder.manifest.growing.get(ROWS)
     job = JobSummary(
         totals,
-        score=found.score,
-        adapter_scores=found.adapters,
+        score=scores.score,
+        adapter_scores=scores.adapters,
         row_facts=facts,
         costs=steps,
         questions=questions,
@@ -162,8 +162,8 @@ def already_complete(
 def _report(parts: ResolvedJob, folder: JobFolder) -> str | None:
     """Make the job's report; returns what people call it, None if it could not be made."""
     shown = folder.storage.display_name
-    made = try_report(folder.path, parts.decode_all, shown)
-    return None if made is None else f"{shown}/{REPORT}"
+    path = try_report(folder.path, parts.decode_all, shown)
+    return None if path is None else f"{shown}/{REPORT}"
 
 
 def _count_shards(config: JobConfig, parts: ResolvedJob, folder: JobFolder) -> Tally:

@@ -126,8 +126,8 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
             attempt.write_config(replace(config, dataset=data))
             attempt.note_read()
         with folder.storage.local_copy(needed=config.is_scored or config.output.report):
-            found = yield from grade_and_score(samples, config, attempt.signals, queue)
-            metrics.score, metrics.adapter_scores = found.score, found.adapters
+            scores = yield from grade_and_score(samples, config, attempt.signals, queue)
+            metrics.score, metrics.adapter_scores = scores.score, scores.adapters
             return complete(config, parts, folder, attempt.rows.schema, metrics)
 
 

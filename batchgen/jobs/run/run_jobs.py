@@ -75,21 +75,21 @@ def _round(
     """Give each job its turn, and then the engine a step; returns the jobs that have ended, which
     `running` loses."""
     waits: list[float] = []
-    found = []
+    results = []
     for name, turns in list(running.items()):
         try:
             waits.append(next(turns))
         except StopIteration as end:
             del running[name]
-            found.append((name, end.value))
+            results.append((name, end.value))
         except BaseException:
             del running[name]
             raise
     if shared.in_flight:
         shared.step()
-    elif not found and (wait := min(waits, default=0.0)):
+    elif not results and (wait := min(waits, default=0.0)):
         time.sleep(wait)
-    return found
+    return results
 
 
 def _stop_all(running: dict[str, Turns[JobResult]]) -> None:

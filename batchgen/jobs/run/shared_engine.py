@@ -106,8 +106,8 @@ class EnginePort:
     ) -> bool:
         """Queue a request; see the engine."""
         assert request_id.job == self.name
-        asked = prompt_token_ids, params, answer, images, begun
-        goes_on = self._engine.add_request(request_id, *asked)
+        request = prompt_token_ids, params, answer, images, begun
+        goes_on = self._engine.add_request(request_id, *request)
         self.waiting.add(request_id)
         if begun is not None and goes_on:
             self._begun[request_id] = len(begun.token_ids)
@@ -139,8 +139,8 @@ class EnginePort:
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
         """What the job's own requests cost, see the engine."""
         self._collect_costs(wait)
-        found, self.costs = self.costs, []
-        return found
+        costs, self.costs = self.costs, []
+        return costs
 
     def close(self) -> None:
         """Take the requests that are left out of the engine, which goes on for other jobs."""

@@ -10,7 +10,7 @@ def begin(run: Run) -> Tracker:
     """The run of a job, which goes on if it is there. Nothing of the machine is sent."""
     import trackio
 
-    found = trackio.init(
+    tracked_run = trackio.init(
         run.project,
         name=run.name,
         resume="allow",
@@ -18,4 +18,4 @@ def begin(run: Run) -> Tracker:
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    return LibraryRun(found)
+    return LibraryRun(tracked_run)

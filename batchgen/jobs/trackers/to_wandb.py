@@ -24,7 +24,7 @@ def begin(run: Run) -> Tracker:
         host="-",  # else it names the machine
         x_save_requirements=False,
     )
-    found = wandb.init(
+    tracked_run = wandb.init(
         project=run.project, name=run.name, id=run.id, resume="allow", settings=settings
     )
-    return LibraryRun(found)
+    return LibraryRun(tracked_run)

@@ -204,8 +204,8 @@ class FormulaParser:
             return math_tag("mi", name)
         if name in symbols.LIMITS:
             return f'<mo movablelimits="true">{name}</mo>'
-        if (found := symbols.symbol(name)) is not None:
-            return character(found)
+        if (symbol := symbols.symbol(name)) is not None:
+            return character(symbol)
         return (
             character(name) if len(name) == 1 and not name.isalnum() else math_tag("mtext", token)
         )

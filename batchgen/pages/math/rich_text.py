@@ -57,9 +57,9 @@ class _Pieces:
 
     def html(self, text: str) -> Markup:
         """Text with pieces as HTML."""
-        found = _PIECE.split(text)
+        pieces = _PIECE.split(text)
         return Markup("").join(
-            self.htmls[int(part)] if i % 2 else marked(part) for i, part in enumerate(found)
+            self.htmls[int(part)] if i % 2 else marked(part) for i, part in enumerate(pieces)
         )
 
     def source(self, text: str) -> str:
@@ -104,7 +104,7 @@ def formulas(text: str) -> list[tuple[int, int, str, bool]]:
     offsets: dict[str, list[int]] = {}
     for i, match in enumerate(marks):
         offsets.setdefault(match[0], []).append(i)
-    found, i = [], 0
+    spans, i = [], 0
     while i < len(marks):
         opening = marks[i]
         kind = opening[0]
@@ -115,7 +115,7 @@ def formulas(text: str) -> list[tuple[int, int, str, bool]]:
                 i += 1
                 continue
             inside = f"\\text{{{inside}}}" if _WORDS.fullmatch(inside) else inside
-            found.append((opening.start(), end_at + 1, f"{kind}{inside}}}", False))
+            spans.append((opening.start(), end_at + 1, f"{kind}{inside}}}", False))
             while i < len(marks) and marks[i].start() <= end_at:
                 i += 1
             continue
@@ -136,9 +136,9 @@ def formulas(text: str) -> list[tuple[int, int, str, bool]]:
             i += 1
             continue
         source = text[opening.start() : closing.end()] if is_environment else inside
-        found.append((opening.start(), closing.end(), source, kind not in ("$", "\\(")))
+        spans.append((opening.start(), closing.end(), source, kind not in ("$", "\\(")))
         i = at + 1
-    return found
+    return spans
 
 
 def _closing_braces(text: str) -> dict[int, int]:
@@ -179,18 +179,20 @@ def _render(text: str, spans: Sequence[Span]) -> tuple[Markup, bool]:
 
 def _replaced(text: str, spans: Sequence[Span]) -> list[tuple[int, int, Markup]]:
     """What Markdown must not see, in order and apart from each other, with its HTML."""
-    found: list[tuple[int, int, Markup]] = []
+    replaced: list[tuple[int, int, Markup]] = []
     for start, end, source, display in formulas(text):
         html = mathml(source.strip(), display=display)
         names = ", ".join(span.name for span in spans if start <= span.start and span.end <= end)
-        found.append((start, end, SPAN.format(names, html) if names else html))
-    found += [(m.start(), m.end(), marked(m[0])) for m in re.finditer(f"[{_OPEN}{_CLOSE}]", text)]
+        replaced.append((start, end, SPAN.format(names, html) if names else html))
+    replaced += [
+        (m.start(), m.end(), marked(m[0])) for m in re.finditer(f"[{_OPEN}{_CLOSE}]", text)
+    ]
     for span in spans:
         inside = text[span.start : span.end]
         if "\n" not in inside and "`" not in inside:
-            found.append((span.start, span.end, SPAN.format(span.name, marked(inside))))
+            replaced.append((span.start, span.end, SPAN.format(span.name, marked(inside))))
     apart: list[tuple[int, int, Markup]] = []
-    for piece in sorted(found, key=lambda piece: piece[:2]):
+    for piece in sorted(replaced, key=lambda piece: piece[:2]):
         if not apart or piece[0] >= apart[-1][1]:
             apart.append(piece)
     return apart

@@ -68,20 +68,20 @@ def bars(
     if ranked:
         items.sort(key=lambda item: -item[1])
     items = items[:20]
-    total, most = sum(counts.values()) or 1, max(counts.values(), default=1) or 1
+    total, highest = sum(counts.values()) or 1, max(counts.values(), default=1) or 1
     start = 14 + 6.8 * max((len(label(kind)) for kind, _ in items), default=0)
-    scale = Scale(0, most, start, WIDTH - 96)
+    scale = Scale(0, highest, start, WIDTH - 96)
     parts = []
-    for place, (kind, count) in enumerate(items):
-        y = 4 + place * LINE
+    for index, (kind, count) in enumerate(items):
+        y = 4 + index * LINE
         parts.append(text(label(kind), start - 8, y + 15, "label", "end"))
         width = max(scale(count) - start, 1)
         parts.append(svg_tag("rect", x=start, y=y + 3, width=width, height=LINE - 8, class_="bar"))
-        beside = f"{number(count)} ({percent(count / total)})"
-        parts.append(text(beside, start + width + 6, y + 15, "tick"))
-    said = f"{title}: " + ", ".join(f"{kind} {number(count)}" for kind, count in items)
+        label_text = f"{number(count)} ({percent(count / total)})"
+        parts.append(text(label_text, start + width + 6, y + 15, "tick"))
+    description = f"{title}: " + ", ".join(f"{kind} {number(count)}" for kind, count in items)
     rows = [(kind, number(count), percent(count / total)) for kind, count in items]
-    svg = drawing(parts, said, 8 + LINE * len(items))
+    svg = drawing(parts, description, 8 + LINE * len(items))
     return Chart(title, note, svg, (name, unit, "share"), rows)
 
 
@@ -101,13 +101,13 @@ def histogram(title: str, lengths: Lengths, name: str, note: str = "") -> Chart:
     parts += [frame.column(start + gap, start + width - gap, count) for start, count in bins]
     quantiles = {"median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
     facts = [f"{kind} {lengths.quantile(share):,}" for kind, share in quantiles.items()]
-    said = ", ".join([f"mean {lengths.mean:,.1f}", *facts])
-    svg = drawing(parts, f"{title}, {lengths.total:,} answers: {said}")
+    description = ", ".join([f"mean {lengths.mean:,.1f}", *facts])
+    svg = drawing(parts, f"{title}, {lengths.total:,} answers: {description}")
     rows = [
         (f"{start:,}–{start + width - 1:,}" if width > 1 else f"{start:,}", f"{count:,}")
         for start, count in bins
     ]
-    return Chart(title, f"{said}. {note}".strip(), svg, (name, "answers"), rows)
+    return Chart(title, f"{description}. {note}".strip(), svg, (name, "answers"), rows)
 
 
 def numbers(
@@ -126,28 +126,30 @@ def numbers(
     parts = frame.draw(x_name, y_name, whole, percent)
     parts += [frame.column(n - 0.38, n + 0.38, count / total) for n, count in shown.items()]
     rows = [(f"{n}", f"{count:,}", percent(count / total)) for n, count in shown.items()]
-    said = f"{title}: " + ", ".join(f"{n}: {share}" for n, _, share in rows[:20])
-    return Chart(title, note, drawing(parts, said), (x_name, "count", "share"), rows)
+    description = f"{title}: " + ", ".join(f"{n}: {share}" for n, _, share in rows[:20])
+    return Chart(title, note, drawing(parts, description), (x_name, "count", "share"), rows)
 
 
 def over_time(
     title: str, points: Sequence[tuple[float, float]], y_name: str, note: str = ""
 ) -> Chart:
     """A line over seconds."""
-    last, most = points[-1][0], max(value for _, value in points)
+    last, highest = points[-1][0], max(value for _, value in points)
     divisor, unit = next(((d, u) for d, u in ((3600, "hours"), (60, "minutes")) if last > 3 * d),
                          (1, "seconds"))  # fmt: skip
-    frame = Frame.of((0, last / divisor), (0, most * 1.05 or 1))
+    frame = Frame.of((0, last / divisor), (0, highest * 1.05 or 1))
     parts = frame.draw(f"{unit} of generating", y_name)
-    places = [(frame.x(x / divisor), frame.y(y)) for x, y in points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    area = f"{places[0][0]:.1f},{frame.y(0):.1f} {path} {places[-1][0]:.1f},{frame.y(0):.1f}"
+    coordinates = [(frame.x(x / divisor), frame.y(y)) for x, y in points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in coordinates)
+    area = (
+        f"{coordinates[0][0]:.1f},{frame.y(0):.1f} {path} {coordinates[-1][0]:.1f},{frame.y(0):.1f}"
+    )
     parts += [svg_tag("polygon", points=area, class_="area"),
               svg_tag("polyline", points=path, class_="line")]  # fmt: skip
     every = max(len(points) // 24, 1)
     rows = [(f"{x / divisor:,.3g}", short_number(y)) for x, y in points[::every]]
     ends = f"from {short_number(points[0][1])} to {short_number(points[-1][1])}"
-    label = f"{title}: {ends}, at most {short_number(most)}"
+    label = f"{title}: {ends}, at most {short_number(highest)}"
     return Chart(title, note, drawing(parts, label), (unit, y_name), rows)
 
 
@@ -173,11 +175,11 @@ def experts(counts: Ints, layers: Sequence[int], note: str) -> Chart:
     shares = counts.max(1) / np.maximum(counts.sum(1), 1)
     figures = zip(layers, shares, loads.max(1), (counts == 0).sum(1), strict=True)
     rows = [(str(n), percent(share), f"{load:.2f}", str(none)) for n, share, load, none in figures]
-    said = (
+    description = (
         f"Load of experts in {len(layers)} layers: the busiest has {loads.max():.1f} times the mean"
     )
     header = ("layer", "busiest expert's share", "of the mean", "experts never used")
-    return Chart("Load of experts", note, drawing(parts, said, bottom + 26), header, rows)
+    return Chart("Load of experts", note, drawing(parts, description, bottom + 26), header, rows)
 
 
 def timeline_charts(points: Sequence[Sequence[Any]]) -> list[Chart]:

@@ -42,8 +42,8 @@ def score_by_length(lengths: Lengths) -> Chart:
             groups.append((start, edge, n, middle, sum_ / n))
         start = edge + 1
     errors = [2 * (max(mean * (1 - mean), 0.25 / n) / n) ** 0.5 for *_, n, _, mean in groups]
-    most = max(mean + error for (*_, mean), error in zip(groups, errors, strict=True))
-    frame = Frame.of((0, len(lengths.counts) - 1 or 1), (0, _range([0, most])[1]))
+    highest = max(mean + error for (*_, mean), error in zip(groups, errors, strict=True))
+    frame = Frame.of((0, len(lengths.counts) - 1 or 1), (0, _range([0, highest])[1]))
     parts = frame.draw("tokens of the answer", "mean mark", y_text=percent)
     rows, line = [], []
     for (first, last, n, middle, mean), error in zip(groups, errors, strict=True):
@@ -54,10 +54,10 @@ def score_by_length(lengths: Lengths) -> Chart:
         line.append(f"{x:.1f},{frame.y(mean):.1f}")
         rows.append((f"{first:,}–{last:,}", f"{n:,}", percent(mean)))
     parts.append(svg_tag("polyline", points=" ".join(line), class_="line thin"))
-    said = "Score against length: " + ", ".join(f"{r[0]} tokens {r[2]}" for r in rows)
+    description = "Score against length: " + ", ".join(f"{r[0]} tokens {r[2]}" for r in rows)
     note = "Answers in groups of about equal number; the lines are two standard errors."
     header = ("tokens", "answers", "mean mark")
-    return Chart("Score against length", note, drawing(parts, said), header, rows)
+    return Chart("Score against length", note, drawing(parts, description), header, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +97,24 @@ def intervals(
         parts.append(svg_tag("line", x1=x, x2=x, y1=2, y2=bottom, class_="grid"))
         mark = percent(share) if is_share else short_number(share)
         parts.append(text(mark, x, bottom + 15, "tick", "middle"))
-    for place, found in enumerate(estimates):
-        y = 4 + (place + 1) * line - LINE / 2
+    for index, estimate in enumerate(estimates):
+        y = 4 + (index + 1) * line - LINE / 2
         if above:
-            parts.append(text(label(found.name, _ABOVE), 0, y - LINE / 2, "label"))
+            parts.append(text(label(estimate.name, _ABOVE), 0, y - LINE / 2, "label"))
         else:
-            parts.append(text(found.name, start - 8, y + 4, "label", "end"))
-        if found.value is None:
+            parts.append(text(estimate.name, start - 8, y + 4, "label", "end"))
+        if estimate.value is None:
             continue
-        if found.low is not None and found.high is not None:
-            x1, x2 = scale(found.low), scale(found.high)
-            parts.append(svg_tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {found.kind}"))
-        parts.append(svg_tag("circle", cx=scale(found.value), cy=y, r=4.5, class_="dot"))
-        parts.append(text(format_value(found.value), end + 8, y + 4, "tick"))
+        if estimate.low is not None and estimate.high is not None:
+            x1, x2 = scale(estimate.low), scale(estimate.high)
+            parts.append(
+                svg_tag("line", x1=x1, x2=x2, y1=y, y2=y, class_=f"whisker {estimate.kind}")
+            )
+        parts.append(svg_tag("circle", cx=scale(estimate.value), cy=y, r=4.5, class_="dot"))
+        parts.append(text(format_value(estimate.value), end + 8, y + 4, "tick"))
     rows = [(e.name, *map(format_value, (e.value, e.low, e.high))) for e in estimates]
-    said = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
-    svg = drawing(parts, said, bottom + 22)
+    description = f"{title}: " + ", ".join(f"{r[0]} {r[1]}" for r in rows)
+    svg = drawing(parts, description, bottom + 22)
     return Chart(title, note, svg, ("metric", "value", "low", "high"), rows)
 
 
@@ -136,16 +138,18 @@ def question_dots(questions: Sequence[Question], links: Mapping[int, str], note:
     cell = min(max(room / len(questions), _LEAST_CELL), _MOST_CELL)
     in_line, line = int(room / cell), high * cell + (_GAP if high > 1 else 0)
     parts = []
-    for place, index in enumerate(np.argsort(-np.array(means), kind="stable").tolist()):
-        below, beside = divmod(place, in_line)
-        x, y = RIGHT + (beside + 0.5) * cell, TOP + below * line + 0.5 * cell
+    for position, index in enumerate(np.argsort(-np.array(means), kind="stable").tolist()):
+        below, column = divmod(position, in_line)
+        x, y = RIGHT + (column + 0.5) * cell, TOP + below * line + 0.5 * cell
         parts.append(_column(questions[index], x, y, cell, links))
     bottom = TOP + -(-len(questions) // in_line) * line
     right, wrong = sum(mean == 1 for mean in means), sum(mean == 0 for mean in means)
-    said = f"Questions: {right} of {len(questions)} always right, {wrong} never"
+    description = f"Questions: {right} of {len(questions)} always right, {wrong} never"
     rows = Counter(_right(question) for question in questions)
     table = [(kind, f"{count:,}") for kind, count in sorted(rows.items())]
-    return Chart("Questions", note, drawing(parts, said, bottom + 4), ("mark", "questions"), table)
+    return Chart(
+        "Questions", note, drawing(parts, description, bottom + 4), ("mark", "questions"), table
+    )
 
 
 def _column(
@@ -156,8 +160,8 @@ def _column(
         svg_tag("circle", cx=x, cy=y + n * cell, r=cell * 0.4, class_=_mark_class(mark))
         for n, mark in enumerate(question.marks.tolist())
     ]
-    said = visible(f"{label(question.row_id)}: {_right(question)}")
-    column = svg_tag("g", svg_tag("title", said) + Markup("").join(dots))
+    description = visible(f"{label(question.row_id)}: {_right(question)}")
+    column = svg_tag("g", svg_tag("title", description) + Markup("").join(dots))
     anchor = next((links[key] for key in question.keys.tolist() if key in links), None)
     return column if anchor is None else svg_tag("a", column, href=f"#{anchor}")
 

@@ -82,7 +82,7 @@ class Fault:
 def faults(report: Collected) -> list[Fault]:
     """What is wrong with the answers of a job, the kinds that come first in its page first."""
     seen = {reason: rows.seen for reason, rows in report.picked.items()}
-    said = {
+    texts = {
         "error": (sum(report.errors.values()), "ended with an error"),
         "ungraded": (sum(report.grade_errors.values()), "could not be graded"),
         "none": (seen.get("no answer", 0), "in which no answer was found"),
@@ -90,7 +90,7 @@ def faults(report: Collected) -> list[Fault]:
         "cut": (report.reasons["length"], "cut at max_new_tokens"),
         "constraint": (seen.get("constraint", 0), "not within their constraint"),
     }
-    return [Fault(kind, f"{count:,} {text}") for kind, (count, text) in said.items() if count]
+    return [Fault(kind, f"{count:,} {text}") for kind, (count, text) in texts.items() if count]
 
 
 def anchor(key: int) -> str:
@@ -104,15 +104,15 @@ def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> Ex
     variants: list[tuple[ExampleRow, list[Markup]]] = []
     for row, grades in data.chosen(np.array(list(reasons), np.int64)):
         facts, key = RowFacts(row, grades), (row["row_index"] << 31) | row["sample_index"]
-        made = page.htmls(facts, key=anchor(key), limits=_LEVELS, enough=_SMALL)
+        htmls = page.htmls(facts, key=anchor(key), limits=_LEVELS, enough=_SMALL)
         row_id, gist = shortened(facts.row_id, _LONGEST_ID), facts.gist(page.columns.text)
         kinds = _kinds(facts, reasons[key])
-        variants.append((ExampleRow(anchor(key), row_id, facts, kinds, gist, Markup("")), made))
-    sizes = [[len((shown.row_id + html).encode()) for html in made] for shown, made in variants]
+        variants.append((ExampleRow(anchor(key), row_id, facts, kinds, gist, Markup("")), htmls))
+    sizes = [[len((shown.row_id + html).encode()) for html in htmls] for shown, htmls in variants]
     levels, dropped = _fit(sizes, room)
     rows = [
-        replace(shown, html=made[level])
-        for (shown, made), level in zip(variants, levels, strict=True)
+        replace(shown, html=htmls[level])
+        for (shown, htmls), level in zip(variants, levels, strict=True)
         if level is not None
     ]
     rows.sort(key=lambda row: _order(row.kinds))
@@ -121,7 +121,7 @@ def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> Ex
 
 def _order(kinds: Sequence[str]) -> int:
     """The place of a row among the others: the worse, the earlier."""
-    return next((place for place, kind in enumerate(_FAULTS) if kind in kinds), len(_FAULTS))
+    return next((index for index, kind in enumerate(_FAULTS) if kind in kinds), len(_FAULTS))
 
 
 def _kinds(facts: RowFacts, reasons: Sequence[str]) -> tuple[str, ...]:

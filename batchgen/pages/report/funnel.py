@@ -135,11 +135,11 @@ def _counts(name: str, folder: str, at: str) -> StepCounts:
 
 def _left(reader: JobFolderReader, metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
     """What was read, and what each choice among it has left."""
-    found = [(str(what), int(rows)) for what, rows in metrics.get("funnel", ())]
+    steps = [(str(what), int(rows)) for what, rows in metrics.get("funnel", ())]
     facts = reader.row_facts
     rows = reader.manifest["growing"].get(ROWS) if facts is None else facts.read_rows
-    if not found and rows is not None:
-        found = [("rows", rows)]
+    if not steps and rows is not None:
+        steps = [("rows", rows)]
     if facts is not None:
-        found += [(step.short, step.rows_out) for step in facts.steps]
-    return found
+        steps += [(step.short, step.rows_out) for step in facts.steps]
+    return steps

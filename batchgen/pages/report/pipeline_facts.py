@@ -77,10 +77,10 @@ def _parents(record: PipelineRecord, step: str, current: Mapping[str, str]) -> l
 
 def _sets(out: Path) -> Iterator[ExportedSet]:
     try:
-        made = ExportRecord.read(out / EXPORTS).exports
+        exports = ExportRecord.read(out / EXPORTS).exports
     except JobError:  # the pages are about the steps; `batchgen` says so where it writes sets
         return
-    for name, one in made.items():
+    for name, one in exports.items():
         path = out / EXPORTS / name
         if "/" in name or name in ("", ".", "..") or path.is_symlink() or not path.exists():
             continue

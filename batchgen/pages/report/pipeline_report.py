@@ -89,14 +89,14 @@ def _headline(facts: PipelineFacts) -> list[Fact]:
     """The numbers at the top of the page."""
     first = [s.read for s in facts.steps if not facts.parents[s.name] and s.read is not None]
     last = facts.steps[-1:]
-    made = [Fact("questions", f"{max(first):,}", "rows of the data set")] if first else []
-    made += [Fact("kept", f"{step.kept:,}", f"answers of {step.name}") for step in last]
+    headline = [Fact("questions", f"{max(first):,}", "rows of the data set")] if first else []
+    headline += [Fact("kept", f"{step.kept:,}", f"answers of {step.name}") for step in last]
     if (errors := sum(step.errors for step in facts.steps)) > 0:
-        made.append(Fact("errors", f"{errors:,}", "in all steps"))
+        headline.append(Fact("errors", f"{errors:,}", "in all steps"))
     if (line := costs(facts.steps)) is not None:
         total = sum(step.device_s for step in facts.steps)
-        made.append(Fact("device", duration(total), line.rpartition("; ")[2]))
-    return made
+        headline.append(Fact("device", duration(total), line.rpartition("; ")[2]))
+    return headline
 
 
 def _costs(steps: Sequence[StepCounts]) -> Iterator[Chart]:
@@ -123,7 +123,7 @@ def _samples(folder: Path, step: str) -> list[StepSample]:
         if data.schema is None or last < 0:
             return []
         page = RowPage(config, data.schema, job_decode(config))
-        rows = sorted({last * place // (_SAMPLES - 1) for place in range(_SAMPLES)})
+        rows = sorted({last * index // (_SAMPLES - 1) for index in range(_SAMPLES)})
         return [
             StepSample(facts, facts.gist(page.columns.text), _html(page, facts, step))
             for row, grades in data.chosen(np.array(rows, np.int64) << 31)

@@ -134,9 +134,9 @@ class Collected:
         """The keys of at most MOST_ROWS rows in order, each with the reasons to show it."""
         reasons: dict[int, list[str]] = {}
         for reason, rows in self.picked.items():
-            most = MOST_ROWS - (_AT_RANDOM if reason != "random" else 0)
+            limit = MOST_ROWS - (_AT_RANDOM if reason != "random" else 0)
             for key in rows.keys.tolist():
-                if key in reasons or len(reasons) < most:
+                if key in reasons or len(reasons) < limit:
                     reasons.setdefault(key, []).append(reason)
         return dict(sorted(reasons.items()))
 
@@ -176,14 +176,14 @@ class _Pass:
         """Questions whose chance is above are not kept."""
 
     def add(self, table: pa.Table) -> None:
-        found, keys = self._found, row_keys(table)
-        found.rows += table.num_rows
+        data, keys = self._found, row_keys(table)
+        data.rows += table.num_rows
         draw = chance(keys)
         lengths = _ints(table["num_generated_tokens"])
         failed = table["error"].is_valid().to_numpy()
         cut = pc.equal(table["finish_reason"], "length").to_numpy()
         self._count(table, failed)
-        found.classes.add(table)
+        data.classes.add(table)
         self._pick("random", keys, draw, np.ones(len(keys), np.bool_))
         self._pick("longest", keys, draw - lengths, ~failed)
         self._pick("error", keys, draw, failed)
@@ -191,16 +191,16 @@ class _Pass:
         if "constraint_satisfied" in table.column_names:
             both = (table[n].to_pylist() for n in ("finish_reason", "constraint_satisfied"))
             outcomes = list(map(constraint_outcome, *both))
-            found.constraint.update(outcomes)
+            data.constraint.update(outcomes)
             kept = np.isin(outcomes, ("cut", "conflict", "stopped"))
             self._pick("constraint", keys, draw, kept)
         if pass_rates.COLUMNS[-1] in table.column_names:
-            found.until.add(table, starts(table), self._subset)
+            data.until.add(table, starts(table), self._subset)
         marks = self._graded(table, keys, draw, failed)
         if marks is not None:
             marks = marks_counting(marks, cut, self._cut_texts)
-        found.prompt.add(_ints(table["num_prompt_tokens"].drop_null()))
-        found.output.add(lengths[~failed], None if marks is None else marks[~failed])
+        data.prompt.add(_ints(table["num_prompt_tokens"].drop_null()))
+        data.output.add(lengths[~failed], None if marks is None else marks[~failed])
         if marks is not None:
             self._questions(table, keys, marks)
 
@@ -235,21 +235,21 @@ class _Pass:
 
     def _questions(self, table: pa.Table, keys: Keys, marks: Floats) -> None:
         """Keep some questions, and pick samples of those whose samples disagree."""
-        found = self._found
+        data = self._found
         begin = starts(table)
         ends = np.append(begin[1:], len(keys))
-        found.num_questions += len(begin)
+        data.num_questions += len(begin)
         low = np.minimum.reduceat(np.where(np.isfinite(marks), marks, np.inf), begin)
         high = np.maximum.reduceat(np.where(np.isfinite(marks), marks, -np.inf), begin)
-        found.disagreeing += int((low < high).sum())
+        data.disagreeing += int((low < high).sum())
         draw = chance(keys >> 31 << 31)  # the same for all samples of a question
         self._pick("disagreeing", keys, draw, np.repeat(low < high, ends - begin))
         ids = table["row_id"]
-        for place in np.flatnonzero(draw[begin] < self._limit):
-            part = slice(begin[place], min(ends[place], begin[place] + MOST_SAMPLES))
-            row_id = ids[int(begin[place])].as_py()
-            found.questions.append(Question(row_id, keys[part].copy(), marks[part].copy()))
-        if len(found.questions) > 2 * MOST_QUESTIONS:
+        for index in np.flatnonzero(draw[begin] < self._limit):
+            part = slice(begin[index], min(ends[index], begin[index] + MOST_SAMPLES))
+            row_id = ids[int(begin[index])].as_py()
+            data.questions.append(Question(row_id, keys[part].copy(), marks[part].copy()))
+        if len(data.questions) > 2 * MOST_QUESTIONS:
             self._thin()
 
     def _thin(self) -> None:

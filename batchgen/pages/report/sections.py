@@ -80,7 +80,7 @@ def sections(
         timeline: as in metrics.json.
         links: from the keys of the rows that the page has to their anchors.
     """
-    made = [
+    result = [
         _scores(job.score, report, links),
         _adapters(job),
         _row_steps(job),
@@ -92,7 +92,7 @@ def sections(
         _steps(job, facts),
         _experts(facts),
     ]
-    return [section for section in made if section.charts or section.table]
+    return [section for section in result if section.charts or section.table]
 
 
 def _row_steps(job: JobSummary) -> Section:
@@ -289,8 +289,8 @@ def _steps(job: JobSummary, facts: TokenFacts) -> Section:
             numbers(f"Tokens of a {name}", facts.per_step, tokens_of, f"{name}s", note)
         )
     if (steps := facts.accepted.total()) and max(facts.accepted):
-        places = range(1, max(facts.accepted) + 1)
-        at_least = {p: sum(c for held, c in facts.accepted.items() if held >= p) for p in places}
+        positions = range(1, max(facts.accepted) + 1)
+        at_least = {p: sum(c for held, c in facts.accepted.items() if held >= p) for p in positions}
         note = (
             "How often the draft at a place held, of all forwards: a draft can only hold if those "
             f"before it did.{_some(facts)}"

@@ -18,17 +18,17 @@ LEFT, RIGHT, TOP, BOTTOM = 60, 12, 10, 42
 
 def svg_tag(name: str, content: str = "", /, **attributes: str | float) -> Markup:
     """An element; `class_` and `text_anchor` are the attributes class and text-anchor."""
-    given = "".join(
+    attributes_text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"'
         for key, value in attributes.items()
     )
-    return Markup(f"<{name}{given}>{escape(content)}</{name}>")
+    return Markup(f"<{name}{attributes_text}>{escape(content)}</{name}>")
 
 
 def text(content: str, x: float, y: float, class_: str = "", anchor: str = "") -> Markup:
     """A text that starts at a point, or has its `middle` or `end` there."""
-    given = {"text_anchor": anchor} if anchor else {}
-    return svg_tag("text", visible(content), x=x, y=y, class_=class_, **given)
+    options = {"text_anchor": anchor} if anchor else {}
+    return svg_tag("text", visible(content), x=x, y=y, class_=class_, **options)
 
 
 def axis_names(x_name: str, y_name: str, bottom: float = HEIGHT - BOTTOM) -> list[Markup]:

@@ -49,18 +49,18 @@ def sweep_html(folder: Path, display_name: str, table: ArmTable, x: str | None =
             zip(cells, [_reports(folder, row.arm.folders) for row in table.rows], strict=True)
         ),
         remarks=table_remarks(table),
-        charts=[frontier_chart(found) for found in _frontiers(table, x)],
+        charts=[frontier_chart(frontier) for frontier in _frontiers(table, x)],
     )
 
 
 def _headline(table: ArmTable) -> list[Fact]:
-    made = [Fact("arms", f"{len(table.rows):,}")]
+    facts = [Fact("arms", f"{len(table.rows):,}")]
     if (first := table.first) is not None:
-        made.append(Fact("questions", f"{first.questions:,}", f"{first.answers:,} answers of A"))
+        facts.append(Fact("questions", f"{first.questions:,}", f"{first.answers:,} answers of A"))
         scored = [(row.score, at) for at, row in enumerate(table.rows) if row.score is not None]
         score, at = max(scored, key=lambda pair: (pair[0].estimate, -pair[1]))
-        made.append(Fact("highest", shown_value(table.column)(score.estimate), letter(at)))
-    return made
+        facts.append(Fact("highest", shown_value(table.column)(score.estimate), letter(at)))
+    return facts
 
 
 def _reports(folder: Path, jobs: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -85,29 +85,31 @@ def frontier_chart(frontier: Frontier) -> Chart:
     points = frontier.points
     low, high = min(p.low for p in points), max(p.high for p in points)
     left, right = points[0].x, points[-1].x
-    beside, above = 0.05 * (right - left) or 0.5, 0.08 * (high - low) or 0.05
-    frame = Frame.of((left - beside, right + beside), (low - above, high + above))
+    margin, above = 0.05 * (right - left) or 0.5, 0.08 * (high - low) or 0.05
+    frame = Frame.of((left - margin, right + margin), (low - above, high + above))
     is_share = frontier.column == "mark"
     what = "score" if is_share else frontier.column
     parts = frame.draw(frontier.x, what, y_text=percent if is_share else short_number)
-    places: dict[tuple[int, int], list[str]] = {}
+    names_at: dict[tuple[int, int], list[str]] = {}
     for point in points:
         x = frame.x(point.x)
         top, bottom = frame.y(point.high), frame.y(point.low)
         parts.append(svg_tag("line", x1=x, x2=x, y1=top, y2=bottom, class_="whisker"))
         parts.append(svg_tag("circle", cx=x, cy=frame.y(point.score.estimate), r=4, class_="dot"))
         at = round(x), round(frame.y(point.score.estimate))
-        places.setdefault(at, []).append(point.letter)
-    for (x, y), letters in places.items():
+        names_at.setdefault(at, []).append(point.letter)
+    for (x, y), letters in names_at.items():
         parts.append(text(", ".join(letters), x + 7, y + 4, "tick"))
     shown = shown_value(frontier.column)
     rows = [
         (f"{p.letter}  {p.name}", number_text(p.x), *map(shown, (p.score.estimate, p.low, p.high)))
         for p in points
     ]
-    said = f"{what} by {frontier.x}: " + ", ".join(
+    description = f"{what} by {frontier.x}: " + ", ".join(
         f"{p.letter} {r[2]}" for p, r in zip(points, rows, strict=True)
     )
     note = " ".join(["With 95% intervals for new questions.", *(f"{w}." for w in frontier.without)])
     header = ("arm", frontier.x, what, "low", "high")
-    return Chart(f"{what.capitalize()} by {frontier.x}", note, drawing(parts, said), header, rows)
+    return Chart(
+        f"{what.capitalize()} by {frontier.x}", note, drawing(parts, description), header, rows
+    )

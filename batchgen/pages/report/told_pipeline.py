@@ -33,15 +33,15 @@ def status_text(out: str) -> Iterator[str]:
 
 def statuses(out: str) -> Mapping[str, Status]:
     """The workers of each step that has begun."""
-    found = {}
+    result = {}
     for step in pipeline_counts(out):
         try:
             reader = open_job_reader(f"{out}/{step.folder}")
         except ConfigError:  # it has not begun
             continue
         stale_after = reader.config.get("workers", {}).get("stale_after", _STALE_AFTER)
-        found[step.name] = read_status(reader.storage, stale_after)
-    return found
+        result[step.name] = read_status(reader.storage, stale_after)
+    return result
 
 
 def summary(out: str) -> dict[str, Any]:

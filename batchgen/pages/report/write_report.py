@@ -97,16 +97,16 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
     metrics, data = reader.metrics, JobData(reader)
     job = JobSummary.of(metrics, reader.config, reader.row_facts, questions=reader.questions)
     cut_texts = (job.score or {}).get("cut_texts", "as_marked")
-    found = collect_report(data, cut_texts, job.group("score").get("subset"))
+    report = collect_report(data, cut_texts, job.group("score").get("subset"))
     tokens = token_facts(data)
-    links = {key: anchor(key) for key in found.chosen()}
+    links = {key: anchor(key) for key in report.chosen()}
     timeline = metrics.get("timeline", [])
     values: dict[str, Any] = {
         **_about(reader, job, data),
-        "facts": headline(job, found),
-        "sections": sections(job, timeline, found, tokens, links),
-        "total_rows": found.rows,
-        "faults": faults(found),
+        "facts": headline(job, report),
+        "sections": sections(job, timeline, report, tokens, links),
+        "total_rows": report.rows,
+        "faults": faults(report),
         "is_graded": data.grades is not None and MARK in data.grades,
     }
     frame = _page(values, ExampleRows((), 0, 0))
@@ -115,11 +115,11 @@ def _html(reader: JobFolderReader, decode: Decode | None) -> str:
         return frame
     thumbnails = read_thumbnails(reader.path)
     page = RowPage(job.config, data.schema, decode or job_decode(job.config), thumbnails)
-    rows = shown_rows(data, page, found, room)
+    rows = shown_rows(data, page, report, room)
     if rows.dropped:  # no link may lead to them
         there = {row.anchor for row in rows.rows}
         links = {key: name for key, name in links.items() if name in there}
-        values["sections"] = sections(job, timeline, found, tokens, links)
+        values["sections"] = sections(job, timeline, report, tokens, links)
     return _page(values, rows)
 
 
@@ -138,8 +138,8 @@ def page_html(template: str, style: str, **values: Any) -> str:
         f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; "
         "form-action 'none'"
     )
-    made = templates("batchgen.pages.report").get_template(template)
-    return made.render(values, style=Markup(style), policy=policy)
+    template_file = templates("batchgen.pages.report").get_template(template)
+    return template_file.render(values, style=Markup(style), policy=policy)
 
 
 def style_sheets() -> str:
@@ -199,18 +199,18 @@ def _strategy(job: JobSummary) -> str:
 
 def _warnings(job: JobSummary, data: JobData) -> list[str]:
     """What a reader must know before trusting a number."""
-    found = []
+    warnings = []
     if job.status != "complete":
-        found.append(
+        warnings.append(
             f"The job is not complete ({_status(job)}): this is about the rows that are done."
         )
     elif job.score is not None and data.grades is None:
-        found.append("The grades do not belong to these rows: run `batchgen grade` again.")
+        warnings.append("The grades do not belong to these rows: run `batchgen grade` again.")
     if why := job.attempt.get("batch_dependence"):
-        found.append(f"A row's tokens may depend on the rows beside it: {why}.")
+        warnings.append(f"A row's tokens may depend on the rows beside it: {why}.")
     if (cut := cut_remark(job.totals)) is not None:
-        found.append(cut)
-    return found
+        warnings.append(cut)
+    return warnings
 
 
 def _rows(attempt: Mapping[str, Any]) -> str:

@@ -33,8 +33,8 @@ class ClassScores:
         labels = class_labels(table.field(CLASS_SCORES)) if CLASS_SCORES in names else []
         if not labels:
             return
-        found = table[CLASS_SCORES].drop_null().combine_chunks()
-        values = np.asarray(found.flatten(), np.float64).reshape(-1, len(labels))
+        scores = table[CLASS_SCORES].drop_null().combine_chunks()
+        values = np.asarray(scores.flatten(), np.float64).reshape(-1, len(labels))
         if not self.labels:
             size = len(labels)
             self.labels, self._best, self._sums = labels, np.zeros(size, np.int64), np.zeros(size)

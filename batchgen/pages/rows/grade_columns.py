@@ -75,14 +75,14 @@ class ShardGrades:
         if part is not None:
             at = np.searchsorted(part.keys, keys)
             at[at == len(part.keys)] = 0
-            found = part.table.take(pa.array(at, mask=part.keys[at] != keys))
-            known = found.column_names
+            grades = part.table.take(pa.array(at, mask=part.keys[at] != keys))
+            known = grades.column_names
         # While a job is graded by other steps, only some shards have the new columns.
-        made = [
-            found[name] if name in known else pa.nulls(len(keys), field.type)
+        arrays = [
+            grades[name] if name in known else pa.nulls(len(keys), field.type)
             for name, field in zip(names, fields, strict=True)
         ]
-        return pa.table(made, schema=pa.schema(fields))
+        return pa.table(arrays, schema=pa.schema(fields))
 
     def _part(self, shard: int, columns: Sequence[str]) -> _Part | None:
         """Columns of the grades of a shard; None if there are none of its rows."""

@@ -132,9 +132,9 @@ class JobRows:
             for table in self.whole_rows(shard, columns, todo[0]):
                 last = int(table[KEYS[0]][-1].as_py())
                 wanted = [row for row in todo if row <= last]
-                found = table.filter(pc.is_in(table[KEYS[0]], pa.array(wanted, pa.int64())))
-                for row, start, stop in runs(found):
-                    yield row, found.slice(start, stop - start)
+                matching = table.filter(pc.is_in(table[KEYS[0]], pa.array(wanted, pa.int64())))
+                for row, start, stop in runs(matching):
+                    yield row, matching.slice(start, stop - start)
                 todo = todo[len(wanted) :]
                 if not todo or todo[0] > last + _FAR or todo[0] // per_shard != shard:
                     break
@@ -152,10 +152,10 @@ class JobRows:
             return
         names = list(dict.fromkeys([*KEYS, *columns]))
         graded = [name for name in names if name.startswith(PREFIX)]
-        own = [name for name in names if name not in graded]
+        data_columns = [name for name in names if name not in graded]
         shard = self.reader.shard(number)
-        size = max(size, LIGHT_BATCH) if _LIGHT.issuperset(own) else size
-        for batch in shard.batches(own, first_row, size):
+        size = max(size, LIGHT_BATCH) if _LIGHT.issuperset(data_columns) else size
+        for batch in shard.batches(data_columns, first_row, size):
             if not batch.num_rows:
                 continue
             table = pa.Table.from_batches([batch])

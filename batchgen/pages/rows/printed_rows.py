@@ -54,8 +54,8 @@ class RowText:
         room = max(self.width - _INDENT - margin, _LEAST_ROOM)
         lines = [RowFacts(row).heading]
         for name, value in shown.items():
-            most = _ANSWER_LINES if name in (self.text_column, "error") else _INPUT_LINES
-            texts = wrapped(self._text(name, value), room, None if self.whole_texts else most)
+            limit = _ANSWER_LINES if name in (self.text_column, "error") else _INPUT_LINES
+            texts = wrapped(self._text(name, value), room, None if self.whole_texts else limit)
             labels = [name, *[""] * (len(texts) - 1)]
             lines += [
                 f"{'':{_INDENT}}{label:<{margin}}{text}".rstrip()
@@ -113,8 +113,8 @@ class RowPrinter:
         """
         count = 0
         for row in rows:
-            found = self._read(row)
-            print(self._json(found) if self._as_json else self._text(found, whole), flush=True)
+            samples = self._read(row)
+            print(self._json(samples) if self._as_json else self._text(samples, whole), flush=True)
             count += 1
         return count
 

@@ -87,7 +87,7 @@ class RowPage:
         facts = RowFacts(self.columns.read(facts.row), facts.grades)
         text: str | None = facts.row[self.columns.text]
         prompt = self._prompt.parts(facts.row) if with_prompt else []
-        tokens, made = self.tokens(facts, key), list[Markup]()
+        tokens, htmls = self.tokens(facts, key), list[Markup]()
         for limit in limits:
             values = {
                 **_answer(facts, text, limit, self.columns.reasoning),
@@ -98,10 +98,10 @@ class RowPage:
                 "tokens": tokens.html(limit.tokens),
                 "num_tokens": facts.tokens,
             }
-            made.append(Markup(_TEMPLATES().get_template("row.html.jinja").render(values)))
-            if len(made[-1]) < enough:
+            htmls.append(Markup(_TEMPLATES().get_template("row.html.jinja").render(values)))
+            if len(htmls[-1]) < enough:
                 break
-        return made
+        return htmls
 
     def prompt(self, facts: RowFacts) -> list[Part]:
         """What the row was asked."""
@@ -120,8 +120,8 @@ class RowPage:
 
     def _images(self, facts: RowFacts, limits: PageLimits) -> list[ShownImage]:
         """The images of the prompt; without pictures where there is least room."""
-        found = None if self.columns.images is None else facts.row.get(self.columns.images)
-        return shown_images(found, {} if limits.tokens == 0 else self._thumbnails)
+        value = None if self.columns.images is None else facts.row.get(self.columns.images)
+        return shown_images(value, {} if limits.tokens == 0 else self._thumbnails)
 
     def _beside(self, facts: RowFacts, limits: PageLimits) -> dict[str, Any]:
         """What stands beside prompt and answer, as the template shows it."""
@@ -146,19 +146,19 @@ class RowPage:
 
     def _facts(self, facts: RowFacts) -> list[tuple[str, str]]:
         """What is known of the row in a word each."""
-        row, found = facts.row, [("finish_reason", facts.finish_reason)]
+        row, pairs = facts.row, [("finish_reason", facts.finish_reason)]
         if row["stop"] is not None:
-            found.append(("stop", plain_text(row["stop"])))
+            pairs.append(("stop", plain_text(row["stop"])))
         if (outcome := facts.constraint) is not None:
-            found.append(("constraint", f"{outcome}: {OUTCOMES[outcome]}"))
+            pairs.append(("constraint", f"{outcome}: {OUTCOMES[outcome]}"))
         if row.get("parsed") is not None:
-            found.append(("parsed", plain_text(row["parsed"])))
+            pairs.append(("parsed", plain_text(row["parsed"])))
         if self.columns.labels and (scores := row.get(CLASS_SCORES)) is not None:
             best_first = sorted(zip(scores, self.columns.labels, strict=False), reverse=True)
             text = ", ".join(f"{label} {score:.3f}" for score, label in best_first)
-            found.append((CLASS_SCORES, beginning(text, _MOST_FACT)))
+            pairs.append((CLASS_SCORES, beginning(text, _MOST_FACT)))
         counts = ((name, row.get(name)) for name in self.columns.counts)
-        return found + [
+        return pairs + [
             (name, f"{value:,}" if isinstance(value, int) else plain_text(value))
             for name, value in counts
             if value is not None
@@ -196,9 +196,9 @@ def _answer(
 
 def _grades(facts: RowFacts) -> list[tuple[str, str]]:
     """The columns of the grades that people read: without places in the text."""
-    places = ("_start", "_end", "grade_error")
+    suffixes = ("_start", "_end", "grade_error")
     return [
         (name, "–" if value is None else plain_text(value))
         for name, value in (facts.grades or {}).items()
-        if name not in _KEYS and not name.endswith(places)
+        if name not in _KEYS and not name.endswith(suffixes)
     ]

@@ -97,10 +97,10 @@ class Messages:
     def read(self, ids: Sequence[int]) -> None:
         """Take further ids."""
         behind = 0
-        for place in [place for place, id in enumerate(ids) if id in self._format]:
-            self.open.last.extend(ids[behind:place])
-            self._take(ids[place])
-            behind = place + 1
+        for index in [index for index, id in enumerate(ids) if id in self._format]:
+            self.open.last.extend(ids[behind:index])
+            self._take(ids[index])
+            behind = index + 1
         self.open.last.extend(ids[behind:])
 
     def _take(self, id: int) -> None:
@@ -170,7 +170,7 @@ class HarmonyChannels:
         # A model that leaves the format out still answers.
         is_plain = not named[FINAL] and bool(named[None])
         answer = named[None] if is_plain else named[FINAL]
-        beside = [
+        others = [
             part.text
             for part in parts
             if not part.is_call and not part.is_header
@@ -180,7 +180,7 @@ class HarmonyChannels:
         channel = _ended_in(parts, is_plain)
         columns = {
             REASONING: _joined(named[ANALYSIS]),
-            COMMENTARY: _joined(beside),
+            COMMENTARY: _joined(others),
             "tool_calls": calls or None,
             CHANNEL: channel,
             **({} if answer else {TEXT: None}),
@@ -234,17 +234,17 @@ class HarmonyChannels:
 
 def _headed(pattern: re.Pattern[str], text: str) -> tuple[str, str]:
     """The word with which a text begins, if it is one of a pattern's, and the rest."""
-    found = pattern.match(text)
-    word = found and found[1]
-    return (word, text[found.end() :]) if found and word else ("", text)
+    match = pattern.match(text)
+    word = match and match[1]
+    return (word, text[match.end() :]) if match and word else ("", text)
 
 
 def _addressed(text: str) -> tuple[str | None, str]:
     """The tool for which a header is, and the header without that."""
-    found = _TO.match(text)
-    if found is None:
+    match = _TO.match(text)
+    if match is None:
         return None, text
-    return None if found[1] in _PEOPLE else found[1], text[found.end() :]
+    return None if match[1] in _PEOPLE else match[1], text[match.end() :]
 
 
 def _named(header: str) -> tuple[str | None, str]:

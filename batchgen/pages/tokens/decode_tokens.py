@@ -93,5 +93,5 @@ def _local(name: str, revision: str | None) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    found = Path(folder, file)
-    return found if found.exists() else None
+    path = Path(folder, file)
+    return path if path.exists() else None

@@ -52,7 +52,7 @@ class TokenView:
             key: makes the ids of inputs unique in the page: letters, digits and `-`.
             answer: the part of the row's text whose tokens are underlined.
         """
-        ids: Sequence[int] = () if (found := row.get("token_ids")) is None else found
+        ids: Sequence[int] = () if (token_ids := row.get("token_ids")) is None else token_ids
         facts = TokenRow.of(row, len(ids), self._schema, self._step_name)
         return RowTokens(self, [int(id) for id in ids], facts, key, text or "", answer)
 
@@ -89,10 +89,10 @@ class RowTokens:
         if not count or limit == 0:
             return Markup("")
         half = count if limit is None or count <= limit else limit // 2
-        parts = [self._span(place) for place in range(half)]
+        parts = [self._span(index) for index in range(half)]
         if half < count:
             parts.append(_GAP.format(f"{count - 2 * half:,}"))
-            parts += [self._span(place) for place in range(count - half, count)]
+            parts += [self._span(index) for index in range(count - half, count)]
         switches = _switches(self.facts.modes, self.key)
         if self._inside:
             switches += _ANSWER
@@ -107,7 +107,7 @@ class RowTokens:
         return _FILM.format(key=self.key, name=self.facts.step_name, last=last)
 
     def _span(self, index: int) -> str:
-        if (made := self._html.get(index)) is None:
+        if (html := self._html.get(index)) is None:
             id = self.ids[index]
             text: str | None = self.view.text(id)
             answer = " a" if index in self._inside else ""
@@ -115,9 +115,9 @@ class RowTokens:
             shown = f"{id} " if text is None else _shown(text)
             step = "" if self.facts.steps is None else f" data-s={self.facts.steps[index]}"
             title = self._title(index)
-            made = f'<span class="{classes}" tabindex=0{step} title="{title}">{shown}</span>'
-            self._html[index] = made
-        return made
+            html = f'<span class="{classes}" tabindex=0{step} title="{title}">{shown}</span>'
+            self._html[index] = html
+        return html
 
     def _title(self, index: int) -> str:
         facts, name = self.facts, self.view.name
@@ -139,12 +139,12 @@ class RowTokens:
         texts = [self.view.text(id) or "" for id in self.ids]
         if not "".join(texts).startswith(self.text):
             return range(0)
-        at, found = 0, []
-        for place, text in enumerate(texts):
+        at, indices = 0, []
+        for index, text in enumerate(texts):
             if at < self.answer.end and at + len(text) > self.answer.start:
-                found.append(place)
+                indices.append(index)
             at += len(text)
-        return range(found[0], found[-1] + 1) if found else range(0)
+        return range(indices[0], indices[-1] + 1) if indices else range(0)
 
 
 def _shown(text: str) -> str:

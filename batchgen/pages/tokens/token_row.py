@@ -96,16 +96,16 @@ class TokenRow:
 
     @property
     def modes(self) -> list[Mode]:
-        found = [_LOGPROB] * (self.logprobs is not None)
+        modes = [_LOGPROB] * (self.logprobs is not None)
         if self.steps is not None:
             legend = _cycle_legend(f"The {self.step_name} that wrote the token:", "s", self.steps)
-            found.append(Mode("s", "steps", legend))
-        found += [_DRAFT] * (self.drafts is not None)
+            modes.append(Mode("s", "steps", legend))
+        modes += [_DRAFT] * (self.drafts is not None)
         for n, i in enumerate(self._shown_layers):
             first = [mine[i][0] for mine in self.experts or () if mine is not None]
             legend = _cycle_legend("The token's first expert:", f"x{n}-", first)
-            found.append(Mode(f"x{n}", f"experts of layer {self.layers[i]}", legend))
-        return [*found, _NONE]
+            modes.append(Mode(f"x{n}", f"experts of layer {self.layers[i]}", legend))
+        return [*modes, _NONE]
 
     @property
     def _shown_layers(self) -> list[int]:
@@ -115,41 +115,41 @@ class TokenRow:
 
     def classes(self, index: int) -> str:
         """The classes of a token, with a space before each."""
-        found = ""
+        names = ""
         if self.logprobs is not None and (value := self.logprobs[index]) is not None:
-            found += f" p{bisect_left(_HEAT, -value)}"
+            names += f" p{bisect_left(_HEAT, -value)}"
         if self.steps is not None:
-            found += f" s{self.steps[index] % _COLOURS}"
+            names += f" s{self.steps[index] % _COLOURS}"
         if index in self.replaced:
-            found += " e"
+            names += " e"
         if self.drafts is not None and self.drafts[index]:
-            found += " d1"
+            names += " d1"
         if self.experts is not None and (mine := self.experts[index]) is not None:
             for n, i in enumerate(self._shown_layers):
-                found += f" x{n}-{mine[i][0] % _COLOURS}"
-        return found
+                names += f" x{n}-{mine[i][0] % _COLOURS}"
+        return names
 
     def lines(self, index: int) -> list[str]:
         """What the title of a token says besides its log-probability, as HTML."""
-        found = []
+        lines = []
         if self.steps is not None:
-            found.append(f"{self.step_name} {self.steps[index]}")
+            lines.append(f"{self.step_name} {self.steps[index]}")
         if self.drafts is not None:
-            found.append("a draft that held" if self.drafts[index] else "no draft")
+            lines.append("a draft that held" if self.drafts[index] else "no draft")
         if self.experts is not None and (mine := self.experts[index]) is not None:
             every = max(len(self.layers) // _MOST_LAYERS, 1)
             for i in range(0, len(self.layers), every):
-                found.append(f"layer {self.layers[i]}: experts {', '.join(map(str, mine[i]))}")
-        return found
+                lines.append(f"layer {self.layers[i]}: experts {', '.join(map(str, mine[i]))}")
+        return lines
 
 
 def _replaced(row: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
     """The tokens that others have replaced, by their places, from the column `edit_log`."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    spans: dict[int, list[tuple[int, int]]] = {}
     log = row.get("edit_log")
-    for place, step, old, _ in () if log is None else log:
-        found.setdefault(int(place), []).append((int(step), int(old)))
-    return found
+    for index, step, old, _ in () if log is None else log:
+        spans.setdefault(int(index), []).append((int(step), int(old)))
+    return spans
 
 
 def _experts(

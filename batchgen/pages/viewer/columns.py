@@ -99,9 +99,9 @@ def _column(
     html = page.html(chosen, key=key, limits=PageLimits(tokens=0), with_prompt=with_prompt)
     part = None
     if tokens:
-        view, most = page.tokens(chosen, key), None if tokens == "all" else MOST_TOKENS
-        is_cut = most is not None and len(view.ids) > most
-        part = TokenPart(view.html(most), is_cut, view.view.has_texts)
+        view, limit = page.tokens(chosen, key), None if tokens == "all" else MOST_TOKENS
+        is_cut = limit is not None and len(view.ids) > limit
+        part = TokenPart(view.html(limit), is_cut, view.view.has_texts)
     return JobCell(job, key, samples, chosen, html, part)
 
 

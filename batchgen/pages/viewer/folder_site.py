@@ -54,20 +54,20 @@ class FolderSite:
         return answer(lambda query: self._site(keys).respond(rest, query), query, html)
 
     def _list(self, query: Query) -> Response:
-        found = jobs_below(self._folder)
+        jobs = jobs_below(self._folder)
         pipeline = PipelineFacts.of(self._folder)
         return self._html(
             "jobs",
             name=self._name,
-            found=found,
-            listed=listed_jobs(found.jobs, query),
+            found=jobs,
+            listed=listed_jobs(jobs.jobs, query),
             columns=COLUMNS,
             numbers=NUMBERS,
             header=HEADER,
             pipeline=pipeline,
-            keys={job.name: job.key for job in found.jobs if not job.fault},
+            keys={job.name: job.key for job in jobs.jobs if not job.fault},
             deepest=DEEPEST,
-            can_pair=sum(not job.fault for job in found.jobs) > 1,
+            can_pair=sum(not job.fault for job in jobs.jobs) > 1,
             most=_SHOWN_NAMES,
         )
 

@@ -42,8 +42,8 @@ def static_file(name: str) -> Response | None:
 
 def html_page(template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
     """A page of the template with this name."""
-    made = templates("batchgen.pages.viewer").get_template(f"{template}.html.jinja").render(values)
-    return Response(made.encode("utf-8", "replace"), status=status)
+    page = templates("batchgen.pages.viewer").get_template(f"{template}.html.jinja").render(values)
+    return Response(page.encode("utf-8", "replace"), status=status)
 
 
 def answer(make: Callable[[Query], Response] | None, query: Query, html: Html) -> Response:

@@ -85,8 +85,8 @@ class JobView:
     @property
     def subsets(self) -> dict[str, dict[str, Any]]:
         """The scores of the subsets, by name; empty without."""
-        found: dict[str, dict[str, Any]] = (self.metrics.get("score") or {}).get("subsets", {})
-        return found
+        subsets: dict[str, dict[str, Any]] = (self.metrics.get("score") or {}).get("subsets", {})
+        return subsets
 
     @property
     def subset_column(self) -> str:
@@ -115,13 +115,13 @@ class JobView:
 
     def samples(self, table: pa.Table) -> list[RowFacts]:
         """The samples in a table of rows and their grades."""
-        found = []
+        samples = []
         for row in table.to_pylist():
-            own = {name: value for name, value in row.items() if not name.startswith(PREFIX)}
-            grades = {name.removeprefix(PREFIX): row[name] for name in row if name not in own}
+            columns = {name: value for name, value in row.items() if not name.startswith(PREFIX)}
+            grades = {name.removeprefix(PREFIX): row[name] for name in row if name not in columns}
             has_some = any(value is not None for value in grades.values())
-            found.append(RowFacts(own, grades if has_some else None))
-        return found
+            samples.append(RowFacts(columns, grades if has_some else None))
+        return samples
 
     def page(self, *, tokens: bool) -> RowPage:
         """What makes the HTML of the rows; with `tokens`, their texts are known to it."""
@@ -145,17 +145,17 @@ class JobView:
         schema = self.rows.row_schema
         if schema is None:
             return ["No row is finished yet. Rows appear here as they finish."]
-        found = []
+        names = []
         if not self.rows.grade_names:
-            found.append(
+            names.append(
                 "The rows have no grades, so nothing is right or wrong: batchgen grade makes some."
             )
         if not any(name in schema.names for name in ("logprobs", "step_map", "draft_accepted")):
-            found.append(
+            names.append(
                 "The rows have no column with a value per token, so the token view has no colours: "
                 "output.columns=logprobs would bring one."
             )
-        return found
+        return names
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ def votes(samples: Sequence[RowFacts]) -> list[Vote]:
     """
     if not any(sample.grades and "answer_key" in sample.grades for sample in samples):
         return []
-    found: dict[tuple[str | None, str], Vote] = {}
+    by_answer: dict[tuple[str | None, str], Vote] = {}
     for sample in samples:
         key, answer = (_text(sample.grade(name)) for name in ("answer_key", "answer"))
         verdict = sample.verdict
-        vote = found.setdefault((key, verdict.name), Vote(key, answer, [], verdict))
+        vote = by_answer.setdefault((key, verdict.name), Vote(key, answer, [], verdict))
         vote.samples.append(sample.number)
-    return sorted(found.values(), key=lambda vote: (vote.key is None, -vote.count))
+    return sorted(by_answer.values(), key=lambda vote: (vote.key is None, -vote.count))
 
 
 def _text(value: object) -> str | None:

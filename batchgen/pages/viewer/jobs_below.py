@@ -75,14 +75,14 @@ class Below:
 
 def jobs_below(folder: Path) -> Below:
     """The jobs below a folder, those deeper than DEEPEST left out. Jobs inside of jobs are none."""
-    found, walk = Below(), _Walk()
-    for entry in walk.entries(folder, found):
-        before = len(found.jobs)
-        _look(Path(entry), entry.name, DEEPEST, walk, found)
-        if len(found.jobs) == before:
-            found.empty.append(entry.name)
-    found.links.sort()
-    return found
+    below, walk = Below(), _Walk()
+    for entry in walk.entries(folder, below):
+        before = len(below.jobs)
+        _look(Path(entry), entry.name, DEEPEST, walk, below)
+        if len(below.jobs) == before:
+            below.empty.append(entry.name)
+    below.links.sort()
+    return below
 
 
 class _Walk:
@@ -177,10 +177,10 @@ def config_fault(folder: Path) -> str:
 
 def _too_large(folder: Path) -> str:
     """Which small file of a job is too large to be read; empty if none is."""
-    for name, most in _MOST_BYTES.items():
+    for name, limit in _MOST_BYTES.items():
         path = folder / name
-        if path.is_file() and (size := path.stat().st_size) > most:
-            return f"{name} has {size:,} bytes, more than the {most:,} that are read"
+        if path.is_file() and (size := path.stat().st_size) > limit:
+            return f"{name} has {size:,} bytes, more than the {limit:,} that are read"
     return ""
 
 

@@ -88,12 +88,12 @@ def _boards(jobs: Sequence[JobBelow]) -> list[Board]:
     for job in jobs:
         exams.setdefault(_exam(job), []).append(job)
     names = Counter(group[0].short_dataset for group in exams.values())
-    found = []
+    boards = []
     for group in exams.values():
         board = _board(group)
         several = names[board.dataset] > 1
-        found.append(replace(board, prompt=_prompt(group[0])) if several else board)
-    return sorted(found, key=lambda board: -len(board.names))
+        boards.append(replace(board, prompt=_prompt(group[0])) if several else board)
+    return sorted(boards, key=lambda board: -len(board.names))
 
 
 def _prompt(job: JobBelow) -> str:

@@ -47,8 +47,8 @@ class Line:
     @property
     def target(self) -> str | None:
         """What the answers were compared with."""
-        found = (s.grade("graded_against") for samples in self.jobs for s in samples)
-        return next((str(target) for target in found if target is not None), None)
+        targets = (s.grade("graded_against") for samples in self.jobs for s in samples)
+        return next((str(target) for target in targets if target is not None), None)
 
 
 def row_lines(
@@ -68,16 +68,16 @@ def row_lines(
         StillSearching: the other job has the rows elsewhere, and they take long to find.
     """
     first, *others = jobs
-    asked = first.asked
-    tables = search.rows(list(hits), [*asked, *_columns(first)])
-    found = {row: [first.samples(table)] for row, table in tables.items()}
+    questions = first.asked
+    tables = search.rows(list(hits), [*questions, *_columns(first)])
+    samples_of = {row: [first.samples(table)] for row, table in tables.items()}
     for other in others:
-        same = _same_rows(other, {row: samples[0][0].row_id for row, samples in found.items()})
-        for row, samples in found.items():
+        same = _same_rows(other, {row: samples[0][0].row_id for row, samples in samples_of.items()})
+        for row, samples in samples_of.items():
             samples.append(same.get(row, []))
     return [
-        Line(row, _texts(samples[0][0].row, asked), samples, hits[row], notes.get(row, ""))
-        for row, samples in found.items()
+        Line(row, _texts(samples[0][0].row, questions), samples, hits[row], notes.get(row, ""))
+        for row, samples in samples_of.items()
     ]
 
 
@@ -93,8 +93,8 @@ def _same_rows(job: JobView, ids: Mapping[int, str]) -> dict[int, list[RowFacts]
     same = {row: found for row, found in same.items() if found[0].row_id == ids[row]}
     elsewhere: dict[int, int] = {}
     for row, row_id in ids.items():
-        if row not in same and (place := job.ids.find(row_id)) is not None:
-            elsewhere[row] = place
+        if row not in same and (index := job.ids.find(row_id)) is not None:
+            elsewhere[row] = index
     found = search.rows(sorted(elsewhere.values()), _columns(job))
     return same | {row: job.samples(found[at]) for row, at in elsewhere.items() if at in found}
 
@@ -150,11 +150,11 @@ def list_values(
 
 def _in_order(jobs: Sequence[JobView], wanted: SampleFilter, first: int) -> dict[str, Any]:
     search = Search(jobs[0].rows, wanted)
-    found = search.forward(first, PER_PAGE)
+    hits = search.forward(first, PER_PAGE)
     return {
-        "lines": row_lines(jobs, search, found.hits),
-        "searched": found.searched,
-        "later": found.next_row,
+        "lines": row_lines(jobs, search, hits.hits),
+        "searched": hits.searched,
+        "later": hits.next_row,
         "earlier": max(first - PER_PAGE, 0) if first and not wanted else None,
         "ranking": None,
     }
@@ -162,9 +162,9 @@ def _in_order(jobs: Sequence[JobView], wanted: SampleFilter, first: int) -> dict
 
 def _ranked(jobs: Sequence[JobView], wanted: SampleFilter, first: int, sort: str) -> dict[str, Any]:
     ranking, later = jobs[0].rankings.of(wanted, sort), first + PER_PAGE
-    places = ranking.places[first:later]
-    hits = {place.row: place.samples for place in places}
-    notes = {place.row: order_text(sort, place.value) for place in places}
+    entries = ranking.places[first:later]
+    hits = {entry.row: entry.samples for entry in entries}
+    notes = {entry.row: order_text(sort, entry.value) for entry in entries}
     return {
         "lines": row_lines(jobs, Search(jobs[0].rows, wanted), hits, notes),
         "searched": ranking.searched,

@@ -95,13 +95,13 @@ def _counts(job: JobSummary, counts: Mapping[str, int], key: str) -> list[Count]
 
 
 def _subsets(job: JobView) -> list[Subset]:
-    found = []
+    subsets = []
     for name, part in job.subsets.items():
         shown, average = score_value(part), part["avg"]
         interval = value_range(average["population"], shown)
         query = {"subset": name} if job.subset_column else None
-        found.append(Subset(name, part["questions"], shown(average["value"]), interval, query))
-    return found
+        subsets.append(Subset(name, part["questions"], shown(average["value"]), interval, query))
+    return subsets
 
 
 def _sampling(sampling: Mapping[str, Any]) -> Iterator[str]:

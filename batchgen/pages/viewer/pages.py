@@ -98,8 +98,8 @@ class Site:
         row_id = first[0].row["row_id"]
         samples = [first]
         for other in self.jobs[1:]:
-            place = other.ids.find(row_id, near=index)
-            samples.append([] if place is None else other.row(place, tokens=bool(tokens)))
+            position = other.ids.find(row_id, near=index)
+            samples.append([] if position is None else other.row(position, tokens=bool(tokens)))
         return self._html(
             "row",
             index=index,
@@ -124,29 +124,29 @@ class Site:
         if query.get("sort"):
             return self._step_in_order(query, wanted)
         search = Search(self.jobs[0].rows, wanted)
-        found = search.backward(index, 1) if back else search.forward(index + 1, 1)
-        if found.hits:
+        hits = search.backward(index, 1) if back else search.forward(index + 1, 1)
+        if hits.hits:
             kept = _without(query, "n", "to", "flip")
-            return redirect("row", {**kept, "n": next(iter(found.hits))})
-        if found.next_row is None:
+            return redirect("row", {**kept, "n": next(iter(hits.hits))})
+        if hits.next_row is None:
             where = "before" if back else "after"
             raise NotThere(f"There is no such row {where} row {index:,}.")
-        at = found.next_row if back else found.next_row - 1
-        text = f"{found.searched:,} answers were searched up to row {at:,}, and none is such."
+        at = hits.next_row if back else hits.next_row - 1
+        text = f"{hits.searched:,} answers were searched up to row {at:,}, and none is such."
         go_on = "step?" + urlencode({**query, "n": str(at)})
         return self._html("message", title="Still searching", text=text, go_on=go_on)
 
     def _step_in_order(self, query: Query, wanted: SampleFilter) -> Response:
         """Go to the next row of a sorted list, or to the one before."""
         index, back = whole_number(query, "n"), query.get("to") == "back"
-        places = self.jobs[0].rankings.of(wanted, query["sort"]).places
-        rows = [place.row for place in places]
+        entries = self.jobs[0].rankings.of(wanted, query["sort"]).places
+        rows = [entry.row for entry in entries]
         if index not in rows:
             raise NotThere(f"Row {index:,} is not in the sorted list any more.")
         at = rows.index(index) + (-1 if back else 1)
         if not 0 <= at < len(rows):
             raise NotThere(f"The sorted list has no row {'before' if back else 'after'} this one.")
-        kept, number = _without(query, "n", "to", "flip", "sample_a"), places[at].samples[0]
+        kept, number = _without(query, "n", "to", "flip", "sample_a"), entries[at].samples[0]
         return redirect("row", {**kept, "n": rows[at], "sample_a": number})
 
     def _find(self, query: Query) -> Response:
@@ -162,16 +162,16 @@ class Site:
         """In what two jobs differ, how their scores do, and the rows that flipped."""
         kept = _anyway(query)
         try:
-            found, why = flips.find(anyway=bool(kept)), None
+            differing, why = flips.find(anyway=bool(kept)), None
         except ConfigError as error:
-            found, why = None, str(error)
+            differing, why = None, str(error)
         first = whole_number(query, "from", 0)
-        shown = [] if found is None else found.flipped[first : first + PER_PAGE]
+        shown = [] if differing is None else differing.flipped[first : first + PER_PAGE]
         return self._html(
             "compare",
             views=[overview(job) for job in self.jobs],
             settings=differing_settings([job.config for job in self.jobs]),
-            comparison=found,
+            comparison=differing,
             why=why,
             anyway=bool(kept),
             kept=kept,
@@ -184,15 +184,15 @@ class Site:
         """Go to the i-th flipped row."""
         flips, kept = self._both(), _anyway(query)
         rows = flips.find(anyway=bool(kept)).flipped
-        place = whole_number(query, "i")
-        if place >= len(rows):
+        index = whole_number(query, "i")
+        if index >= len(rows):
             raise NotThere("There are no more flipped rows.")
-        (found,) = flips.rows([rows[place]])
-        if found.line is None:
-            raise NotThere(f"Row {rows[place].row_id} is not there any more.")
-        pairs = zip("ab", found.samples, strict=True)
+        (row,) = flips.rows([rows[index]])
+        if row.line is None:
+            raise NotThere(f"Row {rows[index].row_id} is not there any more.")
+        pairs = zip("ab", row.samples, strict=True)
         chosen = {f"sample_{key}": sample.number for key, sample in pairs if sample}
-        return redirect("row", {"n": found.line.index, "flip": place, **chosen, **kept})
+        return redirect("row", {"n": row.line.index, "flip": index, **chosen, **kept})
 
     def _both(self) -> Flips:
         if self.flips is None:

@@ -67,31 +67,33 @@ def step_proof(reader: JobFolderReader) -> StepProof:
     manifest = Manifest.parse(
         (reader.path / "manifest.json").read_bytes(), reader.storage.display_name
     )
-    found = folder_digests(reader.path)
+    file_digests = folder_digests(reader.path)
     digests = manifest.row_digests
     proof = StepProof(
         fingerprints=without_places(manifest.fingerprints),
-        columns=found.columns,
-        rows=found.rows,
-        shards=len(found.files),
-        root=found.root.hex(),
+        columns=file_digests.columns,
+        rows=file_digests.rows,
+        shards=len(file_digests.files),
+        root=file_digests.root.hex(),
         dataset=digests[-1] if digests else None,
         dataset_rows=manifest.growing.get(ROWS),
-        grades=None if found.grades is None else found.grades.hex(),
+        grades=None if file_digests.grades is None else file_digests.grades.hex(),
     )
-    if len(found.files) > MOST_SHARDS:
+    if len(file_digests.files) > MOST_SHARDS:
         return proof
-    return replace(proof, shard_roots=[one.hex() for one in found.shard_roots], files=found.files)
+    return replace(
+        proof, shard_roots=[one.hex() for one in file_digests.shard_roots], files=file_digests.files
+    )
 
 
 def without_places(fingerprints: Mapping[str, str]) -> dict[str, str]:
     """Fingerprints by what they are of, without the paths of what steps of `rows` have read."""
-    found: dict[str, str] = {}
+    cleaned: dict[str, str] = {}
     for name, digest in sorted(fingerprints.items()):
-        what, _, place = name.partition(" ")
-        key = what if place and what.startswith("rows[") else name
-        found[key] = f"{found[key]} {digest}" if key in found else digest
-    return found
+        what, _, location = name.partition(" ")
+        key = what if location and what.startswith("rows[") else name
+        cleaned[key] = f"{cleaned[key]} {digest}" if key in cleaned else digest
+    return cleaned
 
 
 def _grades(folder: Path) -> Digest | None:

@@ -67,13 +67,13 @@ def locked_jobs(
         ConfigError: a key is wrong, a place is not confirmed, or code is named that is not
             batchgen's own.
     """
-    given = read_pipeline({STEPS: dict(lock.steps)}, lock.places, overrides)
-    if is_url(given.out):
+    values = read_pipeline({STEPS: dict(lock.steps)}, lock.places, overrides)
+    if is_url(values.out):
         raise ConfigError("output.dir: a lock is rebuilt in a folder of this machine: name one")
     typed = {parse_override(argument).key for argument in overrides if "=" in argument}
     if not confirmed:  # templates and schemas are read when the configuration is made
-        _confirm({name: _nested(step.values) for name, step in given.steps.items()}, typed)
-    pipeline = compose_pipeline(given, Trust.of([file], trusted, overrides))
+        _confirm({name: _nested(step.values) for name, step in values.steps.items()}, typed)
+    pipeline = compose_pipeline(values, Trust.of([file], trusted, overrides))
     if not confirmed:
         _confirm({name: _plain(step.config) for name, step in pipeline.steps.items()}, typed)
     names = list(pipeline.steps)
@@ -86,15 +86,15 @@ def locked_jobs(
 def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
     """Refuse to read what a stranger's file names before the user has said so."""
     left = [
-        (f"{name}.{key}", place)
+        (f"{name}.{key}", path)
         for name, values in steps.items()
-        for key, place in places_read(values)
+        for key, path in places_read(values)
         if not {key, f"{name}.{key}"} & typed
         # Adapters by their names are given all at once.
         and not (key.startswith(f"{_ADAPTERS}.") and {_ADAPTERS, f"{name}.{_ADAPTERS}"} & typed)
     ]
     if left:
-        listed = "".join(f"\n  {key}={place}" for key, place in left)
+        listed = "".join(f"\n  {key}={path}" for key, path in left)
         raise ConfigError(
             f"the lock names places that would be read:{listed}\ngive your own as KEY=PLACE, or "
             "add --yes if these are meant"
@@ -103,15 +103,15 @@ def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by group, of which keys may be full names, and groups the names of choices."""
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")
         if isinstance(value, list) and not name:
-            found[group] = value
+            nested[group] = value
         else:
             below = value if isinstance(value, dict) and not name else {name or "choice": value}
-            found[group] = {**found.get(group, {}), **below}
-    return found
+            nested[group] = {**nested.get(group, {}), **below}
+    return nested
 
 
 def _plain(config: JobConfig) -> dict[str, Any]:
@@ -124,14 +124,14 @@ def _plain(config: JobConfig) -> dict[str, Any]:
 def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What a job reads, by its keys: models, data and files. What comes with batchgen is left
     out."""
-    for group, given in values.items():
+    for group, group_values in values.items():
         if group == "rows":
-            for place, step in enumerate(given if isinstance(given, list) else ()):
-                yield from _places(step, f"{group}[{place}]", _is_place_of_step)
+            for index, step in enumerate(group_values if isinstance(group_values, list) else ()):
+                yield from _places(step, f"{group}[{index}]", _is_place_of_step)
         elif group == "constraint":
-            yield from _places(given, group, _is_place_of_constraint)
+            yield from _places(group_values, group, _is_place_of_constraint)
         elif group not in ("post", "output"):
-            yield from _places(given, group, _is_place)
+            yield from _places(group_values, group, _is_place)
 
 
 def _places(value: Any, key: str, is_place: Any) -> Iterator[tuple[str, str]]:

@@ -60,20 +60,23 @@ def rebuild(jobs: LockedJobs, say: Callable[[str], None]) -> Iterator[RebuiltSte
 def opened(
     config: JobConfig, name: str, proof: StepProof
 ) -> Iterator[tuple[JobConfig, ResolvedJob]]:
-    """A job and what it runs on, if models and data are those of the lock; ConfigError if not."""
+    """A job and what it runs on, if models and data are those of the lock. Raises ConfigError if
+    not."""
     if proof.dataset_rows is not None and config.dataset.kind in ("files", "hub", "demo"):
         # Rows that were added since are not of the set.
         config = replace(config, dataset=replace(config.dataset, limit=proof.dataset_rows))
     parts = resolve_job(config)
     try:
         manifest = job_manifest(config, parts, output_schema(config, parts))
-        found = without_places(manifest.fingerprints)
+        fingerprints = without_places(manifest.fingerprints)
         lines = [
-            f"{what}: {known} in the lock, {found.get(what, 'none')} here"
+            f"{what}: {known} in the lock, {fingerprints.get(what, 'none')} here"
             for what, known in proof.fingerprints.items()
-            if what != _DATASET and not what.startswith(READ_JOB) and found.get(what) != known
+            if what != _DATASET
+            and not what.startswith(READ_JOB)
+            and fingerprints.get(what) != known
         ]
-        lines += _other_data(parts, proof, found.get(_DATASET))
+        lines += _other_data(parts, proof, fingerprints.get(_DATASET))
         if lines:
             raise ConfigError(
                 f"step {name} was made of something else than what is here:\n  "
@@ -112,8 +115,8 @@ def _difference(proof: StepProof, digests: FolderDigests) -> str | None:
     if digests.columns != proof.columns:
         return "it has other columns"
     if (digests.rows, len(digests.files)) != (proof.rows, proof.shards):
-        made = f"{digests.rows:,} rows in {len(digests.files):,} shards"
-        return f"{made}, and {proof.rows:,} rows in {proof.shards:,} shards in the lock"
+        rebuilt = f"{digests.rows:,} rows in {len(digests.files):,} shards"
+        return f"{rebuilt}, and {proof.rows:,} rows in {proof.shards:,} shards in the lock"
     roots = [one.hex() for one in digests.shard_roots]
     different = [str(i) for i, one in enumerate(proof.shard_roots) if one != roots[i]]
     if different:

@@ -127,14 +127,14 @@ class _Pass:
 
     def __init__(self, number: int, job: FinishedRows, choice: SelectionRequest) -> None:
         self._number, self._job = number, job
-        given = {name: getattr(choice, name) for name in ("where", "best", "dedupe", "by")}
+        expressions = {name: getattr(choice, name) for name in ("where", "best", "dedupe", "by")}
         self._of = {
             key: job.columns.expression(f"--{key}", source)
-            for key, source in given.items()
+            for key, source in expressions.items()
             if source is not None
         }
-        own = ("id", "source") if job.is_set else ("error", "row_id", "row_index")
-        self._wanted = job.columns.named(own)
+        left_out = ("id", "source") if job.is_set else ("error", "row_id", "row_index")
+        self._wanted = job.columns.named(left_out)
         for expression in self._of.values():
             self._wanted |= job.columns.read_by(expression)
         self.seen = self.errors = self.passed = 0

@@ -38,8 +38,8 @@ class LocatedRow:
 
 def set_row_name(row: LocatedRow) -> str:
     """How a message names a row, as far as its id was read."""
-    found = row.variables
-    name = found.get("row_id", found.get("id"))
+    variables = row.variables
+    name = variables.get("row_id", variables.get("id"))
     return f"row {row.position} of shard {row.shard}" if name is None else f"row {name!r}"
 
 
@@ -80,8 +80,8 @@ class FinishedRows(FinishedShards):
 
     def group(self, name: str) -> dict[str, Any]:
         """A group of the configuration; empty if there is none."""
-        found = self.config.get(name)
-        return found if isinstance(found, dict) else {}
+        values = self.config.get(name)
+        return values if isinstance(values, dict) else {}
 
     @property
     def digest(self) -> str:
@@ -95,12 +95,12 @@ class FinishedRows(FinishedShards):
         names, graded = self.columns.ordered(wanted)
         parse = row_reader(pa.schema([self.schema.field(name) for name in names]))
         for shard in range(len(self.shards)):
-            place = 0
+            index = 0
             for table, grades in self.tables(shard, names, graded):
-                made = grades.to_pylist() if graded else [{}] * len(table)
-                for fields, one in zip(table.to_pylist(), made, strict=True):
-                    yield LocatedRow(shard, place, self.columns.variables(parse(fields), one))
-                    place += 1
+                grade_rows = grades.to_pylist() if graded else [{}] * len(table)
+                for fields, one in zip(table.to_pylist(), grade_rows, strict=True):
+                    yield LocatedRow(shard, index, self.columns.variables(parse(fields), one))
+                    index += 1
 
 
 def is_set(job_path: str) -> bool:
@@ -132,12 +132,12 @@ def set_facts(path: Path) -> dict[str, Any]:
     if (path / SET_FILE).is_symlink():
         raise ConfigError(f"{path / SET_FILE} is a link, and the files of a set are not")
     try:
-        found: dict[str, Any] = json.loads((path / SET_FILE).read_text(encoding="utf-8"))
-        texts = [found["kind"], found["request"], found.get("text_column", "")]
-        is_known = found["format"] == SET_FORMAT and all(isinstance(one, str) for one in texts)
-        if is_known and all(isinstance(one["path"], str) for one in found["jobs"]):
-            return found
-        why = f"format {found['format']}"
+        facts: dict[str, Any] = json.loads((path / SET_FILE).read_text(encoding="utf-8"))
+        texts = [facts["kind"], facts["request"], facts.get("text_column", "")]
+        is_known = facts["format"] == SET_FORMAT and all(isinstance(one, str) for one in texts)
+        if is_known and all(isinstance(one["path"], str) for one in facts["jobs"]):
+            return facts
+        why = f"format {facts['format']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
     raise JobError(f"{path / SET_FILE} cannot be read ({why}): make the set again")
@@ -151,7 +151,7 @@ def whole_set(path: Path, user_path: str) -> tuple[dict[str, Any], WholeShards]:
     """
     facts = set_facts(path)
     whole = whole_shards(FolderStorage(path), user_path, facts.get("rows"), SET_FILE)
-    if facts.get("digest", found := set_digest(whole)) != found:
+    if facts.get("digest", digest := set_digest(whole)) != digest:
         raise JobError(
             f"{user_path}: its rows are not those that were written: {SET_FILE} says which these "
             "are; make the set again in another folder"

@@ -150,8 +150,10 @@ class FolderPush:
             CommitOperationAdd(file.name, file.source) for file in batch
         ]
         if not batch and complete:
-            own = {file.name for file in self._folder.files(complete=True)}
-            names = [name for name in there if self._folder.has_rows(name) and name not in own]
+            complete_names = {file.name for file in self._folder.files(complete=True)}
+            names = [
+                name for name in there if self._folder.has_rows(name) and name not in complete_names
+            ]
             operations = [CommitOperationDelete(name) for name in names]
         if not operations:
             return False
@@ -172,7 +174,7 @@ class FolderPush:
         self, files: Iterator[LocalFile], there: dict[str, RepoFile]
     ) -> Sequence[LocalFile]:
         """The first files that are not there, with at most SHARDS_IN_COMMIT shards."""
-        found: list[LocalFile] = []
+        missing: list[LocalFile] = []
         shards = 0
         for file in files:
             if self._is_there(file, there.get(file.name)):
@@ -180,8 +182,8 @@ class FolderPush:
             shards += file.name.endswith(".parquet")
             if shards > SHARDS_IN_COMMIT:
                 break
-            found.append(file)
-        return found
+            missing.append(file)
+        return missing
 
     def _is_there(self, file: LocalFile, remote: RepoFile | None) -> bool:
         """Whether the repository has a file with this size and digest."""
@@ -194,11 +196,11 @@ class FolderPush:
     def _sha256(self, file: LocalFile) -> str:
         """The digest of a file, which is computed once as long as the file stays."""
         stat = file.source.stat()
-        stamp, found = self._known.get(file.source, ((0, 0), ""))
+        stamp, digest = self._known.get(file.source, ((0, 0), ""))
         if stamp != (stat.st_mtime_ns, stat.st_size):
-            found = file.sha256()
-            self._known[file.source] = (stat.st_mtime_ns, stat.st_size), found
-        return found
+            digest = file.sha256()
+            self._known[file.source] = (stat.st_mtime_ns, stat.st_size), digest
+        return digest
 
     def _head(self) -> str:
         sha = self._api.repo_info(self._repo, repo_type="dataset").sha
@@ -209,10 +211,10 @@ class FolderPush:
     def _there(self, head: str) -> list[RepoFile]:
         from huggingface_hub.hf_api import RepoFile
 
-        found = self._api.list_repo_tree(
+        entries = self._api.list_repo_tree(
             self._repo, recursive=True, revision=head, repo_type="dataset"
         )
-        return [item for item in found if isinstance(item, RepoFile)]
+        return [item for item in entries if isinstance(item, RepoFile)]
 
     def _patiently(self, work: Callable[[], _T]) -> _T:
         """Do something that may be tried again from its beginning."""
@@ -249,13 +251,13 @@ def _status(error: Exception) -> tuple[int | None, float | None]:
     seconds; None without one."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, HfHubHTTPError):
-        found = found.__cause__
-    if found is None or found.response is None:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HfHubHTTPError):
+        cause = cause.__cause__
+    if cause is None or cause.response is None:
         return None, None
-    after = found.response.headers.get("Retry-After", "")
-    return found.response.status_code, float(after) if after.isdigit() else None
+    after = cause.response.headers.get("Retry-After", "")
+    return cause.response.status_code, float(after) if after.isdigit() else None
 
 
 def _said(error: Exception) -> str:

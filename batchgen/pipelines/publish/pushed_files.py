@@ -103,8 +103,8 @@ class PushedFolder:
         """
         if complete and self._reader is not None:
             self._reader.check()
-        beside = () if self._reader is None else _BESIDE
-        for name in (CARD, self.identity_file, *beside):
+        extras = () if self._reader is None else _BESIDE
+        for name in (CARD, self.identity_file, *extras):
             if (self.path / name).is_file():
                 yield LocalFile(name, self.path / name)
         folders = ("data", GRADES) if complete else ("data",)
@@ -122,9 +122,9 @@ class PushedFolder:
         line each; none where they are the same, or these have grown out of them."""
         try:
             if self._reader is None:
-                own, other = set_facts(self.path), json.loads(there)
-                keys = [key for key in ("request", "digest") if own.get(key) != other.get(key)]
-                return [f"{key}: {other.get(key)} → {own.get(key)}" for key in keys]
+                here, other = set_facts(self.path), json.loads(there)
+                keys = [key for key in ("request", "digest") if here.get(key) != other.get(key)]
+                return [f"{key}: {other.get(key)} → {here.get(key)}" for key in keys]
             manifest = written_manifest(self._reader.storage)
             assert manifest is not None
             return Manifest.parse(there, self.identity_file).differences(manifest, manifest.digests)

@@ -53,18 +53,18 @@ def select(
     ]
     schema = set_schema(jobs, taken)
     lineage = [job_lineage(job) for job in jobs]
-    asked = {**asdict(choice), "columns": columns, "text_as": text_as}
-    request = request_digest({"asked": asked, "jobs": [one["digest"] for one in lineage]})
+    wanted_set = {**asdict(choice), "columns": columns, "text_as": text_as}
+    request = request_digest({"asked": wanted_set, "jobs": [one["digest"] for one in lineage]})
     if is_there(out, request):
         return Selected(0, (), is_new=False)
-    places, funnel = choose(jobs, choice)
-    if not len(places):
+    order, funnel = choose(jobs, choice)
+    if not len(order):
         raise ConfigError("\n".join(["no row is left:", *funnel.lines()]))
     facts = {
         "format": SET_FORMAT,
         "kind": "rows",
         "request": request,
-        "asked": asked,
+        "asked": wanted_set,
         "text_column": text_as,
         "funnel": funnel.steps,
         "jobs": lineage,
@@ -77,7 +77,7 @@ def select(
         )
         return set_card(out, request, about, lineage, funnel.steps, schema)
 
-    rows = write_folder(out, schema, set_tables(jobs, taken, places, schema), facts, card)
+    rows = write_folder(out, schema, set_tables(jobs, taken, order, schema), facts, card)
     return Selected(rows, funnel.steps, is_new=True)
 
 

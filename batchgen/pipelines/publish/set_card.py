@@ -19,12 +19,12 @@ _NOT_KEPT = ("row_digests", "history")
 
 def job_lineage(job: FinishedRows) -> dict[str, Any]:
     """What a folder remembers of a job, or of a set, that its rows came from."""
-    found: dict[str, Any] = {"path": job.user_path, "digest": job.digest}
+    lineage: dict[str, Any] = {"path": job.user_path, "digest": job.digest}
     if job.facts is not None:
-        return {**found, "set": dict(job.facts)}
+        return {**lineage, "set": dict(job.facts)}
     manifest = {key: value for key, value in job.manifest.items() if key not in _NOT_KEPT}
     config = {key: job.config[key] for key in _GROUPS if job.config.get(key)}
-    return {**found, "config": config, "manifest": manifest}
+    return {**lineage, "config": config, "manifest": manifest}
 
 
 def set_card(
@@ -73,8 +73,8 @@ def lineage_lines(lineage: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
+    values = config.get(name)
+    return values if isinstance(values, dict) else {}
 
 
 def column_lines(schema: pa.Schema) -> Sequence[str]:

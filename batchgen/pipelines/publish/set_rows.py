@@ -45,9 +45,9 @@ class SetColumns:
 
     def fields(self, job: FinishedRows) -> list[pa.Field]:
         """The fields of the set that this job fills."""
-        found = [job.schema.field(old).with_name(new) for new, old in self.data.items()]
-        made = self.grades.items()
-        return found + [job.grade_schema.field(old).with_name(new) for new, old in made]
+        fields = [job.schema.field(old).with_name(new) for new, old in self.data.items()]
+        graded = self.grades.items()
+        return fields + [job.grade_schema.field(old).with_name(new) for new, old in graded]
 
     @property
     def wanted(self) -> Wanted:
@@ -93,29 +93,29 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
     rows, grades = job.schema.names, job.columns.grades
     if named is None:
         text = rows.index(job.text_column)
-        own = [
+        defaults = [
             field.name
-            for place, field in enumerate(job.schema)
-            if (field.metadata or {}).get(b"meaning") == AS_GIVEN or len(ROW_KEYS) <= place < text
+            for index, field in enumerate(job.schema)
+            if (field.metadata or {}).get(b"meaning") == AS_GIVEN or len(ROW_KEYS) <= index < text
         ]
-        return [*((n, False) for n in (*own, job.text_column)), *((n, True) for n in grades)]
-    found = []
+        return [*((n, False) for n in (*defaults, job.text_column)), *((n, True) for n in grades)]
+    chosen = []
     for name in named:
         bare = name.removeprefix("grades.")
         if name in rows:
-            found.append((name, False))
+            chosen.append((name, False))
         elif bare in grades:
-            found.append((bare, True))
+            chosen.append((bare, True))
         else:
             raise ConfigError(
                 f"--columns: {job.user_path} has no column {name!r}: choose among "
                 f"{some_names(job.columns.names, name)}"
             )
-    return found
+    return chosen
 
 
 def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> pa.Schema:
-    """The schema of a set; ConfigError if a column has different types in two jobs."""
+    """The schema of a set. Raises ConfigError if a column has different types in two jobs."""
     fields: dict[str, pa.Field] = {
         ID: pa.field(ID, pa.string(), metadata={"meaning": "row and sample of the job"})
     }
@@ -173,9 +173,9 @@ class _Bucket:
         """All rows, in the order of their ranks."""
         self._writer.close()
         with pa.ipc.open_stream(str(self._path)) as reader:
-            found = reader.read_all()
+            table = reader.read_all()
         self._path.unlink()
-        return found.take(pa.array(np.argsort(np.concatenate(self.ranks))))
+        return table.take(pa.array(np.argsort(np.concatenate(self.ranks))))
 
 
 def _found(
@@ -201,16 +201,16 @@ def _table(batch: pa.Table, grades: pa.Table, taken: SetColumns, schema: pa.Sche
     """Rows of a job as rows of the set."""
     ids = batch["row_id"].to_pylist()
     samples = batch["sample_index"].to_pylist()
-    found: dict[str, Any] = {new: batch[old] for new, old in taken.data.items()}
-    found |= {new: grades[old] for new, old in taken.grades.items()}
+    columns: dict[str, Any] = {new: batch[old] for new, old in taken.data.items()}
+    columns |= {new: grades[old] for new, old in taken.grades.items()}
     ends = [""] * len(ids) if taken.one_of_a_row else [f"#{sample}" for sample in samples]
     pairs = zip(ids, ends, strict=True)
-    found[ID] = pa.array([f"{taken.prefix}{row}{end}" for row, end in pairs])
+    columns[ID] = pa.array([f"{taken.prefix}{row}{end}" for row, end in pairs])
     if taken.has_source:
         parts = [pa.array([taken.name] * len(ids)), pa.array(ids), pa.array(samples, pa.int32())]
-        found[SOURCE] = pa.StructArray.from_arrays(parts, fields=list(SOURCE_TYPE))
+        columns[SOURCE] = pa.StructArray.from_arrays(parts, fields=list(SOURCE_TYPE))
     arrays = [
-        found[field.name] if field.name in found else pa.nulls(len(ids), field.type)
+        columns[field.name] if field.name in columns else pa.nulls(len(ids), field.type)
         for field in schema
     ]
     return pa.table(arrays, schema=schema)

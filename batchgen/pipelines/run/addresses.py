@@ -1,8 +1,8 @@
 """The address of a step: a digest of all that decides its rows.
 
-Two versions of a step have one address if they differ in what may grow alone, such as the number of
-rows, or where files lie. Whatever else changes in a step moves its address, and those of all steps
-behind it.
+Versions of a step keep one address as long as they differ only in keys by which finished rows stay
+valid, such as the number of rows, or in where files lie. Any other change of a step changes its
+address, and those of all steps that read it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchgen.util.fingerprint import fingerprint_text
 
 _LENGTH = 10
 Prints = Mapping[str, str]
-"""Digests of the models of a step and of what goes with them, by name."""
+"""Fingerprints of the models of a step, and of files that belong to them, by name."""
 
 
 def addresses(
@@ -29,25 +29,26 @@ def addresses(
     prints: Mapping[str, Prints],
     edition: Callable[[str, str], int] = lambda name, base: 0,
 ) -> dict[str, tuple[str, Version]]:
-    """Address and version of each step.
+    """The address and the version of each step, by its name.
 
     Args:
-        steps: in topological order.
-        edition: how often a step's data have changed under the same base address.
+        steps: the steps, each behind those that it reads.
+        prints: the fingerprints of each step's models.
+        edition: returns, for a step and its base address, how often its data have changed under it.
     """
-    found: dict[str, tuple[str, Version]] = {}
+    results: dict[str, tuple[str, Version]] = {}
     for name, step in steps.items():
-        parents = {other: found[other][0] for other in step.reads}
-        read = [[other, at, _decides_answers(steps[other])] for other, at in parents.items()]
-        base = _digest([_decides_rows(step, prints[name]), read])
+        parents = {other: results[other][0] for other in step.reads}
+        inputs = [[other, at, _decides_answers(steps[other])] for other, at in parents.items()]
+        base = _digest([_decides_rows(step, prints[name]), inputs])
         number = edition(name, base)
         address = _digest([base, number]) if number else base
-        found[name] = address, Version(base, number, parents)
-    return found
+        results[name] = address, Version(base, number, parents)
+    return results
 
 
 def _decides_rows(step: PipelineStep, prints: Prints) -> Any:
-    """What decides the rows of a step, besides those that it reads."""
+    """All that decides the rows of a step, except the steps that it reads."""
     # Other steps go by their names: where they lie decides nothing.
     config = step.within({name: name for name in [step.name, *step.reads]})
     models = [name for name in prints if name.endswith("_model")]
@@ -58,18 +59,18 @@ def _decides_rows(step: PipelineStep, prints: Prints) -> Any:
 
 
 def _decides_answers(step: PipelineStep) -> Any:
-    """What decides which answers a step shows to its readers, and is no part of its address: more
-    samples come between others, and other grades choose other rows."""
+    """The settings of a step that do not decide its rows, and so are no part of its address, but
+    change what the steps that read it get: the number of samples, and the grades."""
     groups = _resolved(step.config)
     sampling = {key: groups["sampling"][key] for key in ("n", "until")}
-    if sampling["until"]:  # a key at its default is part of nothing
+    if sampling["until"]:  # keys at their defaults do not count
         kept = {key: value for key, value in sampling["until"].items() if value is not None}
         sampling["until"] = kept
     return [{key: value for key, value in sampling.items() if value}, groups["post"]]
 
 
 def _resolved(config: JobConfig) -> dict[str, Any]:
-    """All keys, with classes under names that give one address in all versions."""
+    """All keys of a configuration, with names of classes that stay the same in later versions."""
     return with_lasting_names(resolved(config))
 
 

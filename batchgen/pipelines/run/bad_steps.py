@@ -50,11 +50,11 @@ class ErrorWatch:
 
     def _message(self, rows: int, errors: pa.Table) -> str:
         types = Counter(pc.struct_field(errors["error"], "type").to_pylist())
-        found = ", ".join(f"{name} {count:,}" for name, count in types.most_common())
+        counts = ", ".join(f"{name} {count:,}" for name, count in types.most_common())
         lines = [
             f"step {self._step}: {errors.num_rows:,} of the first {counted(rows, 'answer')} are "
             f"errors ({errors.num_rows / rows:.0%}), more than {MOST_ERRORS}={self._most:g} "
-            f"allows: {found}"
+            f"allows: {counts}"
         ]
         for row in errors.slice(0, _EXAMPLES).to_pylist():
             name = row_name(row["row_id"], row["sample_index"])

@@ -1,7 +1,8 @@
 """The key `judge` of a step: a model that judges the answers of another step.
 
-It stands for the keys of a job, which the step may replace: the prompt, what the judge may write,
-and the `post` steps that read it. `--cfg job` shows them.
+The key is short for several keys of a job: the prompt of the judge, the constraint on what the
+judge may write, and the `post` steps that read it. The step may set these keys itself, too, which
+replaces them; `--cfg job` shows all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _FOLDER = Path(__file__).with_name("judges")
 _RESPONSE, _OTHER, _ORDER = "response", "other_response", "order"
 _ORDERS = ("ab", "ba")
 _SOURCE = "source"
-"""The column that says of which answer a row is made."""
+"""The column with the origin of a row: the answer of another step that it is made of."""
 _KEYS = ("scale", "template", "question", "target", "low", "high")
 _MOST_NUMBERS = 100
 
@@ -29,11 +30,15 @@ class _Template:
     """A ready prompt of a judge.
 
     Attributes:
-        question, target: the columns that it reads where the step says nothing; no target is
-            shown if there is none.
-        marks: the verdicts that there are.
-        pattern: where the verdict stands; null for a judge who may write nothing else.
-        tokens: how long the judge may write.
+        scale: what the judge says: a verdict (choice), a number (score) or which of two is better
+            (pair).
+        question: the column of the question, unless the step names another one.
+        target: the column of the right answer, unless the step names another one; None if the
+            judge sees no right answer.
+        marks: the mark of each verdict; None if the judge writes a number.
+        pattern: the regular expression whose group is the verdict; None for a judge that may write
+            nothing but the verdict.
+        tokens: the most tokens that the judge may write.
     """
 
     scale: str
@@ -62,35 +67,37 @@ _TEMPLATES: Mapping[str, _Template] = {
 of centerforaisafety/hle, hle_eval/run_judge_results.py (commit 7b6be5a, MIT). The others are
 batchgen's own."""
 _SCALES = {"choice": "match", "score": "score", "pair": "pair"}
-"""Scale → the template that is taken where none is given."""
+"""Scale → its template, unless the step names one."""
 
 
 def judge_values(value: Any, parents: tuple[str, ...], start: str) -> dict[str, Any]:
-    """The keys of a job that `judge` stands for.
+    """The keys of a job that `judge` is short for, as a nested mapping.
 
     Args:
+        value: what the step has under `judge`.
         parents: the steps whose answers are judged.
-        start: where the key stands, for messages.
+        start: the path of the key for messages, as `steps.NAME.judge`.
 
     Raises:
-        ConfigError: it is no mapping of known keys, or does not fit the steps that are judged.
+        ConfigError: the value is no mapping of known keys, or does not fit the number of parents.
     """
     if not isinstance(value, Mapping):
         raise ConfigError(f"{start} must be a mapping, such as {{template: simpleqa}}")
     for key in value:
         if key not in _KEYS:
             guess = nearest(str(key), _KEYS)
-            said = f"did you mean {guess}?" if guess else f"there are {', '.join(_KEYS)}"
-            raise ConfigError(f"{start}.{key}: there is no such key: {said}")
+            hint = f"did you mean {guess}?" if guess else f"there are {', '.join(_KEYS)}"
+            raise ConfigError(f"{start}.{key}: there is no such key: {hint}")
     name, template = _template(value, start)
-    wanted = 2 if template.scale == "pair" else 1
-    if len(parents) != wanted:
-        steps = "two steps whose answers are compared" if wanted == 2 else "the step that is judged"
+    number = 2 if template.scale == "pair" else 1
+    if len(parents) != number:
+        steps = "two steps whose answers are compared" if number == 2 else "the step that is judged"
         raise ConfigError(f"{start}: from must name {steps}")
     return _values(name, template, value, parents, start)
 
 
 def _template(values: Mapping[str, Any], start: str) -> tuple[str, _Template]:
+    """The name and the template that the keys `template` and `scale` choose."""
     scale = values.get("scale")
     if scale is not None and scale not in _SCALES:
         raise ConfigError(f"{start}.scale must be among {', '.join(_SCALES)}: {scale!r:.40}")
@@ -115,13 +122,14 @@ def _values(
     parents: tuple[str, ...],
     start: str,
 ) -> dict[str, Any]:
+    """The keys of a job for a judge with this template; `options` is the value of `judge`."""
     low, high = _bounds(template, options, start)
-    names = {"asked": str(options.get("question", template.question))}
+    columns = {"asked": str(options.get("question", template.question))}
     if "target" in options and template.target is None:
         raise ConfigError(f"{start}.target: the template {name} shows no right answer")
     if template.target is not None:
-        names["wanted"] = str(options.get("target", template.target))
-    sets = [f"{{%- set {ours} = row[{column!r}] %}}" for ours, column in names.items()]
+        columns["wanted"] = str(options.get("target", template.target))
+    sets = [f"{{%- set {key} = row[{column!r}] %}}" for key, column in columns.items()]
     sets.append(_answers(template))
     if template.scale == "score":
         sets.append(f"{{%- set low, high = {low}, {high} %}}")
@@ -137,11 +145,11 @@ def _values(
         values["constraint"] = {"choice": "choice", "choices": choices, "scores": True}
     values["post"] = _post(template, choices, low, high)
     if template.scale == "pair":
-        columns = {"text": _OTHER}
+        other = {"text": _OTHER}
         values["score"] = {"cluster": _SOURCE}  # both orders of a pair are one question
         on = {"row_id": "answer_id"}
         values["rows"] = [
-            {"Join": {"from": parents[1], "on": on, "columns": columns, "missing": "drop"}},
+            {"Join": {"from": parents[1], "on": on, "columns": other, "missing": "drop"}},
             {"Cross": {_ORDER: [*_ORDERS]}},
         ]
     return values
@@ -158,7 +166,8 @@ def _bounds(template: _Template, values: Mapping[str, Any], start: str) -> tuple
 
 
 def _answers(template: _Template) -> str:
-    """The variables of the answers that are judged, behind their reasoning."""
+    """The Jinja statements that set variables to the answers that are judged, without the reasoning
+    before them: `given`, or `first` and `second` in the order of the row."""
     behind = ".rpartition('</think>')[2].strip()"
     if template.scale != "pair":
         return f"{{%- set given = {_RESPONSE}{behind} %}}"

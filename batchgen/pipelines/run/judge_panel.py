@@ -87,15 +87,15 @@ def panel_steps(
             f"{start}.{MODELS} must name two models or more, as a list or as {{name: model}} (one: "
             "model.path)"
         )
-    own = options.get(_MODEL, {})
-    if "model.path" in options or not isinstance(own, Mapping) or "path" in own:
+    model_values = options.get(_MODEL, {})
+    if "model.path" in options or not isinstance(model_values, Mapping) or "path" in model_values:
         raise ConfigError(f"{start}.{MODELS} names the models: leave out model.path")
     if "post" in options:
         raise ConfigError(
             f"{start}.{MODELS}: the marks of all judges are read in one way, by their template: "
             "leave out post, and grade the steps of the judges afterwards"
         )
-    found: dict[str, tuple[dict[str, Any], Panel | None]] = {}
+    by_name: dict[str, tuple[dict[str, Any], Panel | None]] = {}
     steps: dict[str, str] = {}
     alone = {key: value for key, value in judge.items() if key != MODELS}
     for judge_name, model in models.items():
@@ -104,14 +104,18 @@ def panel_steps(
                 f"{start}.{MODELS}: {judge_name!r:.40} is no name of a judge: up to 20 letters, "
                 "digits and _, the first one a letter"
             )
-        values = {**options, JUDGE: alone, _MODEL: {**own, **_model(model, f"{start}.{MODELS}")}}
+        values = {
+            **options,
+            JUDGE: alone,
+            _MODEL: {**model_values, **_model(model, f"{start}.{MODELS}")},
+        }
         is_last = len(steps) == len(models) - 1
         panel = Panel(steps, judge_name) if is_last else None
         step = name if is_last else f"{name}_{judge_name}"
-        found[step] = values, panel
+        by_name[step] = values, panel
         if not is_last:
             steps[judge_name] = step
-    return found
+    return by_name
 
 
 def check_panel(name: str, judges: Mapping[str, SamplingConfig]) -> None:

@@ -70,9 +70,9 @@ def _made(one: Export, source: str, record: ExportRecord) -> str:
     new = path.with_name(f".{path.name}.new.tmp")
     try:
         done = _write(one, rows, path, new)
-        made = content_digest(new)
-        assert made is not None
-        digests = (made,) if there is None else (made, there)
+        digest = content_digest(new)
+        assert digest is not None
+        digests = (digest,) if there is None else (digest, there)
         of = source.rpartition("/")[2]
         record.write(one.out, MadeExport(request, digests, of, export_settings(one)))
         if path.is_dir():
@@ -100,8 +100,8 @@ def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:
         from batchgen.pipelines.publish.pushed_files import PushedFolder
 
         is_step = one.source in opened.pipeline.steps
-        place = Path(opened.pipeline.out) / EXPORTS / one.source
-        folder = PushedFolder(opened.folder(one.source) if is_step else str(place))
+        set_folder = Path(opened.pipeline.out) / EXPORTS / one.source
+        folder = PushedFolder(opened.folder(one.source) if is_step else str(set_folder))
         push = FolderPush(folder, one.repo, private=one.private, say=say)
         push.push(complete=True)
         done = f"{push.pushed:,} files pushed" if push.pushed else "all files are there already"
@@ -153,7 +153,7 @@ def refuse_wrong_exports(opened: OpenPipeline) -> None:
 def _promised_rows(opened: OpenPipeline) -> dict[str, PromisedRows]:
     """What is known of the rows of the steps before these run. A step that cannot be opened yet is
     left out, with those that read it: what is wrong there is said when it is opened."""
-    found: dict[str, PromisedRows] = {}
+    promised: dict[str, PromisedRows] = {}
     promises: dict[str, Promise] = {}
     steps, needed = opened.pipeline.steps, {one.step for one in opened.pipeline.exports}
     for name in [*steps][::-1]:  # each comes behind what it reads
@@ -163,10 +163,10 @@ def _promised_rows(opened: OpenPipeline) -> dict[str, PromisedRows]:
             continue
         try:
             with redirect_stderr(StringIO()):  # it is said again when the step runs
-                found[name] = _of_step(opened, name, promises)
+                promised[name] = _of_step(opened, name, promises)
         except (ConfigError, JobError):
             continue
-    return found
+    return promised
 
 
 def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> PromisedRows:
@@ -180,15 +180,15 @@ def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> P
             raise ConfigError(f"nothing is known of {step.parents[0]}")
     job = replace(config, dataset=data)
     if step.tables:  # their rows are not there, nor the columns that prompts show
-        for place in step.tables:
-            columns = config.rows[place].options.get("columns") or ()
+        for index in step.tables:
+            columns = config.rows[index].options.get("columns") or ()
             more += columns.values() if isinstance(columns, Mapping) else columns
-        kept = [one for place, one in enumerate(config.rows) if place not in step.tables]
+        kept = [one for index, one in enumerate(config.rows) if index not in step.tables]
         job = replace(job, rows=tuple(kept), prompt=TextPromptConfig(text="-", constant=True))
-    made = open_job(job, promises).with_fingerprints()
-    schema = output_schema(job, made)
+    with_prints = open_job(job, promises).with_fingerprints()
+    schema = output_schema(job, with_prints)
     folder = opened.folder(name)
-    promise = Promise.of(job, job_manifest(job, made, schema), schema.arrow)
+    promise = Promise.of(job, job_manifest(job, with_prints, schema), schema.arrow)
     promises[folder] = promise
     followed = FollowedJob(Path(folder), name, promise)
     return PromisedRows(f"step {name}", followed, resolved(config), more)

@@ -38,8 +38,8 @@ class OpenPipeline:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Find the addresses. Nothing is written; ConfigError for a mistake in a model, or a folder
-        that is not a pipeline's."""
+        """Find the addresses. Nothing is written. Raises ConfigError for a mistake in a model, or a
+        folder that is not a pipeline's."""
         self.pipeline = pipeline
         self._prints = _prints(pipeline)
         self._storage = open_storage(pipeline.out, WorkersConfig())
@@ -59,8 +59,8 @@ class OpenPipeline:
     @property
     def address(self) -> Mapping[str, str]:
         """The current address of each step."""
-        found = {name: self.record.steps[name].current for name in self.pipeline.steps}
-        return {name: at for name, at in found.items() if at is not None}
+        current = {name: self.record.steps[name].current for name in self.pipeline.steps}
+        return {name: at for name, at in current.items() if at is not None}
 
     def engine_of(self, name: str) -> str:
         """What the engine of a step is made of: steps with the same can share one."""
@@ -96,11 +96,11 @@ class OpenPipeline:
         sharing = [
             other for other in steps if other != name and steps[other].config.budget == budget
         ]
-        found: list[Mapping[str, Any]] = []
+        attempts: list[Mapping[str, Any]] = []
         for other in sharing if budget.limits else ():
             content = self._storage.read(self._storage.path / self.record.current[other] / METRICS)
-            found += [] if content is None else json.loads(content)["attempts"]
-        return found
+            attempts += [] if content is None else json.loads(content)["attempts"]
+        return attempts
 
     def _is_begun(self, folder: str) -> bool:
         """Whether one of the folders of steps is there."""
@@ -150,12 +150,12 @@ class OpenPipeline:
             of_base = [version.edition for version in known if version.base == base]
             return max([*of_base, self._newer.get((name, base), 0)], default=0)
 
-        found = addresses(self.pipeline.steps, self._prints, edition)
+        settled = addresses(self.pipeline.steps, self._prints, edition)
         steps = {}
-        for name, (address, version) in found.items():
+        for name, (address, version) in settled.items():
             known = dict(before[name].versions) if name in before else {}
             steps[name] = StepVersions(address, {**known, address: known.get(address, version)})
-        gone = {name: one for name, one in before.items() if name not in found}
+        gone = {name: one for name, one in before.items() if name not in settled}
         return PipelineRecord(
             {**steps, **{name: StepVersions(None, one.versions) for name, one in gone.items()}}
         )
@@ -174,7 +174,7 @@ class OpenPipeline:
 def _prints(pipeline: Pipeline) -> dict[str, Prints]:
     """What the models of each step come to; steps with equal models ask once."""
     known: dict[str, Prints] = {}
-    found = {}
+    prints = {}
     for name, step in pipeline.steps.items():
         config = step.config
         key = repr((config.model, config.strategy, config.engine, config.constraint))
@@ -183,8 +183,8 @@ def _prints(pipeline: Pipeline) -> dict[str, Prints]:
                 known[key] = answers_depend_on(config)
             except ConfigError as error:
                 raise ConfigError(f"step {name}: {error}") from None
-        found[name] = known[key]
-    return found
+        prints[name] = known[key]
+    return prints
 
 
 def _refuse_foreign(display_name: str, names: list[str]) -> None:

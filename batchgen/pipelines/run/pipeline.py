@@ -64,10 +64,10 @@ class PipelineStep:
             paths = tuple(folders[name] for name in self.parents)
             data = replace(data, path=paths[0] if len(paths) == 1 else paths)
         rows = [
-            replace(step, options={**step.options, _PATH: folders[self.tables[place]]})
-            if place in self.tables
+            replace(step, options={**step.options, _PATH: folders[self.tables[index]]})
+            if index in self.tables
             else step
-            for place, step in enumerate(config.rows)
+            for index, step in enumerate(config.rows)
         ]
         output = replace(config.output, dir=folders[self.name])
         return replace(config, dataset=data, rows=tuple(rows), output=output)
@@ -85,9 +85,9 @@ class PipelineStep:
             }
         if self.waits:
             groups[AFTER] = COMPLETE
-        for place, name in self.tables.items():
-            (short,) = [key for key in groups["rows"][place] if key != "_target_"][:1]
-            options = groups["rows"][place]
+        for index, name in self.tables.items():
+            (short,) = [key for key in groups["rows"][index] if key != "_target_"][:1]
+            options = groups["rows"][index]
             options = options[short] if isinstance(options.get(short), dict) else options
             del options[_PATH]
             options[FROM] = name
@@ -126,8 +126,8 @@ class Pipeline:
 def compose_pipeline(
     pipeline: PipelineValues, trust: Trust, folders: Sequence[Path] = ()
 ) -> Pipeline:
-    """The pipeline with all its jobs checked; ConfigError for a mistake in one of them, or in what
-    they read of each other. `folders` have further choices."""
+    """The pipeline with all its jobs checked. Raises ConfigError for a mistake in one of them, or
+    in what they read of each other. `folders` have further choices."""
     out = user_folder(pipeline.out, "output.dir")
     steps = {}
     for name, step in pipeline.steps.items():
@@ -139,10 +139,10 @@ def compose_pipeline(
     for name, judges in pipeline.panels.items():
         check_panel(name, {one: steps[one].config.sampling for one in judges})
     ordered = {name: steps[name] for name in in_order({n: s.reads for n, s in steps.items()})}
-    most = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
-    most_errors = convert(most, float, MOST_ERRORS)
+    limit = pipeline.keys.get(MOST_ERRORS, _MOST_ERRORS)
+    most_errors = convert(limit, float, MOST_ERRORS)
     if not 0 <= most_errors <= 1:
-        raise ConfigError(f"{MOST_ERRORS} must be a share from 0 to 1, got {most}")
+        raise ConfigError(f"{MOST_ERRORS} must be a share from 0 to 1, got {limit}")
     exports = read_exports(pipeline, ordered)
     pushes = read_pushes(pipeline, ordered, exports, trust)
     return Pipeline(out, ordered, exports, pushes, most_errors)
@@ -151,18 +151,18 @@ def compose_pipeline(
 def in_order(reads: Mapping[str, Sequence[str]]) -> list[str]:
     """The steps so that each comes behind those that it reads, and otherwise as they are given;
     ConfigError for a circle."""
-    found: list[str] = []
+    ordered: list[str] = []
     left = dict(reads)
     while left:
-        free = next((n for n, others in left.items() if set(others) <= set(found)), None)
+        free = next((n for n, others in left.items() if set(others) <= set(ordered)), None)
         if free is None:
             raise ConfigError(
                 f"steps read each other in a circle: {' → '.join(_circle(left))}: leave out one "
                 f"{FROM}"
             )
-        found.append(free)
+        ordered.append(free)
         del left[free]
-    return found
+    return ordered
 
 
 def _circle(left: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -186,12 +186,12 @@ def _composed(
         paths = [f"{out}/{parent}" for parent in source.parents]
         groups["dataset"][_PATH] = paths[0] if len(paths) == 1 else paths
     tables = {}
-    for place, step in enumerate(groups.get("rows") or ()):
+    for index, step in enumerate(groups.get("rows") or ()):
         if isinstance(options := _options(step), dict) and FROM in options:
-            at = f"rows[{place}]"
+            at = f"rows[{index}]"
             if _PATH in options:
                 raise ConfigError(f"{at}: {FROM} names a step, and path a folder: give one of them")
-            tables[place] = name = options.pop(FROM)
+            tables[index] = name = options.pop(FROM)
             _refuse_unknown(name, pipeline, f"{at}.{FROM}")
             options[_PATH] = f"{out}/{name}"
     if isinstance(sampling := groups.get("sampling"), dict):

@@ -43,13 +43,13 @@ def ready_pipeline(
     name: str, folders: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What `read_job_file` returns, of a pipeline that comes with batchgen or lies in one of the
-    user's folders; ConfigError if there is none of this name."""
+    user's folders. Raises ConfigError if there is none of this name."""
     known = choices(PIPELINE, folders)
     if name not in known:
         guess = nearest(name, known)
-        said = f"did you mean {guess}?" if guess else f"choose among {', '.join(known)}"
+        hint = f"did you mean {guess}?" if guess else f"choose among {', '.join(known)}"
         raise ConfigError(
-            f"{PIPELINE}={name}: there is no such pipeline: {said} (a file of your own is given "
+            f"{PIPELINE}={name}: there is no such pipeline: {hint} (a file of your own is given "
             "without the key: batchgen FILE.yaml)"
         )
     for folder in folders:
@@ -64,15 +64,15 @@ def read_pipeline(
     overrides: Sequence[str],
     reserved: Collection[str] = (),
 ) -> PipelineValues:
-    """Sort what a file and arguments say; ConfigError for what no step can be.
+    """Sort what a file and arguments say. Raises ConfigError for what no step can be.
 
     Args:
         reserved: names that no step may have, besides those of groups and keys.
     """
     defaults = {key: value for key, value in values.items() if key not in (STEPS, *KEYS)}
     common = _flat(defaults, locations, "")
-    given = values[STEPS]
-    if not isinstance(given, dict) or not given:
+    steps = values[STEPS]
+    if not isinstance(steps, dict) or not steps:
         raise ConfigError(f"{locations.get(STEPS, STEPS)}: give each step by its name and its keys")
     taken = {
         *GROUPS,
@@ -86,14 +86,14 @@ def read_pipeline(
         *KEYS,
         *reserved,
     }
-    for name in given:
+    for name in steps:
         _check_name(name, locations, taken)
     out = [common.pop(DIR)] if DIR in common else []
     pipeline = PipelineValues(
         {}, "", {key: values[key] for key in KEYS if key in values}, locations
     )
-    for name, step in given.items():
-        _add_steps(pipeline, name, step, common, given)
+    for name, step in steps.items():
+        _add_steps(pipeline, name, step, common, steps)
     for argument in overrides:
         if argument.partition("=")[0].lstrip("+") == DIR:
             out.append(parse_override(argument).value())
@@ -132,13 +132,13 @@ def _add_steps(
     if not isinstance(judge, dict) or MODELS not in judge:
         pipeline.steps[name] = _step(name, value, common, locations)
         return
-    found = panel_steps(name, value, locations.get(f"{prefix}.{JUDGE}", f"{prefix}.{JUDGE}"))
-    for one, (values, panel) in found.items():
+    expanded = panel_steps(name, value, locations.get(f"{prefix}.{JUDGE}", f"{prefix}.{JUDGE}"))
+    for one, (values, panel) in expanded.items():
         if one != name:
             _check_name(one, locations, others)
         step = _step(name, values, common, locations, panel)
         pipeline.steps[one] = replace(step, name=one)
-    pipeline.panels[name] = [*found]
+    pipeline.panels[name] = [*expanded]
 
 
 def _step(
@@ -155,31 +155,33 @@ def _step(
     parents = _parents(values.pop(FROM, ()), locations.get(prefix + FROM, prefix + FROM))
     judged = values.pop(JUDGE, None)
     waits = _waits(values.pop(AFTER, None), parents, locations.get(prefix + AFTER, prefix + AFTER))
-    own = _flat(values, locations, prefix)
+    flat_values = _flat(values, locations, prefix)
     if judged is not None:
-        own, parents = _with_judge(
-            own, judged, parents, locations.get(prefix + JUDGE, prefix + JUDGE)
+        flat_values, parents = _with_judge(
+            flat_values, judged, parents, locations.get(prefix + JUDGE, prefix + JUDGE)
         )
-        own = own if panel is None else panel.values(own)
-    if DIR in own:
+        flat_values = flat_values if panel is None else panel.values(flat_values)
+    if DIR in flat_values:
         raise ConfigError(
             f"{locations.get(prefix + DIR, prefix + DIR)}: a step writes into a folder below the "
             f"pipeline's: leave it out, and give {DIR} above steps"
         )
-    if parents and ("dataset.path" in own or own.get("dataset", "job") != "job"):
-        key = "dataset.path" if "dataset.path" in own else "dataset"
+    if parents and ("dataset.path" in flat_values or flat_values.get("dataset", "job") != "job"):
+        key = "dataset.path" if "dataset.path" in flat_values else "dataset"
         raise ConfigError(
             f"{locations.get(prefix + key, prefix + key)}: the step has rows {FROM} {parents[0]}: "
             f"leave out {FROM} or {key}"
         )
-    whole = {key for key in own if key in GROUPS}
+    whole = {key for key in flat_values if key in GROUPS}
     if parents:
         whole.add("dataset")
-        own["dataset"] = "job"
+        flat_values["dataset"] = "job"
     kept = {key: value for key, value in common.items() if key.partition(".")[0] not in whole}
-    of_file = {key: place for key, place in locations.items() if not key.startswith(f"{STEPS}.")}
+    of_file = {
+        key: location for key, location in locations.items() if not key.startswith(f"{STEPS}.")
+    }
     of_step = {k.removeprefix(prefix): v for k, v in locations.items() if k.startswith(prefix)}
-    return GivenStep(name, parents, {**kept, **own}, {**of_file, **of_step}, waits)
+    return GivenStep(name, parents, {**kept, **flat_values}, {**of_file, **of_step}, waits)
 
 
 def _with_judge(
@@ -219,12 +221,12 @@ def _waits(value: Any, parents: tuple[str, ...], start: str) -> bool:
 def _flat(values: Mapping[str, Any], locations: Mapping[str, str], prefix: str) -> dict[str, Any]:
     """The values with keys of groups by their full names, and choices under those of groups. A
     group with a class of its own stays whole."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:
-        if key in found:
+        if key in flat:
             raise ConfigError(f"{locations.get(prefix + key, prefix + key)}: {key} is there twice")
-        found[key] = value
+        flat[key] = value
 
     for key, value in values.items():
         if key in GROUPS and isinstance(value, dict) and "_target_" not in value:
@@ -232,4 +234,4 @@ def _flat(values: Mapping[str, Any], locations: Mapping[str, str], prefix: str) 
                 add(key if name == CHOICE else f"{key}.{name}", item)
         else:
             add(key, value)
-    return found
+    return flat

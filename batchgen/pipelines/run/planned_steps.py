@@ -47,27 +47,27 @@ class PlannedStep:
 
 
 def plan_steps(pipeline: Pipeline, settings: PlanSettings) -> list[PlannedStep]:
-    """Plan the steps whose rows are known; ConfigError for a mistake in one of them. Nothing is
-    written."""
-    found: dict[str, PlannedStep] = {}
+    """Plan the steps whose rows are known. Raises ConfigError for a mistake in one of them. Nothing
+    is written."""
+    planned: dict[str, PlannedStep] = {}
     with OpenPipeline(pipeline) as opened:
         for name, step in pipeline.steps.items():
             waits = waits_for(opened, name)
             waits += [
-                one for one in step.reads if one not in waits and _grows(found[one], pipeline)
+                one for one in step.reads if one not in waits and _grows(planned[one], pipeline)
             ]
-            plan, most = None, None
+            plan, total = None, None
             if waits:
-                of_parents = [_answers(found[parent], pipeline) for parent in step.parents]
+                of_parents = [_answers(planned[parent], pipeline) for parent in step.parents]
                 known = [rows for rows in of_parents if rows is not None]
                 if step.parents and len(known) == len(of_parents):
-                    most = sum(known)
-                if step.config.dataset.limit is not None and most is not None:
-                    most = min(most, step.config.dataset.limit)
+                    total = sum(known)
+                if step.config.dataset.limit is not None and total is not None:
+                    total = min(total, step.config.dataset.limit)
             else:
                 plan = _plan(opened, name, settings)
-            found[name] = PlannedStep(name, opened.folder(name), plan, tuple(waits), most)
-    return [*found.values()]
+            planned[name] = PlannedStep(name, opened.folder(name), plan, tuple(waits), total)
+    return [*planned.values()]
 
 
 def waits_for(opened: OpenPipeline, name: str) -> list[str]:

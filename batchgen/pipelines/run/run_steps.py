@@ -116,11 +116,11 @@ class _Run:
     def _begun(self, group: str, watches: ExitStack) -> dict[str, SharingJob]:
         """Open the steps of a group that can begin now and were not opened yet."""
         names = self._groups.ready(group, self._results)
-        found: dict[str, SharingJob] = {}
+        jobs: dict[str, SharingJob] = {}
         for name in names:
             if name not in self._known:
-                found[name] = self._open(name, watches)
-        return found
+                jobs[name] = self._open(name, watches)
+        return jobs
 
     def _open(self, name: str, watches: ExitStack) -> SharingJob:
         """A step, opened and checked."""

@@ -57,23 +57,23 @@ class StepGroups:
 
     def ready(self, group: str, complete: Collection[str]) -> list[str]:
         """The steps of a group that are not complete and can run when these are."""
-        found: list[str] = []
+        names: list[str] = []
         for name in self.steps[group]:
             step = self._opened.pipeline.steps[name]
-            begun = {*complete, *(found if self.follows(name) else ())}
+            begun = {*complete, *(names if self.follows(name) else ())}
             is_ready = set(step.parents) <= begun and set(step.tables.values()) <= {*complete}
             if name not in complete and is_ready:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def next(self, complete: Collection[str]) -> str | None:
         """The group to run when these steps are complete: the one with most shards that no worker
         has begun, of equal ones the first. None if all are complete."""
-        found = {group: self.ready(group, complete) for group in self.steps}
-        groups = [group for group, names in found.items() if names]
+        ready = {group: self.ready(group, complete) for group in self.steps}
+        groups = [group for group, names in ready.items() if names]
         if len(groups) < 2:
             return next(iter(groups), None)
-        return max(groups, key=lambda group: sum(map(self._num_free, found[group])))
+        return max(groups, key=lambda group: sum(map(self._num_free, ready[group])))
 
     def _num_free(self, name: str) -> float:
         """How many shards of a step are not begun; infinite if that is not known."""

@@ -39,7 +39,8 @@ class Export:
         return {FROM: self.step, **to, "out": self.out, **self.options}
 
     def asked(self) -> ExportRequest:
-        """What is asked for in the format of a trainer; ConfigError for options that do not fit."""
+        """What is asked for in the format of a trainer. Raises ConfigError for options that do not
+        fit."""
         from batchgen.pipelines.publish.trainers.trainer_rows import (
             ExportRequest,  # it loads pyarrow
         )
@@ -62,24 +63,24 @@ class Push:
 
 
 def read_exports(pipeline: PipelineValues, steps: Collection[str]) -> list[Export]:
-    """The exports of a pipeline; ConfigError for an unknown step, an option that does not fit, or
-    two that would write one file."""
+    """The exports of a pipeline. Raises ConfigError for an unknown step, an option that does not
+    fit, or two that would write one file."""
     start = pipeline.at(EXPORT)
-    found = [_export(values, start, steps) for values in _list_of(pipeline, EXPORT)]
-    if found and is_url(pipeline.out):
+    exports = [_export(values, start, steps) for values in _list_of(pipeline, EXPORT)]
+    if exports and is_url(pipeline.out):
         raise ConfigError(
             f"{start}it writes files of this machine, and output.dir is in an object store: leave "
             f"it out, and run `batchgen export {pipeline.out}/STEP --out FILE` afterwards"
         )
-    for number, one in enumerate(found):
-        if one.out in [other.out for other in found[:number]]:
+    for number, one in enumerate(exports):
+        if one.out in [other.out for other in exports[:number]]:
             raise ConfigError(f"{start}two of them write {one.out}: give one another `out`")
         if one.to is not None:
             try:
                 one.asked()
             except ConfigError as error:
                 raise ConfigError(f"{start}{str(error).replace('--', '')}") from None
-    return found
+    return exports
 
 
 def _export(values: Any, start: str, steps: Collection[str]) -> Export:
@@ -98,8 +99,8 @@ def _export(values: Any, start: str, steps: Collection[str]) -> Export:
     for name in options:
         if name not in known | {"out"}:
             guess = nearest(name, known)
-            said = f"did you mean {guess}?" if guess else f"choose among {', '.join(sorted(known))}"
-            raise ConfigError(f"{start}there is no option {name!r} here: {said}")
+            hint = f"did you mean {guess}?" if guess else f"choose among {', '.join(sorted(known))}"
+            raise ConfigError(f"{start}there is no option {name!r} here: {hint}")
     suffix = ".parquet" if to in _BYTES else ".jsonl"
     out = options.pop("out", f"{step}{'' if to is None else f'.{to}'}{suffix}")
     if not isinstance(out, str) or not _OUT.fullmatch(out) or out == MADE:
@@ -120,21 +121,21 @@ def read_pushes(
     pipeline: PipelineValues, steps: Mapping[str, Any], exports: Sequence[Export], trust: Trust
 ) -> list[Push]:
     """The pushes of a pipeline. One in a stranger's file would publish rows in the user's name, so
-    that it needs his word; ConfigError without it, and for what cannot be pushed."""
+    that it needs his word. Raises ConfigError without it, and for what cannot be pushed."""
     start = pipeline.at(PUSH)
-    given = _list_of(pipeline, PUSH)
-    if given and trust.sources and PUSH not in pipeline.typed:
+    entries = _list_of(pipeline, PUSH)
+    if entries and trust.sources and PUSH not in pipeline.typed:
         flags = " ".join(f"--trust {source}" for source in trust.sources)
         raise ConfigError(
             f"{start}a file that pushes rows to the hub with your login needs your word: add "
             f"{flags}, or leave it out of the file and type push=USER/SET"
         )
-    if given and is_url(pipeline.out):
+    if entries and is_url(pipeline.out):
         raise ConfigError(f"{start}push works on a folder of this machine")
     folders = [one.out for one in exports if "." not in one.out]
     read = {name for step in steps.values() for name in step.reads}
     last = [name for name in steps if name not in read]
-    return [_push(values, start, steps, folders, last) for values in given]
+    return [_push(values, start, steps, folders, last) for values in entries]
 
 
 def _push(

@@ -94,36 +94,36 @@ def exported_line(
     if recipe is None:
         return TracedLine(user_path, line, content), _of_columns(rows, content, user_path, line)
     exact, others = list[Line](), list[Line]()
-    for number, made in enumerate(_lines(rows, recipe, path), start=1):
-        if json_text(dict(made[0])) == text:
+    for number, pair in enumerate(_lines(rows, recipe, path), start=1):
+        if json_text(dict(pair[0])) == text:
             if number == line:
-                exact = [made]
+                exact = [pair]
                 break
-            others = [*others[:1], made]
-    found = exact or others
-    if not found:
+            others = [*others[:1], pair]
+    matches = exact or others
+    if not matches:
         raise ConfigError(
             f"{user_path}, line {line}: no row of {rows.user_path} gives this line: the file or "
             "the rows have changed since it was written"
         )
-    if len(found) > 1:
+    if len(matches) > 1:
         raise ConfigError(
             f"{user_path}, line {line}: several rows of {rows.user_path} give this line, and the "
             "file is in another order than it was written in: which one it is cannot be told"
         )
-    return TracedLine(user_path, line, content), found[0][1]()
+    return TracedLine(user_path, line, content), matches[0][1]()
 
 
 def _line(path: Path, line: int, user_path: str) -> dict[str, Any]:
     """The content of a line of a file, or of a row of a folder's shards."""
     if line < 1:
         raise ConfigError(f"--line {line}: lines are counted from 1")
-    found: Iterator[dict[str, Any]]
+    lines: Iterator[dict[str, Any]]
     if path.is_dir():
         whole_set(path, user_path)
-        found = islice(_rows_of(list(shard_files(path / "data").values())), line - 1, None)
+        lines = islice(_rows_of(list(shard_files(path / "data").values())), line - 1, None)
     elif path.name.endswith(".parquet"):
-        found = islice(_rows_of([path]), line - 1, None)
+        lines = islice(_rows_of([path]), line - 1, None)
     elif path.name.endswith(JSON_NAMES):
         opener: Any = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8") as file:
@@ -132,10 +132,10 @@ def _line(path: Path, line: int, user_path: str) -> dict[str, Any]:
             content = None if text is None else json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{user_path}, line {line} is not JSON: {error}") from None
-        found = iter([content] if isinstance(content, dict) else [])
+        lines = iter([content] if isinstance(content, dict) else [])
     else:
         raise ConfigError(f"{user_path}: lines of files are read of {_READ_BY_LINE}")
-    one = next(found, None)
+    one = next(lines, None)
     if one is None:
         raise ConfigError(f"{user_path} has no line {line} with an object")
     return one
@@ -155,9 +155,9 @@ def _recipe(path: Path) -> ExportRecipe | None:
         of = [one["path"] for one in facts["jobs"]]
         return ExportRecipe(of[0], facts["kind"], facts["asked"]) if len(of) == 1 else None
     if path.name.endswith(".parquet"):
-        told = (read_schema(path).metadata or {}).get(TOLD)
-        if told is not None:
-            values = json.loads(told)
+        stored = (read_schema(path).metadata or {}).get(TOLD)
+        if stored is not None:
+            values = json.loads(stored)
             return ExportRecipe(values["of"], values["asked"]["to"], values["asked"])
     out = path.resolve().parent.parent
     if path.resolve().parent.name != EXPORTS or find_record(str(out)) is None:
@@ -174,16 +174,16 @@ def _lines(rows: FinishedRows, recipe: ExportRecipe, path: Path) -> Iterator[Lin
     where = recipe.options.get("where")
     if recipe.to is None:
         names = recipe.options.get("columns") or rows.schema.names
-        own = [_ID] if rows.is_set else [_ROW, _SAMPLE]
-        for row in rows_where(rows, where, list(dict.fromkeys([*names, *own]))):
+        keys = [_ID] if rows.is_set else [_ROW, _SAMPLE]
+        for row in rows_where(rows, where, list(dict.fromkeys([*names, *keys]))):
             yield {name: row[name] for name in names}, _origins(rows, row)
         return
     if recipe.to == "openai":
-        for made in OpenAILines(rows, where, recipe.options.get("reasoning")):
-            yield made, _origins(rows, {_ROW: made["custom_id"], _SAMPLE: None})
+        for line in OpenAILines(rows, where, recipe.options.get("reasoning")):
+            yield line, _origins(rows, {_ROW: line["custom_id"], _SAMPLE: None})
         return
-    asked = recipe.asked
-    lines = TokenRows(rows, asked) if asked.to in TOKEN_FORMATS else TrainerRows(rows, asked)
+    request = recipe.asked
+    lines = TokenRows(rows, request) if request.to in TOKEN_FORMATS else TrainerRows(rows, request)
     is_json = path.name.endswith(JSON_NAMES)
     for one in lines:
         # As Parquet gives it back: lists and fields of their types.
@@ -204,19 +204,19 @@ def _of_columns(
             "in a pipeline: they keep it"
         )
     text = json_text(content)
-    own = [] if rows.is_set else [_SAMPLE]
-    found = [
+    keys = [] if rows.is_set else [_SAMPLE]
+    origins = [
         row
-        for row in rows_where(rows, None, list(dict.fromkeys([*content, *own])))
+        for row in rows_where(rows, None, list(dict.fromkeys([*content, *keys])))
         if row[key] == content[key] and json_text({name: row[name] for name in content}) == text
     ]
-    if len(found) != 1:
-        what = "no row" if not found else f"{len(found)} samples"
+    if len(origins) != 1:
+        what = "no row" if not origins else f"{len(origins)} samples"
         raise ConfigError(
             f"{user_path}, line {line}: {what} of {rows.user_path} with the {key} {content[key]!r} "
-            f"{'have' if found else 'has'} what the line has: which one it is cannot be told"
+            f"{'have' if origins else 'has'} what the line has: which one it is cannot be told"
         )
-    return _origins(rows, found[0])()
+    return _origins(rows, origins[0])()
 
 
 def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Origin]]:
@@ -228,12 +228,12 @@ def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Or
 
 def _at(rows: FinishedRows, addresses: Sequence[tuple[int, int]]) -> list[Origin]:
     """The rows at some places."""
-    found = []
+    origins = []
     names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
-    for shard, place in addresses:
-        for table, _ in rows.tables(shard, names, places=np.array([place])):
-            found += _origins(rows, table.select(names).to_pylist()[0])()
-    return found
+    for shard, index in addresses:
+        for table, _ in rows.tables(shard, names, places=np.array([index])):
+            origins += _origins(rows, table.select(names).to_pylist()[0])()
+    return origins
 
 
 def is_exported(path: Path, user_path: str) -> bool:

@@ -116,8 +116,8 @@ class JobTraces:
         first = 0
         for number, part in enumerate(facts.parts):
             if row_index < first + part.rows:
-                found = self._index_file(f"part-{number:05d}.parquet", [KEYS[0]])
-                return int(found[KEYS[0]][row_index - first].as_py())
+                table = self._index_file(f"part-{number:05d}.parquet", [KEYS[0]])
+                return int(table[KEYS[0]][row_index - first].as_py())
             first += part.rows
         return row_index
 
@@ -139,18 +139,18 @@ class JobTraces:
         source = reader.storage.parquet(path)
         keys = read_columns(source, KEYS)
         is_it = pc.and_(*(pc.equal(keys[name], row[name]) for name in KEYS))
-        places = pc.indices_nonzero(is_it).to_pylist()
-        if not places:
+        indices = pc.indices_nonzero(is_it).to_pylist()
+        if not indices:
             return {}
         names = [name for name in _names(reader.storage.parquet(path)) if name not in ROW_KEYS]
         table = read_columns(reader.storage.parquet(path), names)
-        return dict(table.slice(places[0], 1).to_pylist()[0])
+        return dict(table.slice(indices[0], 1).to_pylist()[0])
 
     def _add_dropped(self, trace: Trace, row_id: str) -> None:
         """Add what has dropped a row, a row that it was made of, or an answer that it was."""
-        found = self._dropped_by_step(row_id) or self._dropped_by_choice(row_id)
-        if found is not None:
-            trace.origins.append(found)
+        dropped = self._dropped_by_step(row_id) or self._dropped_by_choice(row_id)
+        if dropped is not None:
+            trace.origins.append(dropped)
             return
         status = self.reader.metrics.get("status")
         if status not in (None, "complete"):
@@ -224,20 +224,20 @@ class JobTraces:
 
 def _why_not(job: str, where: str, rows: Sequence[Mapping[str, Any]]) -> str | None:
     """The values for which an expression is not true of some answers; None if it is."""
-    found = open_rows(job)
-    expression = found.columns.expression("where", where)
-    wanted = found.columns.read_by(expression) | found.columns.named([*KEYS])
+    opened = open_rows(job)
+    expression = opened.columns.expression("where", where)
+    wanted = opened.columns.read_by(expression) | opened.columns.named([*KEYS])
     keys = {(row[KEYS[0]], row[KEYS[1]]) for row in rows}
-    said: list[str] = []
-    for row in _rows_of(found, wanted, keys):
+    reasons: list[str] = []
+    for row in _rows_of(opened, wanted, keys):
         try:
             if expression.value(row.variables, str(rows[0]["row_id"]), row.variables[KEYS[0]]):
                 return None
         except ExpressionFailed as error:
             return str(error)
         shown = {n: row.variables[n] for n in expression.names if n in row.variables}
-        said.append(", ".join(f"{name} is {value!r:.60}" for name, value in shown.items()))
-    return "; ".join(said) or None
+        reasons.append(", ".join(f"{name} is {value!r:.60}" for name, value in shown.items()))
+    return "; ".join(reasons) or None
 
 
 def _rows_of(rows: FinishedRows, wanted: Any, keys: set[tuple[Any, Any]]) -> Iterator[Any]:

@@ -42,13 +42,13 @@ def _files(path: str) -> list[Path]:
     try:
         if path.startswith(PACKAGE_SCHEME):
             return [find_in_package(path, "dataset.path:")]
-        found = user_path(path, "dataset.path")
+        root = user_path(path, "dataset.path")
     except ConfigError:
         return []
-    if glob.has_magic(str(found)) and not found.exists():
-        names = sorted(glob.glob(str(found), recursive=True))
+    if glob.has_magic(str(root)) and not root.exists():
+        names = sorted(glob.glob(str(root), recursive=True))
         return [Path(name) for name in names if Path(name).is_file()]
-    return [found] if found.is_file() else []
+    return [root] if root.is_file() else []
 
 
 def _count(file: Path) -> int | None:
@@ -69,22 +69,22 @@ def places_beside(paths: Sequence[str], reader: Path) -> list[str]:
     """Where the jobs are that another one names, whose folder is `reader`: there, or, where nothing
     is, beside that folder, as in a copy of both."""
     above = reader.resolve().parent
-    found = []
+    folders = []
     for path in paths:
-        beside = above / Path(path).name
+        candidate = above / Path(path).name
         is_there = is_url(path) or glob.has_magic(path) or user_path(path, "dataset.path").exists()
-        found.append(path if is_there or not beside.is_dir() else str(beside))
-    return found
+        folders.append(path if is_there or not candidate.is_dir() else str(candidate))
+    return folders
 
 
 def jobs_at(paths: Sequence[str], reader: Path) -> dict[str, str]:
     """The folders of the jobs that another one names, by the names with which ids begin."""
-    found: dict[str, str] = {}
+    jobs: dict[str, str] = {}
     for path in places_beside(paths, reader):
         for folder in _folders(path):
             name = folder.rstrip("/").rpartition("/")[2]
-            found[step_of(name) or name] = folder
-    return found
+            jobs[step_of(name) or name] = folder
+    return jobs
 
 
 def _folders(path: str) -> list[str]:

@@ -45,8 +45,8 @@ def trace_row(
     if is_exported(path, job_path):
         if line is None:
             raise ConfigError(f"{job_path} is an exported file: name a line of it with --line N")
-        found, origins = exported_line(path, job_path, line, of)
-        trace.origins.append(found)
+        traced, origins = exported_line(path, job_path, line, of)
+        trace.origins.append(traced)
         for origin in origins:
             _add(trace, origin.folder, origin.row_id, origin.sample)
         return trace
@@ -135,29 +135,29 @@ def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
     """Which condition of `select` has left a row out."""
     assert rows.facts is not None
     folder, of_job, sample = _of_id(rows, row_id)
-    asked = rows.facts["asked"]
+    request = rows.facts["asked"]
     job = open_rows(folder)
     names = ["row_id", "sample_index", "error"]
     wanted = job.columns.named(names)
     where = None
-    if asked.get("where") is not None:
-        where = job.columns.expression("--where", asked["where"])
+    if request.get("where") is not None:
+        where = job.columns.expression("--where", request["where"])
         wanted |= job.columns.read_by(where)
-    found = False
+    is_there = False
     for row in job.rows(wanted):
         values = row.variables
         if values["row_id"] != of_job or sample not in (None, values["sample_index"]):
             continue
-        found = True
+        is_there = True
         if values["error"] is not None:
             return DropReason(user_path, row_id, "errors", f"{values['error']['type']} in {folder}")
         if where is not None and not is_true(where, row):
             shown = {n: values[n] for n in where.names if n in values}
             why = ", ".join(f"{name} is {value!r:.60}" for name, value in shown.items())
-            return DropReason(user_path, row_id, f"--where {asked['where']}", why)
-    if not found:
+            return DropReason(user_path, row_id, f"--where {request['where']}", why)
+    if not is_there:
         raise ConfigError(
             f"{user_path}: neither the set nor {folder} has a row with the id {row_id}"
         )
-    left = [f"--{key} {asked[key]}" for key in ("best", "dedupe", "top") if asked.get(key)]
+    left = [f"--{key} {request[key]}" for key in ("best", "dedupe", "top") if request.get(key)]
     return DropReason(user_path, row_id, " or ".join(left) or "select", "another row has its place")

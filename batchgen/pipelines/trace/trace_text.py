@@ -34,10 +34,10 @@ _INDENT, _LABEL, _LINES = "  ", 24, 3
 
 def trace_lines(trace: Trace, *, whole: bool) -> Iterator[str]:
     """The lines of a trace; `whole` shows texts to their end."""
-    for number, found in enumerate(trace.origins):
+    for number, origin in enumerate(trace.origins):
         if number:
             yield ""
-        yield from _lines(found, whole)
+        yield from _lines(origin, whole)
 
 
 def _lines(origin: Found, whole: bool) -> Iterator[str]:
@@ -69,8 +69,8 @@ def _answers(answers: TracedAnswers, whole: bool) -> Iterator[str]:
             columns = [name for name in columns if name in (answers.text_column, "error")]
         text = RowText(columns, terminal_width(), answers.text_column, whole_texts=whole)
         yield from text.lines(row)
-        said = {f"grades.{n}": v for n, v in grades.items() if not n.endswith(_PLACES)}
-        yield from _values(said, whole)
+        shown = {f"grades.{n}": v for n, v in grades.items() if not n.endswith(_PLACES)}
+        yield from _values(shown, whole)
 
 
 def _values(values: Mapping[str, Any], whole: bool) -> Iterator[str]:
@@ -85,4 +85,4 @@ def _values(values: Mapping[str, Any], whole: bool) -> Iterator[str]:
 
 def trace_values(trace: Trace) -> list[dict[str, Any]]:
     """The trace as values that JSON has."""
-    return [{"kind": _KINDS[type(found)], **asdict(found)} for found in trace.origins]
+    return [{"kind": _KINDS[type(origin)], **asdict(origin)} for origin in trace.origins]

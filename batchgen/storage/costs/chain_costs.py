@@ -40,8 +40,8 @@ def read_steps(figures: Mapping[str, Any]) -> list[JobCost]:
 
 def all_steps(figures: Mapping[str, Any], job: str) -> list[JobCost]:
     """The jobs that were read, each once, and the job itself behind them."""
-    own = own_cost(figures, job)
-    return list(dict.fromkeys([*read_steps(figures), *([] if own is None else [own])]))
+    costs = own_cost(figures, job)
+    return list(dict.fromkeys([*read_steps(figures), *([] if costs is None else [costs])]))
 
 
 def as_values(steps: Sequence[JobCost]) -> list[dict[str, Any]]:

@@ -72,9 +72,9 @@ def unfinished_card(folder: str) -> str:
 
 
 def _reading(folder: str) -> str:
-    place = as_cards_say(folder)
-    lines = [f"- {name}: `{line}`" for name, line in how_to_read(place).items()]
-    where = ["In this folder:", ""] if place == "." else []
+    card_path = as_cards_say(folder)
+    lines = [f"- {name}: `{line}`" for name, line in how_to_read(card_path).items()]
+    where = ["In this folder:", ""] if card_path == "." else []
     return "\n".join([_HOW_TO_READ, "", *where, *lines])
 
 
@@ -140,10 +140,10 @@ def _recommended(sampling: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str:
     """What a card says of the files in `grades`, which have a schema beside the columns of the
     rows in `data`."""
-    made = [field for field in schema if field.name not in GRADE_KEYS]
-    place, keys = as_cards_say(folder), ", ".join(f'"{key}"' for key in GRADE_KEYS)
-    rows_at, grades_at = (inside(place, name) for name in ("data", "grades"))
-    columns = [(f"`{f.name}`", f"`{f.type}`", _meta(f, "meaning")) for f in made]
+    fields = [field for field in schema if field.name not in GRADE_KEYS]
+    card_path, keys = as_cards_say(folder), ", ".join(f'"{key}"' for key in GRADE_KEYS)
+    rows_at, grades_at = (inside(card_path, name) for name in ("data", "grades"))
+    columns = [(f"`{f.name}`", f"`{f.type}`", _meta(f, "meaning")) for f in fields]
     return "\n".join(
         [
             _GRADES,
@@ -158,7 +158,7 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
             "```",
             "",
             "```sql",
-            rows_with_grades([field.name for field in made], rows, place),
+            rows_with_grades([field.name for field in fields], rows, card_path),
             "```",
             "",
             *_table(("column", "type", "meaning"), columns),
@@ -212,8 +212,8 @@ def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
     """Which constraint the rows had, and how many kept it."""
     if not totals.constraint:
         return []
-    given = {key: value for key, value in constraint.items() if value and key != "kind"}
-    text = json.dumps(given, ensure_ascii=False)
+    options = {key: value for key, value in constraint.items() if value and key != "kind"}
+    text = json.dumps(options, ensure_ascii=False)
     what = f"`{text}`" if len(text) <= _MOST_SHOWN and "`" not in text else "see `config.yaml`"
     counts = ", ".join(
         f"{totals.constraint[name]:,} {name} ({meaning})"
@@ -230,8 +230,8 @@ def _more(schema: pa.Schema) -> list[str]:
     """What columns say of themselves besides what stands in the table."""
     lines = []
     for field in schema:
-        given = (field.metadata or {}).items()
-        more = [(key.decode(), value.decode()) for key, value in given if key not in _IN_TABLE]
+        metadata = (field.metadata or {}).items()
+        more = [(key.decode(), value.decode()) for key, value in metadata if key not in _IN_TABLE]
         if _meta(field, "scope") and more:
             lines += [f"`{field.name}`:", "", *(f"- {key}: {value}" for key, value in more), ""]
     return lines

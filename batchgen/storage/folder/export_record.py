@@ -55,8 +55,8 @@ class ExportRecord:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The record in a folder, which is empty if there is none; JobError if it is damaged or of
-        another version."""
+        """The record in a folder, which is empty if there is none. Raises JobError if it is damaged
+        or of another version."""
         path = folder / MADE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -117,6 +117,6 @@ def content_digest(path: Path) -> str | None:
     for file in files:
         name = "" if file == path else file.relative_to(path).as_posix()
         with file.open("rb") as content:
-            own = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16))
-        digest.update(name.encode() + b"\0" + own.digest())
+            file_digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16))
+        digest.update(name.encode() + b"\0" + file_digest.digest())
     return digest.hexdigest()

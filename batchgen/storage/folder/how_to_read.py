@@ -71,9 +71,9 @@ def rows_with_grades(grades: Sequence[str], rows: Collection[str], folder: str) 
                 other = f"grades_{other}"
             column += f" AS {_quoted(other)}"
         chosen.append(column)
-    data, made = (_in_duckdb(inside(folder, name)) for name in ("data", "grades"))
+    data, grade_files = (_in_duckdb(inside(folder, name)) for name in ("data", "grades"))
     return (
-        f"SELECT {', '.join(['data.*', *chosen])} FROM {data} AS data JOIN {made} AS grades "
+        f"SELECT {', '.join(['data.*', *chosen])} FROM {data} AS data JOIN {grade_files} AS grades "
         f"USING ({', '.join(GRADE_KEYS)})"
     )
 

@@ -152,11 +152,11 @@ class JobFolder:
         if self._follows:
             self.settle(self._asked)
         if changed := [*self.manifest.grown(self._asked), *more]:
-            asked, digests = self._asked, self.manifest.row_digests
-            if asked.growing.get(ROWS) != self.manifest.growing.get(ROWS):
+            manifest, digests = self._asked, self.manifest.row_digests
+            if manifest.growing.get(ROWS) != self.manifest.growing.get(ROWS):
                 digests = self._digests()
-            asked = replace(asked, row_digests=digests)
-            self.update(self.manifest.goes_on(asked, changed, rows))
+            manifest = replace(manifest, row_digests=digests)
+            self.update(self.manifest.goes_on(manifest, changed, rows))
 
     def settle(self, requested: Manifest) -> None:
         """Write what the manifest says of rows that come while the job runs, as it is now."""
@@ -173,12 +173,12 @@ class JobFolder:
     def _join(self, manifest: Manifest, digests: RowDigests) -> None:
         """Take part in the job of those that have the folder, or raise ConfigError if it is
         another job."""
-        found = written_manifest(self.storage)
-        if found is None:
+        written = written_manifest(self.storage)
+        if written is None:
             raise self._lock.in_use()
-        self.manifest = found
+        self.manifest = written
         if self._follows:
-            manifest = manifest.with_rows(found, found.row_digests)
+            manifest = manifest.with_rows(written, written.row_digests)
         others = self.manifest.differences(manifest, digests) or self.manifest.grown(manifest)
         if others:
             error = self._lock.in_use()
@@ -202,14 +202,14 @@ class JobFolder:
             return None if rows is None else digests(rows)
 
         self._digests = own_digests
-        found = written_manifest(self.storage)
-        is_new = found is None
-        if found is not None:
-            self.manifest = found
-            if self._lacks_rows and (rows or 0) < (found.growing.get(ROWS) or 0):
-                manifest = manifest.with_rows(found, found.row_digests)
+        written = written_manifest(self.storage)
+        is_new = written is None
+        if written is not None:
+            self.manifest = written
+            if self._lacks_rows and (rows or 0) < (written.growing.get(ROWS) or 0):
+                manifest = manifest.with_rows(written, written.row_digests)
             if refuse_other_job(
-                self.storage, found, manifest, digests, self._changed_row, overwrite=overwrite
+                self.storage, written, manifest, digests, self._changed_row, overwrite=overwrite
             ):
                 self.confirm()
                 for name in OWN:
@@ -229,8 +229,8 @@ class JobFolder:
         """A number above those of all that have written here, of which heartbeats alone do not
         tell."""
         beats = names_in(self.storage, WORKERS)
-        found = [number for name in beats if (number := parse_worker(name)) is not None]
+        numbers = [number for name in beats if (number := parse_worker(name)) is not None]
         if names := names_in(self.storage, JOURNAL):
-            found += attempts_in(names)
-            found.append(RetryRound(self.journal, self.storage).least_attempt - 1)
-        return 1 + max(found, default=0)
+            numbers += attempts_in(names)
+            numbers.append(RetryRound(self.journal, self.storage).least_attempt - 1)
+        return 1 + max(numbers, default=0)

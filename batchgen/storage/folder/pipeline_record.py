@@ -41,8 +41,8 @@ class Version:
 
 @dataclass(frozen=True)
 class StepVersions:
-    """The versions of a step by address, in the order in which they came, and the current one; None
-    for a step that the pipeline has no more."""
+    """The versions of a step by address, the oldest first, and the address of the current one, None
+    if the pipeline has no such step any more."""
 
     current: str | None
     versions: Mapping[str, Version]
@@ -62,7 +62,7 @@ class PipelineRecord:
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """The record in a file; JobError if it is not one of this program."""
+        """The record in a file. Raises JobError if it is not one of this program."""
         try:
             values = json.loads(content)
             if values["format_version"] != FORMAT_VERSION:
@@ -81,8 +81,8 @@ class PipelineRecord:
     @property
     def current(self) -> dict[str, str]:
         """The names of the current folders, by step."""
-        found = {name: step.current for name, step in self.steps.items()}
-        return {name: step_folder_name(name, at) for name, at in found.items() if at is not None}
+        current = {name: step.current for name, step in self.steps.items()}
+        return {name: step_folder_name(name, at) for name, at in current.items() if at is not None}
 
 
 def step_folder_name(step: str, address: str) -> str:
@@ -101,11 +101,11 @@ def _step(name: str, value: Mapping[str, Any]) -> StepVersions:
         raise ValueError(f"{name!r} is no name of a step")
     versions = {}
     for address, version in value["versions"].items():
-        made = Version(**version)
-        for digest in (address, made.base, *made.parents.values()):
+        parsed = Version(**version)
+        for digest in (address, parsed.base, *parsed.parents.values()):
             if not _ADDRESS.fullmatch(digest):
                 raise ValueError(f"{digest!r} is no address")
-        versions[address] = made
+        versions[address] = parsed
     current = value["current"]
     if current is not None and current not in versions:
         raise ValueError(f"{current!r} is no version of {name}")

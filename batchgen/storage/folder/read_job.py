@@ -43,10 +43,10 @@ _OWNER = re.compile(r"pid ([0-9]{1,9}) on (.*), since ")
 class JobFolderReader:
     """A job's folder, which is neither changed nor locked.
 
-    Finished rows lie in shards, and those of incomplete shards in journals. Of a row that is in
-    both, what was written last counts, as it will when the shard is published. A running job may
-    publish a shard at any moment, which this class notices. Methods that read rows raise
-    ConfigError for unknown columns and JobError for damaged files.
+    Finished rows are in published shards, or in journals until their shard is complete. If a row is
+    in both, the one that was written last counts. A running job may publish a shard while this
+    class reads, which changes nothing in the result. Methods that read rows raise ConfigError for
+    unknown columns and JobError for damaged files.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
@@ -79,7 +79,7 @@ class JobFolderReader:
 
     @property
     def whole(self) -> WholeShards:
-        """The shards of a complete job; ConfigError or JobError see `whole_shards`."""
+        """The shards of a complete job. Raises ConfigError or JobError as `whole_shards` does."""
         if self._whole is None:
             shown = self.storage.display_name
             self._whole = whole_shards(self.storage, shown, self.metrics.get("rows"))
@@ -91,12 +91,10 @@ class JobFolderReader:
         """The configuration by group, as in config.yaml, with short names of classes; empty if the
         job was killed before."""
         content = self.storage.read(self.path / "config.yaml")
-        found = (
-            {}
-            if content is None
-            else load_yaml(content, f"{self.storage.display_name}/config.yaml")
-        )
-        return with_short_names(found) if isinstance(found, dict) else found
+        if content is None:
+            return {}
+        config = load_yaml(content, f"{self.storage.display_name}/config.yaml")
+        return with_short_names(config) if isinstance(config, dict) else config
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class JobFolderReader:
 
     @property
     def questions(self) -> int | None:
-        """How many input rows the job has; None if nobody knows."""
+        """The number of input rows of the job; None if it is not known yet."""
         rows: int | None = self.manifest["growing"].get(ROWS)
         return rows
 
@@ -128,22 +126,22 @@ class JobFolderReader:
     def metrics(self) -> dict[str, Any]:
         """What metrics.json holds; empty if the job was killed before it was there.
 
-        The file says `running` of a job that was killed. Here its status is `killed` if the job ran
-        on this machine. The counts may be up to ten seconds old.
+        In the file a job that was killed still has the status `running`. Here it is `killed` if the
+        job ran on this machine. The counts may be up to ten seconds old.
         """
         content = self.storage.read(self.path / "metrics.json")
         if content is None:
             return {}
         try:
-            found: dict[str, Any] = json.loads(content)
-            if found["status"] == "running" and not self.may_run:
-                found["status"] = found["attempts"][-1]["status"] = "killed"
+            metrics: dict[str, Any] = json.loads(content)
+            if metrics["status"] == "running" and not self.may_run:
+                metrics["status"] = metrics["attempts"][-1]["status"] = "killed"
         except (IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise JobError(
                 f"{self.path}/metrics.json is damaged ({type(error).__name__}: {error}): remove "
                 "it; rows are readable without it, and the job's next attempt writes it again"
             ) from None
-        return found
+        return metrics
 
     @property
     def schema(self) -> pa.Schema | None:
@@ -228,15 +226,15 @@ class JobFolderReader:
     def shard(self, number: int) -> ReadShard:
         """The rows of a shard as they are now.
 
-        The journal files of a shard are deleted after it is published. So if one of them goes while
-        they are opened, all is read again; otherwise nothing is missing.
+        The journal files of a shard are deleted after it is published. So if one disappears while
+        they are read, all is read again; if none does, no row is missing.
         """
         while True:
             written: list[pa.RecordBatch] | None = []
             journals = self._journals().get(number, ())
             for path in journals:
-                found = self._read_if_there(path)
-                written = None if found is None or written is None else [*written, *found]
+                batches = self._read_if_there(path)
+                written = None if batches is None or written is None else [*written, *batches]
             if written is not None:
                 path = shard_path(self.path / DATA, number)
                 is_there = self.storage.exists(path)
@@ -258,6 +256,6 @@ class JobFolderReader:
             os.kill(int(owner[1]), 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # it is there, and another user's
+        except PermissionError:  # the process exists and belongs to another user
             return True
         return True

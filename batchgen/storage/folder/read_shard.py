@@ -18,8 +18,9 @@ BATCH = 256
 
 
 class ReadShard:
-    """The rows of one shard as they were when it was opened: its Parquet file, if there is one, and
-    what the journals hold, in the order in which it was written."""
+    """The rows of one shard as they were when it was opened: `published`, its Parquet file, if
+    there is one, and `written`, the batches of its journals in the order in which they were
+    written."""
 
     def __init__(self, published: Source | None, written: list[pa.RecordBatch]) -> None:
         self._published = published
@@ -71,8 +72,8 @@ class ReadShard:
 def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
     """The row groups of a shard that can hold the row with this `row_index` or later ones."""
     column = [meta.schema.column(i).path for i in range(meta.num_columns)].index(KEYS[0])
-    found = [meta.row_group(i).column(column).statistics for i in range(meta.num_row_groups)]
-    is_before = [s is not None and s.has_min_max and s.max < first_row for s in found]
+    statistics = [meta.row_group(i).column(column).statistics for i in range(meta.num_row_groups)]
+    is_before = [s is not None and s.has_min_max and s.max < first_row for s in statistics]
     return [group for group, before in enumerate(is_before) if not before]
 
 

@@ -115,8 +115,8 @@ def refuse_foreign_files(storage: Storage) -> None:
     names = set(storage.names(storage.path))
     if storage.in_place:
         refuse_links(storage.path)
-    own = {LOCK, LOCKS, LOGS}
-    foreign = sorted(n for n in names - own if not is_temporary_of(n, MANIFEST))
+    known_names = {LOCK, LOCKS, LOGS}
+    foreign = sorted(n for n in names - known_names if not is_temporary_of(n, MANIFEST))
     if foreign and MANIFEST not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(

@@ -37,11 +37,11 @@ def step_folder(folder: str) -> str:
     record = find_record(above or "/")
     if record is None:
         return folder
-    if (found := record.current.get(name)) is None:
+    if (current := record.current.get(name)) is None:
         raise ConfigError(
             f"{folder}: the pipeline has no step {name}: choose among {', '.join(record.current)}"
         )
-    return f"{above}{slash}{found}" if slash else found
+    return f"{above}{slash}{current}" if slash else current
 
 
 def find_record(out: str) -> PipelineRecord | None:

@@ -97,17 +97,17 @@ def shard_numbers(storage: Storage, user_path: str, count: int | None) -> list[i
         ConfigError: there are none.
         JobError: some are missing.
     """
-    found = list(shard_files(storage.path / DATA, names_in(storage, DATA)))
-    if not found:
+    numbers = list(shard_files(storage.path / DATA, names_in(storage, DATA)))
+    if not numbers:
         raise ConfigError(f"{user_path} has no rows: there are no shards in data/")
-    count = max(len(found), found[-1] + 1) if count is None else count
-    if found == list(range(count)):
-        return found
-    missing = sorted(set(range(count)) - set(found))
+    count = max(len(numbers), numbers[-1] + 1) if count is None else count
+    if numbers == list(range(count)):
+        return numbers
+    missing = sorted(set(range(count)) - set(numbers))
     listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
     lost = f"of {count:,} shards {listed} {'is' if len(missing) == 1 else 'are'} missing in data/"
     if not missing:
-        lost = f"data/ has {len(found):,} shards, and {count:,} are the job's"
+        lost = f"data/ has {len(numbers):,} shards, and {count:,} are the job's"
     raise JobError(
         f"{user_path}: {lost}: run its command again, which computes what is not there, or copy "
         "them from where they are"
@@ -147,11 +147,11 @@ def check_job(
         answers = None
         if rows is not None and samples is not None and UNTIL_MOST not in growing:
             answers = int(rows) * int(samples)
-    found = whole_shards(
+    whole = whole_shards(
         storage, user_path, answers, "manifest.json" if is_copy else "metrics.json"
     )
-    check_job_columns(storage, found.schema, output["text_column"])
-    return found
+    check_job_columns(storage, whole.schema, output["text_column"])
+    return whole
 
 
 def check_job_columns(storage: Storage, schema: pa.Schema, text_column: str) -> None:

@@ -43,13 +43,13 @@ class WorkerState:
 
     @property
     def name(self) -> str:
-        given = self.beat.get("name")
-        return "" if given is None else str(given)
+        name = self.beat.get("name")
+        return "" if name is None else str(name)
 
     @property
     def attempt(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.beat.get("attempt", {})
-        return found
+        attempt: Mapping[str, Any] = self.beat.get("attempt", {})
+        return attempt
 
     @property
     def tokens_per_s(self) -> float:

@@ -13,7 +13,7 @@ from batchgen.storage.leases.store_operations import Names, Operation, Read
 
 
 class FailureDetector:
-    """Judges workers by the content of their heartbeats, over the clock of this process alone.
+    """Judges workers by the content of their heartbeats and by the clock of this process alone.
 
     A worker is dead if it says that it ended, if this machine knows that its process is gone, or if
     its heartbeat has not changed for `stale_after` seconds. A worker that was paused is alive again
@@ -43,11 +43,11 @@ class FailureDetector:
     def stands_still(self, what: object, content: bytes | None) -> bool:
         """Whether something has had the same content for so long that nobody writes it any more."""
         now = self._clock()
-        seen = self._seen.get(what)
-        if seen is None or seen[0] != content:
+        last = self._seen.get(what)
+        if last is None or last[0] != content:
             self._seen[what] = content, now
             return False
-        return now - seen[1] >= self._stale_after
+        return now - last[1] >= self._stale_after
 
     def how_ended(self, content: bytes | None) -> str | None:
         """How a worker says that it ended; None if it says nothing."""
@@ -58,11 +58,11 @@ class FailureDetector:
 def read_beat(content: bytes | None) -> dict[str, Any] | None:
     """What a heartbeat says; None if it is empty, cut off or zeroed, as after a crash."""
     try:
-        found = json.loads(content or b"")
+        values = json.loads(content or b"")
     except (ValueError, RecursionError):
         return None
-    is_beat = isinstance(found, dict) and isinstance(found.get("ended", 0), str | None)
-    return found if is_beat else None
+    is_beat = isinstance(values, dict) and isinstance(values.get("ended", 0), str | None)
+    return values if is_beat else None
 
 
 def any_lives(
@@ -75,15 +75,15 @@ def any_lives(
     machine.
     """
     names = [worker_name(n) for name in do(Names(WORKERS)) if (n := parse_worker(name))]
-    beats = {name: content for name in names if (content := do(Read(name))) is not None}
-    told = {name: read_beat(content) or {"ended": None} for name, content in beats.items()}
-    running = {name: beat for name, beat in told.items() if beat["ended"] is None}
-    afar = {name for name, beat in running.items() if beat.get("machine") != machine()}
-    if here and any(not is_gone(running[name]) for name in running.keys() - afar):
+    contents = {name: content for name in names if (content := do(Read(name))) is not None}
+    beats = {name: read_beat(content) or {"ended": None} for name, content in contents.items()}
+    running = {name: beat for name, beat in beats.items() if beat["ended"] is None}
+    elsewhere = {name for name, beat in running.items() if beat.get("machine") != machine()}
+    if here and any(not is_gone(running[name]) for name in running.keys() - elsewhere):
         return True
-    until = time.monotonic() + stale_after
-    while afar and time.monotonic() < until:
+    deadline = time.monotonic() + stale_after
+    while elsewhere and time.monotonic() < deadline:
         time.sleep(min(1.0, look_seconds))
-        if any(do(Read(name)) != beats[name] for name in afar):
+        if any(do(Read(name)) != contents[name] for name in elsewhere):
             return True
     return False

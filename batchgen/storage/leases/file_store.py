@@ -100,19 +100,19 @@ class FileStore:
 
     def _create(self, path: Path, payload: Payload) -> bool:
         if isinstance(payload, bytes):
-            made = self._write(path, payload)
+            is_new = self._write(path, payload)
         else:
-            made = _link(payload, path, self._temporary(path))
-        if made and path.parent.name == DATA:
+            is_new = _link(payload, path, self._temporary(path))
+        if is_new and path.parent.name == DATA:
             fsync_path(path.parent)
-        return made
+        return is_new
 
     def _write(self, path: Path, content: bytes) -> bool:
         temporary = self._temporary(path)
         temporary.write_bytes(content)
-        made = _link(temporary, path, temporary)
+        is_new = _link(temporary, path, temporary)
         temporary.unlink(missing_ok=True)
-        return made
+        return is_new
 
     def _overwrite(self, path: Path, payload: Payload) -> None:
         is_kept = path.parent.name != WORKERS  # a heartbeat need not outlast a power loss

@@ -62,8 +62,7 @@ class Task:
 
     Attributes:
         kind: `shard`: the missing rows of a shard from the first on. `backup`: those of a shard
-            that
-            another worker has begun, from the last row backwards. `wait`: nothing yet. `over`:
+            that another worker has begun, from the last row backwards. `wait`: nothing yet. `over`:
             nothing any more.
         ended: the workers whose crash is counted for the shard.
     """
@@ -253,10 +252,10 @@ class Member:
             return None
         if ended and not idle:
             return None
-        made = yield from self._make(
+        is_mine = yield from self._make(
             shard, "e", self.board.epochs[shard] + 1, Lease(self.number, ended)
         )
-        return Task("shard", shard, ended) if made else None
+        return Task("shard", shard, ended) if is_mine else None
 
     def _is_to_blame(self, shard: int, worker: int) -> Steps[bool]:
         """Whether a dead worker failed, or died silently, before it had finished one row of the
@@ -277,12 +276,12 @@ class Member:
         return (yield from self._make(shard, "b", epoch + 1, Lease(self.number)))
 
     def _make(self, shard: int, kind: str, epoch: int, lease: Lease) -> Steps[bool]:
-        made = yield from create(lease_name(shard, epoch, kind), lease.encoded())
-        if made:
+        is_mine = yield from create(lease_name(shard, epoch, kind), lease.encoded())
+        if is_mine:
             self._leases[shard, kind, epoch] = lease
             highest = self.board.epochs if kind == "e" else self.board.backups
             highest[shard] = max(epoch, highest.get(shard, 0))
-        return made
+        return is_mine
 
     def _lease(self, shard: int, kind: str, epoch: int) -> Steps[Lease | None]:
         """What a lease says that is there; None see `Lease.decoded`. It never changes once it can

@@ -28,8 +28,8 @@ class Lease:
         """What a lease says. None if nothing can be read of it, so that nobody knows whose it is:
         it is not whole yet, or its worker died or found the disk full before it was."""
         try:
-            found = json.loads(content or b"")
-            return Lease(int(found["worker"]), tuple(map(int, found["ended"])))
+            values = json.loads(content or b"")
+            return Lease(int(values["worker"]), tuple(map(int, values["ended"])))
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
 

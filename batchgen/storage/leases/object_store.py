@@ -1,4 +1,5 @@
-"""Carries out the operations of the protocol in an object store, such as S3."""
+"""Carries out the operations of the workers' protocol (`lease_protocol.py`) in an object store,
+such as S3."""
 
 from __future__ import annotations
 
@@ -24,36 +25,38 @@ from batchgen.storage.leases.store_operations import (
 from batchgen.util.errors import ConfigError, JobError
 
 PATIENCE = 60.0
-"""For how many seconds a request is repeated that the store does not answer."""
+"""For how many seconds a request that the store does not answer is repeated."""
 _BLOCK = 8 * 2**20
 _MOST_PAUSE = 5.0
 T = TypeVar("T")
 
 
 class Objects(Protocol):
-    """The requests that a store answers, each of which is one step for all who make them.
+    """The requests that a store answers, each of them atomically.
 
-    FileNotFoundError and FileExistsError are answers, PermissionError and ValueError refusals. Any
-    other OSError says nothing of whether the request has happened.
+    FileNotFoundError and FileExistsError are answers, PermissionError and ValueError refusals.
+    After any other OSError the request may have been carried out or not.
     """
 
     def create(self, name: str, content: bytes) -> None:
-        """Make an object, or raise FileExistsError; FileNotFoundError if there is no bucket."""
+        """Make an object. Raises FileExistsError if there is one, and FileNotFoundError if there
+        is no bucket."""
 
     def overwrite(self, name: str, content: bytes) -> None:
-        """Make an object, over the one that may be there."""
+        """Write an object, whether or not there is one."""
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """The bytes of an object, or those from `start` up to `end`."""
 
     def about(self, name: str) -> tuple[int, float]:
-        """How many bytes an object has, and when it was written, in seconds since 1970."""
+        """The size of an object in bytes, and when it was written, in seconds since 1970."""
 
     def names(self, folder: str) -> list[str]:
-        """The names of what is in a folder, "" for the topmost, without the folder."""
+        """The names of the objects and folders in a folder, without its own path; "" is the
+        topmost."""
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The names of all objects below a folder, with it, and their sizes in bytes."""
+        """The sizes in bytes of all objects below a folder, by their names, which begin with it."""
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""
@@ -63,8 +66,8 @@ class ObjectStore:
     """Objects below a URL, in any store that has create-if-absent.
 
     On S3, create-if-absent is a PUT with `If-None-Match: *`. A request that failed or was not
-    answered in time may have happened all the same. So a caller that learns that an object exists
-    compares its content with its own, which no other worker writes differently.
+    answered in time may have been carried out all the same. So `create` compares the content of an
+    object that exists with the one that it was to write: equal contents are a success.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class ObjectStore:
         self._session: bytes | None = None
 
     def do(self, operation: Operation) -> Any:
-        """Carry out an operation and return its answer.
+        """Carry out an operation and return its answer, whose type depends on the operation: see
+        `store_operations.py`.
 
         Raises:
             FolderGone: the job is complete.
@@ -113,11 +117,12 @@ class ObjectStore:
                 return names
 
     def fence(self, session: bytes) -> None:
-        """See `batchgen.storage.stores.job_storage.Store`."""
+        """From now on, refuse to write data once the object SESSION has other content than this,
+        which means that other workers have opened the job anew."""
         self._session = session
 
     def check_session(self) -> None:
-        """Make sure that the session of this worker, if it has one, goes on.
+        """Make sure that the session of this worker goes on; without one there is nothing to check.
 
         Raises:
             FolderGone: the job is complete.
@@ -125,10 +130,10 @@ class ObjectStore:
         """
         if self._session is None:
             return
-        found = self.read(SESSION)
-        if found is None:
+        session = self.read(SESSION)
+        if session is None:
             raise FolderGone(f"{self.url}/{SESSION}")
-        if found != self._session:
+        if session != self._session:
             raise JobError(
                 f"{self.url}: this worker was not heard of for longer than workers.stale_after, "
                 "and the job was opened anew meanwhile; its finished rows are safe. Run the same "
@@ -136,7 +141,7 @@ class ObjectStore:
             )
 
     def create(self, name: str, payload: Payload) -> bool:
-        """Make an object if there is none; returns whether it is there now with this content."""
+        """Make an object unless there is one; return whether there is one with this content now."""
         content = _content(payload)
         try:
             self._call("write", name, lambda: self._objects.create(name, content))
@@ -147,7 +152,7 @@ class ObjectStore:
         return True
 
     def overwrite(self, name: str, content: bytes) -> None:
-        """Make an object, over the one that may be there."""
+        """Write an object, whether or not there is one."""
         try:
             self._call("write", name, lambda: self._objects.overwrite(name, content))
         except FileNotFoundError as error:
@@ -161,7 +166,7 @@ class ObjectStore:
             return None
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Some bytes of an object, or FileNotFoundError."""
+        """The bytes of an object from `start` up to `end`; raises FileNotFoundError."""
         return self._call("read", name, lambda: self._objects.read(name, start, end))
 
     def is_same(self, name: str, payload: Payload) -> bool:
@@ -182,14 +187,15 @@ class ObjectStore:
         return True
 
     def names(self, folder: str) -> list[str]:
-        """The names of what is in a folder, without the folder; none if there is no such folder."""
+        """The names of the objects and folders in a folder, without its own path; empty if there is
+        no such folder."""
         try:
             return self._call("list", folder, lambda: self._objects.names(folder))
         except FileNotFoundError:
             return []
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """The names of all objects in a folder, or of all, with their sizes in bytes."""
+        """The sizes in bytes of all objects below a folder, "" for all, by their names."""
         return self._call("list", folder, lambda: self._objects.sizes(folder))
 
     def exists(self, name: str) -> bool:
@@ -201,7 +207,7 @@ class ObjectStore:
         return True
 
     def size(self, name: str) -> int:
-        """How many bytes an object has, or FileNotFoundError."""
+        """The size of an object in bytes; raises FileNotFoundError."""
         return self._call("read", name, lambda: self._objects.about(name))[0]
 
     def modified(self, name: str) -> float | None:
@@ -213,14 +219,14 @@ class ObjectStore:
             return None
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects, of which others may have deleted some."""
+        """Delete objects; those that are not there any more do not matter."""
         for name in names:
             with suppress(FileNotFoundError):
                 self._call("delete", name, partial(self._objects.delete, name))
 
     def probe(self, name: str) -> None:
-        """Make sure that objects can be written here and that none is made twice, or raise
-        ConfigError."""
+        """Make sure, with an object of this name, that the store can be written and heeds
+        create-if-absent, or raise ConfigError."""
         try:
             first = self.create(name, b"1")
             second = self.create(name, b"2")
@@ -235,10 +241,11 @@ class ObjectStore:
                 "the job is complete"
             )
 
-    def _call(self, what: str, name: str, request: Callable[[], T]) -> T:
-        """Repeat a request until it is answered, FileNotFoundError and FileExistsError being
-        answers."""
-        until = time.monotonic() + self._patience
+    def _call(self, action: str, name: str, request: Callable[[], T]) -> T:
+        """Repeat a request until it is answered, which FileNotFoundError and FileExistsError are,
+        too. Raises JobError, which says that the `action` failed, if it is refused or out of
+        patience."""
+        deadline = time.monotonic() + self._patience
         pause = 0.1
         while True:
             try:
@@ -247,13 +254,13 @@ class ObjectStore:
                 raise
             except (OSError, ValueError) as error:
                 refused = isinstance(error, (PermissionError, ValueError))
-                if not refused and time.monotonic() < until:
+                if not refused and time.monotonic() < deadline:
                     self._sleep(pause * (0.5 + randbelow(1000) / 1000))
                     pause = min(2 * pause, _MOST_PAUSE)
                     continue
                 url = f"{self.url}/{name}".rstrip("/")
                 why = str(error).strip() or type(error).__name__
-                raise JobError(f"cannot {what} {url}: {why}") from error
+                raise JobError(f"cannot {action} {url}: {why}") from error
 
     def _no_bucket(self, name: str) -> JobError:
         return JobError(

@@ -28,11 +28,11 @@ def machine() -> str:
 
 def _cards() -> list[str]:
     """The addresses of the network cards, without those of containers, which come and go."""
-    found = []
+    cards = []
     for device in Path("/sys/class/net").glob("*/device"):
         with contextlib.suppress(OSError):  # it was removed just now
-            found.append((device.parent / "address").read_text().strip())
-    return sorted(found)
+            cards.append((device.parent / "address").read_text().strip())
+    return sorted(cards)
 
 
 def started(pid: int) -> str | None:

@@ -119,7 +119,7 @@ def _account() -> dict[str, Any]:
     Raises:
         ValueError: there are no keys, or files of the AWS tools cannot be read.
     """
-    given = os.environ.get
+    variable = os.environ.get
     for name in os.environ:
         if name.startswith("FSSPEC_S3"):
             raise ValueError(
@@ -128,11 +128,11 @@ def _account() -> dict[str, Any]:
             )
     # Not every store that speaks S3 has the request that deletes several objects.
     config: dict[str, Any] = {"disable_bulk_delete": True}
-    endpoint = given("AWS_ENDPOINT_URL_S3") or given("AWS_ENDPOINT_URL")
-    certificates = given("AWS_CA_BUNDLE")
+    endpoint = variable("AWS_ENDPOINT_URL_S3") or variable("AWS_ENDPOINT_URL")
+    certificates = variable("AWS_CA_BUNDLE")
     keys = None
-    file = Path(given("AWS_CONFIG_FILE") or "~/.aws/config").expanduser()
-    if not (given("AWS_ACCESS_KEY_ID") and given("AWS_SECRET_ACCESS_KEY")) or file.is_file():
+    file = Path(variable("AWS_CONFIG_FILE") or "~/.aws/config").expanduser()
+    if not (variable("AWS_ACCESS_KEY_ID") and variable("AWS_SECRET_ACCESS_KEY")) or file.is_file():
         from botocore.configprovider import ConfiguredEndpointProvider
         from botocore.exceptions import BotoCoreError
         from botocore.session import get_session
@@ -142,9 +142,9 @@ def _account() -> dict[str, Any]:
             scoped = session.get_scoped_config()
             endpoint = ConfiguredEndpointProvider(session.full_config, scoped, "s3").provide()
             certificates = session.get_config_variable("ca_bundle")
-            if (region := session.get_config_variable("region")) and not given("AWS_REGION"):
+            if (region := session.get_config_variable("region")) and not variable("AWS_REGION"):
                 config["region"] = region
-            if given("AWS_SKIP_SIGNATURE", "").lower() not in ("1", "true"):
+            if variable("AWS_SKIP_SIGNATURE", "").lower() not in ("1", "true"):
                 keys = _keys(session)
         except BotoCoreError as error:
             raise ValueError(str(error)) from None

@@ -182,7 +182,7 @@ class Metrics:
         self.attempt.wall_s = round(now - self._started, 3)
         self.attempt.peak_rss_mib = peak_rss_mib()
         totals = asdict(self.tally.totals)
-        told = [totals]
+        all_totals = [totals]
         if self._team is not None:
             facts = {"attempt": asdict(self.attempt), "totals": totals, "in_flight": self.in_flight}
             self._team.tell(facts)
@@ -190,11 +190,11 @@ class Metrics:
                 return
             self.others = self._team.others()
             if status != "complete":  # else all rows were counted in the shards
-                told += [beat["totals"] for beat in self.others if "totals" in beat]
+                all_totals += [beat["totals"] for beat in self.others if "totals" in beat]
                 if any(not beat["dead"] for beat in self.others):
                     status = "running"
         attempts = self._attempts()
-        summary: dict[str, Any] = {"status": status, **added(told)}
+        summary: dict[str, Any] = {"status": status, **added(all_totals)}
         if status == "running":
             summary["in_flight"] = self.in_flight + sum(
                 beat.get("in_flight", 0) for beat in self.others if not beat["dead"]
@@ -231,8 +231,8 @@ class Metrics:
 
     def costs(self, job: str) -> list[JobCost]:
         """What the jobs that are read and this one cost, which is called `job`."""
-        own = {"device_s": _device_s(self._attempts()), "rows": self.tally.totals.rows}
-        return all_steps({**own, "read_jobs": as_values(self.read_jobs)}, job)
+        cost = {"device_s": _device_s(self._attempts()), "rows": self.tally.totals.rows}
+        return all_steps({**cost, "read_jobs": as_values(self.read_jobs)}, job)
 
     def keep(self) -> None:
         """Write the file again, at the end, if it is not as this worker saved it last: the first
@@ -245,8 +245,8 @@ class Metrics:
         """All attempts in their order, those of the other workers too."""
         present = [asdict(self.attempt)]
         is_complete = self.attempt.status == "complete"
-        told = (reported_attempt(beat, is_complete) for beat in self.others)
-        present += [attempt for attempt in told if attempt is not None]
+        reported = (reported_attempt(beat, is_complete) for beat in self.others)
+        present += [attempt for attempt in reported if attempt is not None]
         present.sort(key=lambda attempt: int(attempt["worker"]))
         known = {(attempt["worker"], attempt["started"]) for attempt in present}
         earlier = (a for a in self._earlier if (a.get("worker"), a["started"]) not in known)

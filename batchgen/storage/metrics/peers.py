@@ -45,16 +45,16 @@ def reported_attempt(beat: Mapping[str, Any], is_complete: bool) -> dict[str, An
 
 def added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums over several `Totals`, as plain values."""
-    found: dict[str, Any] = {}
+    total: dict[str, Any] = {}
     for one in totals:
         for name, value in one.items():
             if isinstance(value, Mapping):
-                sums = found.setdefault(name, {})
+                sums = total.setdefault(name, {})
                 for key, count in value.items():
                     sums[key] = sums.get(key, 0) + count
             else:
-                found[name] = found.get(name, 0) + value
-    return found
+                total[name] = total.get(name, 0) + value
+    return total
 
 
 def seconds(attempts: Sequence[Mapping[str, Any]], key: str) -> float:

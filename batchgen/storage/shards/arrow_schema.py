@@ -58,15 +58,15 @@ class _Typing:
         self._fields += 1
         if self._fields > _MOST_FIELDS or at.count("/") > _MOST_LEVELS:
             raise Inexact("it describes too many fields or levels")
-        said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+        constraints = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
         for key, only in (("$ref", self._ref), ("anyOf", self._any), ("oneOf", self._any)):
-            if key in said:
-                if len(said) > 1:
+            if key in constraints:
+                if len(constraints) > 1:
                     raise _inexact(f"has more beside {key}", at)
-                return only(said[key], f"{at}/{key}", refs)
-        if "enum" in said or "const" in said:
-            return _of_values(said.get("enum", [said.get("const")]), at)
-        return self._of_type(said, at, refs)
+                return only(constraints[key], f"{at}/{key}", refs)
+        if "enum" in constraints or "const" in constraints:
+            return _of_values(constraints.get("enum", [constraints.get("const")]), at)
+        return self._of_type(constraints, at, refs)
 
     def _of_type(self, said: Mapping[str, Any], at: str, refs: tuple[str, ...]) -> pa.DataType:
         names = said.get("type", ())

@@ -41,7 +41,7 @@ class BegunRow(NamedTuple):
 
 def begun_schema(schema: OutputSchema) -> pa.Schema:
     """The schema of the records of a job with these columns."""
-    own = [
+    fields = [
         *(schema.arrow.field(name).remove_metadata() for name in KEYS),
         pa.field(_KEY, pa.binary()),
         pa.field(_START, pa.int32()),
@@ -49,7 +49,7 @@ def begun_schema(schema: OutputSchema) -> pa.Schema:
     ]
     names = [*schema.counts, *(column.name for column in _columns(schema))]
     values = [schema.arrow.field(name).remove_metadata() for name in names]
-    return pa.schema([*own, *values], metadata=_VERSION)
+    return pa.schema([*fields, *values], metadata=_VERSION)
 
 
 def _columns(schema: OutputSchema) -> list[OutputColumn]:
@@ -104,7 +104,7 @@ class BegunRows:
         batch.validate(full=True)
         heads = [batch.column(name).to_pylist() for name in (*KEYS, _KEY, _START)]
         lengths = np.diff(batch.column(_TOKENS).offsets.to_numpy())
-        for place, (row, sample, key, start) in enumerate(zip(*heads, strict=True)):
+        for index, (row, sample, key, start) in enumerate(zip(*heads, strict=True)):
             if row not in self._of_shard:
                 continue
             chains = self._rows.setdefault((row, sample), {})
@@ -115,16 +115,16 @@ class BegunRows:
                 parts = before.parts
             else:
                 continue
-            length = start + int(lengths[place])
-            chains[attempt] = _Chain(key, length, (*parts, (batch, place)))
+            length = start + int(lengths[index])
+            chains[attempt] = _Chain(key, length, (*parts, (batch, index)))
 
     def longest(self, opened: OpenShard | None) -> set[int]:
         """The attempts that have the longest records of rows that are not done."""
-        found = set()
+        numbers = set()
         for (row, sample), chains in self._rows.items():
             if chains and (opened is None or sample in opened.missing(row)):
-                found.add(max(chains, key=lambda attempt: (chains[attempt].length, attempt)))
-        return found
+                numbers.add(max(chains, key=lambda attempt: (chains[attempt].length, attempt)))
+        return numbers
 
     def find(
         self,
@@ -145,7 +145,7 @@ class BegunRows:
         if not chains:
             return None
         parts = max(chains, key=lambda chain: chain.length).parts
-        last, place = parts[-1]
+        last, index = parts[-1]
         return Begun(
             np.concatenate([_values(part, _TOKENS) for part in parts]).tolist(),
             {
@@ -154,7 +154,7 @@ class BegunRows:
                 .astype(column.dtype, copy=False)
                 for column in _columns(schema)
             },
-            _counts(last, place, schema.counts),
+            _counts(last, index, schema.counts),
         )
 
 
@@ -206,10 +206,10 @@ class BegunRecords:
         key: Callable[[], bytes],
     ) -> Begun | None:
         """What was recorded of a sample of a row of an open shard; see `BegunRows.find`."""
-        if (found := self._rows.get(number)) is None:
-            found = self._rows[number] = self._read(number)
+        if (begun := self._rows.get(number)) is None:
+            begun = self._rows[number] = self._read(number)
         failed = opened.is_failed(row_index, sample_index)
-        return found.find(row_index, sample_index, key, self._schema, retried=failed)
+        return begun.find(row_index, sample_index, key, self._schema, retried=failed)
 
     def write(self, number: int, rows: Sequence[BegunRow]) -> None:
         """Record what rows of a shard have generated. If another worker has deleted the shard's
@@ -220,12 +220,12 @@ class BegunRecords:
 
 def _values(part: tuple[pa.RecordBatch, int], name: str) -> npt.NDArray[Any]:
     """The values of a list in a record, one after another."""
-    batch, place = part
-    values = batch.column(name).slice(place, 1).flatten()
+    batch, index = part
+    values = batch.column(name).slice(index, 1).flatten()
     while pa.types.is_fixed_size_list(values.type):
         values = values.flatten()
-    found: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
-    return found
+    array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return array
 
 
 def _counts(batch: pa.RecordBatch, index: int, names: Sequence[str]) -> Mapping[str, int]:

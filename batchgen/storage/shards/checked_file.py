@@ -83,10 +83,10 @@ class CheckedFile:
         for group in range(self.metadata.num_row_groups) if groups is None else groups:
             with _told(self._source, group):
                 self._check(group, names)
-                found = self._file.iter_batches(size, [group], names, use_threads=use_threads)
+                batches = self._file.iter_batches(size, [group], names, use_threads=use_threads)
             while True:
                 with _told(self._source, group):
-                    batch = next(found, None)
+                    batch = next(batches, None)
                 if batch is None:
                     break
                 yield batch
@@ -141,9 +141,9 @@ class CheckedFile:
         length, _ = _END.unpack(at_end[-_END.size :])
         end_of_sums: int = size - _END.size - length - len(_MARK) - 4
         if end_of_sums >= 0:
-            found = self._bytes.pread(end_of_sums, size - end_of_sums)
-            if found[4:].startswith(_MARK):
-                if found[:4] == _sum(found[4 + len(_MARK) :]):
+            content = self._bytes.pread(end_of_sums, size - end_of_sums)
+            if content[4:].startswith(_MARK):
+                if content[:4] == _sum(content[4 + len(_MARK) :]):
                     return end_of_sums
                 raise damaged(self._source, "its footer is not as it was written")
         if _MARK in at_end:
@@ -152,8 +152,8 @@ class CheckedFile:
 
     def _read_sums(self, end: int) -> list[bytes]:
         count = self.metadata.num_row_groups * self.metadata.num_columns
-        found = self._bytes.pread(end - 4 * count, 4 * count)
-        return [found[4 * i : 4 * i + 4] for i in range(count)]
+        content = self._bytes.pread(end - 4 * count, 4 * count)
+        return [content[4 * i : 4 * i + 4] for i in range(count)]
 
     def _check(self, group: int, columns: Sequence[str] | None) -> None:
         """Read the chunks of some columns, compare them with their checksums, and keep them for
@@ -265,10 +265,10 @@ class _Bytes(RangeFile):
 def _pread(file: Any, start: int, length: int) -> bytes:
     """Bytes of a file, fewer only at its end."""
     file.seek(start)
-    found: bytes = file.read(length)
-    while len(found) < length and (more := file.read(length - len(found))):
-        found += more
-    return found
+    content: bytes = file.read(length)
+    while len(content) < length and (more := file.read(length - len(content))):
+        content += more
+    return content
 
 
 def _place(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:

@@ -107,8 +107,8 @@ class Enough:
         assert self.width is not None
         n = np.arange(1, self.most + 1)
         square = np.square(self.width * (n + _Z * _Z) / (2 * _Z)) - _Z * _Z / 4
-        most: Floats = np.floor(n * square + _SLACK)
-        return most
+        largest: Floats = np.floor(n * square + _SLACK)
+        return largest
 
     def is_reached(self, valid: Ints | Floats, n: Ints) -> Bools:
         """Whether `valid` of the first `n` samples are enough, without regard to `most`."""
@@ -142,12 +142,12 @@ class Enough:
             valid: [most] which of them are valid.
             begun: further samples that are on their way.
         """
-        found, open_ = _so_far(valid & done), _so_far(~done)
+        valid_done, open_ = _so_far(valid & done), _so_far(~done)
         if rate is None:  # the product of two counts is least where all are valid, or none
-            ends = self.is_reached(found, self._numbers)
-            ends |= self.is_reached(found + open_, self._numbers)
+            ends = self.is_reached(valid_done, self._numbers)
+            ends |= self.is_reached(valid_done + open_, self._numbers)
         else:
-            ends = self.is_reached(found + rate * open_, self._numbers)
+            ends = self.is_reached(valid_done + rate * open_, self._numbers)
         kept = int(np.argmax(ends)) + 1 if ends.any() else self.most
         return [int(i) for i in np.flatnonzero(~done[:kept]) if int(i) not in begun]
 
@@ -215,6 +215,6 @@ class KeptRows:
             NUM_SAMPLES: pa.array(self._sizes[at], pa.int32()),
         }
         for name, column in values.items():
-            place = table.schema.get_field_index(name)
-            table = table.set_column(place, table.schema.field(place), column)
+            index = table.schema.get_field_index(name)
+            table = table.set_column(index, table.schema.field(index), column)
         return table

@@ -259,21 +259,21 @@ def _row_values(column: OutputColumn, outputs: Sequence[RequestOutput | None]) -
     (size,) = column.tail_shape
     failed = [o is None or o.finish_reason == "error" for o in outputs]
     values = np.zeros((len(outputs), size), column.dtype)
-    for place, output in enumerate(outputs):
-        if output is not None and not failed[place]:
-            values[place] = output.columns[column.name]
+    for index, output in enumerate(outputs):
+        if output is not None and not failed[index]:
+            values[index] = output.columns[column.name]
     mask = pa.array(failed, pa.bool_())
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), size, mask=mask)
 
 
 def column_lists(column: OutputColumn, outputs: Sequence[RequestOutput | Begun | None]) -> pa.Array:
     """A per-token column: for each row a list of [num_tokens, *tail] values, empty on an error."""
-    given = [o.columns[column.name] if o else None for o in outputs]
-    present = [values for values in given if values is not None]
+    arrays = [o.columns[column.name] if o else None for o in outputs]
+    present = [values for values in arrays if values is not None]
     for each in present:
         assert each.shape[1:] == column.tail_shape, f"{column.name} has shape {each.shape}"
     flat = np.concatenate([a.reshape(-1) for a in present]) if present else np.empty(0)
     values = pa.array(np.ascontiguousarray(flat, column.dtype))
     for size in reversed(column.tail_shape):
         values = pa.FixedSizeListArray.from_arrays(values, size)
-    return _list_array([0 if each is None else len(each) for each in given], values)
+    return _list_array([0 if each is None else len(each) for each in arrays], values)

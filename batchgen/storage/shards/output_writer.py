@@ -206,9 +206,9 @@ class OutputWriter:
     def absorb(self, number: int) -> bool:
         """Find out what others have finished of an open shard meanwhile; returns whether there was
         something."""
-        found = self._written.absorb(number, self._open[number])
+        absorbed = self._written.absorb(number, self._open[number])
         self._publish_if_complete(number)
-        return found
+        return absorbed
 
     def others_have_rows(self) -> bool:
         """Whether another worker has written rows since this one came."""

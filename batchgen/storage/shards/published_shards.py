@@ -38,8 +38,8 @@ class PublishedShards:
         storage: Storage,
         older: ResumeState | None,
     ) -> None:
-        """Read the extents, unless `older` has them; JobError if a shard is damaged or is not of
-        this job."""
+        """Read the extents, unless `older` has them. Raises JobError if a shard is damaged or is
+        not of this job."""
         self._data = data
         self._schema = schema
         self._rows_per_shard = rows_per_shard
@@ -100,13 +100,13 @@ class PublishedShards:
     def learn_others(self) -> list[int]:
         """Read the extents of shards that other workers have published, and return the complete
         ones."""
-        found = []
+        numbers = []
         for number, expected in enumerate(self._expected()):
             if self.extents.get(number) != expected and self.exists(number):
                 self.extents[number] = self._read(number)
                 if self.extents[number] == expected:
-                    found.append(number)
-        return found
+                    numbers.append(number)
+        return numbers
 
     def check_complete(self, opened: Collection[int]) -> None:
         """Raise JobError unless the shards are those of the whole data set and none is `opened`

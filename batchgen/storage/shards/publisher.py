@@ -100,10 +100,10 @@ class Publisher:
             # Another worker has published the shard and deletes its journal files.
             copy.unlink(missing_ok=True)
             return
-        found = write_shard(batches, self._schema, path, temporary)
-        if found != rows:  # never publish less than is known to be finished
+        count = write_shard(batches, self._schema, path, temporary)
+        if count != rows:  # never publish less than is known to be finished
             raise JobError(
-                f"{path.name} would have {found:,} rows and must have {rows:,}: its journal files "
+                f"{path.name} would have {count:,} rows and must have {rows:,}: its journal files "
                 f"{', '.join(file.name for file in files)} have changed; run the same command again"
             )
         # Before the shard has its name: else a kill in between would have its errors, which

@@ -1,4 +1,4 @@
-"""The order of output rows: by (row_index, sample_index), each of which is there once."""
+"""The order of output rows: by (row_index, sample_index), a pair that no two rows share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEYS = ("row_index", "sample_index")
 
 
 def row_keys(batch: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:
-    """[R] One number for each row, which is greater where the row comes later."""
+    """[R] A number for each row, larger for rows that come later in the order."""
     rows, samples = (np.asarray(batch.column(name).to_numpy(), np.int64) for name in KEYS)
     return (rows << 31) | samples
 
@@ -24,11 +24,10 @@ def first_key(row_index: int) -> int:
 
 
 class RowsInOrder:
-    """The rows of many batches in order; of a row that is there more than once, the last one
-    counts.
+    """The rows of many batches in order. Of rows with the same key the last one counts.
 
     Attributes:
-        keys: [R] int64, of `row_keys`, ascending.
+        keys: [R] int64, the `row_keys` of these rows, ascending.
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
@@ -49,15 +48,15 @@ class RowsInOrder:
         column = pa.chunked_array([batch.column(name) for batch in self._batches])
         values = np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
         lengths = np.array([batch.num_rows for batch in self._batches])
-        places = (np.cumsum(lengths) - lengths)[self._batch_of] + self._row_of
-        ordered: npt.NDArray[np.int64] = values[places]
+        index = (np.cumsum(lengths) - lengths)[self._batch_of] + self._row_of
+        ordered: npt.NDArray[np.int64] = values[index]
         return ordered
 
     def table(self, rows: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows at [K ≥ 1] places in the order, copied out of the batches, of which only those
-        are touched."""
-        touched, local = np.unique(self._batch_of[rows], return_inverse=True)
-        batches = [self._batches[i] for i in touched]
+        """A copy of some rows: `rows` [K], with K ≥ 1, are indices into `keys`. Batches that hold
+        none of them are not read."""
+        used, local = np.unique(self._batch_of[rows], return_inverse=True)
+        batches = [self._batches[i] for i in used]
         if columns is not None:
             batches = [batch.select(columns) for batch in batches]
         starts = np.cumsum([0, *(batch.num_rows for batch in batches)])

@@ -36,8 +36,8 @@ def shard_path(data: Path, shard: int) -> Path:
 def shard_files(data: Path, names: Iterable[str] | None = None) -> dict[int, Path]:
     """The published shards of a data folder, in order; `names` is what is in it,
     if that is known."""
-    found = sorted(os.listdir(data) if names is None else names)
-    matches = ((_NAME.fullmatch(name), name) for name in found)
+    sorted_names = sorted(os.listdir(data) if names is None else names)
+    matches = ((_NAME.fullmatch(name), name) for name in sorted_names)
     return {int(match[1]): data / name for match, name in matches if match}
 
 
@@ -77,8 +77,8 @@ class ResumeState:
 
     @staticmethod
     def decoded(content: bytes) -> ResumeState:
-        found = json.loads(content)
-        return ResumeState({n: _decoded(extent) for n, extent in found["extents"]}, found["rows"])
+        values = json.loads(content)
+        return ResumeState({n: _decoded(extent) for n, extent in values["extents"]}, values["rows"])
 
 
 def _encoded(extent: Extent) -> dict[str, Any]:
@@ -169,13 +169,13 @@ def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iter
         return
     rows = RowsInOrder(batches)
     kept = None if schema.enough is None else KeptRows(rows, schema.enough)
-    places = np.arange(len(rows.keys)) if kept is None else kept.places
+    indices = np.arange(len(rows.keys)) if kept is None else kept.places
     sizes = rows.column("num_generated_tokens") * schema.token_bytes + _ROW_BYTES
     sizes += 4 * rows.column("num_prompt_tokens")
-    group_of = np.cumsum(sizes[places]) // ROW_GROUP_BYTES
-    begins = [0, *(np.flatnonzero(np.diff(group_of)) + 1).tolist(), len(places)]
+    group_of = np.cumsum(sizes[indices]) // ROW_GROUP_BYTES
+    begins = [0, *(np.flatnonzero(np.diff(group_of)) + 1).tolist(), len(indices)]
     for begin, end in itertools.pairwise(begins):
-        group = rows.table(places[begin:end])
+        group = rows.table(indices[begin:end])
         yield group if kept is None else kept.filled(group, slice(begin, end))
 
 
@@ -217,11 +217,11 @@ def _greatest(meta: pq.FileMetaData, column: int) -> int:
 
 
 def read_columns(path: Source, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a published shard, in this order; JobError if it is damaged."""
+    """Some columns of a published shard, in this order. Raises JobError if it is damaged."""
     with CheckedFile(path) as file:
-        found = file.read(columns)
+        table = file.read(columns)
     try:
-        return found.select(columns)
+        return table.select(columns)
     except KeyError as error:
         raise damaged(path, f"it has no column {error}") from error
 

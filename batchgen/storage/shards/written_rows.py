@@ -96,12 +96,12 @@ class WrittenRows:
         cannot be read says nothing: its rows begin again."""
         first = number * self._rows_per_shard
         rows = range(first, first + self._rows_per_shard)
-        found = BegunRows(rows, self._round.before(number) or 0)
+        begun = BegunRows(rows, self._round.before(number) or 0)
         for path in self._journal.files(number, include_own=True, kind=BEGUN):
             with contextlib.suppress(FileNotFoundError, JobError, pa.ArrowException):
                 for batch in self._journal.batches(path):
-                    found.take(batch, journal_worker(path))
-        return found
+                    begun.take(batch, journal_worker(path))
+        return begun
 
     def table(self, shard: int, columns: Sequence[str]) -> pa.Table | None:
         """Some columns of all rows of a shard, each as it was written last; None without rows."""

@@ -41,8 +41,8 @@ class FolderStorage:
         return path.exists()
 
     def size(self) -> int:
-        found = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names)
-        return sum(path.lstat().st_size for path in found)
+        files = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names)
+        return sum(path.lstat().st_size for path in files)
 
     def read(self, path: Path) -> bytes | None:
         try:

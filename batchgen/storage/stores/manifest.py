@@ -16,21 +16,20 @@ from batchgen.util.errors import ConfigError
 FORMAT_VERSION = 2
 _PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton")
 ROWS = "dataset rows"
-OF_ADAPTER, OF_ADAPTERS = "adapter", "adapters"
-"""The names of fingerprints: of an adapter, whose name may follow, and the names of several."""
 """The key in `Manifest.growing` of the number of rows that the job uses."""
+OF_ADAPTER, OF_ADAPTERS = "adapter", "adapters"
+"""Keys of `Manifest.fingerprints`: of an adapter, where its name may follow, and of the names of
+several adapters."""
 SAMPLES = "sampling.n"
 UNTIL_VALID, UNTIL_MOST = "sampling.until.valid", "sampling.until.most"
 UNTIL_WIDTH = "sampling.until.width"
 READ_JOB = "read job"
-"""What keys of `Manifest.fingerprints` begin with that are of other jobs, whose rows are read."""
+"""Begins the keys of `Manifest.fingerprints` about other jobs, whose rows are read."""
 CONTRACT = "contract "
-"""What keys of `Manifest.fingerprints` begin with that decide the bits of rows, and nothing else
-about them: those of jobs with engine.deterministic=true on a GPU."""
+"""Begins the keys of `Manifest.fingerprints` that decide the bits of rows, and nothing else about
+them: those of jobs with engine.deterministic=true on a GPU."""
 _DATASET = "dataset"
-_BLOCK = (
-    1000  # of batchgen.inputs.dataset.row_digest, which is not imported: it comes with datasets
-)
+_BLOCK = 1000  # rows of a digest; row_digest.py has it too, and would import datasets
 
 _CONTRACT_KEY = f"fingerprint.{CONTRACT}"
 _GOES_ON = "engine.deterministic=false takes rows as they come"
@@ -51,8 +50,8 @@ class DifferentJob(ConfigError):
 RowDigests = Callable[[int], list[str] | None]
 """Digests of some first rows of the data set; `batchgen.inputs.dataset.row_digest` makes them."""
 ChangedRow = Callable[[int, int], str | None]
-"""The first row of two numbers and those between that has changed, for people; None if it cannot be
-said."""
+"""A text that names the first row that has changed, from the first to the second number; None if it
+is not known."""
 
 
 def runs_of_row(manifest: Mapping[str, Any]) -> int:
@@ -75,13 +74,11 @@ class Manifest:
         columns: from the name of each output column to its type.
         growing: what may change while the job goes on, by the name that users know: how many rows
             and samples there are, and where data set and model lie.
-        row_digests: digests of the rows that the job uses, which tell whether a data set with
-            another
-            fingerprint begins with the same rows; None if they cannot be known.
+        row_digests: digests of the rows that the job uses, by which a data set with another
+            fingerprint can be seen to begin with the same rows; None if they are not known.
         versions: the packages with which the job was started; for people, not compared.
         batch_dependence: why bits of rows computed on a CPU could depend on other rows; None if
-            they
-            could not. For people, not compared.
+            they could not. For people, not compared.
         history: what has changed since the job was started, the oldest first. Each entry has
             `when`, `changed` (lines `key: old → new`), `rows` (finished output rows) and
             `versions`.
@@ -105,7 +102,8 @@ class Manifest:
         columns: Mapping[str, str] | None = None,
         growing: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The manifest of a job as it is now, without what takes a pass over the data set."""
+        """The manifest of a job as it is now, without `row_digests`, which take a pass over the
+        data set."""
         # JSON makes lists of tuples: only then does it equal what is read from a file.
         identity = json.loads(json.dumps(identity))
         return cls(identity, dict(fingerprints), _versions(), columns or {}, growing or {})
@@ -117,20 +115,21 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """The manifest that a file holds, or ConfigError if it is none or has another format
+        """The manifest that a file holds. Raises ConfigError if it is none or has another format
         version."""
         try:
             values = json.loads(content)
-            found = values["format_version"]
-            if found == FORMAT_VERSION:
+            version = values["format_version"]
+            if version == FORMAT_VERSION:
                 return cls(**values)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{name} is not a manifest of batchgen ({error}): choose another output.dir"
             ) from None
         raise ConfigError(
-            f"{name} has format version {found}, this batchgen reads and writes {FORMAT_VERSION}: "
-            "use the version that started the job, or for a new job another output.dir"
+            f"{name} has format version {version}, this batchgen reads and writes "
+            f"{FORMAT_VERSION}: use the version that started the job, or for a new job another "
+            "output.dir"
         )
 
     def text(self) -> str:
@@ -140,10 +139,10 @@ class Manifest:
     def differences(
         self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow = lambda *_: None
     ) -> list[str]:
-        """A line `key: old → new` for everything that would make the content another one.
+        """A line `key: old → new` for every difference by which the content would differ.
 
-        `digests` are those of the new manifest's rows, asked for only if they matter; `changed_row`
-        names a row that changed.
+        `digests` returns those of the new manifest's rows, and is called only if they matter;
+        `changed_row` names a row that changed.
         """
         olds, news = self._compared(), new._compared()
         if not any(name.startswith(CONTRACT) for name in new.fingerprints):
@@ -155,10 +154,10 @@ class Manifest:
             if olds.get(key) != news.get(key)
         ]
         for key in (SAMPLES, UNTIL_VALID, UNTIL_MOST):
-            samples, asked = self.growing.get(key, 0), new.growing.get(key, 0)
-            if key in new.growing and asked < samples:
+            samples, wanted = self.growing.get(key, 0), new.growing.get(key, 0)
+            if key in new.growing and wanted < samples:
                 lines.append(
-                    f"{key}: {samples} → {asked} (a job can have more samples later, not fewer: "
+                    f"{key}: {samples} → {wanted} (a job can have more samples later, not fewer: "
                     f"use {key}={samples} or more)"
                 )
         width = self.growing.get(UNTIL_WIDTH)
@@ -173,10 +172,10 @@ class Manifest:
 
     def digests(self, stop: int) -> list[str] | None:
         """Digests of the first `stop` rows, as far as this manifest has them."""
-        rows, found = self.growing.get(ROWS), self.row_digests
-        if found is None or rows is None:
+        rows, digests = self.growing.get(ROWS), self.row_digests
+        if digests is None or rows is None:
             return None
-        return [*found] if stop >= rows else [*found[: stop // _BLOCK]]
+        return [*digests] if stop >= rows else [*digests[: stop // _BLOCK]]
 
     def grown(self, new: "Manifest") -> list[str]:
         """A line `key: old → new` for everything that may change and has changed."""
@@ -193,7 +192,7 @@ class Manifest:
         return lines
 
     def other_contract(self, new: "Manifest") -> list[str]:
-        """The lines of `differences` that are of contracts."""
+        """The lines of `differences` about contracts."""
         olds, news = self.contract, new.contract
         return [
             _difference(f"{_CONTRACT_KEY}{name}", *(_text(side.get(name)) for side in (olds, news)))
@@ -203,7 +202,7 @@ class Manifest:
 
     @property
     def contract(self) -> dict[str, str]:
-        """What decides the bits of the rows, by name; empty if they were not computed under one
+        """The fingerprints that decide the bits of the rows, by name; empty if the job has no
         contract."""
         return {
             name.removeprefix(CONTRACT): text
@@ -212,8 +211,8 @@ class Manifest:
         }
 
     def goes_on(self, new: "Manifest", changed: Sequence[str], rows: int) -> "Manifest":
-        """This manifest continued by another one, with an entry of history: what `changed`, after
-        how many finished `rows`."""
+        """This manifest with the fingerprints, rows and `growing` of a newer one, and an entry of
+        history: the lines of what has `changed`, after how many finished output `rows`."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         entry = {"when": when, "changed": list(changed), "rows": rows, "versions": new.versions}
         return replace(
@@ -250,8 +249,8 @@ class Manifest:
             known = self.row_digests
         else:  # the last digest of fewer rows is over rows that had no digest of their own
             known = self.row_digests[: now // _BLOCK]
-        found = digests(min(rows, now)) or []
-        pairs = zip(known, found, strict=False)
+        computed = digests(min(rows, now)) or []
+        pairs = zip(known, computed, strict=False)
         block = next((i for i, (old, new) in enumerate(pairs) if old != new), None)
         if block is not None:
             first, last = _BLOCK * block, min(_BLOCK * (block + 1), rows) - 1
@@ -289,8 +288,8 @@ def _text(value: str | None) -> str:
 
 @functools.cache
 def _versions() -> Mapping[str, str]:
-    found = {name: text for name in _PACKAGES if (text := _version(name)) is not None}
-    return {"python": platform.python_version(), **found}
+    versions = {name: text for name in _PACKAGES if (text := _version(name)) is not None}
+    return {"python": platform.python_version(), **versions}
 
 
 def _version(package: str) -> str | None:
@@ -303,10 +302,10 @@ def _version(package: str) -> str | None:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """From `group.key` to the JSON text of its value. Values are compared by that text."""
-    found: dict[str, str] = {}
+    flattened: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            flattened |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return found
+            flattened[f"{prefix}{key}"] = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return flattened

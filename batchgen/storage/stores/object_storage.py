@@ -72,11 +72,11 @@ class ObjectStorage:
     def names(self, folder: Path) -> list[str]:
         """The names of objects; in the journal those of files that are still to be sent, too."""
         name = self._name(folder)
-        own: set[str] = set()
+        local: set[str] = set()
         if name == JOURNAL and folder.is_dir():
             # Before the objects are listed: what is sent in between is then found twice.
-            own = {path.name for path in folder.iterdir()} - self._kept
-        return [*own.union(self._store.names(name))]
+            local = {path.name for path in folder.iterdir()} - self._kept
+        return [*local.union(self._store.names(name))]
 
     def exists(self, path: Path) -> bool:
         return path == self.path or self._store.exists(self._name(path))

@@ -15,11 +15,11 @@ class RangeFile(RawIOBase):
     _at = 0
 
     def length(self) -> int:
-        """How many bytes the file has."""
+        """The size of the file in bytes."""
         raise NotImplementedError
 
     def pread(self, start: int, length: int) -> bytes:
-        """Bytes of the file, all of which are there."""
+        """The `length` bytes of the file from `start` on, which do not reach beyond its end."""
         raise NotImplementedError
 
     def readable(self) -> bool:
@@ -39,21 +39,21 @@ class RangeFile(RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self.length() - self._at)
         count = left if size is None or size < 0 else min(size, left)
-        found = self.pread(self._at, count) if count else b""
-        self._at += len(found)
-        return found
+        content = self.pread(self._at, count) if count else b""
+        self._at += len(content)
+        return content
 
     def readall(self) -> bytes:
         return self.read()
 
     def readinto(self, buffer: Any) -> int:
-        found = self.read(len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
 
 class ObjectFile(RangeFile):
-    """An object as a file; each read is one request. Its text is the URL."""
+    """An object as a file; each read is one request. `str` gives its URL."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store, self._name = store, name

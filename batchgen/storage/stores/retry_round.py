@@ -30,8 +30,8 @@ class RetryRound:
         self._journal = journal
         names = self._storage.names(journal)
         self.is_open = _OPEN in names
-        found = (_NAME.fullmatch(name) for name in names)
-        self._before = {int(match[1]): int(match[2]) for match in found if match}
+        matches = (_NAME.fullmatch(name) for name in names)
+        self._before = {int(match[1]): int(match[2]) for match in matches if match}
 
     @property
     def least_attempt(self) -> int:

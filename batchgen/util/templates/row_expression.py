@@ -92,12 +92,12 @@ class RowExpression:
         return tuple(name for name in columns if name in read)
 
     def _failed(self, error: Exception, fields: Mapping[str, Any]) -> ExpressionFailed:
-        said = " ".join(str(error).split())
+        text = " ".join(str(error).split())
         if not isinstance(error, TemplateError):
-            said = f"{type(error).__name__}: {said}"
+            text = f"{type(error).__name__}: {text}"
         null = [name for name in self.names if fields.get(name) is None]
         hint = f"; null in this row: {some_names(null)}" if null else ""
-        return ExpressionFailed(f"{self._key}: {said}{hint}")
+        return ExpressionFailed(f"{self._key}: {text}{hint}")
 
 
 def _complete(value: Any) -> Any:
@@ -123,18 +123,18 @@ def _known(value: Any) -> Any:
 
 def fields_read(tree: nodes.Template, name: str) -> frozenset[str] | None:
     """The fields of a variable that a template reads by name; None if it reads it as a whole."""
-    found, whole, named = set[str](), 0, 0
+    fields, whole, named = set[str](), 0, 0
     for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Getitem)):
         if isinstance(node, nodes.Name):
             whole += node.name == name and node.ctx == "load"
         elif isinstance(owner := node.node, nodes.Name) and owner.name == name:  # type: ignore[attr-defined]
             if isinstance(node, nodes.Getattr):
-                found.add(node.attr)
+                fields.add(node.attr)
                 named += 1
             elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-                found.add(str(node.arg.value))
+                fields.add(str(node.arg.value))
                 named += 1
-    return frozenset(found) if whole == named else None
+    return frozenset(fields) if whole == named else None
 
 
 def _unknown(key: str, name: str, columns: Collection[str]) -> ConfigError:

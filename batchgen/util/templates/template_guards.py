@@ -52,8 +52,8 @@ class TreeGuards(NodeTransformer):
         self.generic_visit(node)
         parts = node.find_all((nodes.Output, nodes.Concat, nodes.Call, nodes.Filter))
         data = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
-        most = data + bounds.SMALL * sum(len(getattr(part, "nodes", "1")) for part in parts)
-        step = _filtered(nodes.Const(1 + most), _ROUND, node.lineno)
+        limit = data + bounds.SMALL * sum(len(getattr(part, "nodes", "1")) for part in parts)
+        step = _filtered(nodes.Const(1 + limit), _ROUND, node.lineno)
         node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         if node.test is not None:
             test = _filtered(nodes.Const(1), _ROUND, node.lineno)
@@ -83,11 +83,11 @@ class TreeGuards(NodeTransformer):
         return node
 
     def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        if isinstance(called := node.node, nodes.Getattr):
-            called.node = self.visit(called.node)  # a method, whatever keys there are
+        if isinstance(function := node.node, nodes.Getattr):
+            function.node = self.visit(function.node)  # a method, whatever keys there are
             node.node = nodes.Name("", "load")
             self.generic_visit(node)
-            node.node = called
+            node.node = function
             return node
         return self.generic_visit(node)
 

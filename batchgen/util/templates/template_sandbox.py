@@ -99,8 +99,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise bounds.TemplateLimit("it is nested too deeply") from None
         if not parser.stream.eos:
             rest = str(parser.stream.current)
-            said = "= is no comparison: write ==" if rest == "=" else f"{rest} may not stand there"
-            raise TemplateSyntaxError(said, 1)
+            reason = (
+                "= is no comparison: write ==" if rest == "=" else f"{rest} may not stand there"
+            )
+            raise TemplateSyntaxError(reason, 1)
         target = nodes.Name(result, "store", lineno=1)
         tree = nodes.Template([nodes.Assign(target, expression, lineno=1)], lineno=1)
         tree.set_environment(self)

@@ -29,9 +29,9 @@ def used_columns(prompt: Mapping[str, Any]) -> list[str]:
 def prompt_templates(prompt: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The templates of a group `prompt`, in the order of the prompt, each with the role or the key
     that it is for."""
-    found = [(key, prompt.get(key)) for key in _TEMPLATES]
-    found += [item for message in prompt.get("messages") or () for item in message.items()]
-    return [(name, source) for name, source in found if isinstance(source, str)]
+    templates = [(key, prompt.get(key)) for key in _TEMPLATES]
+    templates += [item for message in prompt.get("messages") or () for item in message.items()]
+    return [(name, source) for name, source in templates if isinstance(source, str)]
 
 
 def _variables(template: Any) -> list[str]:
@@ -44,13 +44,13 @@ def _variables(template: Any) -> list[str]:
     except TemplateError:
         return []
     free = env.undeclared(tree)
-    found: list[str] = []
+    names: list[str] = []
     for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Getitem)):
         if isinstance(node, nodes.Name):
-            found += [node.name] * (node.name in free and node.name != "row")
+            names += [node.name] * (node.name in free and node.name != "row")
         elif isinstance(node.node, nodes.Name) and node.node.name == "row":  # type: ignore[attr-defined]
             if isinstance(node, nodes.Getattr):
-                found.append(node.attr)
+                names.append(node.attr)
             elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-                found.append(str(node.arg.value))
-    return found
+                names.append(str(node.arg.value))
+    return names

@@ -99,7 +99,7 @@ def templates(package: str) -> Environment:
     """The templates of a package. They escape every value, and an unknown name is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader(package, "templates"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -107,13 +107,13 @@ def templates(package: str) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    environment.filters |= {
         "marked": marked,
         "breakable": breakable,
         "count": "{:,}".format,
         "query": urlencode,
     }
-    return made
+    return environment
 
 
 def _plain(value: Any) -> Any:

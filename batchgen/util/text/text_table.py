@@ -20,10 +20,10 @@ _UNKNOWN = "unknown (all samples of a question agree)"
 def table_text(*parts: Sequence[Line]) -> str:
     """The lines with their values in one column, and an empty line between the parts."""
     width = max(len(name) for part in parts for name, _ in part)
-    made = [
+    lines = [
         "\n".join(f"{name:<{width}}  {value}" for name, value in part) for part in parts if part
     ]
-    return "\n\n".join(made)
+    return "\n\n".join(lines)
 
 
 def columns(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> list[str]:
@@ -45,8 +45,8 @@ def counted(number: int, noun: str) -> str:
 
 def answers_text(questions: int | None, answers: int) -> str:
     """`20 questions, 160 answers`; the answers alone where nobody knows the questions."""
-    found = [] if questions is None else [counted(questions, "question")]
-    return ", ".join([*found, counted(answers, "answer")])
+    parts = [] if questions is None else [counted(questions, "question")]
+    return ", ".join([*parts, counted(answers, "answer")])
 
 
 def row_name(row_id: str, sample_index: int) -> str:
@@ -96,8 +96,8 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     lines = [(scores.get("column", "score"), _average(scores["avg"], shown))]
     if (chance := scores.get("chance")) is not None:
         lines.append(("chance", f"{percent_text(chance)}: so many guesses would be right"))
-    if (most := scores.get("range")) is not None:
-        lines.append(("range", f"{shown(most[0])} to {shown(most[1])}"))
+    if (value_range := scores.get("range")) is not None:
+        lines.append(("range", f"{shown(value_range[0])} to {shown(value_range[1])}"))
     lines += [*_metrics(scores), *_rates(scores)]
     subsets = scores.get("subsets", {})
     for name, part in zip(_short(list(subsets)), subsets.values(), strict=True):
@@ -120,10 +120,10 @@ def _short(names: Sequence[str]) -> list[str]:
     lines = [" ".join(visible(name).split()) for name in names]
     shown = [both_ends(line, _NAME) for line in lines]
     often = Counter(shown)
-    for place, line in enumerate(lines):
-        if often[shown[place]] > 1:
-            mark = f" #{place + 1}"
-            shown[place] = both_ends(line, _NAME - len(mark)) + mark
+    for index, line in enumerate(lines):
+        if often[shown[index]] > 1:
+            mark = f" #{index + 1}"
+            shown[index] = both_ends(line, _NAME - len(mark)) + mark
     return shown
 
 
@@ -137,13 +137,13 @@ def _average(average: Mapping[str, Any], format_value: Callable[[float | None], 
 
 def _metrics(scores: Mapping[str, Any]) -> list[Line]:
     """pass@k, pass^k and maj@k for each k over 1, where they say more than the average."""
-    found = []
+    lines = []
     for name, metric in scores.items():
         kind, _, k = name.replace("^", "@").partition("@")
         if k and k != "1" and kind in ("pass", "maj"):
             value = percent_text(metric["value"]) + _bounds(metric)
-            found.append((name, value if metric["value"] is not None else _too_few(k)))
-    return found
+            lines.append((name, value if metric["value"] is not None else _too_few(k)))
+    return lines
 
 
 def _too_few(k: str) -> str:

@@ -23,9 +23,9 @@ from batchgen.kernels.linear_attention.gated_norm import gated_rms_norm
 class GatedDeltaNet(Recurrence):
     """A gated delta network, added to the residual (Yang et al. 2024, arXiv 2412.06464).
 
-    Each value head carries a matrix S [value_dim, key_dim] from token to token, which fades by a
-    factor that depends on the token, and moves what it makes of the token's key towards the token's
-    value:
+    Each value head carries a matrix S [value_dim, key_dim] from token to token. A token's decay g,
+    step β, query q, key k and value v change it, so that S·k comes closer to v, and give the output
+    o:
 
         S ← e^g · S,  u = β · (v − S·k),  S ← S + u·kᵀ,  o = S·q
 
@@ -91,7 +91,10 @@ class GatedDeltaNet(Recurrence):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + network(hidden) as `Mixer` says; `RowMetadata` says where states go."""
+        """Return residual + network(hidden) [T, hidden_size], or [R, hidden_size] for `outputs`.
+
+        The rows' states are read and written as `RowMetadata` says. `cos_sin` is not used.
+        """
         shape, heads = self.shape, self.shape.num_value_heads
         mixed, gate, b, a = self.in_proj(hidden).split(
             [shape.channels, shape.values, heads, heads], dim=1

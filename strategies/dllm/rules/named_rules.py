@@ -28,18 +28,18 @@ def named_rule(name: str, **options: Any) -> Rule:
     that it does not allow."""
     if name not in RULES:
         raise ValueError(f"unmasking must be {' or '.join(RULES)}, got {name!r}")
-    given = {key: value for key, value in options.items() if value is not None}
+    set_options = {key: value for key, value in options.items() if value is not None}
     known = {
         rule: {each.name for each in fields(kind) if each.init} for rule, kind in RULES.items()
     }
-    for key in given:
+    for key in set_options:
         if key not in known[name]:
             others = [rule for rule, options in known.items() if key in options]
             whose = f"it is of {', '.join(others)}" if others else "no rule has"
             raise ValueError(
                 f"{key} is set, but unmasking {name} has no such option ({whose}): leave it null"
             )
-    return RULES[name](**given)
+    return RULES[name](**set_options)
 
 
 def _options_of(name: str) -> set[str]:

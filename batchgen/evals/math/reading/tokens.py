@@ -79,26 +79,26 @@ class Token:
 
 
 def tokens_of(text: str, thousands: bool = True) -> list[Token]:
-    """The tokens of a tidy text; NotRead if they are too many, or a brace is not closed."""
-    found = _tokens(text, thousands)
-    if len(found) > MOST_TOKENS:
+    """The tokens of a tidy text. Raises NotRead if they are too many, or a brace is not closed."""
+    tokens = _tokens(text, thousands)
+    if len(tokens) > MOST_TOKENS:
         raise NotRead
-    return found
+    return tokens
 
 
 def _tokens(
     text: str, thousands: bool, before: Token | None = None, quoted: bool = False
 ) -> list[Token]:
-    found: list[Token] = []
+    tokens: list[Token] = []
     at, spaced = 0, False
     while at < len(text):
         if not quoted and (match := _TEXT.match(text, at)):
             end = _closing(text, match.end())
-            last = found[-1] if found else None
+            last = tokens[-1] if tokens else None
             inner = _tokens(text[match.end() + 1 : end], thousands, last, quoted=True)
             if inner:
                 inner[0] = replace(inner[0], spaced=True)
-            found += inner
+            tokens += inner
             at, spaced = end + 1, True
             continue
         match = _TOKEN.match(text, at)
@@ -112,11 +112,11 @@ def _tokens(
             match = _PLAIN_NUMBER.match(text, match.start())
             assert match is not None
             at = match.end()
-            found.append(Token("number", match[0], spaced, quoted))
+            tokens.append(Token("number", match[0], spaced, quoted))
         else:
-            found += _read(match, spaced, quoted, found[-1] if found else before)
+            tokens += _read(match, spaced, quoted, tokens[-1] if tokens else before)
         spaced = False
-    return found
+    return tokens
 
 
 def _closing(text: str, start: int) -> int:

@@ -54,34 +54,34 @@ _OF_OTHERS = {
 
 def _names() -> dict[str, str]:
     """The short name of each unit as people write it."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for short, others in _OTHERS.items():
         for word in (short, *others.split()):
-            found[word] = short
+            names[word] = short
             if len(word) > 2 and word.islower():
-                found[word + "s"] = short
+                names[word + "s"] = short
     for name, symbol in _PREFIXED.items():
         for prefix, letter in _PREFIXES.items():
             for word in (prefix + name, prefix + name + "s"):
-                found[word] = letter + symbol
+                names[word] = letter + symbol
     for symbol in _SYMBOLS.split():
-        found[symbol] = (
+        names[symbol] = (
             symbol.replace("l", "L") if symbol[-1] == "l" and symbol[:-1] in "mdck" else symbol
         )
-    found["centuries"] = "century"
-    return found | _CHINESE
+    names["centuries"] = "century"
+    return names | _CHINESE
 
 
 def _sizes() -> dict[str, tuple[str, Fraction]]:
     """Each unit in terms of the one that others of its kind are measured by."""
-    found = {short: (short, Fraction(1)) for short in UNITS.values()}
+    sizes = {short: (short, Fraction(1)) for short in UNITS.values()}
     for symbol in _PREFIXED.values():
         for prefix, power in _POWERS_OF_TEN.items():
-            found[prefix + symbol] = symbol, Fraction(10) ** power
+            sizes[prefix + symbol] = symbol, Fraction(10) ** power
     for short, (other, number) in _OF_OTHERS.items():
-        found[short] = other, Fraction(number)
-    found["cent"] = "$", Fraction(1, 100)
-    return found
+        sizes[short] = other, Fraction(number)
+    sizes["cent"] = "$", Fraction(1, 100)
+    return sizes
 
 
 UNITS = _names()

@@ -32,21 +32,21 @@ class Program:
 
     def names(self) -> list[Any]:
         """The names that the program defines: [name, module's name or null, value]."""
-        found: list[Any] = []
+        values: list[Any] = []
         for name, value in list(self._module.__dict__.items()):
             if name.startswith("__"):
                 continue
             module = value.__name__ if isinstance(value, ModuleType) else None
-            found.append([name, module, None if module else self._encoded(value)])
-        return found
+            values.append([name, module, None if module else self._encoded(value)])
+        return values
 
     def do(self, what: str, *forms: Any) -> Any:
         """Do one thing with decoded values, and return the encoded result."""
         if what == "load":
             self.load()
             return self.names()
-        given = [copied_values.decode_value(form, self._objects.__getitem__) for form in forms]
-        return self._encoded(_DOES[what](*given))
+        decoded = [copied_values.decode_value(form, self._objects.__getitem__) for form in forms]
+        return self._encoded(_DOES[what](*decoded))
 
     def _encoded(self, value: Any) -> Any:
         return copied_values.encode(value, self._number)

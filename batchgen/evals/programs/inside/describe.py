@@ -18,22 +18,22 @@ from typing import Any
 def describe_interpreter(names: list[str]) -> dict[str, Any]:
     """The interpreter's files, and the folders and files of distributions by what they are called
     there."""
-    places: dict[str, str] = {}
+    paths: dict[str, str] = {}
     versions: dict[str, str] = {}
     missing: list[str] = []
     for name in names:
         try:
-            found = distribution(name)
+            package = distribution(name)
         except PackageNotFoundError:
             missing.append(name)
             continue
-        tops = {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "/")}
+        tops = {file.parts[0] for file in package.files or () if file.parts[0] not in ("..", "/")}
         kept = {top for top in tops if not top.endswith((".dist-info", ".egg-info", ".pth"))}
         kept.discard("__pycache__")
         if not kept:
             missing.append(name)
-        versions[name] = found.version
-        places |= {top: os.path.realpath(str(found.locate_file(top))) for top in sorted(kept)}
+        versions[name] = package.version
+        paths |= {top: os.path.realpath(str(package.locate_file(top))) for top in sorted(kept)}
     folder, library = sysconfig.get_config_vars("LIBDIR", "INSTSONAME")
     shared = os.path.join(str(folder), str(library))
     return {
@@ -41,7 +41,7 @@ def describe_interpreter(names: list[str]) -> dict[str, Any]:
         "version": sys.version.split()[0],
         "library": os.path.dirname(os.path.realpath(os.__file__)),
         "shared": shared if ".so" in str(library) and os.path.isfile(shared) else None,
-        "packages": places,
+        "packages": paths,
         "versions": versions,
         "missing": missing,
     }

@@ -89,18 +89,18 @@ class Link:
 
     def load(self) -> dict[str, Any]:
         """Let the program run, and return what it defines, without names of builtins."""
-        found: dict[str, Any] = {}
+        namespace: dict[str, Any] = {}
         for name, module, form in self._asked(["load"]):
             if not isinstance(name, str) or hasattr(builtins, name):
                 continue
             if module is None:
-                found[name] = copied_values.decode_value(form, self._remote)
+                namespace[name] = copied_values.decode_value(form, self._remote)
                 continue
             try:
-                found[name] = importlib.import_module(module)
+                namespace[name] = importlib.import_module(module)
             except ImportError:
                 continue
-        return found
+        return namespace
 
     def _asked(self, request: Any) -> Any:
         try:
@@ -129,8 +129,8 @@ def _exception(names: list[Any], text: str) -> Exception:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
-                made: Exception = type(name, (Raised, kind), {})(f"{names[0]}: {text}")
-                return made
+                exception: Exception = type(name, (Raised, kind), {})(f"{names[0]}: {text}")
+                return exception
             except TypeError:
                 continue  # a class that is made of other arguments
     return Raised(f"{names[0]}: {text}")
@@ -138,9 +138,9 @@ def _exception(names: list[Any], text: str) -> Exception:
 
 def _verdict(link: Link, source: str) -> list[str]:
     try:
-        found = link.load()
+        namespace = link.load()
         code = compile(source, "/tests.py", "exec")
-        exec(code, {**found, "__name__": "tests", "__builtins__": builtins})
+        exec(code, {**namespace, "__name__": "tests", "__builtins__": builtins})
     except Lost:
         return ["lost"]
     except UnsupportedValue as error:

@@ -46,10 +46,10 @@ class JobDownload:
             raise ConfigError("no row is finished yet: there is nothing to download")
         self._rows, self._wanted = rows, wanted
         self._filtered = wanted.columns(schema, rows.text_column)
-        own = {name for name in schema.names if not name.startswith(PREFIX)}
+        names = {name for name in schema.names if not name.startswith(PREFIX)}
         plain = {name: name.removeprefix(PREFIX) for name in columns}
         # The names of the columns in the file, by their names in the job.
-        self.columns = {n: n if n != p and p in own else p for n, p in plain.items()}
+        self.columns = {n: n if n != p and p in names else p for n, p in plain.items()}
         fields = [schema.field(n).with_name(shown) for n, shown in self.columns.items()]
         self._schema = pa.schema(fields)
 
@@ -88,17 +88,17 @@ class JobDownload:
             if not len(wanted):
                 continue
             for table in self._rows.whole_rows(shard, list(self.columns), int(wanted[0] >> 31)):
-                found = table.filter(pa.array(np.isin(row_keys(table), wanted)))
-                if found.num_rows:
-                    named = found.select(list(self.columns))
+                matching = table.filter(pa.array(np.isin(row_keys(table), wanted)))
+                if matching.num_rows:
+                    named = matching.select(list(self.columns))
                     yield named.rename_columns(self._schema.names).cast(self._schema)
 
     def _matching(self, shard: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The `row_keys` of the listed samples of a shard, ascending."""
-        found = [np.empty(0, np.int64)]
+        keys = [np.empty(0, np.int64)]
         for table in self._rows.whole_rows(shard, self._filtered):
-            found.append(row_keys(table)[self._wanted.matches(table, self._rows.text_column)])
-        return np.concatenate(found)
+            keys.append(row_keys(table)[self._wanted.matches(table, self._rows.text_column)])
+        return np.concatenate(keys)
 
 
 class _Sink(io.RawIOBase):

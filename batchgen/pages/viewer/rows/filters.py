@@ -70,14 +70,14 @@ class SampleFilter:
             ConfigError: a value is none that the key may have.
         """
         names = {field.name for field in fields(cls)} - {"subset_column"}
-        given = {key: value for key, value in query.items() if key in names}
-        return cls(**given, subset_column=subset_column)
+        values = {key: value for key, value in query.items() if key in names}
+        return cls(**values, subset_column=subset_column)
 
     @property
     def query(self) -> dict[str, str]:
         """The keys of a URL that describe it."""
-        given = asdict(self).items()
-        return {key: value for key, value in given if value and key != "subset_column"}
+        values = asdict(self).items()
+        return {key: value for key, value in values if value and key != "subset_column"}
 
     def __bool__(self) -> bool:
         return any(value for key, value in self.query.items() if key != "column")
@@ -96,16 +96,16 @@ class SampleFilter:
         if self.subset and self.subset_column not in schema.names:
             raise ConfigError("this job has no subsets: score.subset names a column of them")
         needed = (names for names, _ in self._conditions(schema.names, text_column))
-        found = dict.fromkeys(name for names in needed for name in names)
-        return [name for name in found if name in schema.names]
+        columns = dict.fromkeys(name for names in needed for name in names)
+        return [name for name in columns if name in schema.names]
 
     def matches(self, table: pa.Table, text_column: str) -> Bools:
         """[R] Which samples of a table of whole rows, with the columns of `columns`, are listed."""
-        found = np.ones(table.num_rows, np.bool_)
+        matches = np.ones(table.num_rows, np.bool_)
         for _, holds in self._conditions(table.column_names, text_column):
-            if found.any():
-                found &= holds(table)
-        return found
+            if matches.any():
+                matches &= holds(table)
+        return matches
 
     def _conditions(self, names: Collection[str], text_column: str) -> Iterator[Condition]:
         """All conditions, the dearest last.
@@ -150,18 +150,18 @@ def marks(table: pa.Table) -> npt.NDArray[np.str_]:
     """[R] Which of MARKS each sample has, by its finish reason and the grades that there are; empty
     for rows with an error of their own."""
     count, names = table.num_rows, table.column_names
-    found = np.full(count, "ungraded", dtype="<U11")
+    texts = np.full(count, "ungraded", dtype="<U11")
     if MARK in names:
         mark = pc.fill_null(table[MARK], np.nan).to_numpy()
-        found[mark == 1] = "right"
-        found[(mark > 0) & (mark < 1)] = "partly"
-        found[mark == 0] = "wrong"
+        texts[mark == 1] = "right"
+        texts[(mark > 0) & (mark < 1)] = "partly"
+        texts[mark == 0] = "wrong"
         if ANSWER_KEY in names:
-            found[np.asarray(pc.is_null(table[ANSWER_KEY])) & (mark == 0)] = "no_answer"
+            texts[np.asarray(pc.is_null(table[ANSWER_KEY])) & (mark == 0)] = "no_answer"
     if GRADE_ERROR in names:
-        found[np.asarray(pc.is_valid(table[GRADE_ERROR]))] = "grade_error"
-    found[_bools(pc.equal(table["finish_reason"], "error"))] = ""
-    return found
+        texts[np.asarray(pc.is_valid(table[GRADE_ERROR]))] = "grade_error"
+    texts[_bools(pc.equal(table["finish_reason"], "error"))] = ""
+    return texts
 
 
 def _compared(table: pa.Table, compare: Callable[..., pa.ChunkedArray], bound: int) -> Bools:

@@ -133,8 +133,8 @@ class Ranking:
         numbers = np.asarray(table[KEYS[1]])
         for i in among:
             part = slice(begin[i], stops[i])
-            found = np.flatnonzero(matches[part])
-            ordered = found[np.argsort(sign * values[part][found], kind="stable")]
+            indices = np.flatnonzero(matches[part])
+            ordered = indices[np.argsort(sign * values[part][indices], kind="stable")]
             samples = numbers[part][ordered].tolist()
             self.places.append(RankedRow(int(rows[begin[i]]), float(sign * first[i]), samples))
         self.places = sorted(self.places, key=lambda p: (sign * p.value, p.row))[:MOST]
@@ -176,9 +176,9 @@ def _agreement(column: pa.Array, begin: npt.NDArray[np.int64]) -> Floats:
     row = np.repeat(np.arange(len(begin)), sizes)
     pairs, votes = np.unique(np.stack([row, codes]), axis=1, return_counts=True)
     votes[pairs[1] < 0] = 0  # no answer is no vote
-    most = np.zeros(len(begin))
-    np.maximum.at(most, pairs[0], votes)
-    return np.repeat(most / sizes, sizes)
+    highest = np.zeros(len(begin))
+    np.maximum.at(highest, pairs[0], votes)
+    return np.repeat(highest / sizes, sizes)
 
 
 class Rankings:
@@ -192,12 +192,12 @@ class Rankings:
         """A ranking that has looked at some rows. It is made anew when the job has changed."""
         key = (wanted, order, self._rows.stamps)
         with self._lock:
-            found = self._known.pop(key, None) or Ranking(self._rows, wanted, order)
+            ranking = self._known.pop(key, None) or Ranking(self._rows, wanted, order)
             while len(self._known) >= _KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[key] = found
-        found.go_on()
-        return found
+            self._known[key] = ranking
+        ranking.go_on()
+        return ranking
 
 
 def order_text(order: str, value: float) -> str:

@@ -63,8 +63,8 @@ class RowIds:
             return self._sought(row_id)
 
     def _id_of(self, row_index: int) -> str | None:
-        found = self._rows.samples(row_index, ["row_id"])
-        return found["row_id"][0].as_py() if found.num_rows else None
+        samples = self._rows.samples(row_index, ["row_id"])
+        return samples["row_id"][0].as_py() if samples.num_rows else None
 
     def _sought(self, row_id: str) -> int | None:
         wanted = _hashes([row_id])[0]
@@ -75,25 +75,25 @@ class RowIds:
                 continue
             if known is None and self._clock() >= until:
                 raise StillSearching(sum(map(len, self._hashes.values())))
-            if (found := self._read(shard, row_id)) is not None:
-                return found
+            if (row := self._read(shard, row_id)) is not None:
+                return row
         return None
 
     def _read(self, shard: int, row_id: str) -> int | None:
         """Look into one shard, and keep the hashes of a complete one."""
         hashes: list[npt.NDArray[np.uint32]] = []
         before = -1
-        found: int | None = None
+        row: int | None = None
         for batch in self._rows.reader.shard(shard).batches(["row_id", KEYS[0]], size=LIGHT_BATCH):
             rows = np.asarray(batch[KEYS[0]])
             ids = batch["row_id"].filter(pa.array(rows != np.append(before, rows[:-1])))
-            if (at := pc.index(batch["row_id"], row_id).as_py()) >= 0 and found is None:
-                found = int(rows[at])
+            if (at := pc.index(batch["row_id"], row_id).as_py()) >= 0 and row is None:
+                row = int(rows[at])
             hashes.append(_hashes(ids.to_pylist()))
             before = int(rows[-1]) if len(rows) else before
         if sum(map(len, hashes)) == self._rows.rows_per_shard:
             self._hashes[shard] = np.concatenate(hashes)
-        return found
+        return row
 
 
 def _hashes(ids: list[str]) -> npt.NDArray[np.uint32]:

@@ -76,9 +76,9 @@ class Search:
         searched = 0
         for shard in self._rows.shards_before(before):
             start = shard * self._rows.rows_per_shard
-            found = [hit for hit in self._in_shard(shard, start) if hit[0] < before]
-            searched += sum(size for *_, size in found)
-            for row, samples, _ in reversed(found):
+            shard_hits = [hit for hit in self._in_shard(shard, start) if hit[0] < before]
+            searched += sum(size for *_, size in shard_hits)
+            for row, samples, _ in reversed(shard_hits):
                 if samples:
                     hits[row] = samples
                 if len(hits) == count:
@@ -90,8 +90,8 @@ class Search:
     def rows(self, hits: Sequence[int], columns: Sequence[str]) -> dict[int, pa.Table]:
         """Some columns of all samples of the rows with these indices, by index. Long texts have
         only their beginning and end."""
-        found = {row: excerpts(table) for row, table in self._rows.rows_at(hits, columns)}
-        return {row: found[row] for row in hits if row in found}
+        tables = {row: excerpts(table) for row, table in self._rows.rows_at(hits, columns)}
+        return {row: tables[row] for row in hits if row in tables}
 
     def _in_shard(self, shard: int, first_row: int) -> Iterator[tuple[int, list[int], int]]:
         """The index of each row from one on, its samples that match, and how many it has."""
@@ -110,12 +110,12 @@ class Search:
 
 def excerpts(table: pa.Table) -> pa.Table:
     """The table with only the beginning and the end of its long texts; ids stay whole."""
-    for place, field in enumerate(table.schema):
+    for index, field in enumerate(table.schema):
         if field.type in TEXT_TYPES and field.name != "row_id":
             column = table[field.name]
             begin = pc.utf8_slice_codeunits(column, 0, _BEGINNING)
             end = pc.utf8_slice_codeunits(column, -_END)
             both = pc.binary_join_element_wise(begin, end, pa.scalar(" … ", field.type))
             is_long = pc.greater(pc.utf8_length(column), _BEGINNING + _END)
-            table = table.set_column(place, field, pc.if_else(is_long, both, column))
+            table = table.set_column(index, field, pc.if_else(is_long, both, column))
     return table

@@ -76,11 +76,14 @@ def audit_steps(
     begun = [name for name, folder in record.current.items() if _has_shards(Path(out, folder))]
     if not begun:
         raise ConfigError(f"{job_path}: no step of the pipeline has shards yet")
-    for place, name in enumerate(begun):
-        share = max(1, rows // len(begun) + (place < rows % len(begun)))
-        own = list(_of_step(overrides, name, record))
+    for index, name in enumerate(begun):
+        share = max(1, rows // len(begun) + (index < rows % len(begun)))
+        step_overrides = list(_of_step(overrides, name, record))
         folder = f"{out}/{record.current[name]}"
-        yield name, audit_folder(folder, share, seed, own, trusted, operations=operations)
+        yield (
+            name,
+            audit_folder(folder, share, seed, step_overrides, trusted, operations=operations),
+        )
 
 
 def _has_shards(folder: Path) -> bool:
@@ -132,11 +135,11 @@ def audit_folder(
     manifest = Manifest.read(reader.path / "manifest.json")
     with closing(open_parts(config, manifest, user_path)) as parts:
         if operations:
-            found = compare_operations(config, parts, numbers, reader.storage)
+            results = compare_operations(config, parts, numbers, reader.storage)
         else:
             tables = dict(zip(numbers, stored.rows(numbers), strict=True))
-            found = audit_rows(config, parts, tables, reader.storage)
-    return Audited(found, stored.count, audit_remarks(config, manifest))
+            results = audit_rows(config, parts, tables, reader.storage)
+    return Audited(results, stored.count, audit_remarks(config, manifest))
 
 
 def _audit_set(
@@ -147,15 +150,15 @@ def _audit_set(
     path, by_job = finished.storage.path / SET_FILE, dict[str, list[SetRow]]()
     for row in chosen_rows_of_set(finished, rows, seed):
         by_job.setdefault(row.job, []).append(row)
-    audited, said = list[AuditedRow](), list[str]()
+    audited, remarks = list[AuditedRow](), list[str]()
     for job, of_job in by_job.items():
         values, manifest = job_of_set(finished, job)
         config = configured(values, {}, path, overrides, trusted)
         config = _with_jobs_beside(config, finished.storage.path)
         text_as = str(finished.facts["text_column"])
         audited += audit_set_rows(config, manifest, of_job, finished.user_path, text_as)
-        said += audit_remarks(config, manifest)
-    return Audited(audited, finished.total, list(dict.fromkeys(said)))
+        remarks += audit_remarks(config, manifest)
+    return Audited(audited, finished.total, list(dict.fromkeys(remarks)))
 
 
 def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
@@ -170,16 +173,16 @@ def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
 def config_of(
     reader: JobFolderReader, user_path: str, overrides: Sequence[str], trusted: Sequence[str]
 ) -> JobConfig:
-    """The configuration of a job's folder, with what was typed; ConfigError if it is not there, or
-    names code that the user does not trust."""
+    """The configuration of a job's folder, with what was typed. Raises ConfigError if it is not
+    there, or names code that the user does not trust."""
     path = reader.path / CONFIG
     if not path.is_file():
         raise ConfigError(
             f"{user_path} has no {CONFIG}, which says how the rows were made: they cannot be "
             "computed again"
         )
-    values, places = read_job_file(path)
-    return configured(values, places, path, overrides, trusted)
+    values, locations = read_job_file(path)
+    return configured(values, locations, path, overrides, trusted)
 
 
 def configured(

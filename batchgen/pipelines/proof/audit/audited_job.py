@@ -29,8 +29,8 @@ _ROW, _SAMPLE = KEYS
 
 @dataclass(frozen=True)
 class AuditedRow:
-    """An input row whose samples were computed again; `difference` says what differs first, and is
-    None if all is equal to the bit."""
+    """An input row whose samples were computed again. `samples` is their number, and `difference` a
+    text about the first value that differs, None if all are equal to the bit."""
 
     row_id: str
     samples: int
@@ -38,14 +38,14 @@ class AuditedRow:
 
 
 def open_parts(config: JobConfig, stored: Manifest, display_name: str) -> ResolvedJob:
-    """What a job runs on, if it is the job of a manifest; ConfigError with what differs if it is
-    not."""
+    """Open the model and the data set of a configuration, if they are those of the job that
+    `stored` describes. Raises ConfigError, which says what differs, if they are not."""
     parts = resolve_job(config)
     try:
-        asked = job_manifest(config, parts, output_schema(config, parts))
+        manifest = job_manifest(config, parts, output_schema(config, parts))
         source = content_of(parts.source, parts.prompt)
-        lines = stored.differences(asked, lambda stop: rows_digest(source, stop))
-        if lines and lines == stored.other_contract(asked):
+        lines = stored.differences(manifest, lambda stop: rows_digest(source, stop))
+        if lines and lines == stored.other_contract(manifest):
             raise ConfigError(
                 f"{display_name}: its rows keep their bits under one contract, and here is "
                 "another:\n  "
@@ -73,53 +73,56 @@ def audit_rows(
     stored: Mapping[int, pa.Table],
     storage: Storage | None,
 ) -> list[AuditedRow]:
-    """Compute input rows again, and compare each with the samples of it that are `stored`, by the
-    row's number. The columns that are stored are compared, to the bit, but for those that do not
-    depend on the row alone (`Strategy.by_schedule`).
+    """Compute input rows again, and compare their samples with those that the job stored.
+
+    All columns that are stored are compared, to the bit, except those whose values do not depend on
+    the row alone (`Strategy.by_schedule`).
 
     Args:
-        storage: where the job may have its row index.
+        stored: `row_index` of an input row → its stored samples.
+        storage: the job's storage, in which its row index is, if it has one.
     """
     numbers = list(stored)
     with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
         again = compute_again(config, parts, numbers, Path(folder), storage)
     return [
-        _audited(again.filter(pc.equal(again[_ROW], place)), stored[number], parts.by_schedule)
-        for place, number in enumerate(numbers)
+        _audited(again.filter(pc.equal(again[_ROW], index)), stored[number], parts.by_schedule)
+        for index, number in enumerate(numbers)
     ]
 
 
 def _audited(again: pa.Table, stored: pa.Table, by_schedule: frozenset[str]) -> AuditedRow:
+    """Compare the samples of one row."""
     row_id = again["row_id"][0].as_py()
     samples = stored[_SAMPLE].to_pylist()
-    known = again[_SAMPLE].to_pylist()
+    samples_again = again[_SAMPLE].to_pylist()
     names = [name for name in again.schema.names if name in stored.schema.names]
     names = [name for name in names if name not in by_schedule]
-    if missing := [sample for sample in samples if sample not in known]:
-        difference = f"there is no sample {missing[0]} here, and there is one there"
+    if missing := [sample for sample in samples if sample not in samples_again]:
+        difference = f"the job has a sample {missing[0]}, and computed again there is none"
         return AuditedRow(row_id, len(samples), difference)
-    for place, sample in enumerate(samples):
-        own = again.slice(known.index(sample), 1)
-        if (what := first_difference(own, stored.slice(place, 1), names)) is not None:
-            return AuditedRow(row_id, len(samples), f"sample {sample}: {what}")
+    for index, sample in enumerate(samples):
+        computed = again.slice(samples_again.index(sample), 1)
+        if (text := first_difference(computed, stored.slice(index, 1), names)) is not None:
+            return AuditedRow(row_id, len(samples), f"sample {sample}: {text}")
     return AuditedRow(row_id, len(samples), None)
 
 
 def audit_remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
-    """Why rows may differ although they were made as is said."""
-    found = []
+    """Sentences that say why rows may differ although the job made them as it says."""
+    remarks = []
     if manifest.contract and not config.engine.deterministic:
-        found.append(
+        remarks.append(
             "the job's rows keep their bits under one contract (engine.deterministic=true), and "
             "they were computed again without it"
         )
     elif device_of(config.engine.device).type == "cuda" and not manifest.contract:
-        found.append(
+        remarks.append(
             "computed here on a GPU: on another type of GPU, and in batches of another size, sums "
-            "are rounded otherwise, and bits may differ"
+            "are rounded differently, and bits may differ"
         )
     if manifest.batch_dependence is not None:
-        found.append(f"the job says of its own bits: {manifest.batch_dependence}")
+        remarks.append(f"the job says of its own bits: {manifest.batch_dependence}")
     now = Manifest.build({}, {}).versions
     others = [
         f"{name} {version} (here {now[name]})"
@@ -127,5 +130,5 @@ def audit_remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
         if name in now and now[name] != version
     ]
     if others:
-        found.append(f"the job ran with {', '.join(others)}")
-    return found
+        remarks.append(f"the job ran with {', '.join(others)}")
+    return remarks

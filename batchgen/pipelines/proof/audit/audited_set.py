@@ -42,11 +42,11 @@ class SetRow(NamedTuple):
 
 def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow]:
     """Rows of a set, drawn at random without repetition."""
-    places = drawn_places(rows.total, count, seed)
-    found = []
+    indices = drawn_places(rows.total, count, seed)
+    chosen = []
     for number, shard in enumerate(rows.shards):
         stop = shard.first + shard.ends[-1]
-        here = [place - shard.first for place in places if shard.first <= place < stop]
+        here = [index - shard.first for index in indices if shard.first <= index < stop]
         if not here:
             continue
         for table, _ in rows.tables(number, rows.schema.names, places=np.array(here)):
@@ -55,13 +55,13 @@ def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow
                 names = [name for name in (_ID, SOURCE) if name in one.schema.names]
                 (values,) = one.select(names).to_pylist()
                 job, row_id, sample = origin_in_set(rows, values)
-                found.append(SetRow(values[_ID], job, row_id, sample, one))
-    return found
+                chosen.append(SetRow(values[_ID], job, row_id, sample, one))
+    return chosen
 
 
 def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifest]:
     """The configuration of a job by group, as far as it decides rows, and its manifest, as the set
-    has them; ConfigError if the set does not hold enough."""
+    has them. Raises ConfigError if the set does not hold enough."""
     assert rows.facts is not None
     jobs = {Path(one["path"]).name: one for one in rows.facts["jobs"]}
     known = jobs.get(Path(folder).name)
@@ -91,26 +91,26 @@ def _numbers(parts: ResolvedJob, ids: set[str]) -> Mapping[str, int]:
     """The numbers of rows in their data set, by their ids."""
     source = parts.source
     source.find_index(None)
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for row in source.rows():
         if row.id in ids:
-            found[row.id] = row.index
-            if len(found) == len(ids):
-                return found
-    missing = sorted(ids - found.keys())
+            numbers[row.id] = row.index
+            if len(numbers) == len(ids):
+                return numbers
+    missing = sorted(ids - numbers.keys())
     raise ConfigError(f"dataset: it has no row with the id {missing[0]}, which the set has")
 
 
 def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRow:
-    own = again.filter(pc.equal(again["row_id"], row.row_id))
-    if text_as != text and text_as not in own.schema.names:
-        own = own.append_column(text_as, own[text])
-    left_out = {_ID, *(() if _is_copied(own, row.stored) else (SOURCE,))}
-    names = [name for name in row.stored.schema.names if name in own.schema.names]
+    computed = again.filter(pc.equal(again["row_id"], row.row_id))
+    if text_as != text and text_as not in computed.schema.names:
+        computed = computed.append_column(text_as, computed[text])
+    left_out = {_ID, *(() if _is_copied(computed, row.stored) else (SOURCE,))}
+    names = [name for name in row.stored.schema.names if name in computed.schema.names]
     names = [name for name in names if name not in left_out]
     difference: str | None = "there is no such sample here"
-    for at in range(own.num_rows):
-        one = own.slice(at, 1)
+    for at in range(computed.num_rows):
+        one = computed.slice(at, 1)
         if row.sample in (None, one[KEYS[1]][0].as_py()):
             difference = first_difference(one, row.stored, names)
             if difference is None:

@@ -10,10 +10,10 @@ def drawn_places(total: int, count: int, seed: int) -> list[int]:
     no more. They depend on the arguments alone."""
     if count >= total:
         return list(range(total))
-    found: set[int] = set()
+    indices: set[int] = set()
     number = 0
-    while len(found) < count:
+    while len(indices) < count:
         digest = blake2b(f"{seed} {number}".encode(), digest_size=16).digest()
-        found.add(int.from_bytes(digest, "little") % total)
+        indices.add(int.from_bytes(digest, "little") % total)
         number += 1
-    return sorted(found)
+    return sorted(indices)

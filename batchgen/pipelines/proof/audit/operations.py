@@ -56,12 +56,12 @@ def compare_operations(
     config = replace(config, engine=replace(config.engine, cuda_graph=False))
     assert isinstance(parts, OpenedJob)
     watch = _Watch(replace(parts, config=config))
-    beside, found = watch.run(config, numbers, storage), []
-    for place, row in enumerate(rows_at(parts.source, numbers)):
+    batched, rows = watch.run(config, numbers, storage), []
+    for index, row in enumerate(rows_at(parts.source, numbers)):
         alone = watch.run(config, [row.index], storage)
-        others = {sample: beside[place, sample] for _, sample in alone}
-        found.append(AuditedRow(row.id, len(alone), watch.difference(others, alone)))
-    return found
+        others = {sample: batched[index, sample] for _, sample in alone}
+        rows.append(AuditedRow(row.id, len(alone), watch.difference(others, alone)))
+    return rows
 
 
 class _Watch:
@@ -108,12 +108,12 @@ class _Watch:
     def difference(self, extra: Mapping[int, _Sample], alone: Samples) -> str | None:
         """Say in which operation a sample of a row differs first, in words."""
         for (_, sample), (tokens, prompt, digests) in sorted(alone.items()):
-            others, _, found = extra[sample]
+            others, _, operations = extra[sample]
             pairs = enumerate(zip(tokens, others, strict=False))
             least = min(len(tokens), len(others))
-            equal = next((place for place, (one, other) in pairs if one != other), least)
-            known = min(equal, digests.shape[1], found.shape[1])
-            differing = self._tape.first_difference(found[:, :known], digests[:, :known])
+            equal = next((index for index, (one, other) in pairs if one != other), least)
+            known = min(equal, digests.shape[1], operations.shape[1])
+            differing = self._tape.first_difference(operations[:, :known], digests[:, :known])
             if differing is not None:
                 name, token = differing
                 where = f"token {token} of the prompt"
@@ -121,6 +121,6 @@ class _Watch:
                     where = f"token {token - prompt} behind the prompt"
                 return f"sample {sample}: {name} at {where}"
             if tokens != others:
-                place = equal - prompt
-                return f"sample {sample}: last layer, head or sampler at token {place}"
+                index = equal - prompt
+                return f"sample {sample}: last layer, head or sampler at token {index}"
         return None

@@ -147,7 +147,7 @@ def compute_again(
         JobError: a signal came, or the rows cannot be written.
     """
     taken = SampledRows(parts.source, indices, storage)
-    own = dataclasses.replace(
+    audit_config = dataclasses.replace(
         parts,
         source=taken,
         prompt=_PromptOfTaken(parts.prompt),
@@ -158,7 +158,7 @@ def compute_again(
     )
     output = dataclasses.replace(output, reuse=None)  # what is copied proves nothing
     again = dataclasses.replace(config, output=output, launcher=None, budget=BudgetConfig())
-    result = execute_job(again, own)
+    result = execute_job(again, audit_config)
     if result.stopped_by is not None:
         raise JobError("stopped before the rows were computed")
     reader = JobFolderReader(folder)

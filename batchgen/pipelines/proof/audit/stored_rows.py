@@ -39,7 +39,7 @@ class StoredRows:
         """The numbers of some input rows, drawn at random without repetition, ascending; of all
         rows if there are no more."""
         drawn = drawn_places(self.count, rows, seed)
-        return sorted(self._number(place) for place in drawn)
+        return sorted(self._number(index) for index in drawn)
 
     def _number(self, index: int) -> int:
         shard, row = divmod(index, self._rows_per_shard)
@@ -52,9 +52,9 @@ class StoredRows:
     def _row(self, index: int) -> pa.Table:
         schema = self._reader.schema
         assert schema is not None
-        shard, found = self._reader.shard(index // self._rows_per_shard), list[pa.RecordBatch]()
+        shard, batches = self._reader.shard(index // self._rows_per_shard), list[pa.RecordBatch]()
         for batch in shard.batches(schema.names, first_row=index):
-            found.append(batch.filter(pc.equal(batch[KEYS[0]], index)))
+            batches.append(batch.filter(pc.equal(batch[KEYS[0]], index)))
             if pc.max(batch[KEYS[0]]).as_py() > index:
                 break
-        return pa.Table.from_batches(found, schema=schema)
+        return pa.Table.from_batches(batches, schema=schema)

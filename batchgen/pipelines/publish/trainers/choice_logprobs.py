@@ -21,10 +21,10 @@ class ChoiceLogprobs:
 
     Args:
         names: the columns of the job, among which is `logprobs`.
-        vocabulary: what tokens spell.
-        asked: how many likeliest tokens a row asked for, by its columns; None if it asked for no
-            log-probabilities.
-        read: the columns that `asked` reads.
+        vocabulary: the bytes of each token.
+        request_of: returns, for the columns of a row, how many likeliest tokens the row asked for;
+            None if it asked for no log-probabilities.
+        read: the columns that `request_of` reads.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class ChoiceLogprobs:
         read: Sequence[str],
     ) -> None:
         self.columns = (*(name for name in _COLUMNS if name in names), *read)
-        self._vocabulary, self._asked = vocabulary, request_of
+        self._vocabulary, self._request_of = vocabulary, request_of
 
     def of(self, row: Mapping[str, Any], text: str | None) -> dict[str, Any] | None:
-        """The entry of a completion with this text, or that of a chat (None); None if the row did
-        not ask."""
-        number = self._asked(row)
+        """The entry `logprobs` of a completion with this text, or of a chat if `text` is None. None
+        if the row did not ask for log-probabilities."""
+        number = self._request_of(row)
         if number is None:
             return None
         ids = row["token_ids"]
@@ -70,25 +70,25 @@ class ChoiceLogprobs:
         return list(zip(ids, values, strict=True))
 
     def _by_name(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Log-probabilities by the names of tokens; of several with one name, the likelier keeps
-        it, and the others are `token_id:ID`."""
-        found: dict[str, float] = {}
+        """Log-probabilities by the texts of tokens, the likeliest first. If several tokens have one
+        text, those after the first are named `token_id:ID`."""
+        by_name: dict[str, float] = {}
         for token, value in likely:
             name = self._name(token)
-            found[f"token_id:{token}" if name in found else name] = value
-        return found
+            by_name[f"token_id:{token}" if name in by_name else name] = value
+        return by_name
 
     def _offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """How many characters of the text are whole before each token; what the text does not show,
-        such as special tokens, takes no room."""
+        """The number of characters of the text that are complete before each token. Tokens that the
+        text does not show, such as special ones, count none."""
         spells = [self._bytes(token) * (token in self._vocabulary.plain) for token in ids]
         # Tokenizers like SentencePiece leave out the space before the first word.
         left_out = b"".join(spells).startswith(b" ") and not text.startswith(" ")
-        decoder, offset, found = getincrementaldecoder("utf-8")("replace"), 0, []
+        decoder, offset, offsets = getincrementaldecoder("utf-8")("replace"), 0, []
         for spelled in spells:
-            found.append(max(0, offset - left_out))
+            offsets.append(max(0, offset - left_out))
             offset += len(decoder.decode(spelled))
-        return found
+        return offsets
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         spelled = self._bytes(token)
@@ -102,7 +102,7 @@ class ChoiceLogprobs:
         return _BYTES + spelled.decode(errors="backslashreplace")
 
     def _bytes(self, token: int) -> bytes:
-        """What a token spells; nothing for an id that the tokenizer lacks."""
+        """The bytes of a token; none for an id that the tokenizer lacks."""
         texts = self._vocabulary.texts
         return texts[token] if token < len(texts) else b""
 

@@ -63,24 +63,24 @@ class Conversations:
         self._rows, self._columns = rows, rows.columns
         self._text = rows.text_column
         prompt = rows.group("prompt")
-        given = None if messages is None else _parsed(messages)
+        parsed = None if messages is None else _parsed(messages)
         self._column: list[str] = []
         self._continues = False
         self._given_answer: RowTemplate | None = None
-        if given is not None:
-            turns = given
+        if parsed is not None:
+            turns = parsed
             if answers and turns[-1][0] != _ASSISTANT:
                 raise ConfigError("--messages must end with the assistant's, which is the answer")
         else:
             turns = self._of_job(prompt)
-        key = "--messages" if given is not None else "prompt"
-        self.are_messages = given is not None or prompt.get("kind") in ("chat", "openai")
+        key = "--messages" if parsed is not None else "prompt"
+        self.are_messages = parsed is not None or prompt.get("kind") in ("chat", "openai")
         self._turns = [(role, self._template(f"{key}.{role}", text)) for role, text in turns]
         # A job that only reads, such as that of a reward model, has the answer in its prompt.
         is_read = answers and rows.group("sampling").get("max_new_tokens") == 0
-        if (given is not None or is_read) and turns[-1][0] == _ASSISTANT:
+        if (parsed is not None or is_read) and turns[-1][0] == _ASSISTANT:
             self._given_answer = self._turns.pop()[1]
-        elif given is None and answers and prompt.get("answer") is not None:  # it was scored
+        elif parsed is None and answers and prompt.get("answer") is not None:  # it was scored
             turns = [*turns, (_ASSISTANT, str(prompt["answer"]))]
             self._given_answer = self._template("prompt.answer", turns[-1][1])
         if reasoning is not None and reasoning not in self._columns.names:
@@ -155,7 +155,7 @@ class Conversations:
         return self._columns.named(names)
 
     def of(self, row: LocatedRow) -> Exchange:
-        """The conversation of a row, or ConfigError, which names the row, if it has none."""
+        """The conversation of a row. Raises ConfigError, which names the row, if it has none."""
         answer = self._answer(row)
         if not self.are_messages:
             return Exchange(self._rendered(self._turns[0][1], row), answer)
@@ -192,7 +192,7 @@ class Conversations:
     def _stored(self, row: LocatedRow) -> list[Message]:
         """The messages that a column holds, with the usual names of keys and roles."""
         value = field_value(row.variables, self._column)
-        found = []
+        messages = []
         for item in value if isinstance(value, list) else [None]:
             message = {k: v for k, v in item.items() if v is not None} if item else {}
             role = message.pop("role", None) or message.pop("from", None)
@@ -203,8 +203,10 @@ class Conversations:
                     f"{set_row_name(row)}: column {'.'.join(self._column)!r} has no list of "
                     "messages"
                 )
-            found.append({"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message})
-        return found
+            messages.append(
+                {"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message}
+            )
+        return messages
 
 
 def field_value(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
@@ -222,9 +224,9 @@ def field_value(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 def _parsed(messages: str) -> list[tuple[str, str]]:
     """The roles and templates of `--messages`."""
-    found = load_yaml(messages, "--messages")
-    is_list = isinstance(found, list) and all(isinstance(m, dict) and len(m) == 1 for m in found)
-    turns = [turn for message in found for turn in message.items()] if is_list else []
+    values = load_yaml(messages, "--messages")
+    is_list = isinstance(values, list) and all(isinstance(m, dict) and len(m) == 1 for m in values)
+    turns = [turn for message in values for turn in message.items()] if is_list else []
     if not turns or not all(isinstance(r, str) and isinstance(t, str) for r, t in turns):
         raise ConfigError(
             "--messages must be a list of one role with its template each, such as "

@@ -24,13 +24,13 @@ JSON_NAMES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 def tables(rows: Rows, schema: pa.Schema) -> Iterator[pa.Table]:
-    """The rows as tables of ROWS_PER_GROUP; ConfigError if a value is of another type."""
+    """The rows as tables of ROWS_PER_GROUP. Raises ConfigError if a value is of another type."""
     known = iter(rows)
-    while found := list(islice(known, ROWS_PER_GROUP)):
-        for row in found:
+    while chunk := list(islice(known, ROWS_PER_GROUP)):
+        for row in chunk:
             _refuse_more(row, schema)
         try:
-            yield pa.Table.from_pylist(found, schema=schema)
+            yield pa.Table.from_pylist(chunk, schema=schema)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ConfigError(f"a row does not fit into Parquet ({error}): write .jsonl") from None
 

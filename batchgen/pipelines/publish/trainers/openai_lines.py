@@ -52,13 +52,13 @@ class OpenAILines:
         # A batch file may have requests of both kinds.
         self._url = "url" if kind == "openai" and "url" in columns.names else None
         self._logprobs = logprobs
-        own = () if logprobs is None else logprobs.columns
+        logprob_columns = () if logprobs is None else logprobs.columns
         kinds = {field.name: (field.metadata or {}) for field in rows.schema}
         # A data set may have a column of that name itself.
-        given = kinds.get(_CALLS, {}).get(b"meaning") == AS_GIVEN
-        self._calls = [] if given or _CALLS not in kinds else [_CALLS]
-        beside = filter(None, [reasoning, self._url, *self._calls])
-        names = [*_READ, *own, rows.text_column, *beside]
+        is_as_given = kinds.get(_CALLS, {}).get(b"meaning") == AS_GIVEN
+        self._calls = [] if is_as_given or _CALLS not in kinds else [_CALLS]
+        extras = filter(None, [reasoning, self._url, *self._calls])
+        names = [*_READ, *logprob_columns, rows.text_column, *extras]
         if reasoning is not None and reasoning not in columns.names:
             raise ConfigError(f"--reasoning: {rows.user_path} has no column {reasoning!r}")
         self._wanted: Wanted = columns.named(names)
@@ -69,8 +69,8 @@ class OpenAILines:
         self._created = _started(rows)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        found = self._rows.rows(self._wanted)
-        for _, samples in groupby(found, key=lambda row: row.variables["row_index"]):
+        rows = self._rows.rows(self._wanted)
+        for _, samples in groupby(rows, key=lambda row: row.variables["row_index"]):
             kept = [row for row in samples if self._passes(row)]
             if kept:
                 yield self._line(kept)

@@ -31,8 +31,8 @@ class GroupMember:
 
 def adjacent_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
     """The groups of rows of which those with one key stand together."""
-    for _, found in groupby(members, key=lambda one: one.key):
-        yield list(found)
+    for _, group in groupby(members, key=lambda one: one.key):
+        yield list(group)
 
 
 def scattered_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
@@ -73,18 +73,20 @@ def pairs(
     Pairs of members that are in few pairs yet come first, then those that are farther apart, then
     those whose members come first. So the result depends on the order alone.
     """
-    found = [
+    candidates = [
         (b - a, i, j)
         for i, b in enumerate(scores)
         for j, a in enumerate(scores)
         if a is not None and b is not None and b > a and b - a >= gap and same[i] != same[j]
     ]
-    found.sort(key=lambda one: (-one[0], one[1], one[2]))
+    candidates.sort(key=lambda one: (-one[0], one[1], one[2]))
     used = [0] * len(scores)
     taken: list[tuple[int, int]] = []
-    while found and len(taken) < limit:
-        best = min(range(len(found)), key=lambda at: used[found[at][1]] + used[found[at][2]])
-        _, i, j = found.pop(best)
+    while candidates and len(taken) < limit:
+        best = min(
+            range(len(candidates)), key=lambda at: used[candidates[at][1]] + used[candidates[at][2]]
+        )
+        _, i, j = candidates.pop(best)
         used[i] += 1
         used[j] += 1
         taken.append((i, j))

@@ -126,9 +126,9 @@ class TokenRows:
     def _expression(self, key: str, source: str | None) -> Any:
         if source is None:
             return None
-        found = self._rows.columns.expression(f"--{key}", source)
-        self._wanted |= self._rows.columns.read_by(found)
-        return found
+        expression = self._rows.columns.expression(f"--{key}", source)
+        self._wanted |= self._rows.columns.read_by(expression)
+        return expression
 
     def _schema(self) -> pa.Schema:
         columns = _SCHEMAS[self._to]
@@ -139,7 +139,7 @@ class TokenRows:
         return pa.schema(columns)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows with the columns of the schema; ConfigError if a row cannot be made."""
+        """The rows with the columns of the schema. Raises ConfigError if a row cannot be made."""
         make = {
             **{"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed},
             **{"rl": self._rl, "trace_rl": self._trace},
@@ -153,15 +153,15 @@ class TokenRows:
 
     def _kd(self, row: LocatedRow) -> dict[str, Any]:
         assert self._talks is not None
-        found = self._talks.of(row).columns
+        columns = self._talks.of(row).columns
         top, ids = row.variables[self._name[_TOP]], row.variables[self._name[_TOP_IDS]]
         if self._to == "kd":
-            return found | {_LOGPROBS: top, "target_token_ids": ids}
+            return columns | {_LOGPROBS: top, "target_token_ids": ids}
         entries = [
             [{"token": f"token_id:{i}", "logprob": p} for i, p in zip(*one, strict=True)]
             for one in zip(ids, top, strict=True)
         ]
-        return found | {_LOGPROBS: entries}
+        return columns | {_LOGPROBS: entries}
 
     def _packed(self, row: LocatedRow) -> dict[str, Any]:
         values = row.variables
@@ -185,7 +185,7 @@ class TokenRows:
         values = row.variables
         prompt, answer = values[_PROMPT], values[self._name[_IDS]]
         temperature = self._temperature(row)
-        found = self._named(row) | {
+        columns = self._named(row) | {
             _IDS: [*prompt, *answer],
             "mask": [False] * len(prompt) + [True] * len(answer),
             _LOGPROBS: [0.0] * len(prompt) + values[self._name[_LOGPROBS]],
@@ -197,16 +197,16 @@ class TokenRows:
             while not pa.types.is_integer(kind):
                 kind = kind.value_type
             routing = np.array(values[_EXPERTS], kind.to_pandas_dtype())
-            if len(routing) != len(found[_IDS]) - 1:
+            if len(routing) != len(columns[_IDS]) - 1:
                 raise ConfigError(
                     f"{set_row_name(row)}: {_EXPERTS} is not of all tokens but the last"
                 )
-            found[_EXPERTS] = {
+            columns[_EXPERTS] = {
                 "data": routing.tobytes(),
                 "shape": list(routing.shape),
                 "dtype": routing.dtype.name,
             }
-        return found
+        return columns
 
     def _trace(self, row: LocatedRow) -> dict[str, Any]:
         """A row of the answer and of what the end of the row cut off its last block, whose
@@ -231,9 +231,9 @@ class TokenRows:
 
     def _temperature(self, row: LocatedRow) -> float:
         """What the row was sampled with: its own, if a column of the rows has options."""
-        own = row.variables.get(str(self._sampling.get("column"))) or {}
-        given = own.get("temperature") if isinstance(own, Mapping) else None
-        return float(self._sampling.get("temperature", 1.0) if given is None else given)
+        row_options = row.variables.get(str(self._sampling.get("column"))) or {}
+        temperature = row_options.get("temperature") if isinstance(row_options, Mapping) else None
+        return float(self._sampling.get("temperature", 1.0) if temperature is None else temperature)
 
     def _named(self, row: LocatedRow) -> dict[str, Any]:
         return {name: row.variables[name] for name, _ in _ROW}

@@ -50,35 +50,35 @@ def export_for(
     Raises:
         ConfigError: an option does not fit, a row cannot be made, or `out` is there.
     """
-    form, place = _form(request, out), at or out
-    made = lines_of(rows, request, out)
-    if isinstance(made, OpenAILines) or form == "jsonl":
+    form, target = _form(request, out), at or out
+    lines = lines_of(rows, request, out)
+    if isinstance(lines, OpenAILines) or form == "jsonl":
         with text_file(out, at) as file:
-            return Exported(write_lines(made, file), made.left_out)
-    assert out is not None and place is not None
+            return Exported(write_lines(lines, file), lines.left_out)
+    assert out is not None and target is not None
     if form == "parquet":
-        told = json.dumps({"asked": asdict(request), "of": rows.user_path, "digest": rows.digest})
-        count = write_parquet(made, made.schema, place, {TOLD.decode(): told})
-        return Exported(count, made.left_out)
-    return _folder(rows, request, made, out, place)
+        facts = json.dumps({"asked": asdict(request), "of": rows.user_path, "digest": rows.digest})
+        count = write_parquet(lines, lines.schema, target, {TOLD.decode(): facts})
+        return Exported(count, lines.left_out)
+    return _folder(rows, request, lines, out, target)
 
 
 def lines_of(
     rows: FinishedRows, request: ExportRequest, out: Path | None
 ) -> OpenAILines | TrainerRows | TokenRows:
-    """What makes the lines of a format; ConfigError for all that can be refused before there is a
-    row."""
+    """What makes the lines of a format. Raises ConfigError for all that can be refused before there
+    is a row."""
     form = _form(request, out)
     if request.to == "openai":
         return OpenAILines(rows, request.where, request.reasoning)
     of_tokens = request.to in TOKEN_FORMATS
-    made = TokenRows(rows, request) if of_tokens else TrainerRows(rows, request)
-    if form == "jsonl" and (names := binary_columns(made.schema)):
+    trainer_rows = TokenRows(rows, request) if of_tokens else TrainerRows(rows, request)
+    if form == "jsonl" and (names := binary_columns(trainer_rows.schema)):
         raise ConfigError(
             f"--to {request.to} has bytes in {', '.join(names)}: name a .parquet file in --out, or "
             "a folder, whose name has no suffix"
         )
-    return made
+    return trainer_rows
 
 
 def _form(request: ExportRequest, out: Path | None) -> str:

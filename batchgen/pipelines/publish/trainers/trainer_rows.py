@@ -104,31 +104,35 @@ class TrainerRows:
         )
         self._wanted |= self._talks.wanted
         self._tools = self._tools_column()
-        made = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
-        made["prm"] = self._prm
-        self._make: Callable[[], Iterator[dict[str, Any]]] = made[request.to]
+        makers = {"sft": self._sft, "dpo": self._dpo, "kto": self._kto, "grpo": self._grpo}
+        makers["prm"] = self._prm
+        self._make: Callable[[], Iterator[dict[str, Any]]] = makers[request.to]
         self.schema = self._schema()
 
     def _expressions(self) -> dict[str, str]:
         """The expressions of this format, those that are the default included."""
-        asked, known = self._asked, self._rows.columns.names
-        given = {name: getattr(asked, name) for name in ("where", "by", "label", "answer")}
-        if asked.to == "grpo":
-            given = {**given, "by": asked.by or "mark", "answer": asked.answer or "target"}
-            if asked.by is None and "mark" not in known:
+        request, known = self._asked, self._rows.columns.names
+        expressions = {name: getattr(request, name) for name in ("where", "by", "label", "answer")}
+        if request.to == "grpo":
+            expressions = {
+                **expressions,
+                "by": request.by or "mark",
+                "answer": request.answer or "target",
+            }
+            if request.by is None and "mark" not in known:
                 raise ConfigError(
                     f"--to grpo takes the share of right answers from the column mark, which "
                     f"{self._rows.user_path} does not have: grade it first, or name another "
                     "column with --by"
                 )
-            if asked.answer is None and "target" not in known:
+            if request.answer is None and "target" not in known:
                 raise ConfigError(
                     f"--to grpo takes the right answer from the column target, which "
                     f"{self._rows.user_path} does not have: name its column with --answer"
                 )
-        if asked.to == "prm":
-            given |= {"steps": asked.steps or "steps", "labels": asked.labels or "labels"}
-        return {name: source for name, source in given.items() if source is not None}
+        if request.to == "prm":
+            expressions |= {"steps": request.steps or "steps", "labels": request.labels or "labels"}
+        return {name: source for name, source in expressions.items() if source is not None}
 
     def _tools_column(self) -> list[str]:
         """The path of the column with the tools that the prompts offered; empty without one."""
@@ -143,15 +147,15 @@ class TrainerRows:
         return path
 
     def _schema(self) -> pa.Schema:
-        said, score = self._talks.kind, pa.float64()
+        kind, score = self._talks.kind, pa.float64()
         columns: dict[str, list[tuple[str, pa.DataType]]] = {
             "dpo": [
-                *((name, said) for name in ("prompt", "chosen", "rejected")),
+                *((name, kind) for name in ("prompt", "chosen", "rejected")),
                 *((name, score) for name in ("score_chosen", "score_rejected")),
             ],
-            "kto": [("prompt", said), ("completion", said), ("label", pa.bool_())],
+            "kto": [("prompt", kind), ("completion", kind), ("label", pa.bool_())],
             "grpo": [
-                *(("prompt", said), ("answer", pa.string())),
+                *(("prompt", kind), ("answer", pa.string())),
                 *(("pass_rate", score), ("row_id", pa.string())),
             ],
             "prm": [
@@ -159,15 +163,15 @@ class TrainerRows:
                 *(("completions", pa.list_(pa.string())), ("labels", pa.list_(pa.bool_()))),
             ],
         }
-        found = columns.get(self._asked.to, [])
+        fields = columns.get(self._asked.to, [])
         if self._asked.to == "sft":
-            found = self._talks.fields
+            fields = self._talks.fields
             if self._tools:
-                found = [*found, ("tools", pa.string())]
-        return pa.schema(found)
+                fields = [*fields, ("tools", pa.string())]
+        return pa.schema(fields)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows with the columns of the schema; ConfigError if a row cannot be made."""
+        """The rows with the columns of the schema. Raises ConfigError if a row cannot be made."""
         return self._make()
 
     def _passed(self) -> Iterator[LocatedRow]:
@@ -181,12 +185,12 @@ class TrainerRows:
 
     def _sft(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
-            found = self._talks.of(row).columns
+            columns = self._talks.of(row).columns
             if self._tools:
                 value = field_value(row.variables, self._tools)
                 is_text = value is None or isinstance(value, str)
-                found["tools"] = value if is_text else json_text(value)
-            yield found
+                columns["tools"] = value if is_text else json_text(value)
+            yield columns
 
     def _kto(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
@@ -214,8 +218,8 @@ class TrainerRows:
 
     def _key(self, row: LocatedRow) -> str:
         """What the rows have in common among which pairs are found, or of which a mean is made."""
-        found = row.variables.get("source")
-        source = found if isinstance(found, dict) and "row_id" in found else None
+        origin = row.variables.get("source")
+        source = origin if isinstance(origin, dict) and "row_id" in origin else None
         if not self._asked.across:
             if not self._rows.is_set:
                 return str(row.variables["row_index"])
@@ -231,16 +235,16 @@ class TrainerRows:
         return name.partition("/")[2] if _reads_several_jobs(self._rows.group("dataset")) else name
 
     def _dpo(self) -> Iterator[dict[str, Any]]:
-        gap, most = self._asked.gap or 0.0, self._asked.pairs or 1
+        gap, limit = self._asked.gap or 0.0, self._asked.pairs or 1
         for group in self._members(lambda row: _parts(self._talks.of(row))):
             scores = [one.score for one in group]
             texts = [one.content["answer"] for one in group]
             if None in scores:
                 self.left_out["without a score"] += scores.count(None)
-            found = pairs(scores, texts, gap, most)
-            if not found:
+            chosen = pairs(scores, texts, gap, limit)
+            if not chosen:
                 self.left_out["in groups without a pair"] += len(scores) - scores.count(None)
-            for better, worse in found:
+            for better, worse in chosen:
                 if (prompt := group[better].content["prompt"]) != group[worse].content["prompt"]:
                     raise ConfigError(
                         f"answers of {group[better].key} have different prompts, and a pair has "
@@ -270,8 +274,8 @@ class TrainerRows:
                 self.left_out["without a mark"] += len(group)
                 continue
             self.made_of = _places(group)
-            found = {name: group[0].content[name] for name in ("prompt", "answer", "row_id")}
-            yield {**found, "pass_rate": statistics.fmean(scores)}
+            columns = {name: group[0].content[name] for name in ("prompt", "answer", "row_id")}
+            yield {**columns, "pass_rate": statistics.fmean(scores)}
 
     def _prm(self) -> Iterator[dict[str, Any]]:
         for row in self._passed():
