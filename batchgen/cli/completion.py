@@ -53,7 +53,7 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def completion_script(shell: str) -> str:
-    """The script for a shell; ConfigError for one that has none."""
+    """The script for a shell. Raises ConfigError for one that has none."""
     words = shlex.quote(" ".join(_words()))
     if shell == "fish":
         line = "complete -c batchgen -n '__fish_seen_subcommand_from {}' -a {}"

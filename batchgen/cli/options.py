@@ -64,7 +64,8 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Sort the arguments of the command line; ConfigError for unknown options and two job files."""
+    """Sort the arguments of the command line. Raises ConfigError for unknown options and two job
+    files."""
     options = Options()
     rest = list(arguments)
     helps = bool({"--help", "-h"} & set(arguments))
@@ -150,7 +151,7 @@ def warn_of_repeats(options: Options) -> None:
 
 
 def choice_folders(options: Options) -> list[Path]:
-    """The folders of the user with further choices; ConfigError if one is not there."""
+    """The folders of the user with further choices. Raises ConfigError if one is not there."""
     folders = [user_path(name, "--config-dir") for name in options.values.get("--config-dir", [])]
     for folder in folders:
         if not folder.is_dir():

@@ -21,7 +21,8 @@ from batchgen.util.text.plain_yaml import yaml_text
 
 
 def composed(options: Options) -> JobConfig:
-    """The job of a command line; ConfigError for a mistake in the job file or in an argument."""
+    """The job of a command line. Raises ConfigError for a mistake in the job file or in an
+    argument."""
     groups = compose_options(options, options.overrides).groups
     return load_config(groups, trust_of(options, options.overrides))
 
@@ -73,7 +74,7 @@ def show_config(options: Options) -> int:
 
 
 def trust_of(options: Options, overrides: Sequence[str]) -> Trust:
-    """Whose word a job is; ConfigError if nothing is read from what `--trust` names."""
+    """Whose word a job is. Raises ConfigError if nothing is read from what `--trust` names."""
     read = [] if options.job_file is None else [options.job_file]
     for option in ("--config-dir", "--experimental-rerun"):
         read += [short_user_path(name, option) for name in options.values.get(option, ())]

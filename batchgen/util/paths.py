@@ -29,8 +29,8 @@ def user_folder(typed: str | os.PathLike[str], key: str) -> str:
 
 
 def folder_here(typed: str, what: str) -> str:
-    """A job's folder for `what` works on folders of this machine alone; ConfigError for an object
-    store."""
+    """A job's folder for `what` works on folders of this machine alone. Raises ConfigError for an
+    object store."""
     if is_url(typed):
         raise ConfigError(
             f"{what} works on a folder of this machine, and {typed} is in an object store: copy it "

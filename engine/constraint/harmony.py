@@ -35,8 +35,8 @@ class HarmonyTokens:
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> HarmonyTokens | None:
         """The ids in a tokenizer; None unless it has all of them as special tokens."""
         known, tokens = tokenizer.added_tokens_encoder, tokenizer.added_tokens_decoder
-        found = [known.get(f"<|{name}|>") for name in _NAMES]
-        ids = [id for id in found if id is not None and tokens[id].special]
+        token_ids = [known.get(f"<|{name}|>") for name in _NAMES]
+        ids = [id for id in token_ids if id is not None and tokens[id].special]
         return cls(*ids) if len(ids) == len(_NAMES) else None
 
     @property

@@ -49,12 +49,12 @@ class Vocabulary:
         self.harmony = HarmonyTokens.of(tokenizer)
         try:
             # Without a stop id xgrammar warns that it guesses one. This info is not kept.
-            found = xgrammar.TokenizerInfo.from_huggingface(
+            info = xgrammar.TokenizerInfo.from_huggingface(
                 tokenizer, vocab_size=size, stop_token_ids=[0]
             )
         except ValueError as error:
             raise ConstraintError(f"constraints need another tokenizer: {error}") from error
-        self.texts: list[bytes] = found.decoded_vocab
+        self.texts: list[bytes] = info.decoded_vocab
         special = {*tokenizer.all_special_ids, *special_ids}
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if token_id < size:

@@ -19,11 +19,11 @@ def schema_arguments(constraint: Constraint) -> dict[str, Any]:
     With other arguments the output need not be valid.
     """
     schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
-    most = constraint.max_whitespace
+    limit = constraint.max_whitespace
     return {
         "schema": compact_json(lower(schema)),
-        "any_whitespace": most > 0,
-        "max_whitespace_cnt": most or None,  # xgrammar reads it only where whitespace is allowed
+        "any_whitespace": limit > 0,
+        "max_whitespace_cnt": limit or None,  # xgrammar reads it only where whitespace is allowed
         "separators": (",", ":"),
         "strict_mode": True,
     }

@@ -117,20 +117,20 @@ def factor_pairs(adapter: AdapterFile, model: CausalLM) -> dict[str, FactorPair]
     it may lack. Raises ValueError if a tensor is no factor, or of another rank than the
     configuration says."""
     experts = experts_of(model)
-    found: dict[str, FactorPair] = {}
+    by_module: dict[str, FactorPair] = {}
     for stem, (down, up) in adapter.modules().items():
         path = piece_name(stem.replace(NESTED, ""), model)
         pairs = [(path, _plain_pair(adapter, stem, down, up))]
         if (part := experts.get(path)) is not None:
             pairs = list(_of_experts(adapter, part, stem, path, (down, up)))
         for name, pair in pairs:
-            if (other := found.get(name)) is not None:
+            if (other := by_module.get(name)) is not None:
                 raise ValueError(
                     f"{adapter.folder} is damaged: tensors {other.down_name} and {down} adapt the "
                     f"same weight, {name}"
                 )
-            found[name] = pair
-    return found
+            by_module[name] = pair
+    return by_module
 
 
 def _plain_pair(adapter: AdapterFile, stem: str, down: str, up: str) -> FactorPair:

@@ -75,12 +75,16 @@ def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConf
         config = replace(config, form=with_modules(config.form, path))
     embeds = (path / _OF_EMBEDDERS).is_file()
     if config.has_logits and looked_at and (config.tie_word_embeddings or embeds):
-        given = list(tensor_names(path))
-        names = {model.piece_name(full_name(name), config): name for name in given}
+        tensors_there = list(tensor_names(path))
+        names = {model.piece_name(full_name(name), config): name for name in tensors_there}
         if config.tie_word_embeddings and names.keys() >= {EMBEDDING, LM_HEAD}:
             tied = tensors_equal(path, names[EMBEDDING], names[LM_HEAD])
             config = replace(config, tie_word_embeddings=tied, untied=not tied)
-        elif not config.tie_word_embeddings and LM_HEAD not in names and _BARE_EMBEDDING in given:
+        elif (
+            not config.tie_word_embeddings
+            and LM_HEAD not in names
+            and _BARE_EMBEDDING in tensors_there
+        ):
             # Embedding models may be saved without the layer that their architecture names.
             config = replace(config, has_logits=False, heads=())
     return config

@@ -133,11 +133,11 @@ def _with_embedding(
 ) -> Iterator[tuple[str, CheckpointTensor]]:
     """Yield a checkpoint's weights, and the shared embedding if only the logits' layer names it."""
     shared: dict[str, CheckpointTensor] = {}
-    for given, tensor in weights:
-        name = model.piece_name(full_name(given), model.config)
+    for weight_name, tensor in weights:
+        name = model.piece_name(full_name(weight_name), model.config)
         if name in (EMBEDDING, LM_HEAD):
             shared[name] = tensor
-        yield given, tensor
+        yield weight_name, tensor
     if model.config.tie_word_embeddings and shared.keys() == {LM_HEAD}:
         yield EMBEDDING, shared[LM_HEAD]
 
@@ -154,21 +154,21 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, CheckpointTensor]], path
     filled: set[str] = set()
     unexpected: list[str] = []
     skipped: set[str] = set()
-    for given, tensor in weights:
-        if (part := model.skipped_part(given)) is not None:
+    for weight_name, tensor in weights:
+        if (part := model.skipped_part(weight_name)) is not None:
             skipped.add(part)
             continue
-        name = model.piece_name(full_name(given), model.config)
-        found = by_source.pop(name, [])
-        if not found and not model.is_derived(name) and not _is_no_bias(name, tensor):
-            unexpected.append(given)
-        for slot in found:
-            _check_dtype(path, given, tensor, slot)
+        name = model.piece_name(full_name(weight_name), model.config)
+        targets = by_source.pop(name, [])
+        if not targets and not model.is_derived(name) and not _is_no_bias(name, tensor):
+            unexpected.append(weight_name)
+        for slot in targets:
+            _check_dtype(path, weight_name, tensor, slot)
             sources = waiting[id(slot)]
             sources[name] = tensor
             if len(sources) == len(slot.sources):
                 if twice := filled.intersection(slot.pieces):
-                    raise ValueError(f"{path}: {given} holds {min(twice)}, which came before")
+                    raise ValueError(f"{path}: {weight_name} holds {min(twice)}, which came before")
                 try:
                     slot.fill(waiting.pop(id(slot)))
                 except ValueError as error:

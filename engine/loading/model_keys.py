@@ -131,15 +131,15 @@ def check_model_keys(file: Path, values: Mapping[str, Any], model_type: str) -> 
 def unknown_keys(values: Mapping[str, Any], kind: type[PretrainedConfig]) -> list[str]:
     """The keys of a config.json, and of its text_config, that neither transformers' class of the
     model nor a family of the engine knows."""
-    found = []
+    unknown = []
     for place, part in _parts(values):
         # A part may be of any class, which it names itself.
         known = type(kind.from_dict(dict(values)).text_config) if place else kind
         names = {*known().to_dict(), *known.attribute_map, *_OF_FILES, *INERT, *FIXED}
         if "text_config" in kind.sub_configs and not values.get("text_config"):
             names |= set(known().text_config.to_dict())
-        found += [place + key for key in part if key not in names and not key.startswith("_")]
-    return found
+        unknown += [place + key for key in part if key not in names and not key.startswith("_")]
+    return unknown
 
 
 def _parts(values: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

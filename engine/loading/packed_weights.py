@@ -80,13 +80,13 @@ def _of_experts(
         return module_weight(last, values, parts, form)
     each = []
     for index, expert in enumerate(values):
-        own = {
+        tensors = {
             part: tensor[index] if tensor.dim() and len(tensor) == len(values) else tensor
             for part, tensor in parts.items()
         }
-        if "weight_shape" in own:
-            own["weight_shape"] = own["weight_shape"][-2:]
-        each.append(module_weight(last, expert, own, form))
+        if "weight_shape" in tensors:
+            tensors["weight_shape"] = tensors["weight_shape"][-2:]
+        each.append(module_weight(last, expert, tensors, form))
     for kind in (Int4Weight, NVFP4Weight):
         if all(isinstance(weight, kind) for weight in each):
             return kind(*map(torch.stack, zip(*each, strict=True)))

@@ -20,7 +20,7 @@ _UNUSED = (
 """Keys of PEFT that change what an adapter computes, and which must be off."""
 _PARTIAL = ("layers_to_transform", "exclude_modules")
 """Keys of PEFT that leave some of `target_modules` alone."""
-_FOLDED = ("modules_to_save", "use_dora")
+_FOLDED = ("use_dora",)
 """Keys of PEFT for what is added to weights alone, and never computed beside them."""
 FOLD_IT = (
     "add the adapter to the weights with lora_fold=true, which takes it as the only one, or merge "
@@ -67,34 +67,34 @@ def read_adapter_config(path: Path, fold: bool) -> AdapterConfig:
         raise ValueError(f"{path.parent} is no adapter: it has no {CONFIG}, as PEFT writes it")
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} is damaged: it is larger than any configuration")
-    given = read_adapter_json(path)
-    _refuse_unsupported(path, given, fold)
-    base = given.get("base_model_name_or_path")
+    values = read_adapter_json(path)
+    _refuse_unsupported(path, values, fold)
+    base = values.get("base_model_name_or_path")
     return AdapterConfig(
-        rank=_number(path, given, "r", whole=True),
-        alpha=_number(path, given, "lora_alpha"),
-        rank_pattern=_pattern(path, given, "rank_pattern", whole=True),
-        alpha_pattern=_pattern(path, given, "alpha_pattern"),
-        rslora=given.get("use_rslora") is True,
-        target_modules=_texts(given.get("target_modules")),
-        is_partial=any(given.get(key) is not None for key in _PARTIAL),
+        rank=_number(path, values, "r", whole=True),
+        alpha=_number(path, values, "lora_alpha"),
+        rank_pattern=_pattern(path, values, "rank_pattern", whole=True),
+        alpha_pattern=_pattern(path, values, "alpha_pattern"),
+        rslora=values.get("use_rslora") is True,
+        target_modules=_texts(values.get("target_modules")),
+        is_partial=any(values.get(key) is not None for key in _PARTIAL),
         base=base if isinstance(base, str) and base else None,
-        parameters=_texts(given.get("target_parameters")),
-        saved=_texts(given.get("modules_to_save")),
-        bias=str(given.get("bias", "none")),
-        dora=given.get("use_dora") is True,
+        parameters=_texts(values.get("target_parameters")),
+        saved=_texts(values.get("modules_to_save")),
+        bias=str(values.get("bias", "none")),
+        dora=values.get("use_dora") is True,
     )
 
 
 def read_adapter_json(path: Path) -> dict[str, Any]:
     """Read a JSON file of an adapter; ValueError if it is damaged or holds no object."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it holds no object")
-    return found
+    return content
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -153,11 +153,11 @@ def _pattern(
 ) -> dict[str, Any]:
     """Read a mapping of module names. PEFT takes them for regular expressions; those of strangers
     could take any time, so they must be plain."""
-    found = values.get(key) or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: {key} must be an object, got {str(found)[:100]}")
+    pattern = values.get(key) or {}
+    if not isinstance(pattern, dict):
+        raise ValueError(f"{path}: {key} must be an object, got {str(pattern)[:100]}")
     plain = {}
-    for name, value in found.items():
+    for name, value in pattern.items():
         text = name.replace("\\.", ".").removesuffix("$")
         if _PLAIN.fullmatch(text) is None:
             raise ValueError(

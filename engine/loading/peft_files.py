@@ -41,34 +41,43 @@ class AdapterFile:
     def num_parameters(self) -> int:
         """The numbers in all tensors that the base model has not."""
         copies = self.copies().values()
-        return sum(math.prod(own) for name, own in self.shapes.items() if name not in copies)
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name not in copies)
 
     def modules(self) -> dict[str, tuple[str, str]]:
         """Return the names of A and B in the file by the name of the module of the base model that
         they stand beside. Raises ValueError if one of the two is missing, or a tensor is neither,
-        nor one of `copies`."""
-        found: dict[str, dict[str, str]] = {}
-        copies = self.copies().values()
+        nor one of `copies` and `saved`."""
+        modules: dict[str, dict[str, str]] = {}
+        others = {*self.copies().values(), *self.saved().values()}
         for name in self.shapes:
             match = _FACTOR.fullmatch(name)
             if match is not None:
-                found.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = name
-            elif name not in copies:
+                modules.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = name
+            elif name not in others:
                 raise ValueError(f"{self.folder}: tensor {name} {_what_it_is(name)}")
-        return {module: self.both(module, factors) for module, factors in found.items()}
+        return {module: self.both(module, factors) for module, factors in modules.items()}
 
     def copies(self) -> dict[str, str]:
         """Return the tensors that repeat weights of the base model, by the name of the module: PEFT
         saves those of an embedding and of lm_head beside their factors."""
-        found: dict[str, str] = {}
+        copies: dict[str, str] = {}
         for name in self.shapes:
             match = _COPY.fullmatch(name)
             if match is not None and any(
                 factor is not None and factor[1] == match[1]
                 for factor in map(_FACTOR.fullmatch, self.shapes)
             ):
-                found[match[1].removeprefix(PREFIX)] = name
-        return found
+                copies[match[1].removeprefix(PREFIX)] = name
+        return copies
+
+    def saved(self) -> dict[str, str]:
+        """Return the weights that were trained as a whole, by the name of the module."""
+        weights = {}
+        for name in self.shapes:
+            module, _, kind = name.removeprefix(PREFIX).rpartition(".")
+            if kind == "weight" and any(f".{module}".endswith(f".{o}") for o in self.config.saved):
+                weights[module] = name
+        return weights
 
     def both(self, module: str, factors: Mapping[str, str]) -> tuple[str, str]:
         """Return the names of A and B of a module. Raises ValueError if one is missing."""
@@ -115,8 +124,8 @@ class AdapterFile:
         """Read all tensors, by their names."""
         from safetensors.torch import load_file
 
-        found: dict[str, Tensor] = load_file(self.folder / WEIGHTS)
-        return found
+        tensors: dict[str, Tensor] = load_file(self.folder / WEIGHTS)
+        return tensors
 
 
 def open_adapter(folder: Path, *, fold: bool = False) -> AdapterFile:
@@ -142,9 +151,9 @@ def open_adapter(folder: Path, *, fold: bool = False) -> AdapterFile:
         raise ValueError(f"{folder} has no {WEIGHTS}{why}")
     shapes: dict[str, tuple[int, ...]] = {}
     try:
-        with safe_open(path, framework="pt", device="cpu") as found:
-            for name in found.keys():
-                piece = found.get_slice(name)
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            for name in opened.keys():
+                piece = opened.get_slice(name)
                 if piece.get_dtype() not in ("F16", "BF16", "F32", "F64"):
                     raise ValueError(
                         f"{path}: tensor {name} is in {piece.get_dtype()}, and factors are "

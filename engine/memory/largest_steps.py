@@ -73,8 +73,8 @@ def max_scored_tokens(model: TokenModel, config: ResolvedConfig) -> int:
     float32, are within a budget. On a GPU they are no more than the rows of a decode step, whose
     logits need room anyway, unless these are very few."""
     fitting = _SCORE_BYTES[model.device.type] // (4 * model.vocab_size)
-    most = 4096 if model.device.type == "cpu" else max(32, config.max_num_seqs)
-    return max(16, min(fitting, most) // 16 * 16)
+    limit = 4096 if model.device.type == "cpu" else max(32, config.max_num_seqs)
+    return max(16, min(fitting, limit) // 16 * 16)
 
 
 def _peak(device: torch.device, work: Callable[[], object]) -> int:

@@ -138,13 +138,13 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, available: R
     num_snapshots = _num_snapshots(state, room, config)
     room -= num_snapshots * state
     if config.kv_cache_gib is not None:
-        asked, advice = int(config.kv_cache_gib * 2**30), "raise kv_cache_gib"
-        if total is not None and asked > room:
+        num_bytes, advice = int(config.kv_cache_gib * 2**30), "raise kv_cache_gib"
+        if total is not None and num_bytes > room:
             raise ValueError(
                 f"kv_cache_gib is {config.kv_cache_gib}, but {max(room, 0) / 2**30:.2f} GiB are "
                 "left after weights and work space: lower it, or raise gpu_memory_utilization"
             )
-        room = asked
+        room = num_bytes
     per_block = config.block_size * cache_token_bytes(uses)
     needs, of_window, window_cache = window_needs(uses, config), 0, 0
     if needs is not None:
@@ -187,8 +187,8 @@ def _num_snapshots(state: int, room: int, config: ResolvedConfig) -> int:
     if not state or not config.prefix_caching:
         return 0
     if config.state_checkpoints is None:
-        most = _SNAPSHOTS_PER_ROW * config.max_num_seqs
-        return min(int(room * _SNAPSHOT_SHARE) // state, most)
+        limit = _SNAPSHOTS_PER_ROW * config.max_num_seqs
+        return min(int(room * _SNAPSHOT_SHARE) // state, limit)
     if config.state_checkpoints * state > room:
         raise ValueError(
             f"state_checkpoints is {config.state_checkpoints}, which need "
@@ -199,10 +199,10 @@ def _num_snapshots(state: int, room: int, config: ResolvedConfig) -> int:
 
 def _num_blocks(per_block: int, room: int, config: ResolvedConfig, advice: str) -> int:
     """Return how many blocks of `per_block` bytes `room` bytes hold, with the scratch block."""
-    most = config.max_num_seqs * config.row_blocks + 1
+    limit = config.max_num_seqs * config.row_blocks + 1
     if not per_block:  # Without attention, blocks are only counted and need no memory.
-        return most
-    num_blocks = min(room // per_block, most)
+        return limit
+    num_blocks = min(room // per_block, limit)
     needed = config.row_blocks + 1 if config.is_len_asked_for else 2
     if num_blocks < needed:
         raise ValueError(

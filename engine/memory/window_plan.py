@@ -36,13 +36,13 @@ def window_needs(uses: Sequence[ModelUse], config: ResolvedConfig) -> WindowNeed
     tokens = window - 1 + 2 * max(max(use.widths) for use in uses)
     row_blocks = min(-(-(tokens + size - 1) // size), config.row_blocks)
     # Besides what rows decode with there is a prefill, and a tail of a prefix for each row.
-    most = rows * row_blocks + -(-config.max_batched_tokens // size)
+    limit = rows * row_blocks + -(-config.max_batched_tokens // size)
     if config.prefix_caching:
-        most += rows * -(-(window - 1) // size)
+        limit += rows * -(-(window - 1) // size)
     return WindowNeeds(
         window,
         row_blocks,
-        min(most, rows * config.row_blocks) + 1,
+        min(limit, rows * config.row_blocks) + 1,
         size * sum(window_token_bytes(use.model.cache_specs, use.model.dtype) for use in uses),
     )
 

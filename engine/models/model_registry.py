@@ -87,7 +87,7 @@ MODELS: Mapping[str, ModelEntry] = {
 
 
 _MAMBA = "states of Mamba layers"
-_CENTRED_NORMS = "norms that subtract the mean (LayerNorm)"
+_CENTRED_NORMS = "norms that subtract the mean and add a bias (LayerNorm)"
 _BIDIRECTIONAL = "attention in both directions over the whole row"
 RELATIVES: Mapping[str, tuple[str, str]] = {
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
@@ -100,6 +100,7 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
     "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
     "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),
     "LLaDAModelLM": ("SDARForCausalLM", _BIDIRECTIONAL),
+    "Lfm2VlForConditionalGeneration": ("Lfm2ForCausalLM", "its vision tower"),
     "NemotronForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Qwen2VLForConditionalGeneration": (
         "Qwen2_5_VLForConditionalGeneration",

@@ -69,7 +69,7 @@ class PeerCollectives:
 
 def reach_each_other(size: int) -> bool:
     """Whether the first `size` visible GPUs can all write each other's memory."""
-    return all(_reaches(own, other) for own in range(size) for other in range(size))
+    return all(_reaches(device, other) for device in range(size) for other in range(size))
 
 
 def _reaches(rank: int, other: int) -> bool:

@@ -71,20 +71,20 @@ class DistributedGroup:
             os.environ.setdefault(name, value)
         self.rank, self.size = rank, size
         self._peers: PeerCollectives | None = None
-        own = None
+        cuda = None
         if device == "cuda":
             DistributedGroup.had_gpu = True
             torch.cuda.set_device(rank)
-            own = torch.device("cuda", rank)
+            cuda = torch.device("cuda", rank)
         dist.init_process_group(
-            "gloo" if own is None else "cpu:gloo,cuda:nccl",
+            "gloo" if cuda is None else "cpu:gloo,cuda:nccl",
             store=store,
             rank=rank,
             world_size=size,
-            device_id=own,
+            device_id=cuda,
         )
-        if own is not None:
-            self._peers = PeerCollectives.make(own, rank, size)
+        if cuda is not None:
+            self._peers = PeerCollectives.make(cuda, rank, size)
 
     def add_sum_norm(
         self, residual: Tensor | None, partial: Tensor, lane: int, weight: Tensor, eps: float
@@ -107,21 +107,21 @@ class DistributedGroup:
         if self._peers is not None:
             return self._peers.gather(x.contiguous(), lane)
         rows, columns = x.shape
-        found = x.new_empty((self.size, rows, columns))
-        dist.all_gather_into_tensor(found, x.contiguous())
-        return found.transpose(0, 1).reshape(rows, self.size * columns)
+        gathered = x.new_empty((self.size, rows, columns))
+        dist.all_gather_into_tensor(gathered, x.contiguous())
+        return gathered.transpose(0, 1).reshape(rows, self.size * columns)
 
     def least(self, value: int) -> int:
         """Return the least of all ranks' values."""
-        found = torch.tensor(value, dtype=torch.int64)
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-        return int(found)
+        least = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
 
     def agree(self, value: Any) -> Any:
         """Return rank 0's value."""
-        found = [value]
-        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-        return found[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
 
     def _sum_in_order(self, x: Tensor) -> Tensor:
         first, *others = self._gathered(x)
@@ -131,11 +131,11 @@ class DistributedGroup:
         return total.to(x.dtype)
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
-        found = [
+        parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]
-        dist.all_gather(found, x.contiguous())
-        return found
+        dist.all_gather(parts, x.contiguous())
+        return parts
 
 
 def leave() -> None:

@@ -107,8 +107,8 @@ class RankProcesses:
         self.parallel = TensorParallel(0, size, group)
 
     def _start(self, rank: int) -> None:
-        own, theirs = socket.socketpair()
-        connection: Connection[Any, Any] = Connection(own.detach())
+        ours, theirs = socket.socketpair()
+        connection: Connection[Any, Any] = Connection(ours.detach())
         with theirs:
             arguments = [str(theirs.fileno()), str(rank), json.dumps(sys.path)]
             self._processes[rank] = subprocess.Popen(
@@ -214,15 +214,15 @@ class RankProcesses:
             assert isinstance(connection, Connection)
             rank = by_connection[connection]
             try:
-                said = connection.recv()
+                message = connection.recv()
             except (EOFError, OSError):
                 return f"rank {rank} {self._how_ended(rank)}"
-            if said is READY:
+            if message is READY:
                 self._ready[rank] = True
-            elif isinstance(said, Alive):
-                self._busy[rank] = said.busy_at
+            elif isinstance(message, Alive):
+                self._busy[rank] = message.busy_at
             else:
-                return f"rank {rank} has failed: {said}"
+                return f"rank {rank} has failed: {message}"
             self._heard[rank] = time.monotonic()
         now = time.monotonic()
         for rank, heard in self._heard.items():

@@ -124,8 +124,8 @@ class TensorParallel:
         heads than ranks, several ranks have the same head. Raises ValueError if neither number
         divides the other; `what` is the number's name in the model's configuration."""
         if number >= self.size:
-            own = self.share(what, number)
-            return self.rank * own, (self.rank + 1) * own
+            share = self.share(what, number)
+            return self.rank * share, (self.rank + 1) * share
         if self.size % number:
             raise ValueError(
                 f"tensor_parallel={self.size} is no multiple of the model's {what} {number}: "
@@ -139,9 +139,9 @@ class TensorParallel:
         sizes must be multiples of the number of ranks."""
         start, ranges = 0, []
         for size in sizes:
-            own = size // self.size
-            assert own * self.size == size
-            ranges.append((start + self.rank * own, start + (self.rank + 1) * own))
+            length = size // self.size
+            assert length * self.size == size
+            ranges.append((start + self.rank * length, start + (self.rank + 1) * length))
             start += size
         return Shard(axis, start, tuple(ranges))
 
@@ -198,5 +198,5 @@ FIXED_LANES = 5
 
 def _divisors(number: int) -> str:
     """Name the numbers of ranks that divide a number, up to 64."""
-    found = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
-    return ", ".join(found[:-1]) + (" or " if len(found) > 1 else "") + found[-1]
+    divisors = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
+    return ", ".join(divisors[:-1]) + (" or " if len(divisors) > 1 else "") + divisors[-1]

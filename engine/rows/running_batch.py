@@ -258,8 +258,8 @@ class RunningBatch:
             rows = slice(ends[i] - counts[i], ends[i])
             seq = self[slots[i]]
             columns = {name: values[rows, 0] for name, values in step.columns.items()}
-            if (most := seq.params.top_logprobs) > 0:
-                best = columns[ANSWER_TOP_LOGPROBS][:, :most]
+            if (number := seq.params.top_logprobs) > 0:
+                best = columns[ANSWER_TOP_LOGPROBS][:, :number]
                 columns[ANSWER_REST_PROBS.name] = rest_probs(best)
             seq.take_states(columns, int(counts[i]))
             seq.num_broken_states += int(step.failed[rows].sum())
@@ -302,14 +302,14 @@ class RunningBatch:
         for i in np.flatnonzero(self._has_strings[slots]).tolist():
             seq = self[slots[i]]
             generated = int(self.num_tokens[slots[i]]) - seq.num_prompt_tokens
-            found = seq.stop.find_string(token_ids[i, : counts[i]].tolist(), generated)
-            if found is None:
+            match = seq.stop.find_string(token_ids[i, : counts[i]].tolist(), generated)
+            if match is None:
                 continue
-            if by_id[i] and found[0] == counts[i]:
+            if by_id[i] and match[0] == counts[i]:
                 # If a stop id itself spells a stop string, the row ends by the id.
                 seq.stop.text_before_stop = None
                 continue
-            counts[i], strings[i] = found
+            counts[i], strings[i] = match
             ended[i] = True
         return strings
 

@@ -64,8 +64,8 @@ class EditBuffer(ColumnBuffer):
         """Append the edits of n tokens, [n, K, 3]: step, old and new id of each, the newest first;
         step 0 is none."""
         place, number = np.nonzero(rows[:, ::-1, 0])
-        found = rows[:, ::-1][place, number]
-        self._records.append(np.column_stack((place + self._length, found)))
+        edits = rows[:, ::-1][place, number]
+        self._records.append(np.column_stack((place + self._length, edits)))
         self._length += len(rows)
 
     def array(self, start: int = 0) -> npt.NDArray[Any]:

@@ -128,8 +128,8 @@ class BlockManager:
         if self._within_prompts:
             tokens = min(tokens, seq.answer_start)
         digests = self._hashes(seq, tokens // self.block_size)
-        found = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
-        blocks = [block for block in found if block is not None]
+        matched = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
+        blocks = [block for block in matched if block is not None]
         return self._cut_back(blocks, digests) if self._leaves_ends else Prefix(blocks)
 
     def _cut_back(self, blocks: list[int], digests: list[bytes]) -> Prefix:
@@ -215,7 +215,7 @@ class BlockManager:
         step = self._snapshot_blocks * self.block_size
         # No other row has the tokens of the answer after the prompt, so no snapshot is kept there.
         last = min(seq.num_shareable_tokens, seq.answer_start)
-        found = []
+        snapshots = []
         for tokens in sorted({last // step * step, seq.branch_tokens}):
             if start < tokens <= end:
                 digest = self._hashes(seq, tokens // self.block_size)[-1]
@@ -223,8 +223,8 @@ class BlockManager:
                     self.window.keep_tail(seq, tokens // self.block_size, digest)
                 slot = None if self.states is None else self.states.reserve(digest)
                 if slot is not None:
-                    found.append((tokens, slot))
-        return found
+                    snapshots.append((tokens, slot))
+        return snapshots
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Extend the row's block tables until they hold `num_tokens` tokens. Returns False, with

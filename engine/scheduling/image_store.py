@@ -99,19 +99,19 @@ class ImageStore:
 
     def _load(self, image: Image) -> Pixels:
         """Return an image's pixels, which rank 0 decodes; or raise what it raises."""
-        found: Pixels | tuple[str, str] | None = None
+        pixels: Pixels | tuple[str, str] | None = None
         if self._parallel.rank == 0:
             try:
-                found = image.load()
+                pixels = image.load()
             except RequestError as error:
                 if self._parallel.size == 1:
                     raise
-                found = error.type, str(error)
-        found = self._parallel.agree(found)
-        if isinstance(found, tuple):
-            raise RequestError(*found)
-        assert found is not None
-        return found
+                pixels = error.type, str(error)
+        pixels = self._parallel.agree(pixels)
+        if isinstance(pixels, tuple):
+            raise RequestError(*pixels)
+        assert pixels is not None
+        return pixels
 
     def drop(self, seq: Row, num_read: int | None = None) -> None:
         """Let go of the images of a row that has read this number of its tokens; None: that
@@ -157,8 +157,8 @@ class ImageStore:
         with self._timer.step("images", len(group)):
             pixels = [upload(image, torch.uint8, self._device) for image in loaded]
             features = self._features(pixels, [entry.num_tokens for entry in group])
-        for entry, own in zip(group, features, strict=True):
-            entry.pixels, entry.features = None, own
+        for entry, of_image in zip(group, features, strict=True):
+            entry.pixels, entry.features = None, of_image
 
     def _features(self, pixels: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
         """Compute the features of images with these numbers of tokens, [1 + K, count, hidden_size]
@@ -174,20 +174,20 @@ class ImageStore:
         shape = self._tower.planes, self._tower.config.out_size
         values = shape[0] * shape[1]
         rows = torch.zeros((max(loads), values), dtype=self._tower.dtype, device=self._device)
-        own = [
+        of_group = [
             image
             for image, (rank, _) in zip(pixels, places, strict=True)
             if rank == self._parallel.rank
         ]
-        if own:
-            mine = self._tower(own).transpose(0, 1).flatten(1)
+        if of_group:
+            mine = self._tower(of_group).transpose(0, 1).flatten(1)
             rows[: len(mine)] = mine
         whole = self._parallel.gather(rows)  # [max(loads), ranks · values]
-        found = []
+        features = []
         for count, (rank, start) in zip(counts, places, strict=True):
             part = whole[start : start + count, rank * values : (rank + 1) * values]
-            found.append(part.unflatten(1, shape).transpose(0, 1))
-        return found
+            features.append(part.unflatten(1, shape).transpose(0, 1))
+        return features
 
     def features(self, batch: PrefillBatch) -> ImageFeatures | None:
         """Return the image tokens among those that a prefill reads; None if there are none."""

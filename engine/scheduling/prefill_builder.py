@@ -45,8 +45,8 @@ class PrefillBuilder:
         is 0 for a row of which the prefix cache has all."""
         chunk = seq.num_prefill_tokens - seq.num_computed_tokens
         room = self._blocks.chunk_room(seq)
-        most = self._left if room is None else min(self._left, room)
-        return chunk if chunk <= most else most // self._multiple * self._multiple or None
+        limit = self._left if room is None else min(self._left, room)
+        return chunk if chunk <= limit else limit // self._multiple * self._multiple or None
 
     def add(self, seq: Sequence, chunk: int) -> None:
         """Let the batch read the next `chunk` tokens of a row."""

@@ -29,8 +29,8 @@ def prefill_inputs(
 ) -> PrefillInputs | None:
     """Make the inputs of a scheduled prefill's forward.
 
-    Rows without tokens to compute, which the prefix cache has whole, are left out. Returns the
-    tokens, and which rows yield one; None if no row has tokens to compute.
+    Rows without tokens to compute, whose whole prompts the prefix cache has, are left out. Returns
+    the inputs, and which rows yield a token; None if no row has tokens to compute.
 
     Args:
         device: the model's device.

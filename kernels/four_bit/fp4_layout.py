@@ -72,8 +72,8 @@ def unpack_mxfp4(panels: FourBitPanels) -> MXFP4Weight:
     """Return the weights [E, N, K] that were laid out."""
     values = _values(panels)
     exponents = _bytes_of_words(panels.scales) - _MXFP4_BIAS
-    own = exponents[..., : 2 * values.shape[-1] // MXFP4_GROUP]
-    return MXFP4Weight(values, own.to(torch.uint8))
+    scales = exponents[..., : 2 * values.shape[-1] // MXFP4_GROUP]
+    return MXFP4Weight(values, scales.to(torch.uint8))
 
 
 def nvfp4_words(weight: NVFP4Weight) -> tuple[Tensor, Tensor]:

@@ -147,10 +147,10 @@ def quantise_nvfp4(weight: Tensor) -> NVFP4Weight:
     with an even mantissa.
     """
     groups = weight.float().unflatten(-1, (-1, NVFP4_GROUP))
-    most = groups.abs().amax(-1)
-    factor = most.amax((-2, -1), keepdim=True) / (_LARGEST * _LARGEST_SCALE)
+    largest = groups.abs().amax(-1)
+    factor = largest.amax((-2, -1), keepdim=True) / (_LARGEST * _LARGEST_SCALE)
     factor = torch.where(factor > 0, factor, 1.0)
-    scales = (most / (_LARGEST * factor)).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+    scales = (largest / (_LARGEST * factor)).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
     steps = (scales.float() * factor).unsqueeze(-1)
     codes = _nearest((groups / torch.where(steps > 0, steps, torch.inf)).clamp(-_LARGEST, _LARGEST))
     return NVFP4Weight(codes, scales, factor.double().expand(scales.shape))

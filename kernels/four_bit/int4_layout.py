@@ -35,8 +35,11 @@ def int4_layout(dtype: torch.dtype, columns: int, group: int) -> Layout | None:
     it cannot be kept in int4."""
     if dtype not in _MINUS_MAGIC or columns % PANEL:
         return None
-    own = next((own for own in GROUPS if columns % own == group % own == 0), None)
-    return None if own is None else Layout("int4", own, dtype)
+    size = next(
+        (size for size in GROUPS if columns % size == group % size == 0),
+        None,
+    )
+    return None if size is None else Layout("int4", size, dtype)
 
 
 def int4_words(weight: Int4Weight, layout: Layout) -> tuple[Tensor, Tensor]:

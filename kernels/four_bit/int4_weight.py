@@ -59,8 +59,8 @@ def quantise_int4(weight: Tensor, group: int) -> Int4Weight:
     """Round a weight [..., N, K] of finite values to int4 symmetrically, with groups of a number of
     columns and scales in the weight's dtype."""
     groups = weight.float().unflatten(-1, (-1, group))
-    most = groups.abs().amax(-1) / _STEPS
-    scales = torch.where(most > 0, most, 1.0).to(weight.dtype)
+    largest = groups.abs().amax(-1) / _STEPS
+    scales = torch.where(largest > 0, largest, 1.0).to(weight.dtype)
     codes = (groups / scales.float().unsqueeze(-1)).round() + SYMMETRIC
     zeros = torch.tensor(SYMMETRIC, dtype=torch.uint8, device=weight.device).expand(scales.shape)
     return Int4Weight(pack_codes(codes.clamp(0, 15).to(torch.uint8).flatten(-2)), scales, zeros)

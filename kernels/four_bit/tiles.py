@@ -60,7 +60,7 @@ def four_bit_tiles(num_slots: int, num_experts: int, layout: Layout) -> FourBitT
     """
     if num_slots > MOST_SLOTS * num_experts and layout.code != "nvfp4":
         return None
-    return next(tiles for most, tiles in TABLE if num_slots <= most * num_experts)
+    return next(tiles for limit, tiles in TABLE if num_slots <= limit * num_experts)
 
 
 class FourBitLinearTiles(NamedTuple):
@@ -92,5 +92,5 @@ LINEAR = (
 
 def four_bit_linear_tiles(rows: int, rules: BitRules) -> FourBitLinearTiles:
     """Look up how to cut a product of `rows` rows."""
-    tiles = next(tiles for most, tiles in LINEAR if rows <= most)
+    tiles = next(tiles for limit, tiles in LINEAR if rows <= limit)
     return tiles if rules.cut_sums else tiles._replace(programs=0)

@@ -52,7 +52,7 @@ on an H200, the layers of Qwen3-8B and Qwen3-30B-A3B with 16, 64, 256, 512 and 8
 
 def fp8_linear_tiles(rows: int, rules: BitRules) -> FP8LinearTiles:
     """Look up how to cut a product of `rows` rows."""
-    tiles = next(tiles for most, tiles in LINEAR if rows <= most)
+    tiles = next(tiles for limit, tiles in LINEAR if rows <= limit)
     return tiles if rules.cut_sums else tiles._replace(programs=0)
 
 
@@ -89,7 +89,7 @@ slots each."""
 
 def expert_tiles(num_slots: int, num_experts: int) -> ExpertTiles:
     """Look up how to cut the products of experts; how slots are routed is not known on the host."""
-    return next(tiles for most, tiles in EXPERTS if num_slots <= most * num_experts)
+    return next(tiles for limit, tiles in EXPERTS if num_slots <= limit * num_experts)
 
 
 def copy_engine_reads(depth: int, device: torch.device) -> bool:

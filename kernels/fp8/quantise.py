@@ -73,8 +73,8 @@ def quantise_rows_reference(x: Tensor, powers_of_two: bool = False) -> tuple[Ten
 def silu_and_mul_quantised(gate_up: Tensor, *, powers_of_two: bool = False) -> FP8Rows:
     """Compute `silu_and_mul` of gate_up [M, 2·D], last axis contiguous, and round it to FP8."""
     if gate_up.is_cuda:
-        found = silu_and_mul_quantised_triton(gate_up, powers_of_two)
-        return FP8Rows(*found, len(gate_up))
+        quantised = silu_and_mul_quantised_triton(gate_up, powers_of_two)
+        return FP8Rows(*quantised, len(gate_up))
     return quantise_rows(silu_and_mul_reference(gate_up), powers_of_two=powers_of_two)
 
 
@@ -94,10 +94,10 @@ def rms_norm_quantised(
     `out` [M, K] gets the rows before they are rounded to FP8.
     """
     if x.is_cuda:
-        found = rms_norm_quantised_triton(
+        quantised = rms_norm_quantised_triton(
             x, weight, eps, powers_of_two, parts=parts, shared=shared, out=out
         )
-        return FP8Rows(*found, len(x))
+        return FP8Rows(*quantised, len(x))
     if parts is not None:
         add_parts_reference(x, parts, shared)
     plain = rms_norm_reference(x, weight, eps)

@@ -92,8 +92,8 @@ def _ways(weight: Tensor) -> Iterator[tuple[bool, int, Tensor]]:
     layouts = [(False, weight)]
     if packed is not weight:
         layouts.insert(1 if size <= _SMALL_WEIGHT else 0, (True, packed))
-    most = MOST_ROWS if size < _LARGE_WEIGHT else MOST_ROWS // 2
-    for most_rows in (most, ROW_MULTIPLE):
+    limit = MOST_ROWS if size < _LARGE_WEIGHT else MOST_ROWS // 2
+    for most_rows in (limit, ROW_MULTIPLE):
         for is_packed, laid_out in layouts:
             yield is_packed, most_rows, laid_out
 

@@ -65,8 +65,8 @@ def delta_step_reference(
     for start in range(0, count, together):
         some = slice(start, min(start + together, count))
         tokens = slice(some.start * width, some.stop * width)
-        own = rows._replace(slots=rows.slots[some])
-        out[tokens] = _step_rows(inputs.take(tokens), state, records, own)
+        some_rows = rows._replace(slots=rows.slots[some])
+        out[tokens] = _step_rows(inputs.take(tokens), state, records, some_rows)
     return out
 
 
@@ -93,8 +93,8 @@ def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: 
             update = beta[:, j, :, None] * (value[:, j] - found)
         current = _changed(current, update, wide_key)
         out[:, j] = (current * query[:, j, :, None, :]).sum(-1)
-        for record, made in zip(records, (update, key[:, j], decay[:, j]), strict=True):
-            record[slots, new[:, j]] = made
+        for record, values in zip(records, (update, key[:, j], decay[:, j]), strict=True):
+            record[slots, new[:, j]] = values
     return _with_skip(out, value, inputs.skip).flatten(0, 1).to(inputs.qkv.dtype)
 
 

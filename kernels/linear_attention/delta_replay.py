@@ -33,18 +33,18 @@ def delta_replay(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tenso
     first, none = 0, torch.zeros(1, dtype=torch.int32)
     for row, length in enumerate(rows.lengths()):
         slot, end = int(rows.slots[row]), first + length
-        own = state[slot : slot + 1]
+        slot_state = state[slot : slot + 1]
         if length and not rows.positions[first]:
-            own.zero_()
+            slot_state.zero_()
         step = StepRows(none.long(), none.clone(), none.clone(), 0, fold=1)
         for start in range(first, end, _WIDTH):
             tokens = slice(start, min(end, start + _WIDTH))
             width = tokens.stop - start
             out[tokens] = delta_step_reference(
-                inputs.take(tokens), own, records, step._replace(width=width)
+                inputs.take(tokens), slot_state, records, step._replace(width=width)
             )
             step.first.add_(step.pending).remainder_(2 * _WIDTH)
             step.pending.fill_(width)
-        delta_step_reference(inputs.take(slice(0, 0)), own, records, step)
+        delta_step_reference(inputs.take(slice(0, 0)), slot_state, records, step)
         first = end
     return out

@@ -80,9 +80,9 @@ class PrefillRows(NamedTuple):
 
     def wanted(self, row: int) -> dict[int, list[int]]:
         """Map numbers of tokens of this row to the slots that want the state after them."""
-        found: dict[int, list[int]] = {}
+        slots: dict[int, list[int]] = {}
         if self.snapshots is not None:
             for tokens, slot in self.snapshots[row].tolist():
                 if tokens:
-                    found.setdefault(tokens, []).append(slot)
-        return found
+                    slots.setdefault(tokens, []).append(slot)
+        return slots

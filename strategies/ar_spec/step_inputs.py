@@ -196,8 +196,8 @@ class SpecStepInputs(StepInputs):
         n-gram has such a token that another one could be equal to."""
         first, num_ids = self._vocab_size, 2**31 - self._vocab_size
         for span in seq.spans:
-            places = np.arange(span.start, span.end) + entry * self.store.tokens.shape[1]
-            ids[span.start : span.end] = first + places % num_ids
+            indices = np.arange(span.start, span.end) + entry * self.store.tokens.shape[1]
+            ids[span.start : span.end] = first + indices % num_ids
         self.strange_from = first
 
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:

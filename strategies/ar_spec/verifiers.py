@@ -56,8 +56,8 @@ def keep_held(step: StepOutput, drafts: Drafts) -> StepOutput:
     }
     conflicts = None
     if step.conflicts is not None:
-        place = num_tokens.clamp(max=width - 1).long().unsqueeze(1)
-        conflicts = failed & step.conflicts.view(-1, width).gather(1, place).squeeze(1)
+        index = num_tokens.clamp(max=width - 1).long().unsqueeze(1)
+        conflicts = failed & step.conflicts.view(-1, width).gather(1, index).squeeze(1)
         failed &= ~conflicts
     return StepOutput(
         num_tokens, step.token_ids.view(-1, width), failed, columns, conflicts=conflicts
@@ -99,14 +99,14 @@ def _up_to_conflicts(
     k = drafts.token_ids.shape[1]
     longest, failed = processed.amax(-1), step.failed
     # A failed row accepted all drafts before the first logits that leave nothing to draw.
-    place = (~longest.isfinite()).view(-1, 1 + k).int().argmax(1)
+    index = (~longest.isfinite()).view(-1, 1 + k).int().argmax(1)
     token_ids = step.token_ids.clone()
     token_ids[:, :k] = torch.where(failed.unsqueeze(1), drafts.token_ids, token_ids[:, :k])
     excluded = output.logits.amax(-1).isfinite() & (mask.lines >= 0) & longest.isneginf()
-    conflicts = failed & excluded.view(-1, 1 + k).gather(1, place.unsqueeze(1)).squeeze(1)
+    conflicts = failed & excluded.view(-1, 1 + k).gather(1, index.unsqueeze(1)).squeeze(1)
     return replace(
         step,
-        num_tokens=torch.where(failed, place.int(), step.num_tokens),
+        num_tokens=torch.where(failed, index.int(), step.num_tokens),
         token_ids=token_ids,
         failed=failed & ~conflicts,
         conflicts=conflicts,

@@ -83,11 +83,13 @@ def decide_writes(
             [row for row, _ in guide.matchers if rules.rules[row].edits],
             state.edits,
         )
-        guided, places, own_edits, conflicts = (
+        guided, guided_unmasked, own_edits, conflicts = (
             upload(each, torch.bool, output.logits.device)
             for each in (taken.rows, taken.places, taken.edited, taken.conflicts)
         )
-        unmasked = torch.where(guided.unsqueeze(1), places, rules.unmasked(*of_step, drawn))
+        unmasked = torch.where(
+            guided.unsqueeze(1), guided_unmasked, rules.unmasked(*of_step, drawn)
+        )
     drawn, unmasked = _replay(state, output, drawn, unmasked)
     edited: Tensor | None = None
     if rules.any_edits:

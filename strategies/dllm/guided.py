@@ -50,8 +50,8 @@ class Taken:
     @classmethod
     def nothing(cls, rows: int, length: int) -> Taken:
         """A step of B rows with blocks of L positions that takes nothing yet."""
-        each, places = np.zeros((2, rows), np.bool_), np.zeros((2, rows, length), np.bool_)
-        return cls(each[0], places[0], places[1], each[1])
+        each, masks = np.zeros((2, rows), np.bool_), np.zeros((2, rows, length), np.bool_)
+        return cls(each[0], masks[0], masks[1], each[1])
 
 
 @dataclass(slots=True)
@@ -87,19 +87,19 @@ class _Run:
                 not taken yet was drawn under the mask.
             permitted: for each of these positions, whether the unmasking rule lets it be taken.
         """
-        place = masked = len(self.token_ids)
-        while place < self.room:
+        index = masked = len(self.token_ids)
+        while index < self.room:
             if self.matcher.terminated:
-                self.token_ids += drawn[place:]  # the row ends before them, so they may be anything
+                self.token_ids += drawn[index:]  # the row ends before them, so they may be anything
                 return
-            if place > masked and not permitted[place]:
+            if index > masked and not permitted[index]:
                 return
-            if not self.matcher.walk(drawn[place : place + 1]):
-                assert place > masked, "its mask allowed another"
+            if not self.matcher.walk(drawn[index : index + 1]):
+                assert index > masked, "its mask allowed another"
                 return
-            self.token_ids.append(drawn[place])
+            self.token_ids.append(drawn[index])
             self.force()
-            place = len(self.token_ids)
+            index = len(self.token_ids)
 
     def edit(self, old_ids: list[int], drawn: list[int], places: list[int]) -> list[int]:
         """Replace tokens of the block by drawn ones where the constraint allows it; returns the
@@ -113,12 +113,12 @@ class _Run:
         """
         first = self.start - sum(token_id >= 0 for token_id in old_ids)
         tokens, allowed = [*old_ids[first : self.start], *self.token_ids], list[int]()
-        for place in places:
-            index = place - first
-            other = [*tokens[:index], drawn[place], *tokens[index + 1 :]]
+        for position in places:
+            index = position - first
+            other = [*tokens[:index], drawn[position], *tokens[index + 1 :]]
             if self._walk_from(index, other):
                 tokens = other
-                allowed.append(place)
+                allowed.append(position)
             else:
                 self._walk_from(index, tokens)
         if self.matcher.terminated:
@@ -210,16 +210,16 @@ def _take_drawn(
     sent = Download(torch.stack(parts))  # one copy, for one wait
     token_ids, allowed, failed, conflicts, *replaced = sent.wait().reshape(-1, *shape)
     for run in runs:
-        row, place = run.row, run.start + len(run.token_ids)
+        row, index = run.row, run.start + len(run.token_ids)
         if run.draws:
-            taken.conflicts[row] = conflicts[row, place]
-            if failed[row, place] or conflicts[row, place]:
+            taken.conflicts[row] = conflicts[row, index]
+            if failed[row, index] or conflicts[row, index]:
                 continue
             run.extend(token_ids[row, run.start :].tolist(), allowed[row, run.start :].tolist())
         if replaced:
             known, chosen = (each[row] for each in replaced)
-            places = chosen.nonzero()[0].tolist()
-            taken.edited[row, run.edit(known.tolist(), token_ids[row].tolist(), places)] = True
+            indices = chosen.nonzero()[0].tolist()
+            taken.edited[row, run.edit(known.tolist(), token_ids[row].tolist(), indices)] = True
 
 
 def _with_forced(
@@ -233,9 +233,9 @@ def _with_forced(
     the forced token allowed in each of their positions, so that the columns are those of the forced
     tokens. The arguments are those of `denoise` and what it made."""
     forced = {
-        run.row * length + run.start + place: run.token_ids[place]
+        run.row * length + run.start + position: run.token_ids[position]
         for run in runs
-        for place in run.forced
+        for position in run.forced
     }
     if not forced:
         return drawn

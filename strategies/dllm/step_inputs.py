@@ -206,8 +206,8 @@ class DLLMStepInputs(StepInputs):
         """What the rules replace in the rows' blocks: the tokens [B, L] int64 that these have
         unmasked so far, elsewhere -1, and [B, L] bool where the drawn ones take their places."""
         blocks = self.blocks
-        places = torch.arange(self._length, device=blocks.prompt_tokens.device)
-        editable = (places >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
+        indices = torch.arange(self._length, device=blocks.prompt_tokens.device)
+        editable = (indices >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
         known = torch.where(editable & ~blocks.masked, blocks.token_ids, -1)
         return known, self.rules.edited(known, drawn)
 

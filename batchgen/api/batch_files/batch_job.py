@@ -118,7 +118,7 @@ def write_requests(paths: BatchPaths) -> BatchSummary:
 
 
 def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[str]) -> JobConfig:
-    """The job of a batch; ConfigError for a key that the batch decides."""
+    """The job of a batch. Raises ConfigError for a key that the batch decides."""
     for override in overrides:
         key = override.partition("=")[0].lstrip("+~")
         if key in _FIXED or (key.partition(".")[0] in _OURS and key not in _FREE):

@@ -45,7 +45,8 @@ class _Refused(Exception):
 
 
 def batch_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
-    """Every line of a file but empty ones, in order; ConfigError if the file cannot be read."""
+    """Every line of a file but empty ones, in order. Raises ConfigError if the file cannot be
+    read."""
     seen: set[bytes] = set()
     try:
         with path.open("rb") as file:

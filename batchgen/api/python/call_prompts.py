@@ -124,8 +124,8 @@ class PromptIds:
             _ = self._chat
 
     def of(self, prompt: ReadPrompt) -> TokenizedPrompt:
-        """The token ids and images of one checked prompt, or RequestError if its messages do not
-        suit the chat template or an image cannot be used."""
+        """The token ids and images of one checked prompt. Raises RequestError if its messages do
+        not suit the chat template or an image cannot be used."""
         if prompt.kind == "none":
             raise RequestError("bad_prompt", prompt.value)
         if prompt.kind == "messages":

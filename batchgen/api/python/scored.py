@@ -165,7 +165,8 @@ def _ids(ids: PromptIds, prompt: ReadPrompt) -> TokenizedPrompt | RequestError:
 
 
 def _answer_ids(tokenizer: PreTrainedTokenizerBase | None, answer: Any) -> list[int]:
-    """The token ids of one answer, without special tokens; RequestError (bad_answer) otherwise."""
+    """The token ids of one answer, without special tokens. Raises RequestError (bad_answer) if it
+    is neither a text nor a list of token ids."""
     if isinstance(answer, str) and tokenizer is not None:
         return list(tokenizer.encode(answer, add_special_tokens=False, verbose=False))
     if isinstance(answer, Iterable) and not isinstance(answer, (str, bytes, Mapping)):

@@ -46,7 +46,7 @@ class Streams:
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine, or ValueError if it was closed."""
+        """The engine. Raises ValueError if it was closed."""
         if self.closed:
             raise ValueError("this LLM is closed: make a new one")
         return self._engine

@@ -40,8 +40,8 @@ class KeywordNames:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def ours(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords under our names; ValueError if one is unknown, or two mean the same and
-        differ."""
+        """The keywords under our names. Raises ValueError if one is unknown, or two mean the same
+        and differ."""
         ours: dict[str, Any] = {}
         typed: dict[str, str] = {}
         for name, value in keywords.items():

@@ -203,19 +203,19 @@ def _rows(reader: JobFolderReader, text: str, column: str | None) -> Iterator[di
     """
     schema = list(reader.schema or ())
     read = row_reader(schema)
-    place: tuple[str, ...] | None = None
+    path: tuple[str, ...] | None = None
     if column is not None:
         features = {field.name: stored_feature(field) for field in schema}
-        if (place := column_path(column, features)) is None:
+        if (path := column_path(column, features)) is None:
             raise ConfigError(
                 f"the rows' constraints stand in the dataset column {column!r}, which the job did "
                 f"not copy to {reader.storage.display_name}: list it in dataset.columns and run "
                 "the job again"
             )
-    for row in reader.rows([*_COLUMNS, text, *([] if place is None else [place[0]])]):
-        if column is not None and place is not None:
-            row |= read({place[0]: row[place[0]]})
-            row[column] = value_at(row, place)
+    for row in reader.rows([*_COLUMNS, text, *([] if path is None else [path[0]])]):
+        if column is not None and path is not None:
+            row |= read({path[0]: row[path[0]]})
+            row[column] = value_at(row, path)
         yield row
 
 

@@ -16,7 +16,7 @@ _SCHEME = "plain"
 
 
 class PlainFiles(FileConfigSource):
-    """A folder of choices; ConfigError for a file beyond the bounds of `read_yaml`."""
+    """A folder of choices. Raises ConfigError for a file beyond the bounds of `read_yaml`."""
 
     @staticmethod
     def scheme() -> str:

@@ -28,7 +28,7 @@ def inferred_choice(group: str, values: Mapping[str, Any]) -> str | None:
 
     A model with a path is model=hf, a data set with a path is dataset=files, messages_column is
     prompt=messages, and launcher.workers is launcher=local. Otherwise the default is taken if it
-    has the keys, and else the only choice that has them; ConfigError if there are several.
+    has the keys, and else the only choice that has them. Raises ConfigError if there are several.
     """
     fitting = [choice for choice in choices(group) if _fits(choice_values(group, choice), values)]
     for name, value in values.items():

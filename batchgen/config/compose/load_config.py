@@ -50,8 +50,8 @@ def load_config(
     values: dict[str, Any], trust: Trust, *, resolvers: Collection[str] = ()
 ) -> JobConfig:
     """The configuration of one job, with all types and ranges checked. `values` are its groups, the
-    word of `trust`, which may use these `resolvers`; ConfigError for any mistake, and for code that
-    needs the user's word."""
+    word of `trust`, which may use these `resolvers`. Raises ConfigError for any mistake, and for
+    code that needs the user's word."""
     refuse_resolvers(values, resolvers)
     refuse_endless(values)
     _check_kinds(values)

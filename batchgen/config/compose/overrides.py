@@ -77,7 +77,8 @@ class Override:
 
 
 def parse_override(argument: str) -> Override:
-    """Split an argument into its parts; ConfigError if it is not of the form key=value or ~key."""
+    """Split an argument into its parts. Raises ConfigError if it is not of the form key=value or
+    ~key."""
     match = _ARGUMENT.fullmatch(argument)
     if match is None or (match[3] is None and match[1] != "~"):
         raise ConfigError(_no_override(argument))

@@ -45,7 +45,8 @@ class Trust:
     @classmethod
     def of(cls, sources: Sequence[Path], trusted: Sequence[str], overrides: Sequence[str]) -> Self:
         """The user's word for a configuration that is read from `sources` with typed arguments, of
-        which he trusts those named by `--trust`; ConfigError if nothing is read from one of these.
+        which he trusts those named by `--trust`. Raises ConfigError if nothing is read from one of
+        these.
         """
         known = [user_path(path, "--trust").resolve() for path in trusted]
         homes = {source: {source.resolve(), *source.resolve().parents} for source in sources}
@@ -64,7 +65,7 @@ class Trust:
         if not refusable:
             return
         in_package = {what for _, what in _of_conf()}
-        if refused := [f"{place} {what}" for place, what in refusable if what not in in_package]:
+        if refused := [f"{key} {what}" for key, what in refusable if what not in in_package]:
             flags = " ".join(f"--trust {source}" for source in self.sources)
             raise ConfigError(
                 f"{' and '.join(map(str, self.sources))}: this is not batchgen's own code, and it "
@@ -90,11 +91,11 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
         classes["launcher"] = {_TARGET: starter}
     for name in STEP_LISTS:
         classes |= {f"{name}[{i}]": step for i, step in enumerate(groups.get(name) or ())}
-    for place, values in classes.items():
-        for below, target in _targets(values, place):
-            if below != f"{place}.{_TARGET}" or not is_own(target):
+    for config_key, values in classes.items():
+        for below, target in _targets(values, config_key):
+            if below != f"{config_key}.{_TARGET}" or not is_own(target):
                 yield below, target
-        yield from _run_by(values, place)
+        yield from _run_by(values, config_key)
     # What a stranger's class does with its keys is not known.
     is_ours = is_own(str(starter))
     for key in launcher_class(starter).running_keys if is_ours else launcher:

@@ -33,8 +33,8 @@ class UnsupportedType(Exception):
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
-    """An instance of a dataclass, whose fields are the keys of the group `prefix`; ConfigError if a
-    key is unknown or missing, or its value is of another type than the field."""
+    """An instance of a dataclass, whose fields are the keys of the group `prefix`. Raises
+    ConfigError if a key is unknown or missing, or its value is of another type than the field."""
     assert dataclasses.is_dataclass(cls)
     hints = {key_of(name): hint for name, hint in get_type_hints(cls).items()}
     fields = {key_of(f.name): f.name for f in dataclasses.fields(cls)}

@@ -33,7 +33,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, config: JobConfig) -> Launched:
-        """Run a job to its end; ConfigError if it cannot run, or not here."""
+        """Run a job to its end. Raises ConfigError if it cannot run, or not here."""
 
     @abstractmethod
     def described(self) -> str:
@@ -61,7 +61,7 @@ def job_launcher(config: JobConfig) -> Launcher | None:
 
 
 def launcher_class(target: str) -> type[Launcher]:
-    """The class at an import path; ConfigError if it is no launcher."""
+    """The class at an import path. Raises ConfigError if it is no launcher."""
     if class_short_name(target) == GONE:
         raise ConfigError(
             "launcher=slurm was removed: let Hydra submit the workers (batchgen -m "

@@ -25,9 +25,9 @@ def pooled_samples(tables: Sequence[pa.Table]) -> pa.Table:
     moved, start, starts = [], 0, list[int]()
     for table in tables:
         starts.append(start)
-        place = table.column_names.index("sample_index")
+        position = table.column_names.index("sample_index")
         index = pc.add(table["sample_index"], start)
-        moved.append(table.set_column(place, "sample_index", index))
+        moved.append(table.set_column(position, "sample_index", index))
         start += 1 + int(pc.max(table["sample_index"]).as_py() or 0)
     metadata = tables[0].schema.metadata
     if metadata is not None:  # a rule that ended the rows of each job
@@ -36,7 +36,8 @@ def pooled_samples(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def arm_values_of(table: pa.Table, by: str) -> list[str | None]:
-    """The values of a column, each of which makes an arm; ConfigError if there are too many."""
+    """The values of a column, each of which makes an arm. Raises ConfigError if there are too
+    many."""
     values: list[str | None] = table[by].unique().to_pylist()
     if len(values) > _MOST_VALUES:
         raise ConfigError(

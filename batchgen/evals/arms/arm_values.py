@@ -85,7 +85,7 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
     )
     rows = [
         (
-            f"{letter(place)}  {both_ends(shown_name(table, row), _NAME)}",
+            f"{letter(index)}  {both_ends(shown_name(table, row), _NAME)}",
             _value(table, row.score),
             _bounds(table, row.score),
             _difference(table, row.difference),
@@ -94,7 +94,7 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
             *([] if x is None else [number_text(row.arm.number(x))]),
             _what(row),
         )
-        for place, row in enumerate(table.rows)
+        for index, row in enumerate(table.rows)
     ]
     kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
     return [tuple(row[i] for i in kept) for row in [header, *rows]]
@@ -130,7 +130,7 @@ def table_remarks(table: ArmTable) -> list[str]:
         remarks = []
     else:
         what = "marks" if table.column == MARK else table.column
-        names = {id(row): letter(place) for place, row in enumerate(table.rows)}
+        names = {id(row): letter(index) for index, row in enumerate(table.rows)}
         remarks = [
             f"Scores are means of {what} over {counted(first.questions, 'question')}; intervals "
             "are of 95%, for new questions."
@@ -142,9 +142,9 @@ def table_remarks(table: ArmTable) -> list[str]:
                 f"{counted(table.tests, 'test')}: below 0.05, chance is an unlikely cause."
             )
     arms: dict[str, list[str]] = {}
-    for place, row in enumerate(table.rows):
+    for index, row in enumerate(table.rows):
         for text in _row_remarks(row, first):
-            arms.setdefault(text, []).append(letter(place))
+            arms.setdefault(text, []).append(letter(index))
     return [*remarks, *(f"{', '.join(letters)}: {text}" for text, letters in arms.items())]
 
 

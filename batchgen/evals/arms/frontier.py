@@ -80,16 +80,16 @@ def frontier_lines(frontier: Frontier) -> list[str]:
     low, high = min(p.low for p in points), max(p.high for p in points)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
     low, high = low - margin, high + margin
-    places = _columns([point.x for point in points])
+    indices = _columns([point.x for point in points])
     grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
 
     def line(value: float) -> int:
         return round((high - value) / (high - low) * (_HEIGHT - 1))
 
-    for point, place in zip(points, places, strict=True):
+    for point, index in zip(points, indices, strict=True):
         for at in range(line(point.high), line(point.low) + 1):
-            grid[at][place] = "│"
-        grid[line(point.score.estimate)][place] = point.letter[-1]
+            grid[at][index] = "│"
+        grid[line(point.score.estimate)][index] = point.letter[-1]
     shown = shown_value(frontier.column)
     marks = {line(v): shown(v) for v in (high - margin, (low + high) / 2, low + margin)}
     side = max(map(len, marks.values()))
@@ -106,8 +106,8 @@ def _columns(values: Sequence[float]) -> list[int]:
     span = values[-1] - values[0]
     indices: list[int] = []
     for value in values:
-        place = round((value - values[0]) / span * (_WIDTH - 1)) if span else _WIDTH // 2
-        indices.append(max(place, indices[-1] + 2) if indices else place)
+        index = round((value - values[0]) / span * (_WIDTH - 1)) if span else _WIDTH // 2
+        indices.append(max(index, indices[-1] + 2) if indices else index)
     for at in range(len(indices) - 1, -1, -1):
         limit = _WIDTH - 1 if at == len(indices) - 1 else indices[at + 1] - 2
         indices[at] = max(min(indices[at], limit), 0)

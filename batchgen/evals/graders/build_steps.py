@@ -80,9 +80,9 @@ def check_machine(steps: Sequence[PostStep]) -> None:
 
 
 def _made(key: str, number: int, config: StepConfig, protocol: type) -> Any:
-    place = f"{key}[{number}]"
-    target = f"{place}._target_: {config.target}"
-    cls = named_code(config.target, f"{place}._target_")
+    key_path = f"{key}[{number}]"
+    target = f"{key_path}._target_: {config.target}"
+    cls = named_code(config.target, f"{key_path}._target_")
     if not isinstance(cls, type):
         raise ConfigError(f"{target} is no class")
     declared = {field.name for field in dataclasses.fields(cls)} if is_dataclass(cls) else set()
@@ -92,11 +92,11 @@ def _made(key: str, number: int, config: StepConfig, protocol: type) -> Any:
             f"{target} is no step of {key}: the class has no {', '.join(lacks)} "
             f"({protocol.__module__}.{protocol.__name__} says what a step has)"
         )
-    options = strategy_options(cls, config.options, place)
+    options = strategy_options(cls, config.options, key_path)
     try:
         return cls(**options)
     except ValueError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{key_path}: {error}") from None
 
 
 def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequence[str]) -> None:

@@ -150,9 +150,9 @@ class Extract(TextStep):
         starts: list[int | None] = lone.first.tolist()
         ends: list[int | None] = lone.last.tolist()
         reasoning_ends = [0] * len(texts)
-        for place in lone.others:
-            values = self._values(texts[place].as_py())
-            answers[place], starts[place], ends[place], reasoning_ends[place] = values
+        for index in lone.others:
+            values = self._values(texts[index].as_py())
+            answers[index], starts[index], ends[index], reasoning_ends[index] = values
         return dict(zip(self._names, (answers, starts, ends, reasoning_ends), strict=True))
 
     def _lone_boxes(self, texts: pa.StringArray) -> LoneBoxes:

@@ -165,15 +165,15 @@ class Grade:
         marks: list[float | None] = list(none)
         keys: list[str | None] = list(none)
         against: list[str | None] = list(none)
-        places: Sequence[int] = range(len(none))
+        indices: Sequence[int] = range(len(none))
         if self.method == "integer" and self.target_pattern is None:
-            marks, keys, against, places = short_integer_marks(answers, targets)
-        for place in places:
-            arguments = answers[place], targets[place], choices[place]
+            marks, keys, against, indices = short_integer_marks(answers, targets)
+        for index in indices:
+            arguments = answers[index], targets[index], choices[index]
             try:
-                marks[place], keys[place], against[place] = self._values(*arguments)
+                marks[index], keys[index], against[index] = self._values(*arguments)
             except GradeFailure as failure:
-                failures[place] = failure
+                failures[index] = failure
         return dict(zip(self._names, (marks, keys, against), strict=True))
 
     def _values(self, answer: Any, value: Any, choices: Any) -> _Values:

@@ -112,7 +112,7 @@ class StepChain:
         """The columns of all steps for N rows, with the same values as row by row; a null text is
         an error row."""
         values: dict[str, Sequence[Any]] = {name: [None] * len(texts) for name in self._names}
-        left = [place for place, valid in enumerate(texts.is_valid().to_pylist()) if valid]
+        left = [index for index, valid in enumerate(texts.is_valid().to_pylist()) if valid]
         for step in cast(tuple[ColumnStep, ...], self.steps) if left else ():
             rows = AnswerRows(
                 texts if len(left) == len(texts) else texts.take(left),
@@ -126,7 +126,7 @@ class StepChain:
                 errors = [_error(failures[at])[GRADE_ERROR.name] for at in failures]
                 failed = [left[at] for at in failures]
                 values[GRADE_ERROR.name] = _put(values[GRADE_ERROR.name], failed, errors)
-                left = [place for at, place in enumerate(left) if at not in failures]
+                left = [index for at, index in enumerate(left) if at not in failures]
             if not left:
                 break
         return values
@@ -142,7 +142,7 @@ class StepChain:
 
 def _at(column: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
     """The values of a column at some places, which ascend."""
-    return column if len(indices) == len(column) else [column[place] for place in indices]
+    return column if len(indices) == len(column) else [column[index] for index in indices]
 
 
 def _put(column: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
@@ -150,8 +150,8 @@ def _put(column: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -
     if len(indices) == len(column):
         return values
     changed = list(column)
-    for place, value in zip(indices, values, strict=True):
-        changed[place] = value
+    for index, value in zip(indices, values, strict=True):
+        changed[index] = value
     return changed
 
 

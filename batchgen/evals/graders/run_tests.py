@@ -186,16 +186,16 @@ class RunTests:
 
     def _with_inputs(self, program: str, cases: Sequence[Case]) -> ProgramResult:
         deadline = time.monotonic() + self.total_seconds
-        for place, case in enumerate(cases):
+        for index, case in enumerate(cases):
             limit = max(_LEAST_OUTPUT, 4 * len(case.output))
             sandbox = replace(self._sandbox, wall_seconds=deadline - time.monotonic())
             output, failure = run_with_input(sandbox, program, case.input, limit)
             if failure is not None:
-                return replace(failure, detail=f"case {place}: {failure.detail}")
+                return replace(failure, detail=f"case {index}: {failure.detail}")
             if not same_output(output, case.output):
                 printed, wanted = output.strip(), case.output.strip()
                 return ProgramResult(
-                    "wrong", f"case {place}: {printed!r:.100} is not {wanted!r:.100}"
+                    "wrong", f"case {index}: {printed!r:.100} is not {wanted!r:.100}"
                 )
         return ProgramResult("passed")
 

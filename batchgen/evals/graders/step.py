@@ -162,8 +162,8 @@ class SelfTimedStep(PostStep, Protocol):
 
 
 def num_groups(pattern: str, where: str) -> int:
-    """How many groups a regular expression of the user has; ConfigError if it is none. `where` it
-    stands is for the message."""
+    """How many groups a regular expression of the user has. Raises ConfigError if it is none.
+    `where` it stands is for the message."""
     try:
         return re.compile(pattern).groups
     except re.error as error:

@@ -80,8 +80,8 @@ class ChangedMarks:
             return
         old, new = before[MARK], after[MARK]
         differ = pc.fill_null(pc.not_equal(old, new), pc.xor(old.is_valid(), new.is_valid()))
-        places = pc.indices_nonzero(differ)
-        pairs = zip(*(table.take(places).to_pylist() for table in (before, after)), strict=True)
+        indices = pc.indices_nonzero(differ)
+        pairs = zip(*(table.take(indices).to_pylist() for table in (before, after)), strict=True)
         rows = [_changed(*pair) for pair in pairs]
         with self._lock:
             if rows and self._write is not None:

@@ -190,8 +190,8 @@ class FinishedShards(GradedShards):
 
     @cached_property
     def grades_digest(self) -> str:
-        """A digest of the grades, or ConfigError if some are missing, of other steps or of other
-        rows."""
+        """A digest of the grades. Raises ConfigError if some are missing, of other steps or of
+        other rows."""
         digests = list[str]()
         if self._grades_fault is not None:
             raise self._unusable(self._grades_fault)

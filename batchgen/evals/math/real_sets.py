@@ -107,7 +107,7 @@ def _edge_text(value: Any) -> str:
 
 
 def interval_bound(node: Node) -> Any:
-    """The value of an interval's bound, real or infinite, or NotRead."""
+    """The value of an interval's bound, real or infinite. Raises NotRead if it is none."""
     if node == Symbol("oo"):
         return INFINITY
     if node == Call("negate", (Symbol("oo"),)):
@@ -119,8 +119,8 @@ def interval_bound(node: Node) -> Any:
 
 
 def set_of(node: Node, only_sets: bool = True) -> Pieces:
-    """The set of real numbers that an answer says, or NotRead. With `only_sets` relations are
-    refused, which say what is in a set but are none."""
+    """The set of real numbers that an answer says. Raises NotRead if it is none. With `only_sets`
+    relations are refused, which say what is in a set but are none."""
     if isinstance(node, Bracketed):
         if node.opening == "{set":
             return set_union(interval(at, at, True, True) for at in map(interval_bound, node.items))
@@ -144,7 +144,8 @@ def set_of(node: Node, only_sets: bool = True) -> Pieces:
 
 
 def set_of_relations(node: Node) -> Pieces:
-    """The values of the one variable of relations for which they hold, or NotRead."""
+    """The values of the one variable of relations for which they hold. Raises NotRead if they
+    cannot be solved."""
     if isinstance(node, Relation):
         return _set_of_chain(node)
     if isinstance(node, AnswerList):

@@ -29,7 +29,8 @@ FormsOf = Callable[[Node], Forms]
 
 
 def relation_forms(node: Relation, forms_of: FormsOf) -> Forms:
-    """The normal forms of a relation, from the forms of its sides, or NotRead."""
+    """The normal forms of a relation, from the forms of its sides. Raises NotRead if it has
+    none."""
     forms = _equation if set(node.names) <= {"=", "~"} else _inequality
     return forms(node, forms_of)
 

@@ -90,7 +90,7 @@ def unpacked(text: str) -> str:
 
 
 def _is_text(name: str) -> bool:
-    """Whether an operation of pickle puts a text; ValueError if it does more than that."""
+    """Whether an operation of pickle puts a text. Raises ValueError if it does more than that."""
     if name not in _TEXTS and name not in _AROUND:
         raise ValueError(f"encoded tests hold more than a text (pickle's {name}): not read")
     return name in _TEXTS

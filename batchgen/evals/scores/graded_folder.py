@@ -36,7 +36,8 @@ class GradedJob:
             refuse_incomplete(self._reader, user_path)
 
     def locked(self) -> FolderLock:
-        """A lock on the folder, for writing grades or scores; ConfigError if a job runs there."""
+        """A lock on the folder, for writing grades or scores. Raises ConfigError if a job runs
+        there."""
         from batchgen.storage.leases.folder_lock import FolderLock
 
         try:

@@ -27,9 +27,9 @@ class Interval:
 
 def cluster_sums(values: Floats, clusters: Ints) -> tuple[Floats, Ints]:
     """Σ(s − s̄) and the number of questions of each cluster. [C], [C]"""
-    _, places = np.unique(clusters, return_inverse=True)
-    sums = np.bincount(places, values - values.mean()).astype(np.float64)
-    return sums, np.bincount(places).astype(np.int64)
+    _, indices = np.unique(clusters, return_inverse=True)
+    sums = np.bincount(indices, values - values.mean()).astype(np.float64)
+    return sums, np.bincount(indices).astype(np.int64)
 
 
 def cluster_se(values: Floats, clusters: Ints) -> float:

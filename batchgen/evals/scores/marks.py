@@ -134,17 +134,17 @@ class Marks:
         names, question = _numbers(samples["row_id"])
         index = samples["sample_index"].to_numpy()
         mark = samples["mark"].to_numpy()
-        for place in np.flatnonzero((mark < 0) | (mark > 1)) if bounded else ():
+        for at in np.flatnonzero((mark < 0) | (mark > 1)) if bounded else ():
             raise ConfigError(
-                f"row {names[question[place]]!r} has the mark {mark[place]}: marks are from 0 to 1"
+                f"row {names[question[at]]!r} has the mark {mark[at]}: marks are from 0 to 1"
             )
         shape = (len(names), 1 + int(index.max()))
         seen = np.zeros(shape, np.bool_)
         seen[question, index] = True
         if np.count_nonzero(seen) < len(index):
-            places: Ints = question * shape[1] + index
-            first = np.unique(places, return_index=True)[1]
-            again = np.setdiff1d(np.arange(len(places)), first)[0]
+            indices: Ints = question * shape[1] + index
+            first = np.unique(indices, return_index=True)[1]
+            again = np.setdiff1d(np.arange(len(indices)), first)[0]
             raise ConfigError(
                 f"row {names[question[again]]!r} has sample {index[again]} twice: score one job"
             )
@@ -187,11 +187,11 @@ class Marks:
 
     def by_subset(self) -> Mapping[str, Marks]:
         """The table of each subset, sorted by name. Empty if no question names one."""
-        places: dict[str, list[int]] = {}
-        for place, name in enumerate(self.subsets):
+        indices: dict[str, list[int]] = {}
+        for index, name in enumerate(self.subsets):
             if name is not None:
-                places.setdefault(name, []).append(place)
-        return {name: self.select(places[name]) for name in sorted(places)}
+                indices.setdefault(name, []).append(index)
+        return {name: self.select(indices[name]) for name in sorted(indices)}
 
 
 def marks_counting(marks: Floats, cut: Bools, count_as: CutTexts) -> Floats:

@@ -77,8 +77,8 @@ def compare(a: Marks, b: Marks, *, bounded: bool = True) -> Comparison:
     both = [row_id for row_id in mean_a if row_id in mean_b]
     if not both:
         raise ConfigError("the two jobs have no question with marks in both: nothing to compare")
-    place_a = {row_id: place for place, row_id in enumerate(a.row_ids)}
-    place_b = {row_id: place for place, row_id in enumerate(b.row_ids)}
+    place_a = {row_id: index for index, row_id in enumerate(a.row_ids)}
+    place_b = {row_id: index for index, row_id in enumerate(b.row_ids)}
     left = a.select([place_a[row_id] for row_id in both])
     right = b.select([place_b[row_id] for row_id in both])
     differences = np.array([mean_b[row_id] - mean_a[row_id] for row_id in both])
@@ -135,8 +135,8 @@ def paired_difference(differences: Floats, clusters: Ints, limit: float = 1.0) -
         `limit` is 0.
     """
     mean, se = float(differences.mean()), cluster_se(differences, clusters)
-    _, places = np.unique(clusters, return_inverse=True)
-    sizes, sums = np.bincount(places), np.bincount(places, differences)
+    _, indices = np.unique(clusters, return_inverse=True)
+    sizes, sums = np.bincount(indices), np.bincount(indices, differences)
     count = len(sizes)
     if count < 2:
         return _tested(Interval(mean, se, math.nan, math.nan), mean, math.nan, math.nan)
@@ -174,8 +174,8 @@ def _one_side(run: Marks, bounded: bool) -> tuple[float, float, float, float, fl
     means = avg_at(run)
     known = np.isfinite(means)
     values, clusters = means[known], run.clusters[known]
-    _, places = np.unique(clusters, return_inverse=True)
-    sizes, sums = np.bincount(places).astype(np.float64), np.bincount(places, values)
+    _, indices = np.unique(clusters, return_inverse=True)
+    sizes, sums = np.bincount(indices).astype(np.float64), np.bincount(indices, values)
     count, size = len(sizes), len(values) / len(sizes)
     mean, se = float(values.mean()), cluster_se(values, clusters)
     if count < 2:

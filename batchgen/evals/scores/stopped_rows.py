@@ -145,8 +145,8 @@ class StoppedRows:
     def all_of(self, hits: Bools, marks: Floats, k: int) -> Floats:
         """The chance that all of k samples of a row are `hits` [Q, K], of those with marks. [Q]"""
         chances = []
-        for place, runs in enumerate(self._rows(marks)):
-            row_hits = hits[place, self.present[place]]
+        for index, runs in enumerate(self._rows(marks)):
+            row_hits = hits[index, self.present[index]]
             chances.append(runs[0].all_of(row_hits, k) if len(runs) == 1 else np.nan)
         return np.array(chances)
 

@@ -25,7 +25,8 @@ def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | Non
 
 
 def named_path(key: str, name: str, features: Mapping[str, Any]) -> tuple[str, ...]:
-    """The path of the column that a key of the configuration names, or ConfigError."""
+    """The path of the column that a key of the configuration names. Raises ConfigError if there is
+    none."""
     path = column_path(name, features)
     if path is None:
         raise ConfigError(
@@ -73,8 +74,8 @@ def json_cell(value: Any) -> Any:
 
 
 def renamed(rename: Mapping[str, str], columns: Iterable[str]) -> dict[str, str]:
-    """The new name of each column, as `dataset.rename` says; ConfigError if it names no column, or
-    gives two columns one name."""
+    """The new name of each column, as `dataset.rename` says. Raises ConfigError if it names no
+    column, or gives two columns one name."""
     names = {name: rename.get(name, name) for name in columns}
     for name in rename:
         if name not in names:

@@ -20,7 +20,8 @@ def local_path(path: str) -> Path:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files of a path that is no folder, of one known format; ConfigError without any."""
+    """The files of a path that is no folder, of one known format. Raises ConfigError without
+    any."""
     if path.is_file():
         files = [path]
     elif glob.has_magic(str(path)):

@@ -140,7 +140,8 @@ class Source(ABC):
 
     @abstractmethod
     def passthrough(self, row: Row) -> dict[str, Any]:
-        """The values of the columns that are copied to the output, or RequestError (bad_row)."""
+        """The values of the columns that are copied to the output. Raises RequestError (bad_row) if
+        one does not fit its column."""
 
     @abstractmethod
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:

@@ -79,6 +79,6 @@ class AheadPixels:
         self.place: weakref.finalize[[], AheadPixels] | None = None
 
     def __call__(self) -> Pixels:
-        """The pixels, or RequestError if they cannot be decoded."""
+        """The pixels. Raises RequestError if they cannot be decoded."""
         future = self._ahead.take(self)
         return self.decode() if future is None or future.cancelled() else future.result()

@@ -34,7 +34,7 @@ _TURNS = {
 
 
 def pillow_version() -> str:
-    """The version of Pillow, or ConfigError if it is not installed."""
+    """The version of Pillow. Raises ConfigError if it is not installed."""
     try:
         import PIL
     except ModuleNotFoundError:

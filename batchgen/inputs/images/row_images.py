@@ -199,11 +199,12 @@ class RowImages:
         if self._told or not self._sizes.scales_down(height, width):
             return
         self._told = True
-        most = self._sizes.max_pixels
+        limit = self._sizes.max_pixels
         print(
-            f"batchgen: an image of {width}×{height} pixels is scaled down to at most {most:,} "
-            f"pixels ({most // self._sizes.side**2:,} tokens), and so are others: prompt.max_pixels"
-            f" says how many, and this model takes up to {self._sizes.most_of_model:,}",
+            f"batchgen: an image of {width}×{height} pixels is scaled down to at most {limit:,} "
+            f"pixels ({limit // self._sizes.side**2:,} tokens), and so are others: "
+            f"prompt.max_pixels says how many, and this model takes up to "
+            f"{self._sizes.most_of_model:,}",
             file=sys.stderr,
             flush=True,
         )

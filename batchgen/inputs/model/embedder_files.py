@@ -30,13 +30,13 @@ def pooling_file(path: Path) -> str | None:
     Raises:
         ValueError: modules.json is damaged, or names a place that is not a folder of the model's.
     """
-    for kind, place in _modules(path):
+    for kind, folder in _modules(path):
         if kind == "Pooling":
-            if re.fullmatch(r"\w[\w.-]*", place) is None:
+            if re.fullmatch(r"\w[\w.-]*", folder) is None:
                 raise ValueError(
-                    f"{path / MODULES}: path is {place[:60]!r}, and must name a folder beside it"
+                    f"{path / MODULES}: path is {folder[:60]!r}, and must name a folder beside it"
                 )
-            return f"{place}/config.json"
+            return f"{folder}/config.json"
     return None
 
 
@@ -105,10 +105,10 @@ def _modules(path: Path) -> Sequence[tuple[str, str]]:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     modules = []
     for entry in entries if isinstance(entries, list) else [entries]:
-        kind, place = (
+        kind, folder = (
             entry.get(key) if isinstance(entry, dict) else None for key in ("type", "path")
         )
-        if not isinstance(kind, str) or not isinstance(place, str):
+        if not isinstance(kind, str) or not isinstance(folder, str):
             raise ValueError(f"{file} must hold a list of modules, each with a type and a path")
-        modules.append((kind.rpartition(".")[2][:60], place))
+        modules.append((kind.rpartition(".")[2][:60], folder))
     return modules

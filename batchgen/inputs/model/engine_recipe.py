@@ -123,8 +123,8 @@ class EngineRecipe:
         return Ranks(recipe, RankProcesses(size, recipe, kind))
 
     def load(self, parallel: TensorParallel = ALONE) -> CausalLM:
-        """Load the target's weights, or this rank's share; ValueError if a tensor is missing or
-        wrong."""
+        """Load the target's weights, or this rank's share. Raises ValueError if a tensor is missing
+        or wrong."""
         if self.config.deterministic and device_of(self.device).type == "cuda":
             keep_one_order()
         heads = strategy_heads(self.strategy, self.model)
@@ -163,8 +163,8 @@ class EngineRecipe:
         compiler: GrammarCompiler | None = None,
         leader: Leader | None = None,
     ) -> LLMEngine:
-        """Make the engine of loaded models; ValueError if the configuration suits neither them nor
-        the memory."""
+        """Make the engine of loaded models. Raises ValueError if the configuration suits neither
+        them nor the memory."""
         return self.model.engine(
             weights, self.strategy, self.config, others, compiler, self.context_columns, leader
         )

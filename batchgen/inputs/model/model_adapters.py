@@ -41,15 +41,19 @@ def with_adapters(
     """Return the model with these adapters; rows have the only one unless they ask for another.
     With `fold` it is added to the weights, and `template` says whose tokenizer and chat template
     the model has. Raises ValueError if an adapter cannot be found, is damaged, or does not fit."""
-    places = {name: place for name, place in named_places(adapters).items() if name != BASE}
+    folders = {
+        name: adapter_folder
+        for name, adapter_folder in named_places(adapters).items()
+        if name != BASE
+    }
     if template not in get_args(LoRATemplate):
         raise ValueError(f"lora_template must be base or adapter, got {template!r}")
     if template == "adapter" and not only_one(adapters):
         raise ValueError(
             "lora_template=adapter takes the tokenizer of the only adapter, and lora names "
-            + ("several" if places else "none")
+            + ("several" if folders else "none")
         )
-    if not places:
+    if not folders:
         return model
     if model.path.is_file():
         raise ValueError(
@@ -65,8 +69,8 @@ def with_adapters(
         )
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
     by_name = {}
-    for name, place in places.items():
-        folder = _folder(name, place)
+    for name, adapter_folder in folders.items():
+        folder = _folder(name, adapter_folder)
         _check_links(name, folder)
         adapter = open_adapter(folder, fold=fold)
         check_adapter(adapter, weights, fold=fold)

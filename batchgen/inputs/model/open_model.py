@@ -83,8 +83,8 @@ class OpenedModel:
         return replace(self, config=replace(self.config, hidden_layers=layers))
 
     def dtype(self, name: DtypeName, device: DeviceName) -> torch.dtype:
-        """The dtype of weights and activations on a device, or ValueError if the machine lacks the
-        device.
+        """The dtype of weights and activations on a device. Raises ValueError if the machine lacks
+        the device.
 
         `auto` is the checkpoint's dtype on a GPU. On a CPU it is float32, because only in that are
         a row's tokens exactly independent of the batch.
@@ -320,7 +320,7 @@ def limit_threads() -> None:
 
 
 def device_of(name: DeviceName) -> torch.device:
-    """The device of this name, or ValueError if it is a GPU and the machine has none."""
+    """The device of this name. Raises ValueError if it is a GPU and the machine has none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     elif name == "cuda" and not torch.cuda.is_available():

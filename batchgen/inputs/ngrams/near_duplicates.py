@@ -50,7 +50,7 @@ class NearDuplicates:
     def __init__(self, near: float) -> None:
         self._near, self._rows = near, band_rows(near)
         bins = BANDS * self._rows
-        edges = [(place * 2**64) // bins for place in range(bins)]
+        edges = [(index * 2**64) // bins for index in range(bins)]
         self._edges = np.array(edges, np.uint64)
         self._last = np.array([*edges[1:], 2**64 - 1], np.uint64)
         self._donors = _donors(bins)
@@ -113,6 +113,6 @@ class NearDuplicates:
 def _donors(bins: int) -> npt.NDArray[np.int64]:
     """For each bin the other ones [K, draws] from which it takes a value if it is empty, in order;
     the same on every machine."""
-    places = np.arange(bins * _DRAWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    drawn = mixed(mixed(places + np.uint64(1))) >> np.uint64(32)
+    indices = np.arange(bins * _DRAWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    drawn = mixed(mixed(indices + np.uint64(1))) >> np.uint64(32)
     return ((drawn * np.uint64(bins)) >> np.uint64(32)).astype(np.int64).reshape(bins, _DRAWS)

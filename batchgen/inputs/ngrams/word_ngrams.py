@@ -44,8 +44,8 @@ def _runs(each: Hashes, n: int) -> Hashes:
     """A hash of each run of n hashes, which depends on their order."""
     number = len(each) - n + 1
     hashes = np.full(number, n, np.uint64)
-    for place in range(n):
-        hashes = mixed(hashes * _ODD + each[place : place + number])
+    for index in range(n):
+        hashes = mixed(hashes * _ODD + each[index : index + number])
     return hashes
 
 

@@ -87,7 +87,7 @@ class ChatPrompt:
         return by_templates and not any(template.uses_columns for template in templates)
 
     def token_ids(self, row: Row) -> list[int]:
-        """The prompt of a row; RequestError as `Prompt.token_ids` says."""
+        """The prompt of a row. Raises RequestError as `Prompt.token_ids` says."""
         ids, sources = self._ids_and_sources(row)
         if self._places is None:
             return ids
@@ -145,7 +145,7 @@ class ChatPrompt:
         return turns
 
     def _rendered(self, messages: Messages, tools: Sequence[Any] | None) -> str:
-        """The text of a conversation, or RequestError if the chat template does not take it, or
+        """The text of a conversation. Raises RequestError if the chat template does not take it, or
         leaves out a part of it."""
         messages = self._forms.formed(messages, tools)
         last, inner = messages[-1].get("content"), None

@@ -250,8 +250,8 @@ def _probe(
             of = f"tool call {at} of "
             key = word(f"k{at}", f"the arguments of {of}", is_key=True)
             arguments = {key: word(f"v{at}", f"the arguments of {of}")}
-            made = arguments if form.as_objects else json.dumps(arguments)
-            probe["tool_calls"].append(named_call(call, f"zq{index}n{at}qz", made))
+            value = arguments if form.as_objects else json.dumps(arguments)
+            probe["tool_calls"].append(named_call(call, f"zq{index}n{at}qz", value))
     return probe
 
 

@@ -66,7 +66,7 @@ class BodyPrompt:
         return None if self._chat is None else self._chat.day
 
     def token_ids(self, row: Row) -> list[int]:
-        """The prompt of a row; RequestError as `Prompt.token_ids` says, and bad_body."""
+        """The prompt of a row. Raises RequestError as `Prompt.token_ids` says, and bad_body."""
         body = self._body(row)
         if "messages" in body:
             return self._of_messages().token_ids(self._messages(row, body))

@@ -63,7 +63,7 @@ def text_bytes(text: str) -> int:
 
 
 def not_empty(ids: list[int]) -> list[int]:
-    """The token ids of a prompt, or RequestError (empty_prompt)."""
+    """The token ids of a prompt. Raises RequestError (empty_prompt) if it has none."""
     if not ids:
         raise RequestError("empty_prompt", "the prompt has no tokens")
     return ids

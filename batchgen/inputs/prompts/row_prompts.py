@@ -106,8 +106,8 @@ def build_prompt(
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
-    """How many tokens a prompt may have, or RequestError (prompt_too_long) if the answer may have
-    all."""
+    """How many tokens a prompt may have. Raises RequestError (prompt_too_long) if the answer may
+    have all."""
     if max_new_tokens >= max_model_len:
         raise RequestError(
             "prompt_too_long",

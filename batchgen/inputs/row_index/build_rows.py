@@ -19,7 +19,7 @@ Step = TableStep | RowStep
 
 
 def build_rows(configs: Sequence[StepConfig]) -> tuple[Step, ...]:
-    """The steps of `rows`; ConfigError for a mistake in one."""
+    """The steps of `rows`. Raises ConfigError for a mistake in one."""
     return tuple(_built(number, config) for number, config in enumerate(configs))
 
 
@@ -44,22 +44,22 @@ def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> d
 
 
 def _built(number: int, config: StepConfig) -> Step:
-    place = f"rows[{number}]"
-    cls = named_code(config.target, f"{place}._target_")
+    key = f"rows[{number}]"
+    cls = named_code(config.target, f"{key}._target_")
     if not (isinstance(cls, type) and issubclass(cls, TableStep)):
         return row_step(number, config)
     if not cls.stable:
         raise ConfigError(
-            f"{place}._target_: {config.target} must say `stable = True`: what it decides about a "
+            f"{key}._target_: {config.target} must say `stable = True`: what it decides about a "
             "row may depend on the rows up to this one alone (batchgen.TableStep)"
         )
-    name = f"{place}.{config.target}" if config.target in CLASSES["rows"] else None
+    name = f"{key}.{config.target}" if config.target in CLASSES["rows"] else None
     try:
-        step: TableStep = cls(**_options(cls, config.options, name or place))
+        step: TableStep = cls(**_options(cls, config.options, name or key))
     except ValueError as error:
         message = str(error)
-        if not message.startswith(place):
-            message = f"{name or place}: {message}"
+        if not message.startswith(key):
+            message = f"{name or key}: {message}"
         raise ConfigError(message) from None
     return step
 

@@ -89,7 +89,7 @@ class IndexFolder:
             yield IndexRow(row["row_index"], tuple(row["path"]), stored, failure)
 
     def open(self, number: int) -> pq.ParquetFile:
-        """A part of the index; JobError if it is damaged or of another job."""
+        """A part of the index. Raises JobError if it is damaged or of another job."""
         path = self.part(number)
         try:
             self._download(path)
@@ -157,11 +157,11 @@ class IndexReader:
         """A row of the job."""
         number = bisect_right(self._ends, index)
         at = index - (self._ends[number - 1] if number else 0)
-        group, place = divmod(at, GROUP)
+        group, offset = divmod(at, GROUP)
         if self._group[:2] != (number, group):
             table = self._file(number).read_row_group(group)
             self._group = (number, group, list(self._folder.made_rows(table)))
-        return self._group[2][place]
+        return self._group[2][offset]
 
     def _file(self, number: int) -> pq.ParquetFile:
         if number not in self._files:

@@ -123,8 +123,8 @@ class Chunk(SplittingStep):
         if stop >= count or not self.overlap:
             return stop
         for at in range(max(first + 1, stop - self.overlap), stop):
-            place = starts[at]
-            if place == 0 or text[place].isspace() or text[place - 1].isspace():
+            index = starts[at]
+            if index == 0 or text[index].isspace() or text[index - 1].isspace():
                 return at
         return stop
 
@@ -141,11 +141,9 @@ class _Chunks:
         if not isinstance(text, str):
             what = "null" if text is None else f"{type(text).__name__} {text!r:.40}"
             raise BadRow(f"column {step.column!r} must hold text, got {what}")
-        places = (f"{step.name}_start", f"{step.name}_end")
+        names = (f"{step.name}_start", f"{step.name}_end")
         spans = step.spans(text, self._tokenizer)
-        chunks = [
-            {step.name: text[a:b], **dict(zip(places, (a, b), strict=True))} for a, b in spans
-        ]
+        chunks = [{step.name: text[a:b], **dict(zip(names, (a, b), strict=True))} for a, b in spans]
         return chunks or Dropped("the text is empty")
 
     def close(self) -> None:

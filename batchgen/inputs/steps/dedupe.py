@@ -147,11 +147,11 @@ class _Vectors:
         vector = self._vector(required_value(row.fields, self._name))
         count = len(self._ids)
         products = self._kept[:count] @ vector if count else np.empty(0, np.float32)
-        for place in np.flatnonzero(products >= self._least - _ROUNDING).tolist():
+        for index in np.flatnonzero(products >= self._least - _ROUNDING).tolist():
             # Exact sums, so that no two machines decide differently.
-            cosine = math.fsum(self._kept[place].astype(np.float64) * vector)
+            cosine = math.fsum(self._kept[index].astype(np.float64) * vector)
             if cosine >= self._least - _OF_KEPT:
-                return Dropped(f"near {self._ids[place]}, {cosine:.4f}")
+                return Dropped(f"near {self._ids[index]}, {cosine:.4f}")
         if count == len(self._kept):
             grown = np.empty((max(2 * count, 256), len(vector)), np.float32)
             if count:

@@ -199,7 +199,7 @@ def _listed(chance: random.Random, units: int, *, is_short: bool) -> RulerText:
     often, seldom = (6, 1) if is_short else (30, 3)
     repeated = common * often + rare * seldom
     chance.shuffle(repeated)
-    context = " ".join(f"{place}. {word}" for place, word in enumerate(repeated, start=1))
+    context = " ".join(f"{number}. {word}" for number, word in enumerate(repeated, start=1))
     return RulerText(_LISTED.format(context=context), _LISTED_PREFIX, common)
 
 
@@ -222,10 +222,10 @@ def _chain(chance: random.Random, units: int) -> RulerText:
     value = str(chance.randrange(10000, 99999))
     lines = [f"VAR {names[0]} = {value}"]
     lines += [f"VAR {after} = VAR {before} " for before, after in itertools.pairwise(names)]
-    places = sorted(chance.random() for _ in lines)
+    positions = sorted(chance.random() for _ in lines)
     sentences = [_NOISE + "\n"] * units
-    for number, (place, line) in enumerate(zip(places, lines, strict=True)):
-        sentences.insert(int(place * (units + 1)) + number, line)
+    for number, (position, line) in enumerate(zip(positions, lines, strict=True)):
+        sentences.insert(int(position * (units + 1)) + number, line)
     context = " ".join(sentences).replace(". \n", ".\n")
     return RulerText(
         _CHAIN.format(context=context, value=value), _CHAIN_PREFIX.format(value=value), names

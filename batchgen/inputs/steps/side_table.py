@@ -30,7 +30,8 @@ class SideTable:
 
     def __init__(self, path: str, name: str | None = None, split: str | None = None) -> None:
         """Open files as `dataset.path` has them, the folder of a complete job, or a data set of the
-        hub, whose configuration and split can be named; ConfigError if that cannot be read."""
+        hub, whose configuration and split can be named. Raises ConfigError if that cannot be
+        read."""
         self._path, self._name, self._split = step_folder(path), name, split
         self._sources: dict[tuple[str, ...], Source] = {}
         there = Path(self._path).expanduser() / MANIFEST
@@ -42,8 +43,8 @@ class SideTable:
         return self._source(()).fingerprint
 
     def features(self, columns: Sequence[str]) -> Mapping[str, Any]:
-        """What the columns hold, those that are asked for among them; ConfigError if one of these
-        is not there."""
+        """What the columns hold, those that are asked for among them. Raises ConfigError if one of
+        these is not there."""
         features = dict(self._source(columns).features)
         if self._is_job:
             from datasets import Value

@@ -113,8 +113,8 @@ class TableStep:
         return ()
 
     def made(self, features: Features) -> Features:
-        """The columns that the step adds or replaces, given those of its rows; ConfigError if these
-        do not suit it."""
+        """The columns that the step adds or replaces, given those of its rows. Raises ConfigError
+        if these do not suit it."""
         from datasets import Features
 
         return Features({})

@@ -43,7 +43,7 @@ class ArrowFiles:
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> ArrowFiles:
-        """Look at the types of files; ConfigError if there is one that rows cannot have."""
+        """Look at the types of files. Raises ConfigError if there is one that rows cannot have."""
         each = [_features(file, schema) for file in files for schema in [_schema(file)]]
         names = dict.fromkeys(name for features in each for name in features)
         columns = {

@@ -134,7 +134,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _checked_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of which each text alone is one, or ValueError.
+    """The rows of which each text alone is one. Raises ValueError if a text is none.
 
     They are parsed at once, which takes half the time, and between them stands what no file can
     have, so that no two texts are taken for one row.

@@ -108,7 +108,7 @@ def check_width(columns: int, file: Path | str) -> None:
 
 
 def checked_row(text: str) -> Any:
-    """The value of a line of JSON; ValueError if it is no object, or if one in it has a key
+    """The value of a line of JSON. Raises ValueError if it is no object, or if one in it has a key
     twice."""
     row = json.loads(text, object_pairs_hook=unique_members)
     if not isinstance(row, dict):
@@ -117,7 +117,7 @@ def checked_row(text: str) -> Any:
 
 
 def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object of its keys and values; ValueError if a key stands twice."""
+    """A JSON object of its keys and values. Raises ValueError if a key stands twice."""
     members = dict(pairs)
     if len(members) < len(pairs):
         twice = first_repeated(name for name, _ in pairs)

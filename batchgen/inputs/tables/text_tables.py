@@ -107,7 +107,7 @@ class CsvReader:
                 yield self._table(file, names, chunk)
 
     def _names(self, file: Path, header: Sequence[str]) -> list[str]:
-        names = [name or f"Unnamed: {place}" for place, name in enumerate(header)]
+        names = [name or f"Unnamed: {index}" for index, name in enumerate(header)]
         check_width(len(names), file)
         if (twice := first_repeated(names)) is not None:
             raise ConfigError(f"dataset.path: the header of {file} names {twice!r} twice")
@@ -140,8 +140,8 @@ class CsvReader:
         assert self._first is not None
         columns = {}
         for name in self._first[1]:
-            place = names.index(name)
-            cells = pa.array([row[place] for _, row in rows], pa.string())
+            index = names.index(name)
+            cells = pa.array([row[index] for _, row in rows], pa.string())
             if name in self._types:
                 cells = self._typed(file, name, cells, [line for line, _ in rows])
             columns[name] = cells
@@ -204,13 +204,13 @@ def _wrong_quote(form: CsvForm, error: csv.Error) -> str:
 def _with_clear_escapes(
     file: Path, lines: Iterable[str], form: CsvForm, escape: str
 ) -> Iterator[str]:
-    """The lines; ConfigError for an escape character that stands before anything else than what
-    it makes text, since readers differ in what that means."""
+    """The lines. Raises ConfigError for an escape character that stands before anything else than
+    what it makes text, since readers differ in what that means."""
     special = "".join({escape, form.delimiter, form.quotes or '"', '"', "\n"})
     clear = re.compile(rf"{re.escape(escape)}(?:[{re.escape(special)}]|\r(?!\n))")
     for number, line in enumerate(lines, 1):
-        if escape in line and (place := clear.sub("", line).find(escape)) >= 0:
-            behind = clear.sub("", line)[place + 1 : place + 2]
+        if escape in line and (index := clear.sub("", line).find(escape)) >= 0:
+            behind = clear.sub("", line)[index + 1 : index + 2]
             raise ConfigError(
                 f"dataset.path: {file}, line {number}: dataset.escape_char {escape} stands before "
                 f"{behind!r}: it belongs before a delimiter, a quote, a line end or itself; write "

@@ -69,7 +69,7 @@ class AnswerSelector:
     """
 
     def __init__(self, config: DatasetConfig, columns: JobColumns) -> None:
-        """Compile the expressions; ConfigError if one of them is wrong."""
+        """Compile the expressions. Raises ConfigError if one of them is wrong."""
         self._config, self._columns = config, columns
         self.left: dict[str, int] = {}
         self.examples: list[str] = []

@@ -89,8 +89,8 @@ class FollowedJob(GradedShards):
     follows = True
 
     def __init__(self, folder: Path, name: str, promise: Promise) -> None:
-        """The job in a folder, which may not be there yet; ConfigError for a mistake in its steps
-        that grade."""
+        """The job in a folder, which may not be there yet. Raises ConfigError for a mistake in its
+        steps that grade."""
         super().__init__(FolderStorage(folder), str(folder))
         self.read, self.text_column = read_facts(lambda: promise.manifest, name, self.user_path)
         self.by_adapter = runs_of_row(promise.manifest) > 1

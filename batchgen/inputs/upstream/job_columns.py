@@ -129,15 +129,15 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
 def _of_job(job: ReadableJob, config: DatasetConfig) -> JobColumns:
     """The columns of one job."""
     fields = [field for field in job.schema if field.name not in ("row_id", *KEYS)]
-    places, text = [field.name for field in fields], job.text_column
-    names = renamed(_new_names(job, config, places), places)
+    old_names, text = [field.name for field in fields], job.text_column
+    names = renamed(_new_names(job, config, old_names), old_names)
     copied = job.schema.names[: job.schema.names.index(text)]
     taken = [
         field for field in fields if field.name in copied and _SOURCE_MARK not in _metadata(field)
     ]
     return JobColumns(
         {names[field.name]: field for field in fields},
-        {names[place]: (place,) for place in places},
+        {names[old_name]: (old_name,) for old_name in old_names},
         tuple(names[field.name] for field in taken),
         frozenset(names[field.name] for field in fields if is_per_token(field)),
         names[text],

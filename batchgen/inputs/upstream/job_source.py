@@ -108,9 +108,9 @@ class JobSource(Source):
         if self._is_complete or time.monotonic() < self._next_look:
             return False
         has_more = False
-        for number, (job, place) in enumerate(zip(self._jobs, self._places, strict=True)):
+        for number, (job, position) in enumerate(zip(self._jobs, self._places, strict=True)):
             while job.learn():
-                chosen = self._choice.of(job, number, place)
+                chosen = self._choice.of(job, number, position)
                 self._chosen.append((number, chosen))
                 self._ends.append((self._ends or [0])[-1] + len(chosen.ends))
                 has_more = True
@@ -246,9 +246,9 @@ class JobSource(Source):
         starts = np.where(rows > 0, chosen.ends[rows - 1], 0)
         sizes = ends - starts
         offsets = np.cumsum(sizes)  # [R], behind which of the wanted answers each row ends
-        places = np.repeat(starts - (offsets - sizes), sizes) + np.arange(int(offsets[-1]))
+        indices = np.repeat(starts - (offsets - sizes), sizes) + np.arange(int(offsets[-1]))
         done, pending, taken = 0, list[pa.Table](), 0
-        for table in self._answers(number, chosen.answers[places]):
+        for table in self._answers(number, chosen.answers[indices]):
             pending.append(table)
             taken += len(table)
             whole = int(np.searchsorted(offsets, taken, side="right"))
@@ -267,8 +267,8 @@ class JobSource(Source):
     def _answers(self, number: int, answers: Ints) -> Iterator[pa.Table]:
         """What is read of some answers of a job, under the names that the columns have here."""
         job, known = self._jobs[number], self._columns
-        places = {name: known.places[name][number] for name in self._read}
-        columns = list(dict.fromkeys([*job.id_columns, job.text_column, *places.values()]))
+        column_of = {name: known.places[name][number] for name in self._read}
+        columns = list(dict.fromkeys([*job.id_columns, job.text_column, *column_of.values()]))
         prefix = self._prefix(job)
         for table, grades in job.answers(answers, columns, self._grades):
             ids, samples = job.ids(table).to_pylist(), table[SAMPLE_INDEX].to_pylist()
@@ -278,7 +278,7 @@ class JobSource(Source):
                 paths = [f"{a}#{s}" for a, s in zip(ids, samples, strict=True)]
             values = {ROW_ID: pa.array(paths), "row_id": pa.array(ids)}
             values |= {SAMPLE_INDEX: table[SAMPLE_INDEX], _TEXT: table[job.text_column]}
-            values |= {name: table[place] for name, place in places.items()}
+            values |= {name: table[column] for name, column in column_of.items()}
             yield with_grades(pa.table(values), grades)
 
 

@@ -31,8 +31,8 @@ class OtherJob(FinishedShards):
     follows = False
 
     def __init__(self, reader: JobFolderReader, name: str) -> None:
-        """Take a job that is complete; ConfigError if its manifest.json is not one of batchgen,
-        JobError if a file is damaged, or not there."""
+        """Take a job that is complete. Raises ConfigError if its manifest.json is not one of
+        batchgen, JobError if a file is damaged, or not there."""
         super().__init__(reader.storage, reader.storage.display_name, reader.whole)
         read, self.text_column = read_facts(lambda: reader.manifest, name, self.user_path)
         self.read = replace(read, costs=all_steps(reader.metrics, name))
@@ -53,8 +53,8 @@ class OtherJob(FinishedShards):
 def read_facts(
     read: Callable[[], Mapping[str, Any]], name: str, user_path: str
 ) -> tuple[ReadJob, str]:
-    """What the manifest says that readers need, and the column of generated text; ConfigError if it
-    is none of batchgen."""
+    """What the manifest says that readers need, and the column of generated text. Raises
+    ConfigError if it is none of batchgen."""
     try:
         manifest = read()
         identity, prints = dict(manifest["identity"]), dict(manifest["fingerprints"])

@@ -16,7 +16,7 @@ class Price(NamedTuple):
 DECODE = Price(
     1.0,
     "engine.deterministic cost less than 1% of models with attention or gated delta networks, "
-    "4% of decoding in FP8, and a third of the prompts of latent attention",
+    "and 4% of decoding in FP8",
 )
 BLOCKS = Price(
     1.0,

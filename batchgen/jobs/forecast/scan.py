@@ -208,8 +208,8 @@ class Scanner:
         return read
 
     def _read(self, row: Row) -> ReadRow:
-        """The prompt and the parameters of a row, whose constraint is noted; RequestError if it
-        has no prompt, or its columns cannot be copied."""
+        """The prompt and the parameters of a row, whose constraint is noted. Raises RequestError if
+        it has no prompt, or its columns cannot be copied."""
         reading = self._reading
         reading.check(row)
         if row.failure is not None:
@@ -223,7 +223,7 @@ class Scanner:
     def finished(self) -> Scan:
         """Put everything into the order of the rows."""
         scan, good = self.found, sorted(self._good)
-        scan.longest_answer = -(-sum(most for *_, most in good) // max(len(good), 1))
+        scan.longest_answer = -(-sum(longest for *_, longest in good) // max(len(good), 1))
         scan.lengths = np.array([tokens for _, _, tokens, _ in good], np.int64)
         order = np.argsort(-scan.lengths, kind="stable")[:LONGEST]
         scan.longest = [good[i][:3] for i in order]

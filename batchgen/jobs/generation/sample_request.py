@@ -37,12 +37,12 @@ class SampleRequest:
         error: RequestError | None = None,
         is_copied: bool = False,
     ) -> FinishedRow:
-        place, request = (self.row_id, self.row_index, self.sample_index), self.request
+        key, request = (self.row_id, self.row_index, self.sample_index), self.request
         images = None
         if not isinstance(request, RequestError):
             images = [image.reference for image in request.images]
         return FinishedRow(
-            *place,
+            *key,
             self.fields,
             output,
             error,

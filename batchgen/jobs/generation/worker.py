@@ -205,7 +205,8 @@ class Worker:
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
     def older(self) -> ResumeState:
-        """What the first worker has reported, or FolderGone if the job was completed meanwhile."""
+        """What the first worker has reported. Raises FolderGone if the job was completed
+        meanwhile."""
         content = self.store.do(Read(_OLDER))
         if content is None:
             raise FolderGone(_OLDER)

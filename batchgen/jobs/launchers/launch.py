@@ -13,7 +13,7 @@ from batchgen.util.paths import is_url
 
 
 def launch(config: JobConfig) -> Launched:
-    """Run a job by its launcher; ConfigError if that cannot run this job, or not here."""
+    """Run a job by its launcher. Raises ConfigError if that cannot run this job, or not here."""
     launcher = check_launcher(config)
     assert launcher is not None
     if not is_url(config.output.dir) and Path(config.output.dir).is_dir():

@@ -48,8 +48,8 @@ class FolderState(NamedTuple):
 
 
 def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
-    """Say what the job would do with its folder; ConfigError if it would be refused for what is
-    there.
+    """Say what the job would do with its folder. Raises ConfigError if it would be refused for what
+    is there.
 
     The files of the model are not read, so a model that has changed is not found out here.
     """

@@ -44,8 +44,8 @@ SHOWN_PROMPTS = 2
 
 @contextmanager
 def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, Reading]]:
-    """What a job runs on and how its rows are read; ConfigError for what a run refuses before it
-    looks into its folder."""
+    """What a job runs on and how its rows are read. Raises ConfigError for what a run refuses
+    before it looks into its folder."""
     from batchgen.jobs.resolve.open_job import open_job
     from batchgen.jobs.run.checked_rows import check_rows
 
@@ -70,7 +70,7 @@ def output_folder(config: JobConfig, opened: OpenedJob) -> tuple[FolderState, Co
 
 
 def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
-    """Find out what a job will read, need and cost; ConfigError if there is nothing to plan.
+    """Find out what a job will read, need and cost. Raises ConfigError if there is nothing to plan.
 
     Nothing is written, and no weights are loaded.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def open_job_model(config: JobConfig) -> OpenedModel:
-    """The target of a job; ConfigError if it cannot be one."""
+    """The target of a job. Raises ConfigError if it cannot be one."""
     with mistakes_in("model"):
         group = config.model
         form = (group.load_format, group.quantization, group.kv_cache_dtype)
@@ -90,8 +90,8 @@ def _adapter_fingerprints(config: JobConfig, model: OpenedModel) -> dict[str, st
 
 
 def answers_depend_on(config: JobConfig) -> dict[str, str]:
-    """The digests of `OpenedJob.fingerprints` that need no rows; ConfigError for a mistake in model
-    or strategy."""
+    """The digests of `OpenedJob.fingerprints` that need no rows. Raises ConfigError for a mistake
+    in model or strategy."""
     strategy, model = build_strategy(config.strategy), open_job_model(config)
     dtype, max_model_len = dtype_and_length(config, strategy, model)
     strategy_heads(strategy, model)  # This raises an error if the model lacks one.

@@ -68,8 +68,9 @@ def resolve_job(config: JobConfig) -> OpenedJob:
 def open_job(
     config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
 ) -> OpenedJob:
-    """Open and check all that a job runs on, without reading a file of weights; ConfigError for a
-    mistake. `promised` and `wait` are for rows of a job that still runs, see `open_source`."""
+    """Open and check all that a job runs on, without reading a file of weights. Raises ConfigError
+    for a mistake. `promised` and `wait` are for rows of a job that still runs, see
+    `open_source`."""
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:

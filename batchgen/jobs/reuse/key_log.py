@@ -44,7 +44,7 @@ class KeyLog:
     """One worker's keys of the rows that it has finished."""
 
     def __init__(self, storage: Storage, rows_per_shard: int) -> None:
-        """Make the folder; JobError if that cannot be done."""
+        """Make the folder. Raises JobError if that cannot be done."""
         self._storage, self._size = storage, rows_per_shard
         self._folder = storage.path / KEYS
         self._suffix = os.urandom(4).hex()  # of this worker's files

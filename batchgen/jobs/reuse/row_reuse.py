@@ -67,14 +67,14 @@ class OlderJobs:
 
     def copy(self, key: bytes, request_id: RequestId, request: RowRequest) -> SplitOutput | None:
         """What the engine would return for a row; None if no job has it."""
-        for place in self._index.find(key):
-            folder, rows = self._folders[place.job]
-            if place.job in self._damaged:
+        for location in self._index.find(key):
+            folder, rows = self._folders[location.job]
+            if location.job in self._damaged:
                 continue
             try:
-                output = rows.output(place, request_id, request)
+                output = rows.output(location, request_id, request)
             except (ConfigError, JobError, FileNotFoundError) as error:
-                self._damaged.add(place.job)
+                self._damaged.add(location.job)
                 _leave_out(folder, str(error))
                 continue
             if output is not None:
@@ -127,8 +127,10 @@ def _there(reader: JobFolderReader, keys: Mapping[int, Records]) -> dict[int, Re
     present = {}
     for shard, records in keys.items():
         rows = [row_keys(batch) for batch in reader.shard(shard).batches(KEYS)]
-        places = (records["row_index"] << 31) | records["sample_index"]
-        present[shard] = records[np.isin(places, np.concatenate([np.empty(0, np.int64), *rows]))]
+        record_keys = (records["row_index"] << 31) | records["sample_index"]
+        present[shard] = records[
+            np.isin(record_keys, np.concatenate([np.empty(0, np.int64), *rows]))
+        ]
     return present
 
 

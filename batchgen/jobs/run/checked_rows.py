@@ -80,7 +80,7 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
 
 
 def _enough(until: UntilConfig) -> Enough:
-    """When a row has enough samples; ConfigError if it never could before it has all."""
+    """When a row has enough samples. Raises ConfigError if it never could before it has all."""
     enough = Enough(until.valid, until.most, until.width)
     if enough.fewest > until.most:
         raise ConfigError(

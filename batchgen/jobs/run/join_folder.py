@@ -90,7 +90,7 @@ def worker_in(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
 def writer_in(
     config: JobConfig, parts: ResolvedJob, folder: JobFolder, schema: OutputSchema, worker: Worker
 ) -> OutputWriter:
-    """The writer of this worker's rows, or FolderGone if the others have completed the job
+    """The writer of this worker's rows. Raises FolderGone if the others have completed the job
     meanwhile."""
     source = parts.source
     try:

@@ -72,8 +72,8 @@ def bars(
     start = 14 + 6.8 * max((len(label(kind)) for kind, _ in items), default=0)
     scale = Scale(0, highest, start, WIDTH - 96)
     parts = []
-    for place, (kind, count) in enumerate(items):
-        y = 4 + place * LINE
+    for index, (kind, count) in enumerate(items):
+        y = 4 + index * LINE
         parts.append(text(label(kind), start - 8, y + 15, "label", "end"))
         width = max(scale(count) - start, 1)
         parts.append(svg_tag("rect", x=start, y=y + 3, width=width, height=LINE - 8, class_="bar"))
@@ -139,9 +139,11 @@ def over_time(
                          (1, "seconds"))  # fmt: skip
     frame = Frame.of((0, last / divisor), (0, highest * 1.05 or 1))
     parts = frame.draw(f"{unit} of generating", y_name)
-    places = [(frame.x(x / divisor), frame.y(y)) for x, y in points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    area = f"{places[0][0]:.1f},{frame.y(0):.1f} {path} {places[-1][0]:.1f},{frame.y(0):.1f}"
+    coordinates = [(frame.x(x / divisor), frame.y(y)) for x, y in points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in coordinates)
+    area = (
+        f"{coordinates[0][0]:.1f},{frame.y(0):.1f} {path} {coordinates[-1][0]:.1f},{frame.y(0):.1f}"
+    )
     parts += [svg_tag("polygon", points=area, class_="area"),
               svg_tag("polyline", points=path, class_="line")]  # fmt: skip
     every = max(len(points) // 24, 1)

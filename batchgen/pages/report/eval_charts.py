@@ -97,8 +97,8 @@ def intervals(
         parts.append(svg_tag("line", x1=x, x2=x, y1=2, y2=bottom, class_="grid"))
         mark = percent(share) if is_share else short_number(share)
         parts.append(text(mark, x, bottom + 15, "tick", "middle"))
-    for place, estimate in enumerate(estimates):
-        y = 4 + (place + 1) * line - LINE / 2
+    for index, estimate in enumerate(estimates):
+        y = 4 + (index + 1) * line - LINE / 2
         if above:
             parts.append(text(label(estimate.name, _ABOVE), 0, y - LINE / 2, "label"))
         else:
@@ -138,8 +138,8 @@ def question_dots(questions: Sequence[Question], links: Mapping[int, str], note:
     cell = min(max(room / len(questions), _LEAST_CELL), _MOST_CELL)
     in_line, line = int(room / cell), high * cell + (_GAP if high > 1 else 0)
     parts = []
-    for place, index in enumerate(np.argsort(-np.array(means), kind="stable").tolist()):
-        below, column = divmod(place, in_line)
+    for position, index in enumerate(np.argsort(-np.array(means), kind="stable").tolist()):
+        below, column = divmod(position, in_line)
         x, y = RIGHT + (column + 0.5) * cell, TOP + below * line + 0.5 * cell
         parts.append(_column(questions[index], x, y, cell, links))
     bottom = TOP + -(-len(questions) // in_line) * line

@@ -121,7 +121,7 @@ def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> Ex
 
 def _order(kinds: Sequence[str]) -> int:
     """The place of a row among the others: the worse, the earlier."""
-    return next((place for place, kind in enumerate(_FAULTS) if kind in kinds), len(_FAULTS))
+    return next((index for index, kind in enumerate(_FAULTS) if kind in kinds), len(_FAULTS))
 
 
 def _kinds(facts: RowFacts, reasons: Sequence[str]) -> tuple[str, ...]:

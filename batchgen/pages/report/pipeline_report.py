@@ -123,7 +123,7 @@ def _samples(folder: Path, step: str) -> list[StepSample]:
         if data.schema is None or last < 0:
             return []
         page = RowPage(config, data.schema, job_decode(config))
-        rows = sorted({last * place // (_SAMPLES - 1) for place in range(_SAMPLES)})
+        rows = sorted({last * index // (_SAMPLES - 1) for index in range(_SAMPLES)})
         return [
             StepSample(facts, facts.gist(page.columns.text), _html(page, facts, step))
             for row, grades in data.chosen(np.array(rows, np.int64) << 31)

@@ -245,9 +245,9 @@ class _Pass:
         draw = chance(keys >> 31 << 31)  # the same for all samples of a question
         self._pick("disagreeing", keys, draw, np.repeat(low < high, ends - begin))
         ids = table["row_id"]
-        for place in np.flatnonzero(draw[begin] < self._limit):
-            part = slice(begin[place], min(ends[place], begin[place] + MOST_SAMPLES))
-            row_id = ids[int(begin[place])].as_py()
+        for index in np.flatnonzero(draw[begin] < self._limit):
+            part = slice(begin[index], min(ends[index], begin[index] + MOST_SAMPLES))
+            row_id = ids[int(begin[index])].as_py()
             data.questions.append(Question(row_id, keys[part].copy(), marks[part].copy()))
         if len(data.questions) > 2 * MOST_QUESTIONS:
             self._thin()

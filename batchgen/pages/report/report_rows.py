@@ -59,8 +59,8 @@ class JobData:
             return
         names, graded = self.schema.names, self.grades or []
         for _, samples in self._rows.rows_at((keys >> 31).tolist(), [*names, *graded]):
-            for place in np.flatnonzero(np.isin(row_keys(samples), keys)):
-                one = samples.slice(place, 1)
+            for index in np.flatnonzero(np.isin(row_keys(samples), keys)):
+                one = samples.slice(index, 1)
                 grades = {name.removeprefix(PREFIX): one[name][0].as_py() for name in graded}
                 yield _row(one.select(names)), None if self.grades is None else grades
 

@@ -289,8 +289,8 @@ def _steps(job: JobSummary, facts: TokenFacts) -> Section:
             numbers(f"Tokens of a {name}", facts.per_step, tokens_of, f"{name}s", note)
         )
     if (steps := facts.accepted.total()) and max(facts.accepted):
-        places = range(1, max(facts.accepted) + 1)
-        at_least = {p: sum(c for held, c in facts.accepted.items() if held >= p) for p in places}
+        positions = range(1, max(facts.accepted) + 1)
+        at_least = {p: sum(c for held, c in facts.accepted.items() if held >= p) for p in positions}
         note = (
             "How often the draft at a place held, of all forwards: a draft can only hold if those "
             f"before it did.{_some(facts)}"

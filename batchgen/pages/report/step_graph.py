@@ -51,10 +51,10 @@ def step_graph(facts: PipelineFacts) -> Chart:
     for box in boxes.values():
         shape = {"x": box.x, "y": box.y, "width": box.width, "height": _BOX, "rx": 6}
         parts.append(svg_tag("rect", class_=f"box {box.kind}", **shape))
-        for place, line in enumerate(box.lines):
+        for index, line in enumerate(box.lines):
             shown = both_ends(line, max(int((box.width - 12) / _CHARACTER), 4))
-            at = box.x + box.width / 2, box.y + 20 + 17 * place
-            parts.append(text(shown, *at, "label" if place == 0 else "tick", "middle"))
+            at = box.x + box.width / 2, box.y + 20 + 17 * index
+            parts.append(text(shown, *at, "label" if index == 0 else "tick", "middle"))
     description = "; ".join(
         f"{first}: {second}" + (f", of {', '.join(parents[name])}" if parents[name] else "")
         for name, (first, second, _) in lines.items()
@@ -75,9 +75,9 @@ def _placed(
         row.sort(key=lambda name: _middle([boxes[parent] for parent in parents[name]]))
         width = min((WIDTH - _SIDE * (len(row) - 1)) / len(row), 200.0)
         start = (WIDTH - width * len(row) - _SIDE * (len(row) - 1)) / 2
-        for place, name in enumerate(row):
+        for index, name in enumerate(row):
             first, second, kind = lines[name]
-            x, y = start + place * (width + _SIDE), 2 + depth * (_BOX + _GAP)
+            x, y = start + index * (width + _SIDE), 2 + depth * (_BOX + _GAP)
             boxes[name] = _Box(name, (first, second), kind, x, y, width)
     return boxes
 

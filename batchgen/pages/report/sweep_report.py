@@ -90,15 +90,15 @@ def frontier_chart(frontier: Frontier) -> Chart:
     is_share = frontier.column == "mark"
     what = "score" if is_share else frontier.column
     parts = frame.draw(frontier.x, what, y_text=percent if is_share else short_number)
-    places: dict[tuple[int, int], list[str]] = {}
+    names_at: dict[tuple[int, int], list[str]] = {}
     for point in points:
         x = frame.x(point.x)
         top, bottom = frame.y(point.high), frame.y(point.low)
         parts.append(svg_tag("line", x1=x, x2=x, y1=top, y2=bottom, class_="whisker"))
         parts.append(svg_tag("circle", cx=x, cy=frame.y(point.score.estimate), r=4, class_="dot"))
         at = round(x), round(frame.y(point.score.estimate))
-        places.setdefault(at, []).append(point.letter)
-    for (x, y), letters in places.items():
+        names_at.setdefault(at, []).append(point.letter)
+    for (x, y), letters in names_at.items():
         parts.append(text(", ".join(letters), x + 7, y + 4, "tick"))
     shown = shown_value(frontier.column)
     rows = [

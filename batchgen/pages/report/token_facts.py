@@ -66,11 +66,11 @@ def _add(facts: TokenFacts, batch: pa.RecordBatch) -> int:
         keys = np.asarray(pc.list_parent_indices(steps), np.int64) * _LARGEST_STEP
         keys += np.asarray(pc.list_flatten(steps), np.int64)
         read += len(keys)
-        _, places, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        _, indices, counts = np.unique(keys, return_inverse=True, return_counts=True)
         _count(facts.per_step, counts)
         if "draft_accepted" in batch.schema.names:
             held = np.asarray(pc.list_flatten(batch["draft_accepted"]))
-            _count(facts.accepted, np.bincount(places, held, len(counts)).astype(np.int64))
+            _count(facts.accepted, np.bincount(indices, held, len(counts)).astype(np.int64))
     if "routed_experts" in batch.schema.names:
         read += _add_experts(facts, batch["routed_experts"])
     return read

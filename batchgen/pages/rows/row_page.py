@@ -196,9 +196,9 @@ def _answer(
 
 def _grades(facts: RowFacts) -> list[tuple[str, str]]:
     """The columns of the grades that people read: without places in the text."""
-    places = ("_start", "_end", "grade_error")
+    suffixes = ("_start", "_end", "grade_error")
     return [
         (name, "–" if value is None else plain_text(value))
         for name, value in (facts.grades or {}).items()
-        if name not in _KEYS and not name.endswith(places)
+        if name not in _KEYS and not name.endswith(suffixes)
     ]

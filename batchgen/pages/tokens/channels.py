@@ -97,10 +97,10 @@ class Messages:
     def read(self, ids: Sequence[int]) -> None:
         """Take further ids."""
         behind = 0
-        for place in [place for place, id in enumerate(ids) if id in self._format]:
-            self.open.last.extend(ids[behind:place])
-            self._take(ids[place])
-            behind = place + 1
+        for index in [index for index, id in enumerate(ids) if id in self._format]:
+            self.open.last.extend(ids[behind:index])
+            self._take(ids[index])
+            behind = index + 1
         self.open.last.extend(ids[behind:])
 
     def _take(self, id: int) -> None:

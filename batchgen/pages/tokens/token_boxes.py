@@ -89,10 +89,10 @@ class RowTokens:
         if not count or limit == 0:
             return Markup("")
         half = count if limit is None or count <= limit else limit // 2
-        parts = [self._span(place) for place in range(half)]
+        parts = [self._span(index) for index in range(half)]
         if half < count:
             parts.append(_GAP.format(f"{count - 2 * half:,}"))
-            parts += [self._span(place) for place in range(count - half, count)]
+            parts += [self._span(index) for index in range(count - half, count)]
         switches = _switches(self.facts.modes, self.key)
         if self._inside:
             switches += _ANSWER
@@ -140,9 +140,9 @@ class RowTokens:
         if not "".join(texts).startswith(self.text):
             return range(0)
         at, indices = 0, []
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if at < self.answer.end and at + len(text) > self.answer.start:
-                indices.append(place)
+                indices.append(index)
             at += len(text)
         return range(indices[0], indices[-1] + 1) if indices else range(0)
 

@@ -147,8 +147,8 @@ def _replaced(row: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
     """The tokens that others have replaced, by their places, from the column `edit_log`."""
     spans: dict[int, list[tuple[int, int]]] = {}
     log = row.get("edit_log")
-    for place, step, old, _ in () if log is None else log:
-        spans.setdefault(int(place), []).append((int(step), int(old)))
+    for index, step, old, _ in () if log is None else log:
+        spans.setdefault(int(index), []).append((int(step), int(old)))
     return spans
 
 

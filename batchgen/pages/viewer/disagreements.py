@@ -97,14 +97,14 @@ class Flips:
             StillSearching: it takes long to find the rows.
         """
         first = self._jobs[0]
-        places = {question.row_id: first.ids.find(question.row_id) for question in questions}
-        hits = {place: [0] for place in sorted(p for p in places.values() if p is not None)}
+        row_of = {question.row_id: first.ids.find(question.row_id) for question in questions}
+        hits = {index: [0] for index in sorted(p for p in row_of.values() if p is not None)}
         shown_lines = row_lines(self._jobs, Search(first.rows, SampleFilter()), hits)
         lines = {line.index: line for line in shown_lines}
         rows = []
         for question in questions:
-            place, worse = places[question.row_id], question.b < question.a
-            line = None if place is None else lines.get(place)
+            index, worse = row_of[question.row_id], question.b < question.a
+            line = None if index is None else lines.get(index)
             a, b = ([], []) if line is None else line.jobs
             samples = _extreme(a, best=worse), _extreme(b, best=not worse)
             rows.append(FlippedRow(question, line, samples))

@@ -93,8 +93,8 @@ def _same_rows(job: JobView, ids: Mapping[int, str]) -> dict[int, list[RowFacts]
     same = {row: found for row, found in same.items() if found[0].row_id == ids[row]}
     elsewhere: dict[int, int] = {}
     for row, row_id in ids.items():
-        if row not in same and (place := job.ids.find(row_id)) is not None:
-            elsewhere[row] = place
+        if row not in same and (index := job.ids.find(row_id)) is not None:
+            elsewhere[row] = index
     found = search.rows(sorted(elsewhere.values()), _columns(job))
     return same | {row: job.samples(found[at]) for row, at in elsewhere.items() if at in found}
 
@@ -162,9 +162,9 @@ def _in_order(jobs: Sequence[JobView], wanted: SampleFilter, first: int) -> dict
 
 def _ranked(jobs: Sequence[JobView], wanted: SampleFilter, first: int, sort: str) -> dict[str, Any]:
     ranking, later = jobs[0].rankings.of(wanted, sort), first + PER_PAGE
-    places = ranking.places[first:later]
-    hits = {place.row: place.samples for place in places}
-    notes = {place.row: order_text(sort, place.value) for place in places}
+    entries = ranking.places[first:later]
+    hits = {entry.row: entry.samples for entry in entries}
+    notes = {entry.row: order_text(sort, entry.value) for entry in entries}
     return {
         "lines": row_lines(jobs, Search(jobs[0].rows, wanted), hits, notes),
         "searched": ranking.searched,

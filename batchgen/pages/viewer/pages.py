@@ -98,8 +98,8 @@ class Site:
         row_id = first[0].row["row_id"]
         samples = [first]
         for other in self.jobs[1:]:
-            place = other.ids.find(row_id, near=index)
-            samples.append([] if place is None else other.row(place, tokens=bool(tokens)))
+            position = other.ids.find(row_id, near=index)
+            samples.append([] if position is None else other.row(position, tokens=bool(tokens)))
         return self._html(
             "row",
             index=index,
@@ -139,14 +139,14 @@ class Site:
     def _step_in_order(self, query: Query, wanted: SampleFilter) -> Response:
         """Go to the next row of a sorted list, or to the one before."""
         index, back = whole_number(query, "n"), query.get("to") == "back"
-        places = self.jobs[0].rankings.of(wanted, query["sort"]).places
-        rows = [place.row for place in places]
+        entries = self.jobs[0].rankings.of(wanted, query["sort"]).places
+        rows = [entry.row for entry in entries]
         if index not in rows:
             raise NotThere(f"Row {index:,} is not in the sorted list any more.")
         at = rows.index(index) + (-1 if back else 1)
         if not 0 <= at < len(rows):
             raise NotThere(f"The sorted list has no row {'before' if back else 'after'} this one.")
-        kept, number = _without(query, "n", "to", "flip", "sample_a"), places[at].samples[0]
+        kept, number = _without(query, "n", "to", "flip", "sample_a"), entries[at].samples[0]
         return redirect("row", {**kept, "n": rows[at], "sample_a": number})
 
     def _find(self, query: Query) -> Response:
@@ -184,15 +184,15 @@ class Site:
         """Go to the i-th flipped row."""
         flips, kept = self._both(), _anyway(query)
         rows = flips.find(anyway=bool(kept)).flipped
-        place = whole_number(query, "i")
-        if place >= len(rows):
+        index = whole_number(query, "i")
+        if index >= len(rows):
             raise NotThere("There are no more flipped rows.")
-        (row,) = flips.rows([rows[place]])
+        (row,) = flips.rows([rows[index]])
         if row.line is None:
-            raise NotThere(f"Row {rows[place].row_id} is not there any more.")
+            raise NotThere(f"Row {rows[index].row_id} is not there any more.")
         pairs = zip("ab", row.samples, strict=True)
         chosen = {f"sample_{key}": sample.number for key, sample in pairs if sample}
-        return redirect("row", {"n": row.line.index, "flip": place, **chosen, **kept})
+        return redirect("row", {"n": row.line.index, "flip": index, **chosen, **kept})
 
     def _both(self) -> Flips:
         if self.flips is None:

@@ -90,8 +90,8 @@ def without_places(fingerprints: Mapping[str, str]) -> dict[str, str]:
     """Fingerprints by what they are of, without the paths of what steps of `rows` have read."""
     cleaned: dict[str, str] = {}
     for name, digest in sorted(fingerprints.items()):
-        what, _, place = name.partition(" ")
-        key = what if place and what.startswith("rows[") else name
+        what, _, location = name.partition(" ")
+        key = what if location and what.startswith("rows[") else name
         cleaned[key] = f"{cleaned[key]} {digest}" if key in cleaned else digest
     return cleaned
 

@@ -81,10 +81,10 @@ class LockFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The lock in a file; ConfigError if it is none."""
+        """The lock in a file. Raises ConfigError if it is none."""
         if path.is_file() and path.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{path} is no lock file: it has more than {MOST_BYTES >> 20} MiB")
-        values, places = read_job_file(path)
+        values, locations = read_job_file(path)
         try:
             if values[LOCK] != FORMAT_VERSION:
                 raise ConfigError(
@@ -103,7 +103,7 @@ class LockFile:
                 f"{path} is no lock file of batchgen ({type(error).__name__}: {error}): "
                 "`batchgen lock OUT` writes one"
             ) from None
-        return cls(steps, proof, versions, places)
+        return cls(steps, proof, versions, locations)
 
 
 def _proof(values: Mapping[str, Any]) -> StepProof:

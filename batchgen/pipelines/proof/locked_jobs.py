@@ -86,15 +86,15 @@ def locked_jobs(
 def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
     """Refuse to read what a stranger's file names before the user has said so."""
     left = [
-        (f"{name}.{key}", place)
+        (f"{name}.{key}", path)
         for name, values in steps.items()
-        for key, place in places_read(values)
+        for key, path in places_read(values)
         if not {key, f"{name}.{key}"} & typed
         # Adapters by their names are given all at once.
         and not (key.startswith(f"{_ADAPTERS}.") and {_ADAPTERS, f"{name}.{_ADAPTERS}"} & typed)
     ]
     if left:
-        listed = "".join(f"\n  {key}={place}" for key, place in left)
+        listed = "".join(f"\n  {key}={path}" for key, path in left)
         raise ConfigError(
             f"the lock names places that would be read:{listed}\ngive your own as KEY=PLACE, or "
             "add --yes if these are meant"
@@ -126,8 +126,8 @@ def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     out."""
     for group, group_values in values.items():
         if group == "rows":
-            for place, step in enumerate(group_values if isinstance(group_values, list) else ()):
-                yield from _places(step, f"{group}[{place}]", _is_place_of_step)
+            for index, step in enumerate(group_values if isinstance(group_values, list) else ()):
+                yield from _places(step, f"{group}[{index}]", _is_place_of_step)
         elif group == "constraint":
             yield from _places(group_values, group, _is_place_of_constraint)
         elif group not in ("post", "output"):

@@ -76,7 +76,7 @@ class _Chain:
         refuse_incomplete(reader, user_path)
         groups = reader.config
         parents = [self.add(str(job.storage.path)) for job in _read(reader, groups, user_path)]
-        tables = {place: self.add(table) for place, table in _tables(groups).items()}
+        tables = {index: self.add(table) for index, table in _tables(groups).items()}
         name = self._names[path] = self._name(path, several=len(parents) > 1)
         self.steps[name] = lock_step(groups, parents, tables)
         self.proof[name] = step_proof(reader)
@@ -115,10 +115,10 @@ def _read(reader: JobFolderReader, groups: Mapping[str, Any], user_path: str) ->
 def _tables(groups: Mapping[str, Any]) -> dict[int, str]:
     """The folders of jobs that steps of `rows` read, by the places of the steps."""
     tables = {}
-    for place, step in enumerate(groups.get("rows") or ()):
+    for index, step in enumerate(groups.get("rows") or ()):
         path = _options(step).get(_PATH)
         if isinstance(path, str) and (user_path(path, "rows") / "manifest.json").is_file():
-            tables[place] = path
+            tables[index] = path
     return tables
 
 
@@ -151,8 +151,8 @@ def lock_step(
     if parents:
         del values["dataset"][_PATH]
         values = {FROM: parents[0] if len(parents) == 1 else list(parents), **values}
-    for place, name in tables.items():
-        options = _options(values["rows"][place])
+    for index, name in tables.items():
+        options = _options(values["rows"][index])
         del options[_PATH]
         options[FROM] = name
     return values

@@ -36,7 +36,7 @@ def leaves(batch: pa.RecordBatch | pa.Table) -> Iterator[Digest]:
 
 
 def shard_leaves(path: Path) -> list[Digest]:
-    """The leaves of the rows of a shard, in order; JobError if it is damaged."""
+    """The leaves of the rows of a shard, in order. Raises JobError if it is damaged."""
     with CheckedFile(path) as file:
         return [leaf for batch in file.batches(_BATCH) for leaf in leaves(batch)]
 

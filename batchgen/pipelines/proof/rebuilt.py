@@ -60,7 +60,8 @@ def rebuild(jobs: LockedJobs, say: Callable[[str], None]) -> Iterator[RebuiltSte
 def opened(
     config: JobConfig, name: str, proof: StepProof
 ) -> Iterator[tuple[JobConfig, ResolvedJob]]:
-    """A job and what it runs on, if models and data are those of the lock; ConfigError if not."""
+    """A job and what it runs on, if models and data are those of the lock. Raises ConfigError if
+    not."""
     if proof.dataset_rows is not None and config.dataset.kind in ("files", "hub", "demo"):
         # Rows that were added since are not of the set.
         config = replace(config, dataset=replace(config.dataset, limit=proof.dataset_rows))

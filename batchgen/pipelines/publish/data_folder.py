@@ -36,7 +36,7 @@ def request_digest(request: Mapping[str, Any]) -> str:
 
 
 def new_folder(job_path: str) -> Path:
-    """The folder that a user names for a new set; ConfigError for an object store."""
+    """The folder that a user names for a new set. Raises ConfigError for an object store."""
     if is_url(job_path):
         raise ConfigError(
             f"--out {job_path}: a set is written to a folder of this machine: name one"
@@ -45,8 +45,8 @@ def new_folder(job_path: str) -> Path:
 
 
 def is_there(path: Path, request: str) -> bool:
-    """Whether a folder has what a request makes; ConfigError if it has anything else, JobError if
-    it has lost some of it."""
+    """Whether a folder has what a request makes. Raises ConfigError if it has anything else,
+    JobError if it has lost some of it."""
     if not os.path.lexists(path):
         return False
     if path.is_dir() and (path / SET_FILE).is_file() and set_facts(path)["request"] == request:

@@ -95,12 +95,12 @@ class FinishedRows(FinishedShards):
         names, graded = self.columns.ordered(wanted)
         parse = row_reader(pa.schema([self.schema.field(name) for name in names]))
         for shard in range(len(self.shards)):
-            place = 0
+            index = 0
             for table, grades in self.tables(shard, names, graded):
                 grade_rows = grades.to_pylist() if graded else [{}] * len(table)
                 for fields, one in zip(table.to_pylist(), grade_rows, strict=True):
-                    yield LocatedRow(shard, place, self.columns.variables(parse(fields), one))
-                    place += 1
+                    yield LocatedRow(shard, index, self.columns.variables(parse(fields), one))
+                    index += 1
 
 
 def is_set(job_path: str) -> bool:

@@ -14,7 +14,7 @@ from batchgen.util.templates.row_expression import ExpressionFailed, RowExpressi
 
 
 def is_true(expression: RowExpression, row: LocatedRow) -> bool:
-    """Whether an expression is true in a row; ConfigError if it has no value there."""
+    """Whether an expression is true in a row. Raises ConfigError if it has no value there."""
     return bool(expression_value(expression, row))
 
 

@@ -57,8 +57,8 @@ def select(
     request = request_digest({"asked": wanted_set, "jobs": [one["digest"] for one in lineage]})
     if is_there(out, request):
         return Selected(0, (), is_new=False)
-    places, funnel = choose(jobs, choice)
-    if not len(places):
+    order, funnel = choose(jobs, choice)
+    if not len(order):
         raise ConfigError("\n".join(["no row is left:", *funnel.lines()]))
     facts = {
         "format": SET_FORMAT,
@@ -77,7 +77,7 @@ def select(
         )
         return set_card(out, request, about, lineage, funnel.steps, schema)
 
-    rows = write_folder(out, schema, set_tables(jobs, taken, places, schema), facts, card)
+    rows = write_folder(out, schema, set_tables(jobs, taken, order, schema), facts, card)
     return Selected(rows, funnel.steps, is_new=True)
 
 

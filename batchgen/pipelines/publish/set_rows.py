@@ -95,8 +95,8 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
         text = rows.index(job.text_column)
         defaults = [
             field.name
-            for place, field in enumerate(job.schema)
-            if (field.metadata or {}).get(b"meaning") == AS_GIVEN or len(ROW_KEYS) <= place < text
+            for index, field in enumerate(job.schema)
+            if (field.metadata or {}).get(b"meaning") == AS_GIVEN or len(ROW_KEYS) <= index < text
         ]
         return [*((n, False) for n in (*defaults, job.text_column)), *((n, True) for n in grades)]
     chosen = []
@@ -115,7 +115,7 @@ def _chosen(job: FinishedRows, named: Sequence[str] | None) -> list[tuple[str, b
 
 
 def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> pa.Schema:
-    """The schema of a set; ConfigError if a column has different types in two jobs."""
+    """The schema of a set. Raises ConfigError if a column has different types in two jobs."""
     fields: dict[str, pa.Field] = {
         ID: pa.field(ID, pa.string(), metadata={"meaning": "row and sample of the job"})
     }

@@ -100,8 +100,8 @@ def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:
         from batchgen.pipelines.publish.pushed_files import PushedFolder
 
         is_step = one.source in opened.pipeline.steps
-        place = Path(opened.pipeline.out) / EXPORTS / one.source
-        folder = PushedFolder(opened.folder(one.source) if is_step else str(place))
+        set_folder = Path(opened.pipeline.out) / EXPORTS / one.source
+        folder = PushedFolder(opened.folder(one.source) if is_step else str(set_folder))
         push = FolderPush(folder, one.repo, private=one.private, say=say)
         push.push(complete=True)
         done = f"{push.pushed:,} files pushed" if push.pushed else "all files are there already"
@@ -180,10 +180,10 @@ def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> P
             raise ConfigError(f"nothing is known of {step.parents[0]}")
     job = replace(config, dataset=data)
     if step.tables:  # their rows are not there, nor the columns that prompts show
-        for place in step.tables:
-            columns = config.rows[place].options.get("columns") or ()
+        for index in step.tables:
+            columns = config.rows[index].options.get("columns") or ()
             more += columns.values() if isinstance(columns, Mapping) else columns
-        kept = [one for place, one in enumerate(config.rows) if place not in step.tables]
+        kept = [one for index, one in enumerate(config.rows) if index not in step.tables]
         job = replace(job, rows=tuple(kept), prompt=TextPromptConfig(text="-", constant=True))
     with_prints = open_job(job, promises).with_fingerprints()
     schema = output_schema(job, with_prints)

@@ -32,7 +32,7 @@ class OldVersions:
     """The old versions of the pipeline in a folder, a path or URL."""
 
     def __init__(self, out: str) -> None:
-        """Read pipeline.json; ConfigError if there is none."""
+        """Read pipeline.json. Raises ConfigError if there is none."""
         self._out = out.rstrip("/")
         with closing(open_storage(self._out, WorkersConfig())) as storage:
             record = read_record(storage)
@@ -102,8 +102,8 @@ class OldVersions:
 
 
 def _lock(storage: Storage) -> AbstractContextManager[object]:
-    """The lock on a folder, or ConfigError if somebody has it; nothing in a store, where heartbeats
-    alone tell."""
+    """The lock on a folder. Raises ConfigError if somebody has it. In a store
+    there is no lock: heartbeats alone say who runs."""
     return FolderLock(storage.path / LOCK) if storage.in_place else nullcontext()
 
 

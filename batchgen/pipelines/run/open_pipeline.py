@@ -38,8 +38,8 @@ class OpenPipeline:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Find the addresses. Nothing is written; ConfigError for a mistake in a model, or a folder
-        that is not a pipeline's."""
+        """Find the addresses. Nothing is written. Raises ConfigError for a mistake in a model, or a
+        folder that is not a pipeline's."""
         self.pipeline = pipeline
         self._prints = _prints(pipeline)
         self._storage = open_storage(pipeline.out, WorkersConfig())

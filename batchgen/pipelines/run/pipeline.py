@@ -64,10 +64,10 @@ class PipelineStep:
             paths = tuple(folders[name] for name in self.parents)
             data = replace(data, path=paths[0] if len(paths) == 1 else paths)
         rows = [
-            replace(step, options={**step.options, _PATH: folders[self.tables[place]]})
-            if place in self.tables
+            replace(step, options={**step.options, _PATH: folders[self.tables[index]]})
+            if index in self.tables
             else step
-            for place, step in enumerate(config.rows)
+            for index, step in enumerate(config.rows)
         ]
         output = replace(config.output, dir=folders[self.name])
         return replace(config, dataset=data, rows=tuple(rows), output=output)
@@ -85,9 +85,9 @@ class PipelineStep:
             }
         if self.waits:
             groups[AFTER] = COMPLETE
-        for place, name in self.tables.items():
-            (short,) = [key for key in groups["rows"][place] if key != "_target_"][:1]
-            options = groups["rows"][place]
+        for index, name in self.tables.items():
+            (short,) = [key for key in groups["rows"][index] if key != "_target_"][:1]
+            options = groups["rows"][index]
             options = options[short] if isinstance(options.get(short), dict) else options
             del options[_PATH]
             options[FROM] = name
@@ -126,8 +126,8 @@ class Pipeline:
 def compose_pipeline(
     pipeline: PipelineValues, trust: Trust, folders: Sequence[Path] = ()
 ) -> Pipeline:
-    """The pipeline with all its jobs checked; ConfigError for a mistake in one of them, or in what
-    they read of each other. `folders` have further choices."""
+    """The pipeline with all its jobs checked. Raises ConfigError for a mistake in one of them, or
+    in what they read of each other. `folders` have further choices."""
     out = user_folder(pipeline.out, "output.dir")
     steps = {}
     for name, step in pipeline.steps.items():
@@ -186,12 +186,12 @@ def _composed(
         paths = [f"{out}/{parent}" for parent in source.parents]
         groups["dataset"][_PATH] = paths[0] if len(paths) == 1 else paths
     tables = {}
-    for place, step in enumerate(groups.get("rows") or ()):
+    for index, step in enumerate(groups.get("rows") or ()):
         if isinstance(options := _options(step), dict) and FROM in options:
-            at = f"rows[{place}]"
+            at = f"rows[{index}]"
             if _PATH in options:
                 raise ConfigError(f"{at}: {FROM} names a step, and path a folder: give one of them")
-            tables[place] = name = options.pop(FROM)
+            tables[index] = name = options.pop(FROM)
             _refuse_unknown(name, pipeline, f"{at}.{FROM}")
             options[_PATH] = f"{out}/{name}"
     if isinstance(sampling := groups.get("sampling"), dict):

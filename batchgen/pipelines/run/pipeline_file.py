@@ -43,7 +43,7 @@ def ready_pipeline(
     name: str, folders: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What `read_job_file` returns, of a pipeline that comes with batchgen or lies in one of the
-    user's folders; ConfigError if there is none of this name."""
+    user's folders. Raises ConfigError if there is none of this name."""
     known = choices(PIPELINE, folders)
     if name not in known:
         guess = nearest(name, known)
@@ -64,7 +64,7 @@ def read_pipeline(
     overrides: Sequence[str],
     reserved: Collection[str] = (),
 ) -> PipelineValues:
-    """Sort what a file and arguments say; ConfigError for what no step can be.
+    """Sort what a file and arguments say. Raises ConfigError for what no step can be.
 
     Args:
         reserved: names that no step may have, besides those of groups and keys.
@@ -177,7 +177,9 @@ def _step(
         whole.add("dataset")
         flat_values["dataset"] = "job"
     kept = {key: value for key, value in common.items() if key.partition(".")[0] not in whole}
-    of_file = {key: place for key, place in locations.items() if not key.startswith(f"{STEPS}.")}
+    of_file = {
+        key: location for key, location in locations.items() if not key.startswith(f"{STEPS}.")
+    }
     of_step = {k.removeprefix(prefix): v for k, v in locations.items() if k.startswith(prefix)}
     return GivenStep(name, parents, {**kept, **flat_values}, {**of_file, **of_step}, waits)
 

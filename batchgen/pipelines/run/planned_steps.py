@@ -47,8 +47,8 @@ class PlannedStep:
 
 
 def plan_steps(pipeline: Pipeline, settings: PlanSettings) -> list[PlannedStep]:
-    """Plan the steps whose rows are known; ConfigError for a mistake in one of them. Nothing is
-    written."""
+    """Plan the steps whose rows are known. Raises ConfigError for a mistake in one of them. Nothing
+    is written."""
     planned: dict[str, PlannedStep] = {}
     with OpenPipeline(pipeline) as opened:
         for name, step in pipeline.steps.items():

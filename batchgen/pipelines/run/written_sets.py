@@ -39,7 +39,8 @@ class Export:
         return {FROM: self.step, **to, "out": self.out, **self.options}
 
     def asked(self) -> ExportRequest:
-        """What is asked for in the format of a trainer; ConfigError for options that do not fit."""
+        """What is asked for in the format of a trainer. Raises ConfigError for options that do not
+        fit."""
         from batchgen.pipelines.publish.trainers.trainer_rows import (
             ExportRequest,  # it loads pyarrow
         )
@@ -62,8 +63,8 @@ class Push:
 
 
 def read_exports(pipeline: PipelineValues, steps: Collection[str]) -> list[Export]:
-    """The exports of a pipeline; ConfigError for an unknown step, an option that does not fit, or
-    two that would write one file."""
+    """The exports of a pipeline. Raises ConfigError for an unknown step, an option that does not
+    fit, or two that would write one file."""
     start = pipeline.at(EXPORT)
     exports = [_export(values, start, steps) for values in _list_of(pipeline, EXPORT)]
     if exports and is_url(pipeline.out):
@@ -120,7 +121,7 @@ def read_pushes(
     pipeline: PipelineValues, steps: Mapping[str, Any], exports: Sequence[Export], trust: Trust
 ) -> list[Push]:
     """The pushes of a pipeline. One in a stranger's file would publish rows in the user's name, so
-    that it needs his word; ConfigError without it, and for what cannot be pushed."""
+    that it needs his word. Raises ConfigError without it, and for what cannot be pushed."""
     start = pipeline.at(PUSH)
     entries = _list_of(pipeline, PUSH)
     if entries and trust.sources and PUSH not in pipeline.typed:

@@ -230,8 +230,8 @@ def _at(rows: FinishedRows, addresses: Sequence[tuple[int, int]]) -> list[Origin
     """The rows at some places."""
     origins = []
     names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
-    for shard, place in addresses:
-        for table, _ in rows.tables(shard, names, places=np.array([place])):
+    for shard, index in addresses:
+        for table, _ in rows.tables(shard, names, places=np.array([index])):
             origins += _origins(rows, table.select(names).to_pylist()[0])()
     return origins
 

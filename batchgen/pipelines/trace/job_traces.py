@@ -139,12 +139,12 @@ class JobTraces:
         source = reader.storage.parquet(path)
         keys = read_columns(source, KEYS)
         is_it = pc.and_(*(pc.equal(keys[name], row[name]) for name in KEYS))
-        places = pc.indices_nonzero(is_it).to_pylist()
-        if not places:
+        indices = pc.indices_nonzero(is_it).to_pylist()
+        if not indices:
             return {}
         names = [name for name in _names(reader.storage.parquet(path)) if name not in ROW_KEYS]
         table = read_columns(reader.storage.parquet(path), names)
-        return dict(table.slice(places[0], 1).to_pylist()[0])
+        return dict(table.slice(indices[0], 1).to_pylist()[0])
 
     def _add_dropped(self, trace: Trace, row_id: str) -> None:
         """Add what has dropped a row, a row that it was made of, or an answer that it was."""

@@ -50,14 +50,14 @@ def cost_files(storage: Storage) -> Iterator[tuple[int, Path]]:
 
 
 def read_costs(storage: Storage, path: Path) -> Costs:
-    """What a file holds; JobError if it is damaged."""
+    """What a file holds. Raises JobError if it is damaged."""
     table = read_columns(storage.parquet(path), SCHEMA.names)
     keys = zip(*(table[name].to_pylist() for name in KEYS), strict=True)
     return dict(zip(keys, table[SECONDS].to_pylist(), strict=True))
 
 
 def shard_costs(storage: Storage, shard: int) -> Costs:
-    """The seconds of each row of a shard that was measured; JobError for a damaged file."""
+    """The seconds of each row of a shard that was measured. Raises JobError for a damaged file."""
     costs = Costs()
     for number, path in cost_files(storage):
         if number == shard:

@@ -72,9 +72,9 @@ def unfinished_card(folder: str) -> str:
 
 
 def _reading(folder: str) -> str:
-    place = as_cards_say(folder)
-    lines = [f"- {name}: `{line}`" for name, line in how_to_read(place).items()]
-    where = ["In this folder:", ""] if place == "." else []
+    card_path = as_cards_say(folder)
+    lines = [f"- {name}: `{line}`" for name, line in how_to_read(card_path).items()]
+    where = ["In this folder:", ""] if card_path == "." else []
     return "\n".join([_HOW_TO_READ, "", *where, *lines])
 
 
@@ -141,8 +141,8 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
     """What a card says of the files in `grades`, which have a schema beside the columns of the
     rows in `data`."""
     fields = [field for field in schema if field.name not in GRADE_KEYS]
-    place, keys = as_cards_say(folder), ", ".join(f'"{key}"' for key in GRADE_KEYS)
-    rows_at, grades_at = (inside(place, name) for name in ("data", "grades"))
+    card_path, keys = as_cards_say(folder), ", ".join(f'"{key}"' for key in GRADE_KEYS)
+    rows_at, grades_at = (inside(card_path, name) for name in ("data", "grades"))
     columns = [(f"`{f.name}`", f"`{f.type}`", _meta(f, "meaning")) for f in fields]
     return "\n".join(
         [
@@ -158,7 +158,7 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
             "```",
             "",
             "```sql",
-            rows_with_grades([field.name for field in fields], rows, place),
+            rows_with_grades([field.name for field in fields], rows, card_path),
             "```",
             "",
             *_table(("column", "type", "meaning"), columns),

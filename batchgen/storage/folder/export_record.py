@@ -55,8 +55,8 @@ class ExportRecord:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The record in a folder, which is empty if there is none; JobError if it is damaged or of
-        another version."""
+        """The record in a folder, which is empty if there is none. Raises JobError if it is damaged
+        or of another version."""
         path = folder / MADE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))

@@ -62,7 +62,7 @@ class PipelineRecord:
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """The record in a file; JobError if it is not one of this program."""
+        """The record in a file. Raises JobError if it is not one of this program."""
         try:
             values = json.loads(content)
             if values["format_version"] != FORMAT_VERSION:

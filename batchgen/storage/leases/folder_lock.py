@@ -31,8 +31,7 @@ class FolderLock:
 
         Raises:
             ConfigError: another job holds the lock (the message names its process and host), or the
-                file
-                system has no such locks.
+                file system has no such locks.
             OSError: the file cannot be opened.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -62,8 +62,7 @@ class Task:
 
     Attributes:
         kind: `shard`: the missing rows of a shard from the first on. `backup`: those of a shard
-            that
-            another worker has begun, from the last row backwards. `wait`: nothing yet. `over`:
+            that another worker has begun, from the last row backwards. `wait`: nothing yet. `over`:
             nothing any more.
         ended: the workers whose crash is counted for the shard.
     """

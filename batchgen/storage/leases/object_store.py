@@ -39,7 +39,8 @@ class Objects(Protocol):
     """
 
     def create(self, name: str, content: bytes) -> None:
-        """Make an object, or raise FileExistsError; FileNotFoundError if there is no bucket."""
+        """Make an object. Raises FileExistsError if there is one, and FileNotFoundError if there
+        is no bucket."""
 
     def overwrite(self, name: str, content: bytes) -> None:
         """Write an object, whether or not there is one."""

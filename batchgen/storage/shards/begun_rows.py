@@ -104,7 +104,7 @@ class BegunRows:
         batch.validate(full=True)
         heads = [batch.column(name).to_pylist() for name in (*KEYS, _KEY, _START)]
         lengths = np.diff(batch.column(_TOKENS).offsets.to_numpy())
-        for place, (row, sample, key, start) in enumerate(zip(*heads, strict=True)):
+        for index, (row, sample, key, start) in enumerate(zip(*heads, strict=True)):
             if row not in self._of_shard:
                 continue
             chains = self._rows.setdefault((row, sample), {})
@@ -115,8 +115,8 @@ class BegunRows:
                 parts = before.parts
             else:
                 continue
-            length = start + int(lengths[place])
-            chains[attempt] = _Chain(key, length, (*parts, (batch, place)))
+            length = start + int(lengths[index])
+            chains[attempt] = _Chain(key, length, (*parts, (batch, index)))
 
     def longest(self, opened: OpenShard | None) -> set[int]:
         """The attempts that have the longest records of rows that are not done."""
@@ -145,7 +145,7 @@ class BegunRows:
         if not chains:
             return None
         parts = max(chains, key=lambda chain: chain.length).parts
-        last, place = parts[-1]
+        last, index = parts[-1]
         return Begun(
             np.concatenate([_values(part, _TOKENS) for part in parts]).tolist(),
             {
@@ -154,7 +154,7 @@ class BegunRows:
                 .astype(column.dtype, copy=False)
                 for column in _columns(schema)
             },
-            _counts(last, place, schema.counts),
+            _counts(last, index, schema.counts),
         )
 
 
@@ -220,8 +220,8 @@ class BegunRecords:
 
 def _values(part: tuple[pa.RecordBatch, int], name: str) -> npt.NDArray[Any]:
     """The values of a list in a record, one after another."""
-    batch, place = part
-    values = batch.column(name).slice(place, 1).flatten()
+    batch, index = part
+    values = batch.column(name).slice(index, 1).flatten()
     while pa.types.is_fixed_size_list(values.type):
         values = values.flatten()
     array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)

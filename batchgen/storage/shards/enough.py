@@ -215,6 +215,6 @@ class KeptRows:
             NUM_SAMPLES: pa.array(self._sizes[at], pa.int32()),
         }
         for name, column in values.items():
-            place = table.schema.get_field_index(name)
-            table = table.set_column(place, table.schema.field(place), column)
+            index = table.schema.get_field_index(name)
+            table = table.set_column(index, table.schema.field(index), column)
         return table

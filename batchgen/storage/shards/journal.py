@@ -141,7 +141,7 @@ class Journal:
                 yield journal_worker(path), batch
 
     def batches(self, path: Path) -> Iterator[pa.RecordBatch]:
-        """The whole batches of one file, or FileNotFoundError if it was deleted."""
+        """The whole batches of one file. Raises FileNotFoundError if it was deleted."""
         self._storage.download(path)
         yield from read_file(path, self._schemas[path.suffix])
 

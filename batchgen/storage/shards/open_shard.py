@@ -97,11 +97,11 @@ class OpenShard:
 
     def begin(self, row_index: int) -> list[int]:
         """The samples of a row that are neither done nor begun; they are begun from now on."""
-        place = row_index - self._first
-        taken = (self.done[place] | self.begun[place]).tolist()
+        index = row_index - self._first
+        taken = (self.done[index] | self.begun[index]).tolist()
         samples = [sample for sample, is_taken in enumerate(taken) if not is_taken]
         for sample in samples:
-            self.begun[place, sample] = True
+            self.begun[index, sample] = True
         return samples
 
     def places(

@@ -259,9 +259,9 @@ def _row_values(column: OutputColumn, outputs: Sequence[RequestOutput | None]) -
     (size,) = column.tail_shape
     failed = [o is None or o.finish_reason == "error" for o in outputs]
     values = np.zeros((len(outputs), size), column.dtype)
-    for place, output in enumerate(outputs):
-        if output is not None and not failed[place]:
-            values[place] = output.columns[column.name]
+    for index, output in enumerate(outputs):
+        if output is not None and not failed[index]:
+            values[index] = output.columns[column.name]
     mask = pa.array(failed, pa.bool_())
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), size, mask=mask)
 

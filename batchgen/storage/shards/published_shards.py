@@ -38,8 +38,8 @@ class PublishedShards:
         storage: Storage,
         older: ResumeState | None,
     ) -> None:
-        """Read the extents, unless `older` has them; JobError if a shard is damaged or is not of
-        this job."""
+        """Read the extents, unless `older` has them. Raises JobError if a shard is damaged or is
+        not of this job."""
         self._data = data
         self._schema = schema
         self._rows_per_shard = rows_per_shard

@@ -169,13 +169,13 @@ def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iter
         return
     rows = RowsInOrder(batches)
     kept = None if schema.enough is None else KeptRows(rows, schema.enough)
-    places = np.arange(len(rows.keys)) if kept is None else kept.places
+    indices = np.arange(len(rows.keys)) if kept is None else kept.places
     sizes = rows.column("num_generated_tokens") * schema.token_bytes + _ROW_BYTES
     sizes += 4 * rows.column("num_prompt_tokens")
-    group_of = np.cumsum(sizes[places]) // ROW_GROUP_BYTES
-    begins = [0, *(np.flatnonzero(np.diff(group_of)) + 1).tolist(), len(places)]
+    group_of = np.cumsum(sizes[indices]) // ROW_GROUP_BYTES
+    begins = [0, *(np.flatnonzero(np.diff(group_of)) + 1).tolist(), len(indices)]
     for begin, end in itertools.pairwise(begins):
-        group = rows.table(places[begin:end])
+        group = rows.table(indices[begin:end])
         yield group if kept is None else kept.filled(group, slice(begin, end))
 
 
@@ -217,7 +217,7 @@ def _greatest(meta: pq.FileMetaData, column: int) -> int:
 
 
 def read_columns(path: Source, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a published shard, in this order; JobError if it is damaged."""
+    """Some columns of a published shard, in this order. Raises JobError if it is damaged."""
     with CheckedFile(path) as file:
         table = file.read(columns)
     try:

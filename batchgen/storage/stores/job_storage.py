@@ -87,7 +87,7 @@ class Storage(Protocol):
     def in_place(self) -> bool: ...
 
     def names(self, folder: Path) -> list[str]:
-        """The names of what is in a folder, or FileNotFoundError."""
+        """The names of what is in a folder. Raises FileNotFoundError if it is not there."""
         ...
 
     def exists(self, path: Path) -> bool:

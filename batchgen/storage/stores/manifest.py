@@ -16,21 +16,20 @@ from batchgen.util.errors import ConfigError
 FORMAT_VERSION = 2
 _PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton")
 ROWS = "dataset rows"
-OF_ADAPTER, OF_ADAPTERS = "adapter", "adapters"
-"""The names of fingerprints: of an adapter, whose name may follow, and the names of several."""
 """The key in `Manifest.growing` of the number of rows that the job uses."""
+OF_ADAPTER, OF_ADAPTERS = "adapter", "adapters"
+"""Keys of `Manifest.fingerprints`: of an adapter, where its name may follow, and of the names of
+several adapters."""
 SAMPLES = "sampling.n"
 UNTIL_VALID, UNTIL_MOST = "sampling.until.valid", "sampling.until.most"
 UNTIL_WIDTH = "sampling.until.width"
 READ_JOB = "read job"
-"""What keys of `Manifest.fingerprints` begin with that are of other jobs, whose rows are read."""
+"""Begins the keys of `Manifest.fingerprints` about other jobs, whose rows are read."""
 CONTRACT = "contract "
-"""What keys of `Manifest.fingerprints` begin with that decide the bits of rows, and nothing else
-about them: those of jobs with engine.deterministic=true on a GPU."""
+"""Begins the keys of `Manifest.fingerprints` that decide the bits of rows, and nothing else about
+them: those of jobs with engine.deterministic=true on a GPU."""
 _DATASET = "dataset"
-_BLOCK = (
-    1000  # of batchgen.inputs.dataset.row_digest, which is not imported: it comes with datasets
-)
+_BLOCK = 1000  # rows of a digest; row_digest.py has it too, and would import datasets
 
 _CONTRACT_KEY = f"fingerprint.{CONTRACT}"
 _GOES_ON = "engine.deterministic=false takes rows as they come"
@@ -51,8 +50,8 @@ class DifferentJob(ConfigError):
 RowDigests = Callable[[int], list[str] | None]
 """Digests of some first rows of the data set; `batchgen.inputs.dataset.row_digest` makes them."""
 ChangedRow = Callable[[int, int], str | None]
-"""The first row of two numbers and those between that has changed, for people; None if it cannot be
-said."""
+"""A text that names the first row that has changed, from the first to the second number; None if it
+is not known."""
 
 
 def runs_of_row(manifest: Mapping[str, Any]) -> int:
@@ -75,13 +74,11 @@ class Manifest:
         columns: from the name of each output column to its type.
         growing: what may change while the job goes on, by the name that users know: how many rows
             and samples there are, and where data set and model lie.
-        row_digests: digests of the rows that the job uses, which tell whether a data set with
-            another
-            fingerprint begins with the same rows; None if they cannot be known.
+        row_digests: digests of the rows that the job uses, by which a data set with another
+            fingerprint can be seen to begin with the same rows; None if they are not known.
         versions: the packages with which the job was started; for people, not compared.
         batch_dependence: why bits of rows computed on a CPU could depend on other rows; None if
-            they
-            could not. For people, not compared.
+            they could not. For people, not compared.
         history: what has changed since the job was started, the oldest first. Each entry has
             `when`, `changed` (lines `key: old → new`), `rows` (finished output rows) and
             `versions`.
@@ -105,7 +102,8 @@ class Manifest:
         columns: Mapping[str, str] | None = None,
         growing: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The manifest of a job as it is now, without what takes a pass over the data set."""
+        """The manifest of a job as it is now, without `row_digests`, which take a pass over the
+        data set."""
         # JSON makes lists of tuples: only then does it equal what is read from a file.
         identity = json.loads(json.dumps(identity))
         return cls(identity, dict(fingerprints), _versions(), columns or {}, growing or {})
@@ -117,7 +115,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """The manifest that a file holds, or ConfigError if it is none or has another format
+        """The manifest that a file holds. Raises ConfigError if it is none or has another format
         version."""
         try:
             values = json.loads(content)
@@ -141,10 +139,10 @@ class Manifest:
     def differences(
         self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow = lambda *_: None
     ) -> list[str]:
-        """A line `key: old → new` for everything that would make the content another one.
+        """A line `key: old → new` for every difference by which the content would differ.
 
-        `digests` are those of the new manifest's rows, asked for only if they matter; `changed_row`
-        names a row that changed.
+        `digests` returns those of the new manifest's rows, and is called only if they matter;
+        `changed_row` names a row that changed.
         """
         olds, news = self._compared(), new._compared()
         if not any(name.startswith(CONTRACT) for name in new.fingerprints):
@@ -194,7 +192,7 @@ class Manifest:
         return lines
 
     def other_contract(self, new: "Manifest") -> list[str]:
-        """The lines of `differences` that are of contracts."""
+        """The lines of `differences` about contracts."""
         olds, news = self.contract, new.contract
         return [
             _difference(f"{_CONTRACT_KEY}{name}", *(_text(side.get(name)) for side in (olds, news)))
@@ -204,7 +202,7 @@ class Manifest:
 
     @property
     def contract(self) -> dict[str, str]:
-        """What decides the bits of the rows, by name; empty if they were not computed under one
+        """The fingerprints that decide the bits of the rows, by name; empty if the job has no
         contract."""
         return {
             name.removeprefix(CONTRACT): text
@@ -213,8 +211,8 @@ class Manifest:
         }
 
     def goes_on(self, new: "Manifest", changed: Sequence[str], rows: int) -> "Manifest":
-        """This manifest continued by another one, with an entry of history: what `changed`, after
-        how many finished `rows`."""
+        """This manifest with the fingerprints, rows and `growing` of a newer one, and an entry of
+        history: the lines of what has `changed`, after how many finished output `rows`."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         entry = {"when": when, "changed": list(changed), "rows": rows, "versions": new.versions}
         return replace(

@@ -23,8 +23,8 @@ def job_metrics(where: str) -> dict[str, Any] | None:
 
 
 def open_storage(where: str, config: WorkersConfig) -> Storage:
-    """What keeps the files of the job at `output.dir`; ConfigError if a package for its store is
-    missing."""
+    """What keeps the files of the job at `output.dir`. Raises ConfigError if a package for its
+    store is missing."""
     if is_url(where):
         return ObjectStorage(connect(where), config)
     return FolderStorage(Path(where))

@@ -73,7 +73,7 @@ class RowTemplate:
         return bool(self._names)
 
     def render(self, fields: Mapping[str, Any], row_index: int = 0) -> str:
-        """The text for one row, or RequestError (missing_field, template_error)."""
+        """The text for one row. Raises RequestError (missing_field, template_error)."""
         if self._only is not None and type(value := fields.get(self._only)) is str:
             return value
         try:

@@ -47,7 +47,7 @@ class YamlDocument:
     _loader: Any
 
     def values(self) -> Any:
-        """What the nodes say; ConfigError if one has a value that its type does not have."""
+        """What the nodes say. Raises ConfigError if one has a value that its type does not have."""
         if self.root is None:
             return None
         try:
@@ -120,7 +120,7 @@ class _Size:
         self._anchored: dict[str | None, _Counted | None] = {}  # None while it is open
 
     def add_all(self, text: str) -> None:
-        """Go through the events of a file; ConfigError at the first that passes a bound."""
+        """Go through the events of a file. Raises ConfigError at the first that passes a bound."""
         for event in yaml.parse(text, _Loader):
             if isinstance(event, yaml.CollectionEndEvent):
                 self._close()

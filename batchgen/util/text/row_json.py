@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 AS_GIVEN = b"as in the input"
-"""What the metadata of an output column say of its meaning if it is one of the data set."""
+"""The value of `meaning` in the metadata of an output column that is copied from the data set."""
 
 
 def json_text(value: Any) -> str:
@@ -33,10 +33,10 @@ def plain_text(value: Any) -> str:
 
 
 def json_readers(schema: Iterable[pa.Field]) -> dict[str, Callable[[Any], Any]]:
-    """For each column of the data set whose values Arrow keeps in another form, a function that
-    makes the data's own value of one: JSON that is kept as text is parsed, and the fields that
-    Arrow adds to structs, because other rows have them, are left out. The metadata of fields tell
-    which columns these are."""
+    """Functions that restore values of the data set from those that Arrow keeps, by column: JSON
+    that is kept as text is parsed, and the fields that Arrow adds to structs, because other rows
+    have them, are left out. Columns whose values Arrow keeps as they are have none; the metadata of
+    fields say which these are."""
     readers: dict[str, Callable[[Any], Any]] = {}
     for field in schema:
         metadata = field.metadata or {}
@@ -52,7 +52,7 @@ def json_readers(schema: Iterable[pa.Field]) -> dict[str, Callable[[Any], Any]]:
 
 
 def row_reader(schema: Iterable[pa.Field]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """A function that makes the data's own values of a row, or of a part of it."""
+    """A function that restores the values of the data set in a row, or in a part of one."""
     readers = json_readers(schema)
     if not readers:
         return dict
@@ -60,9 +60,10 @@ def row_reader(schema: Iterable[pa.Field]) -> Callable[[Mapping[str, Any]], dict
 
 
 def value_reader(feature: Any) -> Callable[[Any], Any] | None:
-    """A function that makes the data's own value of what Arrow has in a column; None if that is it.
+    """A function that restores a value of the data set from what Arrow keeps; None if both are
+    equal.
 
-    `feature` is what the library datasets writes for a type: a mapping with `_type`, or a mapping
+    `feature` is the type as the library `datasets` writes it: a mapping with `_type`, or a mapping
     or a list of such.
     """
     if isinstance(feature, list):
@@ -111,7 +112,7 @@ def _without_padding(value: Any) -> Any:
 
 def _has_struct(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
-        fields = [kind.field(place) for place in range(kind.num_fields)]
+        fields = [kind.field(index) for index in range(kind.num_fields)]
         return pa.types.is_struct(kind) or any(_has_struct(field.type) for field in fields)
     return False
 

@@ -120,10 +120,10 @@ def _short(names: Sequence[str]) -> list[str]:
     lines = [" ".join(visible(name).split()) for name in names]
     shown = [both_ends(line, _NAME) for line in lines]
     often = Counter(shown)
-    for place, line in enumerate(lines):
-        if often[shown[place]] > 1:
-            mark = f" #{place + 1}"
-            shown[place] = both_ends(line, _NAME - len(mark)) + mark
+    for index, line in enumerate(lines):
+        if often[shown[index]] > 1:
+            mark = f" #{index + 1}"
+            shown[index] = both_ends(line, _NAME - len(mark)) + mark
     return shown
 
 

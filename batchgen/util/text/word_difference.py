@@ -88,8 +88,8 @@ def _joined(runs: Sequence[_Run]) -> list[_Run]:
     """The runs; few shared words between two differences are a part of these, because single words
     that sentences share by chance make them hard to read."""
     joined: list[_Run] = []
-    for place, run in enumerate(runs):
-        inside = 0 < place < len(runs) - 1 and not runs[place - 1].same and not runs[place + 1].same
+    for index, run in enumerate(runs):
+        inside = 0 < index < len(runs) - 1 and not runs[index - 1].same and not runs[index + 1].same
         differs = not run.same or (inside and len(run.a) < _LEAST_SHARED)
         if not run.a and not run.b:
             continue
@@ -103,7 +103,7 @@ def _joined(runs: Sequence[_Run]) -> list[_Run]:
 
 def _html(runs: Sequence[_Run]) -> Markup:
     parts: list[Markup] = []
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         if not run.same:
             a, b = "".join(run.a), "".join(run.b)
             # White space that only one has is not told apart, so it stands there once.
@@ -112,7 +112,7 @@ def _html(runs: Sequence[_Run]) -> Markup:
             parts += [_ONLY_A.format(marked(a.lstrip()))] * bool(a)
             parts += [_ONLY_B.format(marked(b.lstrip()))] * bool(b)
             continue
-        before, behind = _AROUND * (place > 0), _AROUND * (place < len(runs) - 1)
+        before, behind = _AROUND * (index > 0), _AROUND * (index < len(runs) - 1)
         if len(run.a) <= before + behind or len(runs) == 1:
             parts.append(_text(run.a))
         else:

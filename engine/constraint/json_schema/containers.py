@@ -141,7 +141,7 @@ def _counts(schema: Mapping[str, Any], lowered: Mapping[str, Any], at: str) -> d
     high = math.inf if limit is None else limit
     needed = len(set(lowered.get("required", ())))
     free = lowered["additionalProperties"] is not False or "patternProperties" in lowered
-    most = math.inf if free else len(lowered.get("properties", ()))
+    highest = math.inf if free else len(lowered.get("properties", ()))
     if free and low > max(1, needed):
         raise refuse(
             "minProperties",
@@ -149,7 +149,7 @@ def _counts(schema: Mapping[str, Any], lowered: Mapping[str, Any], at: str) -> d
             "cannot be enforced where names are free: list the names in `properties`, with "
             "`additionalProperties: false`",
         )
-    if high < max(low, needed) or low > most:
+    if high < max(low, needed) or low > highest:
         raise refuse("minProperties/maxProperties", at, "leave no possible number of properties")
     bounds = {"minProperties": low} if low > needed else {}
-    return bounds | ({"maxProperties": int(high)} if high < most else {})
+    return bounds | ({"maxProperties": int(high)} if high < highest else {})

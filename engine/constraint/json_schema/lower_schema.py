@@ -175,8 +175,8 @@ class _Lowering:
             return []
         check_keywords(schema, at, root=schema is self.root)
         schema, skip = self.tagged(schema), {"$ref", "allOf", *DEFINITIONS}
-        own = {k: v for k, v in schema.items() if k not in skip and restricts(k, v)}
-        parts = [own] if own else []
+        siblings = {k: v for k, v in schema.items() if k not in skip and restricts(k, v)}
+        parts = [siblings] if siblings else []
         if "$ref" in schema:
             pointer, target = resolve(self.root, schema["$ref"], at)
             if pointer in open_refs:
@@ -270,8 +270,8 @@ class _Lowering:
         if types is None:
             if not schema:
                 return self.any()
-            found = {name for keyword in schema for name in TYPES_OF[keyword]}
-            types = sorted(found - {"integer"})
+            type_names = {name for keyword in schema for name in TYPES_OF[keyword]}
+            types = sorted(type_names - {"integer"})
         elif isinstance(types, str):
             types = [types]
         kinds: list[dict[str, Any]] = []

@@ -60,9 +60,9 @@ def string_node(schema: Mapping[str, Any], at: str) -> syntax.Node:
     through. Raises ConstraintError if they cannot be enforced together, or allow no string.
     """
     low, high = read_limits(schema, "minLength", "maxLength")
-    most = MOST if high is None else high
-    if low > most:
-        raise refuse("minLength", at, f"{low} is more than {most} characters")
+    highest = MOST if high is None else high
+    if low > highest:
+        raise refuse("minLength", at, f"{low} is more than {highest} characters")
     if "pattern" in schema and "format" in schema:
         raise refuse("format", at, "cannot be enforced together with `pattern`: keep one")
     if "format" in schema:

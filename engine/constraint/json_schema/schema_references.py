@@ -36,8 +36,8 @@ def resolve(root: Any, ref: str, at: str) -> tuple[str, Any]:
 def find_endless(schemas: Mapping[str, Any]) -> set[str]:
     """Return the references (`$ref`) of rewritten schemas that have no finite value."""
     finite: set[str] = set()
-    while found := {k for k, v in schemas.items() if k not in finite and _ends(v, finite)}:
-        finite |= found
+    while finished := {k for k, v in schemas.items() if k not in finite and _ends(v, finite)}:
+        finite |= finished
     return schemas.keys() - finite
 
 

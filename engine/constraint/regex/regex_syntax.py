@@ -82,11 +82,11 @@ def parse(pattern: str, alphabet: Ranges = TEXT) -> Node:
 
 def _depth(pattern: str) -> int:
     """The most `(` that are open at once. Those in classes and behind backslashes do not count."""
-    depth = most = 0
+    depth = deepest = 0
     for part in _GROUPS.findall(pattern):
         depth += (part == "(") - (part == ")")
-        most = max(most, depth)
-    return most
+        deepest = max(deepest, depth)
+    return deepest
 
 
 class _Parser:
@@ -102,9 +102,9 @@ class _Parser:
         return self.pattern.startswith(text, self.at)
 
     def take(self, text: str) -> bool:
-        found = self.peek(text)
-        self.at += len(text) if found else 0
-        return found
+        is_next = self.peek(text)
+        self.at += len(text) if is_next else 0
+        return is_next
 
     def parse(self) -> Node:
         # Parentheses are balanced, or `re.compile` would have refused the pattern.

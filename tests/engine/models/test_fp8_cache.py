@@ -38,8 +38,14 @@ CPU = torch.device("cpu")
 KINDS = ("qwen3", "gpt_oss", "gemma4_text", "deepseek_v3", "qwen3_next")
 
 
-def load(folder: Path, kv_cache_dtype: Any = "fp8") -> CausalLM:
-    return load_model(folder, device=CPU, dtype=torch.float32, kv_cache_dtype=kv_cache_dtype)
+def load(
+    folder: Path,
+    kv_cache_dtype: Any = "fp8",
+    *,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> CausalLM:
+    return load_model(folder, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
 
 
 def make_engine(model: CausalLM, strategy: Strategy | None = None, **config: Any) -> LLMEngine:
@@ -73,7 +79,7 @@ def alone(folder: Path) -> Alone:
 
 @pytest.mark.quick(1)
 def test_any_schedule(folder: Path) -> None:
-    rows = requests(seed=1)
+    rows = requests(seed=1, count=5)
     engine = make_engine(load(folder), overlap=True, max_batched_tokens=64, block_size=4)
     alone(folder).check(rows, run(engine, rows, restarts=(7,)))
     # Prefixes of a model with states are shared from 64 tokens on.
@@ -219,3 +225,32 @@ def test_tokens_take_half_the_bytes(tiny_model: TinyModel) -> None:
         assert sum(part.nbytes for part in parts) == 12 * other.token_bytes(torch.bfloat16)
         scales = 8 * one.num_kv_heads
         assert other.token_bytes(torch.bfloat16) == one.token_bytes(torch.bfloat16) // 2 + scales
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_gpu_gives_the_tokens_of_a_cpu(folder: Path, drafts: bool, cuda_graph: bool) -> None:
+    """But where a difference in rounding is one between two values of FP8."""
+    rows = requests(seed=3, count=12, temperatures=(0,))
+    made = []
+    for device in ("cpu", "cuda"):
+        strategy = ARSpecStrategy(num_spec_tokens=3, adaptive=False) if drafts else ARStrategy()
+        config: dict[str, Any] = {} if device == "cpu" else {"cuda_graph": cuda_graph}
+        model = load(folder, device=torch.device(device))
+        made.append(run(make_engine(model, strategy, **config), rows))
+    equal = [cpu.token_ids == gpu.token_ids for cpu, gpu in zip(*made, strict=True)]
+    assert sum(equal) >= len(rows) - 1
+    for cpu, gpu in zip(*made, strict=True):
+        first, other = cpu.columns["logprobs"][0], gpu.columns["logprobs"][0]
+        np.testing.assert_allclose(other, first, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_rows_keep_their_bits_on_a_gpu(folder: Path) -> None:
+    where: dict[str, Any] = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    rows = requests(seed=1)
+    exact: dict[str, Any] = {"deterministic": True}
+    one = make_engine(load(folder, **where), max_num_seqs=1, prefix_caching=False, **exact)
+    engine = make_engine(load(folder, **where), max_batched_tokens=64, block_size=16, **exact)
+    Alone(one, run).check(rows, run(engine, rows, restarts=(7,)))

@@ -31,9 +31,9 @@ FAMILIES = (
     "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
     "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
     "gemma3_text", "gemma3", "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
-    "mistral3_small", *CLASSES,
+    "mistral3_small", "llama4_tower", *CLASSES,
 )  # fmt: skip
-VISION = ("qwen3_vl", "qwen3_vl_moe")
+VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DIFFUSION = ("sdar", "sdar_moe")
 RECURRENT = ("qwen3_next", "qwen3_5")
 # With weights as large as the fixture's, rounding takes transformers itself 4e-5 away from what it
@@ -86,7 +86,7 @@ def test_every_family_is_tried(tiny_model: TinyModel) -> None:
     assert tried == MODELS.keys() - elsewhere
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=16)
 @pytest.mark.parametrize("kind", [*FAMILIES, *VISION])
 def test_scores_equal_transformers(kind: str, tiny_model: TinyModel) -> None:
     folder = folder_of(kind, tiny_model, **(SMALL if kind.startswith(RECURRENT) else {}))

@@ -54,7 +54,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         model_type = json.loads((folder / "config.json").read_text())["model_type"]
-        has_tower = model_type in ("mistral3", "qwen3_vl", "qwen3_vl_moe")
+        has_tower = model_type in ("llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
         kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
         self._model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 

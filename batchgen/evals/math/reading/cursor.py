@@ -27,8 +27,8 @@ class Cursor:
 
     def peek(self, ahead: int = 0) -> Token:
         """The token that many behind the next one."""
-        place = self.at + ahead
-        return self.tokens[place] if place < len(self.tokens) else _END
+        index = self.at + ahead
+        return self.tokens[index] if index < len(self.tokens) else _END
 
     @property
     def done(self) -> bool:
@@ -73,7 +73,7 @@ class Cursor:
 
     @contextmanager
     def deeper(self) -> Iterator[None]:
-        """Count a level of nesting; NotRead if there are too many."""
+        """Count a level of nesting. Raises NotRead if there are too many."""
         if self._depth >= _MOST_DEPTH:
             raise NotRead
         self._depth += 1

@@ -9,8 +9,8 @@ from batchgen.evals.math.reading.tokens import Token, tokens_of
 
 
 def read(text: str, thousands: bool = True) -> Node:
-    """The answer that a tidy text says, or NotRead; `thousands` says whether `1,000` is one
-    number."""
+    """The answer that a tidy text says. Raises NotRead if it is none. `thousands` says whether
+    `1,000` is one number."""
     tokens = tokens_of(text, thousands)
     if not tokens:
         raise NotRead

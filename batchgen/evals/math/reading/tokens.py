@@ -79,7 +79,7 @@ class Token:
 
 
 def tokens_of(text: str, thousands: bool = True) -> list[Token]:
-    """The tokens of a tidy text; NotRead if they are too many, or a brace is not closed."""
+    """The tokens of a tidy text. Raises NotRead if they are too many, or a brace is not closed."""
     tokens = _tokens(text, thousands)
     if len(tokens) > MOST_TOKENS:
         raise NotRead

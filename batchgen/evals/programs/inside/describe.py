@@ -18,7 +18,7 @@ from typing import Any
 def describe_interpreter(names: list[str]) -> dict[str, Any]:
     """The interpreter's files, and the folders and files of distributions by what they are called
     there."""
-    places: dict[str, str] = {}
+    paths: dict[str, str] = {}
     versions: dict[str, str] = {}
     missing: list[str] = []
     for name in names:
@@ -33,7 +33,7 @@ def describe_interpreter(names: list[str]) -> dict[str, Any]:
         if not kept:
             missing.append(name)
         versions[name] = package.version
-        places |= {top: os.path.realpath(str(package.locate_file(top))) for top in sorted(kept)}
+        paths |= {top: os.path.realpath(str(package.locate_file(top))) for top in sorted(kept)}
     folder, library = sysconfig.get_config_vars("LIBDIR", "INSTSONAME")
     shared = os.path.join(str(folder), str(library))
     return {
@@ -41,7 +41,7 @@ def describe_interpreter(names: list[str]) -> dict[str, Any]:
         "version": sys.version.split()[0],
         "library": os.path.dirname(os.path.realpath(os.__file__)),
         "shared": shared if ".so" in str(library) and os.path.isfile(shared) else None,
-        "packages": places,
+        "packages": paths,
         "versions": versions,
         "missing": missing,
     }

@@ -110,12 +110,12 @@ class Search:
 
 def excerpts(table: pa.Table) -> pa.Table:
     """The table with only the beginning and the end of its long texts; ids stay whole."""
-    for place, field in enumerate(table.schema):
+    for index, field in enumerate(table.schema):
         if field.type in TEXT_TYPES and field.name != "row_id":
             column = table[field.name]
             begin = pc.utf8_slice_codeunits(column, 0, _BEGINNING)
             end = pc.utf8_slice_codeunits(column, -_END)
             both = pc.binary_join_element_wise(begin, end, pa.scalar(" … ", field.type))
             is_long = pc.greater(pc.utf8_length(column), _BEGINNING + _END)
-            table = table.set_column(place, field, pc.if_else(is_long, both, column))
+            table = table.set_column(index, field, pc.if_else(is_long, both, column))
     return table

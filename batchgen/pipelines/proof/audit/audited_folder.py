@@ -76,8 +76,8 @@ def audit_steps(
     begun = [name for name, folder in record.current.items() if _has_shards(Path(out, folder))]
     if not begun:
         raise ConfigError(f"{job_path}: no step of the pipeline has shards yet")
-    for place, name in enumerate(begun):
-        share = max(1, rows // len(begun) + (place < rows % len(begun)))
+    for index, name in enumerate(begun):
+        share = max(1, rows // len(begun) + (index < rows % len(begun)))
         step_overrides = list(_of_step(overrides, name, record))
         folder = f"{out}/{record.current[name]}"
         yield (
@@ -173,16 +173,16 @@ def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
 def config_of(
     reader: JobFolderReader, user_path: str, overrides: Sequence[str], trusted: Sequence[str]
 ) -> JobConfig:
-    """The configuration of a job's folder, with what was typed; ConfigError if it is not there, or
-    names code that the user does not trust."""
+    """The configuration of a job's folder, with what was typed. Raises ConfigError if it is not
+    there, or names code that the user does not trust."""
     path = reader.path / CONFIG
     if not path.is_file():
         raise ConfigError(
             f"{user_path} has no {CONFIG}, which says how the rows were made: they cannot be "
             "computed again"
         )
-    values, places = read_job_file(path)
-    return configured(values, places, path, overrides, trusted)
+    values, locations = read_job_file(path)
+    return configured(values, locations, path, overrides, trusted)
 
 
 def configured(

@@ -42,11 +42,11 @@ class SetRow(NamedTuple):
 
 def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow]:
     """Rows of a set, drawn at random without repetition."""
-    places = drawn_places(rows.total, count, seed)
+    indices = drawn_places(rows.total, count, seed)
     chosen = []
     for number, shard in enumerate(rows.shards):
         stop = shard.first + shard.ends[-1]
-        here = [place - shard.first for place in places if shard.first <= place < stop]
+        here = [index - shard.first for index in indices if shard.first <= index < stop]
         if not here:
             continue
         for table, _ in rows.tables(number, rows.schema.names, places=np.array(here)):
@@ -61,7 +61,7 @@ def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow
 
 def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifest]:
     """The configuration of a job by group, as far as it decides rows, and its manifest, as the set
-    has them; ConfigError if the set does not hold enough."""
+    has them. Raises ConfigError if the set does not hold enough."""
     assert rows.facts is not None
     jobs = {Path(one["path"]).name: one for one in rows.facts["jobs"]}
     known = jobs.get(Path(folder).name)

@@ -39,11 +39,11 @@ def _told(name: str, one: pa.Array, other: pa.Array) -> str:
     if not is_list or not (one[0].is_valid and other[0].is_valid):
         return f"{name} is {_short(one[0])} here, and {_short(other[0])} there"
     values, others = one.flatten(), other.flatten()
-    for place in range(min(len(values), len(others))):
-        pair = values.slice(place, 1), others.slice(place, 1)
+    for index in range(min(len(values), len(others))):
+        pair = values.slice(index, 1), others.slice(index, 1)
         if array_digest(pair[0]) != array_digest(pair[1]):
             here, there = (_short(part[0]) for part in pair)
-            return f"{name}[{place}] is {here} here, and {there} there"
+            return f"{name}[{index}] is {here} here, and {there} there"
     return f"{name} has {len(values):,} entries here, and {len(others):,} there"
 
 

@@ -57,9 +57,9 @@ def compare_operations(
     assert isinstance(parts, OpenedJob)
     watch = _Watch(replace(parts, config=config))
     batched, rows = watch.run(config, numbers, storage), []
-    for place, row in enumerate(rows_at(parts.source, numbers)):
+    for index, row in enumerate(rows_at(parts.source, numbers)):
         alone = watch.run(config, [row.index], storage)
-        others = {sample: batched[place, sample] for _, sample in alone}
+        others = {sample: batched[index, sample] for _, sample in alone}
         rows.append(AuditedRow(row.id, len(alone), watch.difference(others, alone)))
     return rows
 
@@ -111,7 +111,7 @@ class _Watch:
             others, _, operations = extra[sample]
             pairs = enumerate(zip(tokens, others, strict=False))
             least = min(len(tokens), len(others))
-            equal = next((place for place, (one, other) in pairs if one != other), least)
+            equal = next((index for index, (one, other) in pairs if one != other), least)
             known = min(equal, digests.shape[1], operations.shape[1])
             differing = self._tape.first_difference(operations[:, :known], digests[:, :known])
             if differing is not None:
@@ -121,6 +121,6 @@ class _Watch:
                     where = f"token {token - prompt} behind the prompt"
                 return f"sample {sample}: {name} at {where}"
             if tokens != others:
-                place = equal - prompt
-                return f"sample {sample}: last layer, head or sampler at token {place}"
+                index = equal - prompt
+                return f"sample {sample}: last layer, head or sampler at token {index}"
         return None

@@ -39,7 +39,7 @@ class StoredRows:
         """The numbers of some input rows, drawn at random without repetition, ascending; of all
         rows if there are no more."""
         drawn = drawn_places(self.count, rows, seed)
-        return sorted(self._number(place) for place in drawn)
+        return sorted(self._number(index) for index in drawn)
 
     def _number(self, index: int) -> int:
         shard, row = divmod(index, self._rows_per_shard)

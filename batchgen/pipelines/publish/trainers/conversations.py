@@ -155,7 +155,7 @@ class Conversations:
         return self._columns.named(names)
 
     def of(self, row: LocatedRow) -> Exchange:
-        """The conversation of a row, or ConfigError, which names the row, if it has none."""
+        """The conversation of a row. Raises ConfigError, which names the row, if it has none."""
         answer = self._answer(row)
         if not self.are_messages:
             return Exchange(self._rendered(self._turns[0][1], row), answer)

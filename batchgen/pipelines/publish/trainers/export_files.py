@@ -24,7 +24,7 @@ JSON_NAMES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 def tables(rows: Rows, schema: pa.Schema) -> Iterator[pa.Table]:
-    """The rows as tables of ROWS_PER_GROUP; ConfigError if a value is of another type."""
+    """The rows as tables of ROWS_PER_GROUP. Raises ConfigError if a value is of another type."""
     known = iter(rows)
     while chunk := list(islice(known, ROWS_PER_GROUP)):
         for row in chunk:

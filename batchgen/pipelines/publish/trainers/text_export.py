@@ -80,8 +80,8 @@ def _columns_of(
 def export_columns(
     rows: FinishedRows, form: str, columns: Sequence[str] | None, where: str | None
 ) -> Sequence[str]:
-    """The columns that are written of some rows; ConfigError if there is none of a name, or `where`
-    is no expression over them."""
+    """The columns that are written of some rows. Raises ConfigError if there is none of a name, or
+    `where` is no expression over them."""
     names = columns or ([rows.text_column] if form == "txt" else rows.schema.names)
     if unknown := [name for name in names if name not in rows.schema.names]:
         raise ConfigError(

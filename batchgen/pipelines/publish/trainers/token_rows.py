@@ -139,7 +139,7 @@ class TokenRows:
         return pa.schema(columns)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows with the columns of the schema; ConfigError if a row cannot be made."""
+        """The rows with the columns of the schema. Raises ConfigError if a row cannot be made."""
         make = {
             **{"kd": self._kd, "kd-v1": self._kd, "kd-packed": self._packed},
             **{"rl": self._rl, "trace_rl": self._trace},

@@ -50,24 +50,24 @@ def export_for(
     Raises:
         ConfigError: an option does not fit, a row cannot be made, or `out` is there.
     """
-    form, place = _form(request, out), at or out
+    form, target = _form(request, out), at or out
     lines = lines_of(rows, request, out)
     if isinstance(lines, OpenAILines) or form == "jsonl":
         with text_file(out, at) as file:
             return Exported(write_lines(lines, file), lines.left_out)
-    assert out is not None and place is not None
+    assert out is not None and target is not None
     if form == "parquet":
         facts = json.dumps({"asked": asdict(request), "of": rows.user_path, "digest": rows.digest})
-        count = write_parquet(lines, lines.schema, place, {TOLD.decode(): facts})
+        count = write_parquet(lines, lines.schema, target, {TOLD.decode(): facts})
         return Exported(count, lines.left_out)
-    return _folder(rows, request, lines, out, place)
+    return _folder(rows, request, lines, out, target)
 
 
 def lines_of(
     rows: FinishedRows, request: ExportRequest, out: Path | None
 ) -> OpenAILines | TrainerRows | TokenRows:
-    """What makes the lines of a format; ConfigError for all that can be refused before there is a
-    row."""
+    """What makes the lines of a format. Raises ConfigError for all that can be refused before there
+    is a row."""
     form = _form(request, out)
     if request.to == "openai":
         return OpenAILines(rows, request.where, request.reasoning)

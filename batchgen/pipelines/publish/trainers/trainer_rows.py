@@ -171,7 +171,7 @@ class TrainerRows:
         return pa.schema(fields)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows with the columns of the schema; ConfigError if a row cannot be made."""
+        """The rows with the columns of the schema. Raises ConfigError if a row cannot be made."""
         return self._make()
 
     def _passed(self) -> Iterator[LocatedRow]:

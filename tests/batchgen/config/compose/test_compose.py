@@ -113,7 +113,7 @@ TOGETHER = [[argument for argument in row if argument] for row in zip_longest(*C
 """Every choice once, with choices of the other groups."""
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=12)
 @pytest.mark.parametrize(
     "chosen",
     some_slow([*TOGETHER, *EXPERIMENTS, *ALONE], quick=[*TOGETHER, *EXPERIMENTS]),
