@@ -80,7 +80,7 @@ def test_other_jobs_share_a_budget(tmp_path: Path) -> None:
     [
         ({"minutes": 0.002}, "of 0.1 s. A higher budget.minutes"),
         ({"gpu_hours": 0.00003}, "of 3e-05 GPU hours. A higher budget.gpu_hours"),
-        ({"price": 0.0003, "price_per_hour": 10}, "price 0.00 of 0.00. A higher budget.price continues"),
+        ({"price": 0.0003, "price_per_hour": 10}, "price 0.00 of 0.00. A higher budget.price"),
     ],
 )
 def test_time_and_price_are_limits(tmp_path: Path, budget: dict[str, float], said: str) -> None:
