@@ -33,3 +33,18 @@ def test_few_cases_are_all_quick(request: pytest.FixtureRequest) -> None:
 def test_slow_cases_do_not_count(request: pytest.FixtureRequest) -> None:
     assert quick_cases(request, 4, pytest.mark.slow) == "0 1 2 3"
     assert quick_cases(request, 11, pytest.mark.slow) == "0 1 3 7"
+
+
+def test_many_cases_are_slow(request: pytest.FixtureRequest) -> None:
+    items = [
+        pytest.Function.from_parent(request.node.parent, name=f"test[{i}]", callobj=lambda: None)
+        for i in range(10)
+    ]
+    for item in items:
+        item.add_marker(pytest.mark.quick(1, thorough=2))
+    mark_all_but_quick([*items])
+    markers = [
+        next((name for name in ("thorough", "slow") if name in item.keywords), "quick")
+        for item in items
+    ]
+    assert [markers.index("quick"), markers.count("thorough"), markers.count("slow")] == [0, 2, 7]

@@ -134,7 +134,9 @@ def _first(argument: str) -> str:
     if override.is_discrete_sweep():
         values = swept_values(argument)
         if not values:
-            raise ConfigError(f"{argument}: there is no such value")
+            raise ConfigError(
+                f"{argument}: nothing matches this pattern: mend it, or list the values as a,b"
+            )
         return values[0]
     value = override.value()
     assert isinstance(value, IntervalSweep)

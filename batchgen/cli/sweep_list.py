@@ -22,7 +22,9 @@ def list_jobs(options: Options) -> int:
     """Print the jobs; returns 2 if one of them would be refused for its configuration, else 0."""
     arguments = hydra_arguments(options, sweep=True)
     if not arguments.names:
-        raise ConfigError("--dry-run lists the jobs of a sweep whose values can be counted")
+        raise ConfigError(
+            "--dry-run cannot list this sweep: give values that can be counted: a,b or range(…)"
+        )
     below = parent_of_jobs(arguments, options, sweep=True)
     parent = str(dated_folder(options)) if below == "sweep.dir" else arguments.output_dir
     rows, faults = [("job", "state", "folder")], []

@@ -40,7 +40,7 @@ VERBS = {
         "batchgen.cli.verbs.batch", "IN OUT", "run an OpenAI batch file, and write its results"
     ),
     "plan": Verb(
-        "batchgen.cli.verbs.plan", "…", "what a job would read, need and cost, in seconds"
+        "batchgen.cli.verbs.plan", "…", "estimate in seconds what a job would read, need and cost"
     ),
     "status": Verb("batchgen.cli.verbs.status", "OUT", "show a job's progress and its workers"),
     "show": Verb("batchgen.cli.verbs.show", "OUT", "print rows of a job, even while it runs"),

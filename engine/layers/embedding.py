@@ -13,6 +13,7 @@ from batchgen.engine.layers.linear import Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.lora.layer_lora import EmbeddingLoRA, LoRAState
 from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite
+from batchgen.engine.lora.saved_weights import SavedWeights
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import (
@@ -21,6 +22,7 @@ from batchgen.engine.parallel.tensor_parallel import (
     TensorParallel,
     summed,
 )
+from batchgen.kernels.fp8.quantise import FP8Rows
 from batchgen.kernels.layers.embedding import embedding, embedding_share
 from batchgen.kernels.lora.lora import LoRAPart
 from batchgen.kernels.sampling.sampling_triton import CHUNK
@@ -46,6 +48,7 @@ class Embedding(nn.Module):
         self.weight = empty_parameter(rows, hidden_size, device=where.device, dtype=where.dtype)
         _clear_padding(self.weight, vocab_size, where.parallel)
         self.lora: EmbeddingLoRA | None = None
+        self._saved: SavedWeights | None = None
 
     def forward(self, input_ids: Tensor) -> Stream:
         """Look up the vectors [T, hidden_size] of token ids [T] int64."""
@@ -53,6 +56,11 @@ class Embedding(nn.Module):
         return vectors if self.lora is None else self.lora.add_(summed(vectors), input_ids)
 
     def _vectors(self, input_ids: Tensor) -> Stream:
+        """Look the vectors up, in the tables of adapters that have one of their own."""
+        found = self._own_vectors(input_ids)
+        return found if self._saved is None else self._saved.replace_rows_(summed(found), input_ids)
+
+    def _own_vectors(self, input_ids: Tensor) -> Stream:
         """Do what `forward` does, without adapters."""
         if self._parallel.size == 1:
             return self._scaled(embedding(input_ids, self.weight))
@@ -86,6 +94,20 @@ class Embedding(nn.Module):
         (site,) = self.lora_sites(path)
         self.lora = EmbeddingLoRA(site, scaled, state, self.weight.dtype, self.weight.device)
 
+    @property
+    def saved_numbers(self) -> int:
+        """The numbers of an adapter's own table in an adapter slot."""
+        return self._vocab_size * self.weight.shape[1]
+
+    def add_saved(self, weights: Sequence[Tensor | None], state: LoRAState) -> None:
+        """Let adapters have tables of their own, all of which each rank has."""
+        if any(weight is not None for weight in weights):
+            scaled = [
+                self._scaled(w.to(self.weight.dtype, copy=True)) if w is not None else None
+                for w in weights
+            ]
+            self._saved = SavedWeights(scaled, state, self.weight.device)
+
     def pack(self, products: CPUProducts) -> None:
         """Choose how adapters are computed on a CPU."""
         if self.lora is not None:
@@ -109,6 +131,34 @@ class LogitsLayer(Linear):
         super().__init__(hidden_size, rows, bias=False, quantisable=False, where=where)
         self._vocab_size, self._parallel = vocab_size, where.parallel
         _clear_padding(self.weight, vocab_size, where.parallel)
+        self.saved: SavedWeights | None = None
+
+    def _product(self, x: Tensor | FP8Rows) -> Tensor:
+        """Compute logits, with the weights of adapters that have one of their own."""
+        out = super()._product(x)
+        if self.saved is None:
+            return out
+        assert isinstance(x, Tensor)
+        return self.saved.replace_products_(out, x)
+
+    @property
+    def saved_numbers(self) -> int:
+        """The numbers of an adapter's own weight in an adapter slot, on this rank."""
+        shard = ids_of_rank(self.out_features, self._vocab_size, self._parallel)
+        return shard.length * self.in_features
+
+    def add_saved(self, weights: Sequence[Tensor | None], state: LoRAState) -> None:
+        """Let adapters have weights of their own, of which each rank has the rows of its ids."""
+        if any(weight is not None for weight in weights):
+            shard = ids_of_rank(self.out_features, self._vocab_size, self._parallel)
+            own = [None if w is None else shard.take(w).to(self._dtype) for w in weights]
+            self.saved = SavedWeights(own, state, self.weight.device)
+
+    def pack(self, products: CPUProducts) -> None:
+        """Convert the loaded weights, as `Linear.pack` says."""
+        if self.saved is not None:
+            self.saved.pack(products)
+        super().pack(products)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the weight."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.layers.decoder_layer import DecoderLayer, HasInputProjection
-from batchgen.engine.layers.embedding import Embedding
+from batchgen.engine.layers.embedding import Embedding, LogitsLayer
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.weight_slot import named_parts
@@ -18,7 +18,7 @@ from batchgen.engine.loading.peft_config import FOLD_IT
 from batchgen.engine.loading.peft_files import AdapterFile
 from batchgen.engine.lora.layer_lora import LoRAState, num_slots
 from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite, stacked_rank
-from batchgen.engine.models.causal_lm import LM_HEAD, CausalLM
+from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
 
 _WEIGHT = ".weight"
 _MOST_RANK = 256
@@ -39,6 +39,8 @@ def check_adapter(adapter: AdapterFile, model: CausalLM, *, fold: bool = False) 
     for name, pair in pairs.items():
         _check_pair(adapter, model, name, pair, places.get(name, []))
     adapted = check_fold(adapter, model) if fold else set(pairs)
+    if not fold:
+        _check_saved(adapter, model)
     # Those of all experts in one tensor are no modules, which `target_modules` names.
     of_experts = {name for name, found in places.items() if found[0][1].of_experts}
     names = [
@@ -81,6 +83,34 @@ def _check_pair(
             )
 
 
+def _check_saved(adapter: AdapterFile, model: CausalLM) -> None:
+    """Refuse weights that were trained as a whole, but those of an embedding and of lm_head, in the
+    model's shape."""
+    folder, own = adapter.folder, adapter.saved()
+    shape = (model.config.vocab_size, model.config.hidden_size)
+    for module, tensor in own.items():
+        name = piece_name(module, model)
+        if name not in _layers_with_ids(model):
+            raise ValueError(f"{folder}: tensor {tensor} replaces {module}{_why_not(name, model)}")
+        if adapter.shapes[tensor] != shape:
+            raise ValueError(
+                f"{folder}: tensor {tensor} has shape {list(adapter.shapes[tensor])}, and that of "
+                f"the model has {list(shape)}: embeddings of another vocabulary are not supported"
+            )
+    for name in adapter.config.saved:
+        if not any(f".{module}".endswith(f".{name}") for module in own):
+            raise ValueError(
+                f"{folder} is damaged: modules_to_save has {name}, and its tensor is missing"
+            )
+
+
+def _layers_with_ids(model: CausalLM) -> dict[str, Embedding | LogitsLayer]:
+    """Return the layers that have a vector for each token id, by their names."""
+    kinds = (Embedding, LogitsLayer)
+    names = {EMBEDDING.removesuffix(_WEIGHT), LM_HEAD.removesuffix(_WEIGHT)}
+    return {n: each for each, n in _layers(model) if n in names and isinstance(each, kinds)}
+
+
 def _check_complete(adapter: AdapterFile, adapted: set[str], names: list[str]) -> None:
     """Refuse an adapter that lacks tensors which its configuration says it has."""
     config = adapter.config
@@ -115,17 +145,20 @@ def add_adapters(
         check_adapter(only, model, fold=True)
         fold_adapter(only, model)
         return
-    factors: list[dict[str, Factors]] = []
+    factors, saved = list[dict[str, Factors]](), list[dict[str, Tensor]]()
     for adapter in adapters.values():
         check_adapter(adapter, model)
         tensors, pairs = adapter.tensors(), factor_pairs(adapter, model)
         _check_copies(adapter, tensors, model)
         factors.append({name: pair.read(tensors) for name, pair in pairs.items()})
-    ranks = tuple(max(one.rank for one in own.values()) for own in factors)
+        saved.append({piece_name(m, model): tensors[n] for m, n in adapter.saved().items()})
+    ranks = tuple(max((one.rank for one in own.values()), default=1) for own in factors)
     in_slots = list(range(1, num_slots(len(adapters), slots) + 1))
     model.lora = state = LoRAState(tuple(adapters), ranks, default, in_slots)
     for layer, path in _layers(model):
         layer.add_lora(path, factors, state)
+    for path, layer in _layers_with_ids(model).items():
+        layer.add_saved([own.get(path) for own in saved], state)
     for part in model.layers:
         _read_unquantised(part)
     model.weight_bytes += state.num_bytes
@@ -136,7 +169,9 @@ def slot_numbers(model: CausalLM, adapters: Sequence[AdapterFile]) -> int:
     parameters need no values."""
     pairs = [factor_pairs(adapter, model) for adapter in adapters]
     rank = stacked_rank([pair.rank for own in pairs for pair in own.values()])
-    return sum(
+    saved = {piece_name(module, model) for one in adapters for module in one.saved()}
+    whole = sum(layer.saved_numbers for n, layer in _layers_with_ids(model).items() if n in saved)
+    return whole + sum(
         site.slot_numbers(pairs, rank)
         for layer, path in _layers(model)
         for site in layer.lora_sites(path)

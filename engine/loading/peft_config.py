@@ -20,7 +20,7 @@ _UNUSED = (
 """Keys of PEFT that change what an adapter computes, and which must be off."""
 _PARTIAL = ("layers_to_transform", "exclude_modules")
 """Keys of PEFT that leave some of `target_modules` alone."""
-_FOLDED = ("modules_to_save", "use_dora")
+_FOLDED = ("use_dora",)
 """Keys of PEFT for what is added to weights alone, and never computed beside them."""
 FOLD_IT = (
     "add the adapter to the weights with lora_fold=true, which takes it as the only one, or merge "

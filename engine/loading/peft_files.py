@@ -46,14 +46,14 @@ class AdapterFile:
     def modules(self) -> dict[str, tuple[str, str]]:
         """Return the names of A and B in the file by the name of the module of the base model that
         they stand beside. Raises ValueError if one of the two is missing, or a tensor is neither,
-        nor one of `copies`."""
+        nor one of `copies` and `saved`."""
         modules: dict[str, dict[str, str]] = {}
-        copies = self.copies().values()
+        others = {*self.copies().values(), *self.saved().values()}
         for name in self.shapes:
             match = _FACTOR.fullmatch(name)
             if match is not None:
                 modules.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = name
-            elif name not in copies:
+            elif name not in others:
                 raise ValueError(f"{self.folder}: tensor {name} {_what_it_is(name)}")
         return {module: self.both(module, factors) for module, factors in modules.items()}
 
@@ -69,6 +69,15 @@ class AdapterFile:
             ):
                 copies[match[1].removeprefix(PREFIX)] = name
         return copies
+
+    def saved(self) -> dict[str, str]:
+        """Return the weights that were trained as a whole, by the name of the module."""
+        weights = {}
+        for name in self.shapes:
+            module, _, kind = name.removeprefix(PREFIX).rpartition(".")
+            if kind == "weight" and any(f".{module}".endswith(f".{o}") for o in self.config.saved):
+                weights[module] = name
+        return weights
 
     def both(self, module: str, factors: Mapping[str, str]) -> tuple[str, str]:
         """Return the names of A and B of a module. Raises ValueError if one is missing."""

@@ -27,6 +27,17 @@ from batchgen.kernels.lora.lora_tokens import LoRATokens
 from batchgen.kernels.lora.lora_triton import BLOCK_N
 
 
+class InSlots(Protocol):
+    """What a layer has of the adapters in the adapter slots."""
+
+    num_bytes: int
+
+    @property
+    def addresses(self) -> tuple[int, ...]: ...
+
+    def load(self, slot: int, adapter: int) -> None: ...
+
+
 @dataclass
 class LoRAState:
     """The adapters of a model, which of them are in its adapter slots, and those of the tokens of
@@ -48,7 +59,7 @@ class LoRAState:
     ranks: tuple[int, ...]
     default: str | None
     in_slots: list[int]
-    layers: list[LayerLoRA] = field(default_factory=list, repr=False)
+    layers: list[InSlots] = field(default_factory=list, repr=False)
     tokens: LoRATokens | None = field(default=None, repr=False)
     outputs: LoRATokens | None = field(default=None, repr=False)
 
@@ -177,7 +188,7 @@ class LayerLoRA:
             self._up[slot - 1].copy_(up, non_blocking=True)
 
     @property
-    def addresses(self) -> tuple[int, int]:
+    def addresses(self) -> tuple[int, ...]:
         """Where the device has the factors of the slots, which a CUDA graph has written into it."""
         return self._down.data_ptr(), self._up.data_ptr()
 
@@ -186,14 +197,14 @@ class LayerLoRA:
         for cut in self._cut:
             own: dict[int, list[LoRAProducts]] = {}
             for one in cut:
-                down, up = self._laid_out(one.down, products), _packed(one.up, products)
+                down, up = self._laid_out(one.down, products), packed_product(one.up, products)
                 own.setdefault(one.expert, []).append(LoRAProducts(one.part, down, up))
             self._products.append(own)
         self._cut = []
 
     def _laid_out(self, down: Tensor, products: ChoosesProduct) -> Callable[[Tensor], Tensor]:
         """Return what computes A·x."""
-        return _packed(down, products)
+        return packed_product(down, products)
 
     @property
     def _stacked(self) -> StackedFactors:
@@ -267,7 +278,8 @@ def _stack(parts: list[LoRAPart], cut: Sequence[_Cut], down: Tensor, up: Tensor)
         up[one.expert, part.start : part.start + part.size, : one.up.shape[1]].copy_(one.up)
 
 
-def _packed(weight: Tensor, products: ChoosesProduct) -> Callable[[Tensor], Tensor]:
+def packed_product(weight: Tensor, products: ChoosesProduct) -> Callable[[Tensor], Tensor]:
+    """Lay a weight out for a CPU, and return the product with it."""
     chosen = products.choose(weight, None)
     laid_out = pack_weight(weight) if chosen.packed else weight
     return partial(linear, weight=laid_out, bias=None, most_rows=chosen.most_rows)

@@ -324,7 +324,8 @@ class CausalLM(TokenModel):
 
     @property
     def adapts_logits(self) -> bool:
-        return self.lm_head is not None and self.lm_head.lora is not None
+        head = self.lm_head
+        return head is not None and (head.lora is not None or head.saved is not None)
 
     def class_scores(self, hidden: Tensor) -> Tensor:
         """Compute a classifier's scores, as `TokenModel.class_scores` says."""

@@ -44,7 +44,7 @@ def test_the_command_is_imported_without_heavy_packages(tmp_path: Path) -> None:
     assert not loaded
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(
     ("arguments", "code", "says", "light"),
     [

@@ -101,7 +101,7 @@ def rows(count: int = 6, length: int = 20, new: int = 12) -> list[Request]:
     return found
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=12)
 @pytest.mark.parametrize("kind", some_thorough(KINDS, ["qwen3", "phi3", "qwen3_5_text"]))
 def test_rows_are_those_of_merged_weights(
     kind: str, tiny_model: Callable[..., Path], tmp_path: Path

@@ -20,6 +20,7 @@ from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.engine.loading.adapters import add_adapters, check_adapter
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.loading.peft_files import open_adapter
+from batchgen.engine.lora import saved_weights
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
@@ -136,6 +137,68 @@ def test_modules_of_experts(kind: str, tiny_model: Callable[..., Path], tmp_path
     expect_rows(requests, found, expected)
 
 
+def saving(base: Path, folder: Path, names: Sequence[str], seed: int) -> tuple[Path, Path]:
+    """Write an adapter of attention and of whole weights, and the model that it makes of `base`."""
+    adapter = write_adapter(
+        folder / f"s{seed}", base, ("q_proj", "o_proj"), seed=seed, strength=0.1,
+        modules_to_save=[name.rpartition(".")[2] for name in names],
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {f"{n}.weight": torch.randn(128, 64, generator=generator) * 0.15 for n in names}
+    edit(adapter, **drawn)
+    merged = merge(base, adapter, folder / f"merged{seed}")
+    edited = load_file(merged / "model.safetensors") | drawn
+    save_file(edited, merged / "model.safetensors", metadata={"format": "pt"})
+    return adapter, merged
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("kind", "slots", "stacked"),
+    [("gemma3_text", None, False), ("llama", 1, False), ("gemma3_text", None, True),
+     ("llama", 2, True)],
+)  # fmt: skip
+def test_weights_that_were_trained_as_a_whole(
+    kind: str, slots: int | None, stacked: bool, tiny_model: Callable[..., Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One for each adapter, with fewer slots than adapters too; also as a GPU computes them."""
+    if stacked:
+        monkeypatch.setattr(saved_weights, "stacks", lambda device: True)
+    base = tiny_model(kind, tie_word_embeddings=False)
+    both = ("model.embed_tokens", "lm_head")
+    made = {
+        name: saving(base, tmp_path, names, seed)
+        for seed, (name, names) in enumerate({"a": both, "b": both[1:], "c": both[:1]}.items())
+    }
+    model, requests = load_model(base, device=CPU, dtype=torch.float32), rows()
+    requests.append((requests[1][0], replace(requests[1][1], lora="c")))
+    opened = {name: open_adapter(adapter) for name, (adapter, _) in made.items()}
+    add_adapters(model, opened, slots=slots)
+    found = run(engine_of(model, None, replace(CONFIG, lora_slots=slots)), requests)
+    expected: dict[str | None, list[RequestOutput]]
+    expected = {None: run(engine_of(adapted(base, {})), own(requests, None))}
+    for name, (_, merged) in made.items():
+        expected[name] = run(engine_of(adapted(merged, {})), own(requests, name))
+    expect_rows(requests, found, expected)
+
+
+def test_whole_weights_that_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    base = tiny_model("llama", tie_word_embeddings=False)
+    model = load_model(base, device=CPU)
+    adapter, _ = saving(base, tmp_path, ("lm_head", "model.norm"), 0)
+    with pytest.raises(ValueError, match=r"replaces model.norm, and adapters of this module"):
+        check_adapter(open_adapter(adapter), model)
+    adapter, _ = saving(base, tmp_path, ("lm_head",), 1)
+    check_adapter(open_adapter(adapter), model)
+    edit(adapter, **{"lm_head.weight": torch.zeros(130, 64)})
+    with pytest.raises(ValueError, match=r"has shape \[130, 64\], .* of another vocabulary are"):
+        check_adapter(open_adapter(adapter), model)
+    path = write_adapter(tmp_path / "none", base, modules_to_save=["embed_tokens"])
+    with pytest.raises(ValueError, match="modules_to_save has embed_tokens, and its tensor is mis"):
+        check_adapter(open_adapter(path), model)
+
+
 def of_parameters(
     folder: Path, base: Path, kind: str, *, seed: int, rank: int = 3, exchanged: bool = False
 ) -> Path:
@@ -238,6 +301,7 @@ def test_answers_are_scored_with_an_adapted_lm_head(
 def test_ranks_divide_experts_and_ids(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     base = tiny_model("qwen3_moe", tie_word_embeddings=False)
     adapters = two(base, tmp_path, (*ENDS, *OF_EXPERTS), experts=True)
+    adapters["a"], _ = saving(base, tmp_path, ("model.embed_tokens", "lm_head"), 3)
     case = Case(base, rows(), adapters=adapters)
     expected, _ = case.run()
     ((found, _),) = run_divided([case], 2)
@@ -268,3 +332,34 @@ def test_parameters_that_do_not_fit(tiny_model: Callable[..., Path], tmp_path: P
     )
     with pytest.raises(ValueError, match=r"adapt the same weight, .*experts.3.down_proj"):
         check_adapter(open_adapter(adapter), model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [None, 1])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_gpu_computes_what_a_cpu_does(
+    kind: str, slots: int | None, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In CUDA graphs, whose slots are written anew, and with the same bits each time."""
+    base = tiny_model(kind, tie_word_embeddings=False)
+    adapters = two(base, tmp_path, ENDS)
+    adapters["c"] = of_parameters(tmp_path / "c", base, kind, seed=0)
+    requests = [
+        (ids, replace(params, temperature=0.0, lora=name))
+        for (ids, params), name in zip(rows(12), (None, "a", "c", "b") * 3, strict=True)
+    ]
+    found = []
+    for device in ("cpu", "cuda", "cuda"):
+        model = load_model(base, device=torch.device(device), dtype=torch.float32)
+        opened = {name: open_adapter(path) for name, path in adapters.items()}
+        add_adapters(model, opened, slots=slots if device == "cuda" else None)
+        own = slots if device == "cuda" else None
+        engine = engine_of(model, ARStrategy(), replace(CONFIG, lora_slots=own))
+        if device == "cuda":
+            engine.capture_graphs()
+        found.append(run(engine, requests))
+    for on_cpu, once, again in zip(*found, strict=True):
+        assert on_cpu.token_ids == once.token_ids == again.token_ids
+        assert np.array_equal(once.columns["logprobs"], again.columns["logprobs"])
+        difference = np.abs(once.columns["logprobs"] - on_cpu.columns["logprobs"]).max()
+        assert difference < 1e-3

@@ -101,6 +101,16 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tie_word_embeddings": True},
         {"target_modules": ["lm_head", "up_proj"]},
     ),
+    "whole": (
+        "llama",
+        {"tie_word_embeddings": False},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    ),
+    "whole, of a shared weight": (
+        "qwen3",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ),
     "experts": ("qwen3_moe", {}, MIXTURE),
     "gpt_oss": ("gpt_oss", {}, MIXTURE),
 }
@@ -117,7 +127,7 @@ def test_files_that_peft_writes(case: str, tiny_model: Callable[..., Path], tmp_
     adapted_model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, **config)).eval()
     torch.manual_seed(0)
     for name, parameter in adapted_model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "modules_to_save" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted_model.save_pretrained(tmp_path / "a")
     asked = [(IDS[:8], RequestParams(max_new_tokens=0, lora="a"), IDS[8:])]

@@ -29,7 +29,8 @@ def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
 
 
 def mark_all_but_quick(items: list[pytest.Item]) -> None:
-    """Mark as thorough all cases but n of each test that is marked quick(n)."""
+    """Mark as thorough all cases but n of each test that is marked quick(n); of
+    quick(n, thorough=m) m more, and the others as slow."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         apart = any(item.get_closest_marker(name) for name in ("thorough", "slow", "gpu"))
@@ -38,10 +39,12 @@ def mark_all_but_quick(items: list[pytest.Item]) -> None:
     for cases in tests.values():
         mark = cases[0].get_closest_marker("quick")
         assert mark is not None
-        quick = _spread(len(cases), *mark.args)
+        (number,) = mark.args
+        quick = _spread(len(cases), number)
+        kept = _spread(len(cases), number + mark.kwargs.get("thorough", len(cases)))
         for index, case in enumerate(cases):
             if index not in quick:
-                case.add_marker(pytest.mark.thorough)
+                case.add_marker(pytest.mark.thorough if index in kept else pytest.mark.slow)
 
 
 def _spread(count: int, number: int) -> set[int]:

@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 _ABOUT = """\
 Choose rows of a job at random, recompute them with the job's own configuration, and compare them
 with its shards bit for bit, in all columns except those in which strategy=ar_spec describes its
-drafts, which follow the schedule. Report how many rows are equal, what differs first in each of
+drafts, which follow the schedule. Report how many rows are equal, the first difference in each of
 the others, and how large the share of different rows can be (at 95%). Exit code 0 only if all are
 equal.
 
-OUT is a job's folder, or a copy of it that somebody has published: config.yaml, manifest.json and
-data/ are needed. Of a set that `select` has written, the texts and what else it has of the rows are
-compared. Model and data set must be there, and must be those of the manifest. Of a pipeline's
-folder each step is audited, with its share of --rows; STEP.KEY=VALUE is for one step.
+OUT is a job's folder, or a published copy of it with config.yaml, manifest.json and data/. For a
+folder that `select` wrote, the texts and its other columns are compared. Model and data set must be
+available and have the digests in the manifest. In a pipeline's folder each step is audited, with
+its share of --rows; STEP.KEY=VALUE applies to one step.
 
-With --operations the rows are computed at once and then one by one, and not compared with the
-shards: of a row that depends on the rows beside it, it names the first operation of the model whose
-result is another. This is for those who look for the cause in the engine; CUDA graphs are off.
+With --operations the rows are computed together and then one by one, and are not compared with the
+shards. For a row that depends on the other rows of its batch, it names the first operation of the
+model with a different result. This helps to find the cause in the engine; CUDA graphs are off.
 
   batchgen audit OUT
   batchgen audit OUT --rows 100 --seed 7 model.path=/models/m dataset.path=rows.jsonl
 
-Rows are drawn by --seed, or at random without it, so that nobody can prepare for the audit.
+Without --seed nobody can predict which rows are audited.
 """
 
 
@@ -76,13 +76,13 @@ def _parsed_arguments(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("out", metavar="OUT", help="the output.dir of a job or of a pipeline")
     parser.add_argument(
         "override", metavar="KEY=VALUE", nargs="*",
-        help="where model and data are, and how the engine runs; what decides rows must stay",
+        help="paths of model and data, and engine keys; keys that decide rows must not change",
     )  # fmt: skip
-    parser.add_argument("--rows", metavar="N", type=int, default=20, help="how many (default: 20)")
+    parser.add_argument("--rows", metavar="N", type=int, default=20, help="default: 20")
     parser.add_argument("--seed", metavar="N", type=int, help="the seed that chooses the rows")
     parser.add_argument(
         "--operations", action="store_true",
-        help="name the first operation in which a row depends on the rows beside it",
+        help="name the first operation in which a row depends on the rest of its batch",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one object and nothing else")
     parser.add_argument(

@@ -11,8 +11,8 @@ from batchgen.util.paths import user_folder
 
 _ABOUT = """\
 Delete old versions of a pipeline's steps. They are listed with their sizes first, and nothing is
-deleted unless you confirm. A version stays in which a worker runs, which a
-current step reads, or whose rows a step that is not complete may still copy.
+deleted unless you confirm. A version is kept if a worker runs in it, if a current step reads it, or
+if an incomplete step may still copy its rows.
 
   batchgen clean OUT
   batchgen clean OUT --yes

@@ -24,11 +24,12 @@ sampling.seed are one arm, and their answers count together; with --by COLUMN th
 are the arms. Jobs with other prompts or targets than the first are not compared, because that is
 another exam; --anyway compares them.
 
-Differences are in points (percent of the questions); intervals are of 95%. p is by Holm over all
-arms. Of two jobs the flipped rows are listed, and "same questions" tells whether anything but
-chance changed in these, which needs several samples that differ. p is below 0.05 exactly where the
-interval beside it leaves out 0. The smallest difference that would be noticed (5%, in four of five
-cases) is of new questions.
+Differences are in points (percent of the questions), with 95% intervals. In the table, p is
+corrected by Holm for all arms. For two jobs the flipped rows are listed, and p is below 0.05
+exactly if the interval next to it does not contain 0. "same questions" tells whether anything but
+chance changed in the answers to these questions, which needs several samples that differ.
+"noticeable" is the smallest true difference for new questions that such a comparison finds in four
+of five cases.
 
   batchgen compare A B C
   batchgen compare SWEEP

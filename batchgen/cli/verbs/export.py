@@ -28,30 +28,30 @@ csv    a header and a line per row; lists and other nested values are JSON in th
 txt    the generated text alone, or the one column that --columns names: a row per line, newlines
        as \\n
 
-With --to, complete jobs become what trainers read, as JSON lines or, by the name of --out, as
-Parquet or as a folder with shards and a card. Rows with an error are left out, and counted.
+With --to, complete jobs become files that trainers read: JSON lines or, by the name of --out,
+Parquet or a folder with shards and a card. Rows with an error are left out, and counted.
 
 sft     messages, or prompt and completion of a plain text; tools, if the prompts had some
 dpo     prompt, chosen, rejected, score_chosen, score_rejected: of each input row up to --pairs
-        pairs of answers of which --by says that one is better, by --gap at least
+        pairs of answers, the first better than the second by --by, and by at least --gap
 kto     prompt, completion, label (--label: an expression)
 grpo    prompt, answer, pass_rate, row_id: a row for each input row; pass_rate is the mean of --by
-prm     prompt, completions, labels: one text and whether it is right for each step
+prm     prompt, completions, labels: a text and a label for each step of a solution
 openai  the result lines of an OpenAI batch: id, custom_id, response, error
 kd      messages, logprobs, target_token_ids: the likeliest tokens at each token of an answer, which
         was scored (prompt.answer) or generated; needs output.columns=[top_logprobs]
 kd-v1   messages, logprobs with entries {token: token_id:N, logprob}
-kd-packed  token ids, and their likeliest tokens in few bytes: ids of as many bits as they need,
-        log-probabilities of 16 bits, the probability of the rest; trainer_files.py of
-        the examples reads them
+kd-packed  token ids, and the likeliest tokens at each in few bytes: ids with only the bits they
+        need, 16-bit log-probabilities, and the probability of all other tokens;
+        examples/trainer_files.py reads them
 rl      token_ids, mask, logprobs, temperatures, reward (--by, or mark), and routed_experts as
         bytes with their shape; needs output.columns=[prompt_token_ids,logprobs]
 trace_rl  of block diffusion: prompt, response, prompt_token_ids, token_ids and step_map to the end
         of the last block, stop_length, mask, logprobs, reward (--by, or mark); needs output.columns
         =[prompt_token_ids,logprobs,step_map,tail_token_ids,tail_step_map]
 
-The prompt is what the job's configuration says, made again of the columns of the row, and the
-answer is the generated text. --messages gives other messages, a template for each.
+The prompt is rendered again from the job's configuration and the columns of the row, and the
+answer is the generated text. --messages writes other messages, with one template for each.
 """
 
 
@@ -98,16 +98,16 @@ def _parser() -> VerbParser:
         help="a new file, compressed if its name ends in .gz; default: standard output",
     )  # fmt: skip
     parser.add_argument(
-        "--quote-formulas", action="store_true", help="in CSV for spreadsheets, see above"
+        "--quote-formulas", action="store_true", help="for CSV in spreadsheets, see above"
     )
-    parser.add_argument("--to", choices=FORMATS, help="what trainers read, see above")
+    parser.add_argument("--to", choices=FORMATS, help="a format for trainers, see above")
     for name, (metavar, help) in _STRINGS.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=help)
     for name, (kind, metavar, help) in _NUMBERS.items():
         parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=help)
     parser.add_argument(
         "--across", action="store_true",
-        help="dpo: pairs of answers that other jobs gave to one row; see `dataset=job`",
+        help="dpo: pair the answers of several jobs to the same row; see `dataset=job`",
     )  # fmt: skip
     return parser
 

@@ -11,9 +11,9 @@ from batchgen.util.paths import user_path
 
 _ABOUT = """\
 Write the lock of a complete job, or of a pipeline: the configuration of each step, digests of its
-models, data set, steps and code that it read, the versions of the libraries, and the root of a tree
-of digests over all its rows. Jobs whose rows it reads (dataset=job) come along. `batchgen rebuild`
-makes the rows again from it, or one of them, and says whether they are equal.
+models, data set, steps and code, the versions of the libraries, and the root of a tree of digests
+over all its rows. Jobs whose rows it reads (dataset=job) are included. `batchgen rebuild` makes the
+rows again from the lock and says whether they are equal.
 
   batchgen lock out -o out.lock
 """

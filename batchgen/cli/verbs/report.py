@@ -13,10 +13,10 @@ from batchgen.util.paths import folder_here, user_path
 
 _ABOUT = """\
 Write OUT/report.html: scores, lengths, speed, configuration and about 200 rows with their tokens,
-in one file that needs nothing else. A job writes it when it is complete. Of a pipeline's folder it
-has the steps as a graph with counts, what each cost, some rows of each, and links to their reports.
-Of a sweep's folder, or any other folder of graded jobs, it has the table of `batchgen compare` with
-pictures of the score against what varies.
+in one file that needs nothing else. A job writes it when it is complete. For a pipeline's folder it
+shows the steps as a graph with counts, the cost and some rows of each, and links to their reports.
+For a sweep's folder, or any other folder of graded jobs, it has the table of `batchgen compare` and
+plots of the score against the keys that vary.
 
   batchgen report OUT
   batchgen report SWEEP --x tokens_per_s
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if options.x is not None:
         raise ConfigError(
-            f"--x {options.x}: {out_given} is not a folder of jobs, which are compared"
+            f"--x {options.x} compares jobs, and {out_given} is not a folder of jobs: leave it out"
         )
     if is_pipeline(str(out)):
         from batchgen.pages.report.pipeline_report import write_report

@@ -26,10 +26,10 @@ def main(arguments: Sequence[str]) -> int:
         "out", metavar="OUT", help="the folder of a job, a pipeline or a set, or an exported file"
     )
     parser.add_argument("row", metavar="ROW", nargs="?", help="the row_id, or the id in a set")
-    parser.add_argument("--line", metavar="N", type=int, help="a line of the file, from 1 on")
-    parser.add_argument("--of", metavar="OUT", help="what a file was made of that does not say so")
+    parser.add_argument("--line", metavar="N", type=int, help="a line of the file, counted from 1")
+    parser.add_argument("--of", metavar="OUT", help="the job or set behind a file without a record")
     parser.add_argument("--sample", metavar="K", type=int, help="only this sample of the row")
-    parser.add_argument("--whole", action="store_true", help="texts to their end")
+    parser.add_argument("--whole", action="store_true", help="do not shorten long texts")
     parser.add_argument("--json", action="store_true", help="a list of objects and nothing else")
     args = parser.parse_intermixed_args(arguments)
     from batchgen.pipelines.trace.trace_row import trace_row

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         "out", metavar="OUT", help="the job's output.dir, or a folder with jobs below it"
     )
     parser.add_argument(
-        "other", metavar="OUT2", nargs="?", help="that of a second job, shown beside it by row_id"
+        "other", metavar="OUT2", nargs="?", help="a second job, shown next to it by row_id"
     )
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument("--open", action="store_true", help="open it in the browser, too")

@@ -41,11 +41,11 @@ def leave_out_others(
         columns = output.get("columns") or ()
         if of_others := [name for name in columns if _is_of_others(name, strategy)]:
             output["columns"] = [name for name in columns if name not in of_others]
-            left_out.append(f"of output.columns {', '.join(of_others)}")
+            left_out.append(f"the output.columns {', '.join(of_others)}")
     if left_out:
         taken = " ".join(f"{group}={chosen[group]}" for group in _KINDS if group in chosen)
         print(
-            f"batchgen: with {taken} these of {EXPERIMENT}={experiment} are left out: "
+            f"batchgen: {taken} does not use these settings of {EXPERIMENT}={experiment}: "
             f"{', '.join(left_out)}",
             file=sys.stderr,
         )

@@ -114,8 +114,8 @@ def _check_kinds(groups: Any) -> None:
         values = groups.get(group) if isinstance(groups, dict) else None
         if isinstance(values, dict) and values and key not in values:
             raise ConfigError(
-                f"{group}.{key} is missing: a choice of your own begins with one of batchgen's, "
-                f"such as by the line `defaults: [{usual}]`; there are {', '.join(choices(group))}"
+                f"{group}.{key} is missing: begin your choice with one of batchgen's, with a line "
+                f"such as `defaults: [{usual}]`; there are {', '.join(choices(group))}"
             )
 
 

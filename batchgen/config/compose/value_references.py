@@ -66,8 +66,8 @@ def refuse_endless(groups: Any) -> None:
     replaced by what it refers to."""
     if _Sizes(groups).of(groups, ()) > MOST_VALUES:
         raise ConfigError(
-            f"with all that its references ${{KEY}} repeat, the configuration has more than "
-            f"{MOST_VALUES:,} values: write out what is needed"
+            f"with its references ${{KEY}} replaced by their values, the configuration has more "
+            f"than {MOST_VALUES:,} values: remove references"
         )
 
 

@@ -238,8 +238,8 @@ class JobConfig:
             )
         if key is None and of_tokens:
             raise ConfigError(
-                f"output.columns: {of_tokens[0]} is of tokens that are generated or given as an "
-                "answer, and here rows are only read: leave it out"
+                f"output.columns: {of_tokens[0]} describes generated or scored tokens, and here "
+                "rows are only read: leave it out"
             )
         if limit:
             raise ConfigError(
@@ -264,12 +264,12 @@ class JobConfig:
         pooled = [name for name in self.output.columns if name in POOLED]
         if pooled and self.sampling.max_new_tokens:
             raise ConfigError(
-                f"output.columns: {pooled[0]} is of rows that are only read, and "
+                f"output.columns: {pooled[0]} needs rows that are only read, and "
                 f"sampling.max_new_tokens is {self.sampling.max_new_tokens}: set it to 0"
             )
         if pooled and answer is not None:
             raise ConfigError(
-                f"output.columns: {pooled[0]} is of rows that are only read, and {answer} is "
+                f"output.columns: {pooled[0]} needs rows that are only read, and {answer} is "
                 f"scored: set {answer}=null, and write the answer into the prompt"
             )
 

@@ -138,8 +138,8 @@ def table_remarks(table: ArmTable) -> list[str]:
         if table.tests:
             points = " in points" if table.column == MARK else ""
             remarks.append(
-                f"Differences are to {names[id(first)]}{points}; p is by Holm over "
-                f"{counted(table.tests, 'test')}: below 0.05 it holds beside the others."
+                f"Differences are from {names[id(first)]}{points}; p is corrected by Holm for "
+                f"{counted(table.tests, 'test')}: below 0.05, chance is an unlikely cause."
             )
     arms: dict[str, list[str]] = {}
     for index, row in enumerate(table.rows):

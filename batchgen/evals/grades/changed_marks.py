@@ -98,7 +98,7 @@ class ChangedMarks:
             return []
         count = self._kinds.total()
         if not count:
-            return [f"No mark has changed of {self.compared:,} that were made anew."]
+            return [f"None of the {self.compared:,} marks has changed."]
         kinds = ", ".join(f"{self._kinds[kind]:,} {kind}" for kind in _KINDS if self._kinds[kind])
         lines = [f"{count:,} of {self.compared:,} marks have changed: {kinds}"]
         lines += map(_line, self._first)

@@ -108,7 +108,7 @@ def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
                 yield image
     except UnidentifiedImageError:
         raise RequestError(
-            "bad_image", f"the file is no image that can be read: use {', '.join(FORMATS)}"
+            "bad_image", f"the file is not an image of a known format: use {', '.join(FORMATS)}"
         ) from None
     except RequestError:
         raise
@@ -143,7 +143,7 @@ def _in_colour(image: Pillow.Image) -> Pillow.Image:
     from PIL import Image as pillow
 
     if image.mode in ("I", "F"):
-        raise ValueError(f"its values are of 32 bits (mode {image.mode}), and no colours")
+        raise ValueError(f"its values have 32 bits (mode {image.mode}) and are not colours")
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     coloured = pillow.new("RGB", image.size)

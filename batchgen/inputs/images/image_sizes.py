@@ -56,8 +56,8 @@ class ImageSizes:
         if min(height, width) < 1 or max(height, width) > MOST_RATIO * min(height, width):
             raise RequestError(
                 "bad_image_size",
-                f"the image has {width}×{height} pixels: it must have some, and no side may be "
-                f"more than {MOST_RATIO} times the other",
+                f"the image has {width}×{height} pixels: each side must have at least 1, and at "
+                f"most {MOST_RATIO} times as many as the other: crop the image",
             )
         side, scale = self.side, height * width
         rows, columns = (round(length / side) * side for length in (height, width))
@@ -116,7 +116,10 @@ def image_sizes(
         not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (least, largest))
         or least > largest
     ):
-        raise ConfigError(f"model.path: {file.name}: size {size!r:.100} is not usable")
+        raise ConfigError(
+            f"model.path: {file.name}: size is {size!r:.100}, and its shortest_edge and "
+            f"longest_edge must be numbers from 1 to {_MOST_SIDE**2:,}, the first not the larger"
+        )
     if max_pixels is not None and max_pixels < side**2:
         raise ConfigError(
             f"prompt.max_pixels={max_pixels} is less than one token of this model, {side}×{side} "
@@ -145,7 +148,9 @@ def _processor(folder: Path) -> tuple[Path, dict[str, Any]]:
             values = content.get("image_processor", content)
             if isinstance(values, dict):
                 return file, values
-        raise ConfigError(f"model.path: {file} is no description of a processor")
+        raise ConfigError(
+            f"model.path: {file} must describe an image processor as a JSON object: fetch it again"
+        )
     raise ConfigError(
         f"model.path: {folder} has no {_FILES[0]}, which says how large images may be"
     )

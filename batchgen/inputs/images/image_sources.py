@@ -147,7 +147,7 @@ class ImageFolder:
                 "of the data set only, or below prompt.image_root",
             )
         if not stat.S_ISREG(status.st_mode):
-            raise RequestError("image_not_found", f"{_short(name)} is no file")
+            raise RequestError("image_not_found", f"{_short(name)} is not a file")
         if status.st_size > MOST_BYTES:
             raise RequestError("bad_image", f"{_short(name)} has more than {MOST_BYTES:,} bytes")
         return Path(real)

@@ -45,8 +45,8 @@ def check_modules(path: Path) -> None:
     kinds = [kind for kind, _ in _modules(path)]
     if kinds != [*_KINDS[: len(kinds)]]:
         raise ValueError(
-            f"{path / MODULES} lists the modules {some_names(kinds)}, and only "
-            f"{', '.join(_KINDS)} can be done, in this order: set output.pooling and "
+            f"{path / MODULES} lists the modules {some_names(kinds)}, and "
+            f"batchgen supports only {', '.join(_KINDS)}, in this order: set output.pooling and "
             "output.normalise both to write hidden states without the others"
         )
 

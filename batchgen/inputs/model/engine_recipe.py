@@ -65,12 +65,13 @@ class EngineRecipe:
         size, kind = self.config.tensor_parallel, device_of(self.device).type
         if kind == "cuda" and torch.cuda.device_count() < size:
             raise ValueError(
-                f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs"
+                f"tensor_parallel is {size}, and PyTorch sees {torch.cuda.device_count()} GPUs: "
+                "lower it, or make more GPUs visible"
             )
         if size > 1 and any(adapter.config.dora for adapter in self.model.adapters.values()):
             raise ValueError(
-                f"tensor_parallel is {size}, and the adapter is of DoRA, which needs whole rows of "
-                "weights that ranks divide: set it to 1, or merge the adapter into the model"
+                f"tensor_parallel is {size}, and DoRA adapters need whole rows of weights, which "
+                "tensor parallelism divides: set it to 1, or merge the adapter into the model"
             )
         if self.config.lora_slots is not None and (self.model.folds or not self.model.adapters):
             what = "the adapter is added to the weights" if self.model.folds else "there are none"

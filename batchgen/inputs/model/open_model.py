@@ -292,8 +292,8 @@ def open_model(
     config, tokenizer = load_model_config(path, load_format), load_tokenizer(path)
     if strange := strange_keys(path):
         print(
-            f"model: {path}/config.json has keys that neither transformers nor the engine knows, "
-            f"and which are passed over: {some_names(strange)}",
+            f"model: {path}/config.json has keys that neither transformers nor the engine knows; "
+            f"they are ignored: {some_names(strange)}",
             file=sys.stderr,
             flush=True,
         )

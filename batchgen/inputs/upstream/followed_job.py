@@ -70,7 +70,7 @@ class Promise:
         if odd := [step.target for step in post if not is_own(step.target)]:
             raise ConfigError(
                 f"dataset.follow: {reader.storage.display_name} is graded by {odd[0]}, which is "
-                "not batchgen's own, so that nothing is known of the grades before they are there: "
+                "not batchgen's own, so the columns of its grades are not known before it ends: "
                 "wait until it is complete and use dataset.follow=false (in a pipeline: after: "
                 "complete)"
             )

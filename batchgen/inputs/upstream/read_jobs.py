@@ -63,8 +63,8 @@ def follow_job(
     while (promise := Promise.found(reader)) is None:
         if not wait:
             raise ConfigError(
-                f"{_KEY}: no shard of {folder} is finished, so that nothing is known of its rows: "
-                "do this again when there is one"
+                f"{_KEY}: no shard of {folder} is finished, so its columns are not known yet: try "
+                "again when one is"
             )
         if not is_told:
             print(f"batchgen: waiting for the first shard of {folder} …", file=sys.stderr)

@@ -102,10 +102,9 @@ class Spending:
         reached = [key for key, limit in self._budget.limits.items() if used[key] >= limit]
         keys = " and ".join(f"budget.{key}" for key in reached)
         amounts = " and ".join(
-            f"{amount_text(key, used[key])} of {amount_text(key, self._budget.limits[key])}"
-            for key in reached
+            _spent_text(key, used[key], self._budget.limits[key]) for key in reached
         )
-        return f"The budget is spent: {amounts}. A higher {keys} goes on from there."
+        return f"The budget is spent: {amounts}. A higher {keys} continues the job."
 
     @property
     def _used(self) -> Used:
@@ -149,10 +148,14 @@ def amount_text(key: str, value: float) -> str:
     return f"{value:,.4g} GPU hours" if key == "gpu_hours" else f"a price of {value:,.2f}"
 
 
+def _spent_text(key: str, used: float, limit: float) -> str:
+    """How much of a limit is used, as "1,000 of 2,000 tokens" or "price 3.10 of 5.00"."""
+    if key == "price":
+        return f"price {used:,.2f} of {limit:,.2f}"
+    return f"{amount_text(key, used).removesuffix(' tokens')} of {amount_text(key, limit)}"
+
+
 def shown_facts(facts: Mapping[str, Mapping[str, float]]) -> str:
     """`Spending.facts`, as metrics.json has them, as text for people."""
-    parts = [
-        f"{amount_text(key, amounts['used'])} of {amount_text(key, amounts['limit'])}"
-        for key, amounts in facts.items()
-    ]
+    parts = [_spent_text(key, amounts["used"], amounts["limit"]) for key, amounts in facts.items()]
     return ", ".join(parts)

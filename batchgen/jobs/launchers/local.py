@@ -64,8 +64,8 @@ class LocalLauncher(Launcher):
         count = self.workers or len(devices) // ranks
         if devices and len(devices) < ranks:
             raise ConfigError(
-                f"engine.tensor_parallel={ranks} needs as many GPUs for each worker, and there are "
-                f"{len(devices)}"
+                f"engine.tensor_parallel={ranks} needs as many GPUs for each worker, and this "
+                f"machine has {len(devices)}: lower it"
             )
         if not count:
             raise ConfigError(

@@ -48,8 +48,8 @@ def check_answer_columns(
     for name in columns:
         if name == CLASS_SCORES and name not in known:
             raise ConfigError(
-                f"output.columns: {name} is of classifiers and reward models, and this model "
-                f"({architecture}) is none: take a checkpoint of the class "
+                f"output.columns: {name} comes from classifiers and reward models, and this model "
+                f"({architecture}) is neither: use a checkpoint of the class "
                 "…ForSequenceClassification, or constraint.scores for probabilities of choices"
             )
         if name == ROUTED_EXPERTS and name not in known:

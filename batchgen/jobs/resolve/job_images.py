@@ -134,7 +134,9 @@ def _root(dataset: DatasetConfig, image_root: str | None) -> Path | None:
     if image_root is not None:
         root = user_path(image_root, "prompt.image_root")
         if not root.is_dir():
-            raise ConfigError(f"prompt.image_root: {root} is no folder")
+            raise ConfigError(
+                f"prompt.image_root: {root} is not a folder: name the one with the images"
+            )
         return root
     if dataset.kind != "files" or not isinstance(dataset.path, str) or dataset.path == STDIN:
         return None

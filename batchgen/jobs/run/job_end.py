@@ -16,7 +16,7 @@ from batchgen.storage.costs.chain_costs import all_steps
 from batchgen.storage.folder.dataset_card import dataset_card
 from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.folder.job_summary import JobSummary, end_table
-from batchgen.storage.folder.row_funnel import IndexFacts
+from batchgen.storage.folder.row_funnel import IndexFacts, num_questions
 from batchgen.storage.leases.own_files import ROW_INDEX
 from batchgen.storage.metrics.job_metrics import Metrics
 from batchgen.storage.metrics.tally import Tally, Totals
@@ -24,7 +24,6 @@ from batchgen.storage.shards.output_fields import CHANNEL
 from batchgen.storage.shards.output_schema import OutputSchema
 from batchgen.storage.shards.shard_files import read_columns, shard_files
 from batchgen.storage.stores.job_storage import Storage
-from batchgen.storage.stores.manifest import ROWS
 from batchgen.util.signals import StopSignals
 
 
@@ -90,7 +89,7 @@ def complete(
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
     sampling = metrics.sampling
-    questions = folder.manifest.growing.get(ROWS)
+    questions = num_questions(folder.manifest, facts)
     about = JobSummary(
         totals,
         config=resolved(config),
@@ -146,7 +145,7 @@ def already_complete(
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
     figures = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
     steps = all_steps(figures, _name(storage))
-    questions = folder.manifest.growing.get(ROWS)
+    questions = num_questions(folder.manifest, facts)
     job = JobSummary(
         totals,
         score=scores.score,

@@ -18,7 +18,8 @@ from batchgen.evals.arms.job_facts import is_config
 from batchgen.pages.viewer.overview import rows_to_come
 from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.folder.read_job import JobFolderReader
-from batchgen.storage.stores.manifest import ROWS, Manifest
+from batchgen.storage.folder.row_funnel import num_questions
+from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import short_name
 from batchgen.util.text.text_table import score_value, value_range
@@ -135,7 +136,7 @@ def _job(folder: Path, name: str) -> JobBelow:
         manifest, known = Manifest.read(folder / "manifest.json"), JobSummary.of(reader.metrics)
         dataset = manifest.identity.get("dataset") or {}
         to_come, score = rows_to_come(known), known.mean_mark if known.score else None
-        questions = manifest.growing.get(ROWS)
+        questions = num_questions(manifest, reader.row_facts)
         return replace(
             job,
             state=str(known.status),

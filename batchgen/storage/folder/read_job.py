@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from batchgen.config.groups.class_names import with_short_names
 from batchgen.storage.folder.read_shard import BATCH, ReadShard, may_live
-from batchgen.storage.folder.row_funnel import IndexFacts
+from batchgen.storage.folder.row_funnel import IndexFacts, num_questions
 from batchgen.storage.folder.whole_shards import (
     WholeShards,
     check_job,
@@ -32,7 +32,7 @@ from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import shard_files, shard_path
 from batchgen.storage.stores.folder_storage import FolderStorage, names_in
 from batchgen.storage.stores.job_storage import Storage
-from batchgen.storage.stores.manifest import ROWS, Manifest
+from batchgen.storage.stores.manifest import Manifest
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import some_names
 from batchgen.util.text.plain_yaml import load_yaml
@@ -99,17 +99,19 @@ class JobFolderReader:
     @property
     def manifest(self) -> dict[str, Any]:
         """What manifest.json holds."""
+        return asdict(self._manifest())
+
+    def _manifest(self) -> Manifest:
         path = self.path / "manifest.json"
         content = self.storage.read(path)
         if content is None:
             raise FileNotFoundError(errno.ENOENT, "the job is gone", str(path))
-        return asdict(Manifest.parse(content, str(path)))
+        return Manifest.parse(content, str(path))
 
     @property
     def questions(self) -> int | None:
-        """The number of input rows of the job; None if it is not known yet."""
-        rows: int | None = self.manifest["growing"].get(ROWS)
-        return rows
+        """The number of rows of the job; None if it is not known yet."""
+        return num_questions(self._manifest(), self.row_facts)
 
     @property
     def row_facts(self) -> IndexFacts | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
+from batchgen.storage.stores.manifest import ROWS, Manifest
 from batchgen.util.errors import ConfigError
 
 FORMAT_VERSION = 1
@@ -107,3 +108,9 @@ class IndexFacts:
     def text(self) -> str:
         """What the file holds."""
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+
+def num_questions(manifest: Manifest, facts: IndexFacts | None) -> int | None:
+    """The number of rows of a job, after its steps of `rows`; None if it is not known yet."""
+    read: int | None = manifest.growing.get(ROWS)
+    return read if facts is None else facts.rows

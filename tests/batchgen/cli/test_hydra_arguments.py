@@ -120,7 +120,7 @@ def test_names_are_those_of_a_sweep_of_ours() -> None:
         (["sampling.sed=1,2"], "did you mean sampling.seed?"),
         (["model=hff,hf"], "model has no choice hff"),
         (["sampling.seed=1,2", "sampling.stop=[a"], "the closing ] is missing"),
-        (["model=glob(x*)"], "there is no such value"),
+        (["model=glob(x*)"], "nothing matches this pattern"),
         ([r"sampling.stop='\nclass'"], r"\n in single quotes may be the end of a line"),
         ([r"sampling.stop='\n',a"], r"\n in single quotes may be the end of a line"),
         ([r"prompt.user=choice('\n',a)"], r"\n in single quotes may be the end of a line"),

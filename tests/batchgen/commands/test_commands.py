@@ -52,7 +52,7 @@ def test_the_table_is_there() -> None:
     assert _cases()
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, thorough=60)
 @pytest.mark.parametrize("case", _cases())
 def test_command(
     case: dict[str, Any],

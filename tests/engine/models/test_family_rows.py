@@ -192,7 +192,7 @@ def test_ngram_drafts(alone: Alone, folder: Path, columns: tuple[str, ...], k: i
     assert engine.stats.counts["num_draft_tokens"] > 0
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=12)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_log_probabilities_and_experts(
     kind: str, tiny_model: TinyModel, reference_logits: Callable[[Path, list[int]], torch.Tensor]

@@ -182,7 +182,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=40)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,

@@ -86,7 +86,7 @@ def test_every_family_is_tried(tiny_model: TinyModel) -> None:
     assert tried == MODELS.keys() - elsewhere
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=16)
 @pytest.mark.parametrize("kind", [*FAMILIES, *VISION])
 def test_scores_equal_transformers(kind: str, tiny_model: TinyModel) -> None:
     folder = folder_of(kind, tiny_model, **(SMALL if kind.startswith(RECURRENT) else {}))

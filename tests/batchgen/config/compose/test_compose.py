@@ -113,7 +113,7 @@ TOGETHER = [[argument for argument in row if argument] for row in zip_longest(*C
 """Every choice once, with choices of the other groups."""
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=12)
 @pytest.mark.parametrize(
     "chosen",
     some_slow([*TOGETHER, *EXPERIMENTS, *ALONE], quick=[*TOGETHER, *EXPERIMENTS]),
@@ -201,9 +201,9 @@ def test_a_ready_job_with_another_strategy(by: str, capsys: pytest.CaptureFixtur
     assert config.strategy.options == {}
     assert config.output.columns == ("logprobs", "routed_experts")
     said = capsys.readouterr().err
-    assert said.startswith("batchgen: with strategy=ar these of experiment=nano_hybrid are left ")
-    assert "strategy.proposer, strategy.num_spec_tokens, strategy.adaptive, of " in said
-    assert said.endswith("of output.columns draft_accepted, step_map\n")
+    assert said.startswith("batchgen: strategy=ar does not use these settings of experiment=nano_")
+    assert "strategy.proposer, strategy.num_spec_tokens, strategy.adaptive, the " in said
+    assert said.endswith("the output.columns draft_accepted, step_map\n")
 
 
 def test_what_the_user_gives_for_another_strategy_is_refused() -> None:

@@ -142,7 +142,7 @@ def computed(out: Path, *overrides: str) -> pa.Table:
 
 @pytest.mark.quick(2)
 # test_lora_job.py has rows with adapters for lora_slots.
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=4)
 @pytest.mark.parametrize("key", sorted({*_NOT_DECIDING["engine"]} - {"device", "lora_slots"}))
 def test_rows_are_equal_under_any_other_key_of_the_engine(
     key: str, rows: pa.Table, tmp_path: Path

@@ -200,7 +200,7 @@ def test_choices_tell_what_is_true() -> None:
     assert found[20]["grade_error"]["type"] == "bad_target"
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=6)
 @pytest.mark.parametrize("name", EXAMS)
 def test_an_exam_takes_its_data_from_the_hub_or_from_a_file(name: str) -> None:
     hub, _ = composed(name)
@@ -257,7 +257,7 @@ def _local_copy(name: str, keys: Mapping[str, str], folder: Path) -> None:
             writer.write_table(table)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=6)
 @pytest.mark.parametrize("name", EXAMS)
 def test_an_exam_has_a_dry_run_over_a_local_copy(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -94,7 +94,7 @@ def test_an_empty_response_follows_nothing(text: str, loose: bool) -> None:
     assert not follows_instruction("punctuation:no_comma", {}, text, loose=loose)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=4)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_hostile_responses_take_a_time_in_proportion_to_their_length(piece: str) -> None:

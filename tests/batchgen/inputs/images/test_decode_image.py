@@ -139,8 +139,8 @@ def test_values_that_are_no_colours_are_refused() -> None:
         ({"resample": 2}, "resample"),
         ({"do_resize": False}, "do_resize"),
         ({"patch_size": 14}, "14 pixels"),
-        ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "not usable"),
-        ({"size": {"shortest_edge": 9, "longest_edge": "many"}}, "not usable"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "the first not the larger"),
+        ({"size": {"shortest_edge": 9, "longest_edge": "many"}}, "the first not the larger"),
     ],
 )
 def test_a_processor_of_another_kind_is_refused(

@@ -70,7 +70,7 @@ def test_only_folders_of_the_model_are_read(place: str, tmp_path: Path) -> None:
 
 def test_other_modules_and_damaged_lists_are_refused(tmp_path: Path) -> None:
     embedder_files(tmp_path, {}, "Dense", "Normalize")
-    message = "lists the modules Transformer, Pooling, Dense, Normalize, and only"
+    message = "lists the modules Transformer, Pooling, Dense, Normalize, and batchgen supports only"
     with pytest.raises(ValueError, match=message):
         check_modules(tmp_path)
     for content, message in (

@@ -43,7 +43,7 @@ def test_a_job_goes_on_with_a_higher_budget(tmp_path: Path) -> None:
         if result.exit_code == 0:
             break
         assert result.exit_code == 4
-        assert f"of {tokens:,} tokens. A higher budget.tokens goes on" in result.message
+        assert f"of {tokens:,} tokens. A higher budget.tokens continues" in result.message
         assert used(out) >= tokens
         stops.append(finished_rows(out))
         assert json.loads((out / "metrics.json").read_text())["status"] == "stopped"
@@ -80,7 +80,7 @@ def test_other_jobs_share_a_budget(tmp_path: Path) -> None:
     [
         ({"minutes": 0.002}, "of 0.1 s. A higher budget.minutes"),
         ({"gpu_hours": 0.00003}, "of 3e-05 GPU hours. A higher budget.gpu_hours"),
-        ({"price": 0.0003, "price_per_hour": 10}, "a price of 0.00. A higher budget.price goes"),
+        ({"price": 0.0003, "price_per_hour": 10}, "price 0.00 of 0.00. A higher budget.price"),
     ],
 )
 def test_time_and_price_are_limits(tmp_path: Path, budget: dict[str, float], said: str) -> None:

@@ -199,7 +199,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return tmp, contents(tmp / "out")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=15)
 @pytest.mark.parametrize(
     ("given", "message"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES]
 )

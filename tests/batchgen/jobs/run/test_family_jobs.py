@@ -78,7 +78,7 @@ def test_every_architecture_is_tried() -> None:
     assert MODELS.keys() - seeing - {"InternLM3ForCausalLM"} == set(KINDS)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=12)
 @pytest.mark.parametrize("architecture", KINDS)
 def test_a_job_of_each_architecture(
     architecture: str,

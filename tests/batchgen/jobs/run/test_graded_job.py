@@ -188,7 +188,7 @@ def test_marks_that_change_are_told(tmp_path: Path, first: StepConfig, second: S
     assert sorted(written, key=lambda row: (row["row_index"], row["sample_index"])) == wanted
     assert bool(wanted) == (first is not second)
     if not wanted:
-        assert lines == ["No mark has changed of 80 that were made anew."]
+        assert lines == ["None of the 80 marks has changed."]
         return
     assert lines[0].startswith(f"{len(wanted)} of 80 marks have changed: ")
     assert [line.split(": ")[0].split()[0] for line in lines[1:11]] == [
@@ -242,7 +242,7 @@ def test_a_job_that_is_graded_anew_says_what_changes(
     assert "changed" not in capsys.readouterr().err
     monkeypatch.setattr(Grade, "version", Grade.version + 1)
     run(job(out), EXTRACT, GRADE)
-    assert "No mark has changed of 80 that were made anew.\n" in capsys.readouterr().err
+    assert "None of the 80 marks has changed.\n" in capsys.readouterr().err
     run(job(out), EXTRACT, WRONG)
     assert "marks have changed: " in capsys.readouterr().err
     post = "post=[{_target_: batchgen.grading.extract.Extract, methods: [last_number]}, "

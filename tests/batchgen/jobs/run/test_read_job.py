@@ -188,7 +188,7 @@ def test_a_job_that_is_cut_off_writes_the_same_values(
         ("and prompt.answer is scored", ["prompt.answer=x"]),
         ("restricts what is generated", ["constraint=json"]),
         ("asks for several times what is generated", ["sampling.n=2", "sampling.temperature=1"]),
-        ("logprobs is of tokens that are generated", ["output.columns=[embedding,logprobs]"]),
+        ("logprobs describes generated or scored tokens", ["output.columns=[embedding,logprobs]"]),
         ("has no embedding", ["output.columns=[class_scores]", "output.pooling=mean"]),
         ("go together", ["output.columns=[hidden_states]"]),
         ("go together", ["output.hidden_layers=[1]"]),
@@ -295,3 +295,8 @@ def test_answers_are_chosen_by_a_reward_model(
             kept.append(i)
     found = table(tmp_path / "kept")["reply"].to_pylist()
     assert found == [rows[i]["reply"] for i in kept] and len(kept) < len(rows)
+    # Its questions are the rows that the step has left, not those that the job read.
+    assert JobFolderReader(tmp_path / "kept").questions == len(kept)
+    assert (
+        f"{len(kept)} questions, {len(kept)} answers" in (tmp_path / "kept/README.md").read_text()
+    )

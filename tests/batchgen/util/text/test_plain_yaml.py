@@ -68,7 +68,7 @@ def test_a_hostile_file_is_a_clear_word(kind: str) -> None:
     assert "job.yaml" in str(error.value) and len(str(error.value)) < 400
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=6)
 @pytest.mark.parametrize("kind", sorted(HOSTILE))
 def test_every_reader_has_the_bounds(kind: str, tmp_path: Path) -> None:
     text, message = HOSTILE[kind]
