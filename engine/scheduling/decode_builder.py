@@ -15,24 +15,19 @@ from batchgen.engine.scheduling.pacing import Pacing
 
 NewBlock = tuple[int, int, int]
 """An entry of `DecodeBatch.new_blocks`."""
+Preempt = Callable[[Sequence], None]
+"""Takes all that a row owns of the caches. The scheduler's method is an argument of each call: kept
+here, it would be a cycle, so that an engine that is dropped would not free its rows."""
 
 
 class DecodeBuilder:
-    """Plans decode batches, and reserves the blocks that they need. `preempt` takes all that a row
-    owns of the caches, where these are full."""
+    """Plans decode batches, and reserves the blocks that they need."""
 
-    def __init__(
-        self,
-        block_manager: BlockManager,
-        running: RunningBatch,
-        pacing: Pacing,
-        preempt: Callable[[Sequence], None],
-    ) -> None:
+    def __init__(self, block_manager: BlockManager, running: RunningBatch, pacing: Pacing) -> None:
         self._blocks, self._running, self._pacing = block_manager, running, pacing
-        self._preempt = preempt
 
     def batch(
-        self, keep: npt.NDArray[np.int64], width: int, cut: Sequence | None
+        self, keep: npt.NDArray[np.int64], width: int, cut: Sequence | None, preempt: Preempt
     ) -> DecodeBatch | None:
         """Plan a decode batch of `width` tokens a row, of those at the places `keep` of the running
         rows. Returns None if there is none to run before the launched steps are read. `cut` is the
@@ -45,7 +40,7 @@ class DecodeBuilder:
         ending = len(running) - len(slots) - (cut is not None)
         if ending and self._lacks_blocks(slots, needed):
             return None  # rows that end with the launched steps will free their blocks
-        count, *new_blocks = self._reserve(slots, needed, cut)
+        count, *new_blocks = self._reserve(slots, needed, cut, preempt)
         if not count:
             return None
         slots = slots[:count]
@@ -61,7 +56,11 @@ class DecodeBuilder:
         return self._blocks.lacks(int(np.maximum(missing, 0).sum()))
 
     def _reserve(
-        self, slots: BatchSlots, needed: npt.NDArray[np.int64], cut: Sequence | None
+        self,
+        slots: BatchSlots,
+        needed: npt.NDArray[np.int64],
+        cut: Sequence | None,
+        preempt: Preempt,
     ) -> tuple[int, list[NewBlock], list[NewBlock]]:
         """Reserve blocks so that the rows at these slots [R] have room for `needed` [R] tokens. If
         the cache is full, rows are preempted, the one that joined last first. Returns how many of
@@ -81,11 +80,11 @@ class DecodeBuilder:
                 if self._give_back_lookahead(slots[:count], needed[:count]):
                     continue
                 if cut is not None:
-                    self._preempt(cut)
+                    preempt(cut)
                     cut = None
                     continue
                 count -= 1
-                self._preempt(self._running[slots[count]])
+                preempt(self._running[slots[count]])
                 if row == count:
                     break
             else:

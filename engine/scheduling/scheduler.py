@@ -86,7 +86,7 @@ class Scheduler:
         self._newest: Sequence | None = None  # the row that was admitted last
         self.block_manager = block_manager
         self.running = RunningBatch(limits.max_num_seqs, counts)
-        self._decode = DecodeBuilder(block_manager, self.running, pacing, self._preempt)
+        self._decode = DecodeBuilder(block_manager, self.running, pacing)
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # which admitted rows found in the prefix cache
 
@@ -259,7 +259,8 @@ class Scheduler:
 
     def _decode_batch(self, width: int) -> DecodeBatch | None:
         """Plan a decode batch of `width` tokens a row."""
-        return self._decode.batch(np.flatnonzero(self._staying()), width, self._cut)
+        staying = np.flatnonzero(self._staying())
+        return self._decode.batch(staying, width, self._cut, self._preempt)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take all that a running row owns of the caches, and let it wait before all others to be

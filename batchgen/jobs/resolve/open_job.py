@@ -86,9 +86,7 @@ def open_job(
     columns = image_columns(config, model)
     # Last of what can be refused: it takes seconds to load datasets.
     source, of_steps = _open_rows(config, model, post, promised, wait, columns)
-    counts = [count.name for count in strategy.counts]
-    of_rows = [name for name in config.output.columns if name == CLASS_SCORES]
-    check_scored(post, config.score, [*source.schema.names, *counts, *of_rows])
+    _check_scored(config, strategy, source, post)
     images = row_images(config, model, source)
     if images is not None:
         model = dataclasses.replace(model, with_vision=True)
@@ -126,6 +124,15 @@ def open_job(
     with mistakes_in("engine"):
         job.recipe(config).check()
     return job
+
+
+def _check_scored(
+    config: JobConfig, strategy: Strategy, source: Source, post: Sequence[PostStep]
+) -> None:
+    """Refuse a score of a column that the output will not have."""
+    counts = [count.name for count in strategy.counts]
+    of_rows = [name for name in config.output.columns if name == CLASS_SCORES]
+    check_scored(post, config.score, [*source.schema.names, *counts, *of_rows])
 
 
 def _row_tokens(

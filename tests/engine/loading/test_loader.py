@@ -199,8 +199,8 @@ def test_files_that_cannot_be_read_are_named(tiny_model: TinyModel, tmp_path: Pa
         ),
         (
             "llama",
-            {"architectures": ["Llama4ForCausalLM"]},
-            "is not supported: the nearest is LlamaForCausalLM, which lacks attention in chunks",
+            {"architectures": ["NemotronForCausalLM"]},
+            "is not supported: the nearest is LlamaForCausalLM, which lacks norms",
         ),
         ("llama", {"architectures": ["Qwen3ForCausualLM"]}, "is Qwen3ForCausalLM meant"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
