@@ -23,6 +23,7 @@ from batchgen.engine.parallel.tensor_parallel import (
     Stream,
 )
 from batchgen.kernels.fp8.quantise import FP8Rows, RoundedRows, plain_rows
+from batchgen.kernels.layers.elementwise import sigmoid
 from batchgen.kernels.layers.shared_part import SharedPart, add_up
 from batchgen.kernels.moe.router.router_form import SOFTMAX, RouterForm
 from batchgen.kernels.moe.router.routing import route
@@ -172,7 +173,7 @@ class SparseMoE(nn.Module):
         )
         ctx.record(self.column, ids, self.index)
         if self._gates_input:
-            x = tokens = x * logits.gather(1, ids.long()).float().sigmoid().to(x.dtype)
+            x = tokens = x * sigmoid(logits.gather(1, ids.long()).float()).to(x.dtype)
         out: Tensor
         alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
         slots = self.experts.adapter_slots(len(x))

@@ -208,7 +208,9 @@ def test_what_does_not_go_with_rows_that_are_read(
 
 
 def test_other_models_have_no_classes(model: Path, talks: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="of classifiers and reward models, and this model"):
+    with pytest.raises(
+        ConfigError, match="comes from classifiers and reward models, and this model"
+    ):
         run(asked(model, talks, tmp_path / "out", POOLED))
 
 
