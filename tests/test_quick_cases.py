@@ -15,10 +15,10 @@ def quick_cases(request: pytest.FixtureRequest, count: int, *marks: pytest.MarkD
         item.add_marker(pytest.mark.quick(3))
     for mark in marks:
         items[0].add_marker(mark)
-    before = [{mark.name for mark in item.iter_markers()} for item in items]
     mark_all_but_quick([*items])
-    after = [{mark.name for mark in item.iter_markers()} for item in items]
-    return " ".join(str(i) for i, names in enumerate(after) if names == before[i])
+    return " ".join(
+        str(i) for i, item in enumerate(items) if not item.get_closest_marker("thorough")
+    )
 
 
 def test_the_cases_are_spread(request: pytest.FixtureRequest) -> None:
@@ -48,15 +48,3 @@ def test_many_cases_are_slow(request: pytest.FixtureRequest) -> None:
         for item in items
     ]
     assert [markers.index("quick"), markers.count("thorough"), markers.count("slow")] == [0, 2, 7]
-
-
-def test_six_cases_are_thorough_where_a_test_says_nothing(request: pytest.FixtureRequest) -> None:
-    items = [
-        pytest.Function.from_parent(request.node.parent, name=f"test[{i}]", callobj=lambda: None)
-        for i in range(20)
-    ]
-    for item in items:
-        item.add_marker(pytest.mark.quick(2))
-    mark_all_but_quick([*items])
-    names = [name for item in items for name in ("thorough", "slow") if name in item.keywords]
-    assert (names.count("thorough"), names.count("slow")) == (6, 12)

@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-_THOROUGH = 6
-"""The most cases of a test, besides the quick ones, that `scripts/test --thorough` runs unless the
-test says another number: what all of them cover is one mechanism."""
-
 
 def thorough(*cases: Any) -> list[Any]:
     """The cases as parameters that `scripts/test --thorough` runs; a tuple has several values."""
@@ -33,8 +29,8 @@ def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
 
 
 def mark_all_but_quick(items: list[pytest.Item]) -> None:
-    """Mark all cases but n of each test that is marked quick(n, thorough=m): m as thorough, and the
-    others as slow."""
+    """Mark as thorough all cases but n of each test that is marked quick(n); of
+    quick(n, thorough=m) m more, and the others as slow."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         apart = any(item.get_closest_marker(name) for name in ("thorough", "slow", "gpu"))
@@ -45,7 +41,7 @@ def mark_all_but_quick(items: list[pytest.Item]) -> None:
         assert mark is not None
         (number,) = mark.args
         quick = _spread(len(cases), number)
-        kept = _spread(len(cases), number + mark.kwargs.get("thorough", _THOROUGH))
+        kept = _spread(len(cases), number + mark.kwargs.get("thorough", len(cases)))
         for index, case in enumerate(cases):
             if index not in quick:
                 case.add_marker(pytest.mark.thorough if index in kept else pytest.mark.slow)
