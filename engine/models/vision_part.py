@@ -78,7 +78,8 @@ def deepstack_tower(hf: PretrainedConfig) -> DeepstackConfig:
     fields = tower_fields(hf, "gelu_pytorch_tanh")
     if not hf.text_config.rope_parameters.get("mrope_interleaved", True):
         raise ValueError("mrope_interleaved is false, which is not supported for images")
-    return DeepstackConfig(**fields, table_side=side, deepstack=_deepstack(tower))
+    deepstack = ascending_blocks(tower, "deepstack_visual_indexes")
+    return DeepstackConfig(**fields, table_side=side, deepstack=deepstack)
 
 
 def with_tower(
@@ -168,11 +169,6 @@ def _theta(parameters: dict[str, Any] | None) -> float:
     if not isinstance(theta, int | float) or not theta > 1:
         raise ValueError(f"rope_theta of the vision tower is {theta!r:.60}, and must be over 1")
     return float(theta)
-
-
-def _deepstack(tower: PretrainedConfig) -> tuple[int, ...]:
-    """Return the blocks whose features the decoder's layers add; some towers have none."""
-    return ascending_blocks(tower, "deepstack_visual_indexes")
 
 
 def ascending_blocks(tower: PretrainedConfig, key: str) -> tuple[int, ...]:

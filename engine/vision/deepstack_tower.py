@@ -112,13 +112,10 @@ class DeepstackTower(VisionTower):
 
     def _positions(self, image: Tensor) -> PatchPositions:
         config = self.config
-        height, width, _ = image.shape
         return patch_positions(
-            height // config.patch_size,
-            width // config.patch_size,
-            config.merge_size,
+            *self.grid(image),
             side=config.table_side,
-            head_dim=config.width // config.num_heads,
+            head_dim=config.head_dim,
             theta=config.rope_theta,
         )
 

@@ -41,6 +41,11 @@ class VisionConfig:
     colours: Colours = HALVES
 
     @property
+    def head_dim(self) -> int:
+        """The number of values of a head of the tower's attention."""
+        return self.width // self.num_heads
+
+    @property
     def patch_values(self) -> int:
         """The number of values of a patch, of all its frames and colours."""
         return 3 * self.temporal_size * self.patch_size**2

@@ -124,6 +124,11 @@ class VisionTower(nn.Module, ABC):
         embedded: Tensor = self.patch_embed(values.to(self.dtype))
         return embedded
 
+    def grid(self, image: Tensor) -> tuple[int, int, int]:
+        """Return the rows and columns of an image's patches, and those of a token's side."""
+        size, (height, width, _) = self.config.patch_size, image.shape
+        return height // size, width // size, self.config.merge_size
+
     def segments(self, lengths: Sequence[int]) -> Segments:
         """Make segments of these numbers of patches."""
         starts = upload([0, *accumulate(lengths)], torch.int32, self.device)

@@ -97,13 +97,10 @@ class WindowedTower(VisionTower):
 
     def _positions(self, image: Tensor) -> WindowPositions:
         config = self.config
-        height, width, _ = image.shape
         return window_positions(
-            height // config.patch_size,
-            width // config.patch_size,
-            config.merge_size,
+            *self.grid(image),
             window=config.window_side,
-            head_dim=config.width // config.num_heads,
+            head_dim=config.head_dim,
             theta=config.rope_theta,
         )
 
