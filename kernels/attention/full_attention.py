@@ -42,10 +42,10 @@ def _in_one_launch(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tenso
     """Compute all segments by FlashAttention-2 (Dao 2023)."""
     longest, starts = max(segments.lengths), segments.starts
     # What torch.nn.attention.varlen calls, which takes seconds to import. No dropout, no mask.
-    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+    results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, False, False
     )
-    return found[0]
+    return results[0]
 
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
