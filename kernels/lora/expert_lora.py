@@ -116,14 +116,10 @@ def _pair_slots(
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     expert = tl.load(ids_ptr + index, mask=inside, other=0)
-    adapter_slot = tl.load(adapter_slots_ptr + index // slots_per_token, mask=inside, other=0).to(
-        tl.int32
-    )
-    pair = tl.where(
-        (adapter_slot > 0) & (expert < num_experts),
-        (adapter_slot - 1) * num_experts + expert,
-        num_pairs,
-    )
+    adapter = tl.load(adapter_slots_ptr + index // slots_per_token, mask=inside, other=0)
+    adapter = adapter.to(tl.int32)
+    pair = (adapter - 1) * num_experts + expert
+    pair = tl.where((adapter > 0) & (expert < num_experts), pair, num_pairs)
     tl.store(pairs_ptr + index, pair, mask=inside)
     # Sorted slots behind the last tile are of experts elsewhere, and mean nothing.
     num_tiles = tl.load(num_tiles_ptr)
