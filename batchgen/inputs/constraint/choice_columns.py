@@ -21,5 +21,5 @@ def choice_ids(
     not None; an empty list for a row without choices."""
     if constraint is None or constraint.kind != "choice":
         return []
-    behind = [] if end is None else [end]
-    return [encode(choice) + behind for choice in json.loads(constraint.text)]
+    suffix = [] if end is None else [end]
+    return [encode(choice) + suffix for choice in json.loads(constraint.text)]

@@ -44,12 +44,12 @@ class Unchecked(Exception):
     """A text cannot be checked. The message says why."""
 
 
-def make_check(config: AnyConstraintConfig, value: Any, *, behind: bool = False) -> Check:
+def make_check(config: AnyConstraintConfig, value: Any, *, after_reasoning: bool = False) -> Check:
     """The check of texts against a constraint, or `Unchecked` if the checker cannot read it.
 
     `value` is what the job or the row gives for it: a schema or a tag as parsed JSON, the choices,
-    the pattern, or the EBNF. None stands for any JSON object. With `behind` the texts begin behind
-    the marker `start_after`, which is not in them.
+    the pattern, or the EBNF. None stands for any JSON object. With `after_reasoning` the texts
+    begin after the marker `start_after`, which is not in them.
     """
     if isinstance(config, (JsonSchemaConstraintConfig, JsonConstraintConfig)):
         schema = {"type": "object"} if value is None else value
@@ -67,7 +67,7 @@ def make_check(config: AnyConstraintConfig, value: Any, *, behind: bool = False)
         check = _matcher_check(lambda compiler: compiler.compile_structural_tag(json.dumps(value)))
     if config.start_after is None:
         return check
-    return partial(_any_gap, check) if behind else _behind(config.start_after, check)
+    return partial(_any_gap, check) if after_reasoning else _behind(config.start_after, check)
 
 
 def _behind(marker: str, check: Check) -> Check:

@@ -62,10 +62,10 @@ class DecodeAhead:
         """What was begun for an image, which gives its place back; None if nothing was."""
         with self._lock:
             pixels.taken = True
-            future, place = pixels.future, pixels.place
+            future, index = pixels.future, pixels.place
             pixels.future = pixels.place = None
-            if place is not None:
-                place()
+            if index is not None:
+                index()
             return future
 
 

@@ -36,13 +36,13 @@ class ImageSizes:
 
     Attributes:
         side: the pixels of a token's side; heights and widths are multiples of it.
-        least: the fewest pixels of an image.
+        min_pixels: the fewest pixels of an image.
         max_pixels: the most pixels of an image in this job.
         most_of_model: the most pixels of an image that the model's processor allows.
     """
 
     side: int
-    least: int
+    min_pixels: int
     max_pixels: int
     most_of_model: int
 
@@ -66,8 +66,8 @@ class ImageSizes:
             rows, columns = (
                 max(side, math.floor(length / beta / side) * side) for length in (height, width)
             )
-        elif rows * columns < self.least:
-            beta = math.sqrt(self.least / scale)
+        elif rows * columns < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / scale)
             rows, columns = (math.ceil(length * beta / side) * side for length in (height, width))
         return rows, columns
 
@@ -82,7 +82,7 @@ class ImageSizes:
     def fingerprint(self, pillow: str) -> str:
         """A digest of all that decides the pixels besides the file; `pillow` is the version of
         Pillow."""
-        numbers = (self.side, self.least, self.max_pixels)
+        numbers = (self.side, self.min_pixels, self.max_pixels)
         return fingerprint_text("images", _READING, pillow, *map(str, numbers))
 
 
@@ -110,11 +110,11 @@ def image_sizes(
             f"side, and config.json says tokens of {side} pixels: they must agree"
         )
     size = processor.get("size") or {}
-    least = size.get("shortest_edge", processor.get("min_pixels", 65536))
+    smallest = size.get("shortest_edge", processor.get("min_pixels", 65536))
     largest = size.get("longest_edge", processor.get("max_pixels", 16777216))
     if (
-        not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (least, largest))
-        or least > largest
+        not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (smallest, largest))
+        or smallest > largest
     ):
         raise ConfigError(
             f"model.path: {file.name}: size is {size!r:.100}, and its shortest_edge and "
@@ -126,7 +126,7 @@ def image_sizes(
             f"pixels: give {side**2} or more"
         )
     limit = min(largest, DEFAULT_TOKENS * side**2 if max_pixels is None else max_pixels)
-    return ImageSizes(side, min(least, limit), limit, largest)
+    return ImageSizes(side, min(smallest, limit), limit, largest)
 
 
 def has_processor(folder: Path) -> bool:

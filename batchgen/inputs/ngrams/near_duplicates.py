@@ -38,9 +38,9 @@ class Near(NamedTuple):
 
 def band_rows(near: float) -> int:
     """The bins of a band, with which FOUND of the pairs with this similarity are found."""
-    least = 1 - (1 - FOUND) ** (1 / BANDS)  # the probability that one band must agree with
+    probability = 1 - (1 - FOUND) ** (1 / BANDS)  # the probability that one band must agree with
     limit = _MOST_BINS // BANDS
-    return limit if near >= 1 else max(1, min(limit, int(math.log(least) / math.log(near))))
+    return limit if near >= 1 else max(1, min(limit, int(math.log(probability) / math.log(near))))
 
 
 class NearDuplicates:

@@ -72,8 +72,8 @@ class MessageForms:
         for index, message in enumerate(messages):
             for content in texts_of(message):
                 if content.strip() not in text and not self._is_kept(content, message, text):
-                    shown = beginning(content, 60)
-                    raise _left_out(f"or changes {_named(index, message)}, {shown!r}")
+                    excerpt = beginning(content, 60)
+                    raise _left_out(f"or changes {_named(index, message)}, {excerpt!r}")
 
     def left_out(self, messages: Messages) -> tuple[int, str] | None:
         """The index of a message that the template leaves out, and which it is in words; None if

@@ -148,14 +148,14 @@ def constant_prompt_refusal(key: str, prompt: Prompt, row: Row) -> str:
         text = prompt.text(row) or ""
     except RequestError as error:
         text = f"({error})"
-    shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    excerpt = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
     names = list(row.fields)
     column = next((name for name in names if name in text), names[0] if names else "name")
     return (
         f"{key} uses no column, so all rows would get one and the same prompt: write "
         f"{{{{ {column} }}}} for the column {column} ({key}_file=… for the file of a template); "
         "prompt.constant=true says that it is meant. "
-        f"The prompt:\n{shown}"
+        f"The prompt:\n{excerpt}"
     )
 
 

@@ -153,7 +153,7 @@ class AnswerSelector:
             ConfigError: two rows have one id.
             JobError: answers are not in order.
         """
-        columns_of = {name: self._columns.places[name][number] for name in self._rows}
+        columns_of = {name: self._columns.source_names[name][number] for name in self._rows}
         columns = list(dict.fromkeys([*_KEPT, *columns_of.values(), *job.id_columns]))
         for table, grades in job.answers(range(position.answer, job.total), columns, self._grades):
             keys = row_keys(table)

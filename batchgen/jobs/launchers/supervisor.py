@@ -108,11 +108,11 @@ class Supervisor:
 
         with StopSignals() as signals:
             signals.deferred = True
-            with LaunchProgress(self._folder, self._title) as shown:
+            with LaunchProgress(self._folder, self._title) as progress:
                 try:
                     for slot in self._slots:
                         self._start(slot)
-                    self._watch(signals, shown)
+                    self._watch(signals, progress)
                 finally:
                     self._stop(signal.SIGTERM)
                     self._folder.release()

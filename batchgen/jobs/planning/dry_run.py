@@ -93,9 +93,9 @@ def _show_rows(config: JobConfig, opened: OpenedJob, reading: Reading) -> Scan:
             continue
         cut = f", cut from {read.whole:,}" if read.whole > len(read.ids) else ""
         print(f"{row_title(row)}: {len(read.ids):,} tokens{cut}")
-        shown = shown_prompt(read.ids, opened.model.tokenizer)
-        print(shown)
-        signs = signs or not SIGNS.isdisjoint(shown)
+        prompt_text = shown_prompt(read.ids, opened.model.tokenizer)
+        print(prompt_text)
+        signs = signs or not SIGNS.isdisjoint(prompt_text)
         if is_shown:
             print(f"constraint  {_shown_constraint(read.params.constraint)}")
         print()

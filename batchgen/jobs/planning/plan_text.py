@@ -111,9 +111,9 @@ def image_share(scan: Scan) -> str:
 
 def _bad(scan: Scan) -> Iterator[str]:
     for type, bad in scan.bad.items():
-        shown = bad.rows[:_ROWS_OF_TYPE]
-        rows = ", ".join(str(i) if id == str(i) else f"{i} ({id})" for i, id in shown)
-        more = ", …" if bad.count > len(shown) else ""
+        examples = bad.rows[:_ROWS_OF_TYPE]
+        rows = ", ".join(str(i) if id == str(i) else f"{i} ({id})" for i, id in examples)
+        more = ", …" if bad.count > len(examples) else ""
         yield f"{bad.count:,} with {type}: rows {rows}{more}\n{beginning(bad.message, 200)}"
 
 
@@ -220,8 +220,8 @@ def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) 
     backslash is a backslash; a line break is one.
     """
     if tokenizer is None:
-        shown = " ".join(map(str, ids[:_SHOWN_IDS]))
-        return f"│ {shown}{' …' if len(ids) > _SHOWN_IDS else ''}"
+        id_text = " ".join(map(str, ids[:_SHOWN_IDS]))
+        return f"│ {id_text}{' …' if len(ids) > _SHOWN_IDS else ''}"
     text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
     text = _REPEATED.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", text)
     parts = [text]

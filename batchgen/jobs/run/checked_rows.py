@@ -111,10 +111,10 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
             raise row.failure
         params = row_params.sampling(row)
         answer = None if parts.answer is None else parts.answer.of(row)
-        behind = params.max_new_tokens if answer is None else len(answer)
+        num_behind = params.max_new_tokens if answer is None else len(answer)
         params = row_params.constrained(row, params)
         choices = parts.choices(params.constraint)
-        room = prompt_room(parts.max_model_len, max([behind, *map(len, choices)]))
+        room = prompt_room(parts.max_model_len, max([num_behind, *map(len, choices)]))
         ids, images = parts.prompt.asked(row)
         too_long = "error" if images else config.prompt.too_long
         ids = fit_prompt(ids, room, too_long, parts.bos_id)

@@ -75,7 +75,7 @@ class JobAttempt:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Save in metrics.json how the job ended, and tell with an error what is safe."""
-        metrics, shown = self.metrics, self.folder.storage.display_name
+        metrics, display_name = self.metrics, self.folder.storage.display_name
         metrics.save("running")
         try:
             yield
@@ -87,7 +87,7 @@ class JobAttempt:
                 raise
             # The same command would only repeat a mistake that shows when the engine is built.
             if metrics.attempt.rows or not isinstance(error, (ConfigError, AllRowsFailed)):
-                error.add_note(f"Finished rows are safe. {how_to_resume(shown)}")
+                error.add_note(f"Finished rows are safe. {how_to_resume(display_name)}")
             # On a full disk this fails too. The first error must stay the one that the user sees.
             with contextlib.suppress(JobError):
                 metrics.save("failed")
@@ -98,14 +98,18 @@ class JobAttempt:
         self.writer.flush()
         self.metrics.save("stopped")
         done = self.metrics.attempt.rows + self.metrics.attempt.rows_resumed
-        shown, recorded = self.folder.storage.display_name, self.metrics.attempt.rows_recorded
+        display_name, recorded = (
+            self.folder.storage.display_name,
+            self.metrics.attempt.rows_recorded,
+        )
         begun = f" and {recorded:,} begun" if recorded else ""
         if self.signals.received is None and self.spending.is_spent:
             message = (
-                f"{self.spending.text()}\nStopped with {done:,} answers done{begun} in {shown}."
+                f"{self.spending.text()}\n"
+                f"Stopped with {done:,} answers done{begun} in {display_name}."
             )
             return JobResult(0, None, message, is_spent=True)
-        message = f"Stopped with {done:,} answers done{begun}. {how_to_resume(shown)}"
+        message = f"Stopped with {done:,} answers done{begun}. {how_to_resume(display_name)}"
         return JobResult(0, self.signals.received, message)
 
 

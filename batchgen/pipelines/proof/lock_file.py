@@ -61,13 +61,13 @@ class LockFile:
             behind what it reads; `${` is escaped, as in every file with keys.
         proof: of each step.
         versions: the packages with which the rows were made.
-        places: of the keys in the file, for messages.
+        locations: of the keys in the file, for messages.
     """
 
     steps: Mapping[str, Mapping[str, Any]]
     proof: Mapping[str, StepProof]
     versions: Mapping[str, str]
-    places: Mapping[str, str] = field(default_factory=dict)
+    locations: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
         """What the file holds."""

@@ -67,7 +67,7 @@ def locked_jobs(
         ConfigError: a key is wrong, a place is not confirmed, or code is named that is not
             batchgen's own.
     """
-    values = read_pipeline({STEPS: dict(lock.steps)}, lock.places, overrides)
+    values = read_pipeline({STEPS: dict(lock.steps)}, lock.locations, overrides)
     if is_url(values.out):
         raise ConfigError("output.dir: a lock is rebuilt in a folder of this machine: name one")
     typed = {parse_override(argument).key for argument in overrides if "=" in argument}

@@ -168,14 +168,14 @@ def _bounds(template: _Template, values: Mapping[str, Any], start: str) -> tuple
 def _answers(template: _Template) -> str:
     """The Jinja statements that set variables to the answers that are judged, without the reasoning
     before them: `given`, or `first` and `second` in the order of the row."""
-    behind = ".rpartition('</think>')[2].strip()"
+    after_thoughts = ".rpartition('</think>')[2].strip()"
     if template.scale != "pair":
-        return f"{{%- set given = {_RESPONSE}{behind} %}}"
+        return f"{{%- set given = {_RESPONSE}{after_thoughts} %}}"
     both = f"({_RESPONSE}, {_OTHER})"
     turned = f"({_OTHER}, {_RESPONSE})"
     return (
         f"{{%- set first, second = {both} if {_ORDER} == '{_ORDERS[0]}' else {turned} %}}"
-        f"{{%- set first = first{behind} %}}{{%- set second = second{behind} %}}"
+        f"{{%- set first = first{after_thoughts} %}}{{%- set second = second{after_thoughts} %}}"
     )
 
 

@@ -231,7 +231,7 @@ def _at(rows: FinishedRows, addresses: Sequence[tuple[int, int]]) -> list[Origin
     origins = []
     names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
     for shard, index in addresses:
-        for table, _ in rows.tables(shard, names, places=np.array([index])):
+        for table, _ in rows.tables(shard, names, indices=np.array([index])):
             origins += _origins(rows, table.select(names).to_pylist()[0])()
     return origins
 

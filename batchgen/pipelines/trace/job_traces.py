@@ -235,8 +235,8 @@ def _why_not(job: str, where: str, rows: Sequence[Mapping[str, Any]]) -> str | N
                 return None
         except ExpressionFailed as error:
             return str(error)
-        shown = {n: row.variables[n] for n in expression.names if n in row.variables}
-        reasons.append(", ".join(f"{name} is {value!r:.60}" for name, value in shown.items()))
+        values = {n: row.variables[n] for n in expression.names if n in row.variables}
+        reasons.append(", ".join(f"{name} is {value!r:.60}" for name, value in values.items()))
     return "; ".join(reasons) or None
 
 

@@ -21,20 +21,20 @@ _LINES = (".jsonl", ".jsonl.gz")
 
 def source_place(dataset: Mapping[str, Any], index: int) -> tuple[str, int, str | None, int | None]:
     """What `TracedSource` says of the row of a data set with this number."""
-    shown = str(dataset.get("path") or dataset.get("kind"))
+    text = str(dataset.get("path") or dataset.get("kind"))
     if split := dataset.get("split"):
-        shown += f", split {split}"
+        text += f", split {split}"
     if dataset.get("kind") != "files" or dataset.get("path") in (None, "-"):
-        return shown, index, None, None
+        return text, index, None, None
     first = 0
     for file in _files(str(dataset["path"])):
         rows = _count(file)
         if rows is None:
-            return shown, index, None, None
+            return text, index, None, None
         if index < first + rows:
-            return shown, index, str(file), index - first
+            return text, index, str(file), index - first
         first += rows
-    return shown, index, None, None
+    return text, index, None, None
 
 
 def _files(path: str) -> list[Path]:

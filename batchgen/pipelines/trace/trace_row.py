@@ -152,8 +152,8 @@ def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
         if values["error"] is not None:
             return DropReason(user_path, row_id, "errors", f"{values['error']['type']} in {folder}")
         if where is not None and not is_true(where, row):
-            shown = {n: values[n] for n in where.names if n in values}
-            why = ", ".join(f"{name} is {value!r:.60}" for name, value in shown.items())
+            read_values = {n: values[n] for n in where.names if n in values}
+            why = ", ".join(f"{name} is {value!r:.60}" for name, value in read_values.items())
             return DropReason(user_path, row_id, f"--where {request['where']}", why)
     if not is_there:
         raise ConfigError(

@@ -78,8 +78,9 @@ class ExportRecord:
             ) from None
 
     def own_digest(self, name: str) -> str | None:
-        """The digest of an export as it is; None if it is not there, or has lost all that it held.
-        ConfigError if something else is in its place."""
+        """The present digest of an export; None if it is missing, or a folder that has lost all its
+        files. Raises ConfigError if there is something of this name that the pipeline has not
+        written."""
         path, known = self.folder / name, self.exports.get(name)
         if path.is_symlink():
             raise ConfigError(f"export: {path} is a link, and no export is: remove it")

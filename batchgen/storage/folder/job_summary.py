@@ -279,8 +279,8 @@ def _times(attempt: Mapping[str, Any]) -> list[Line]:
 def _outcomes(counts: Mapping[str, int]) -> str:
     """How many constrained rows ended in each way that occurred."""
     constrained = {n: c for n, c in counts.items() if n not in ("unconstrained", "error")}
-    shown = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
-    return f"{', '.join(shown)} of {sum(constrained.values()):,} constrained rows"
+    texts = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
+    return f"{', '.join(texts)} of {sum(constrained.values()):,} constrained rows"
 
 
 def until_line(totals: Totals) -> str:

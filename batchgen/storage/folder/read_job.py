@@ -74,15 +74,15 @@ class JobFolderReader:
     def check(self) -> None:
         """Raise JobError for a job that says it is complete and lacks rows; see `check_job`."""
         manifest = self.manifest  # before the metrics: a job that grows changes these first
-        shown, metrics, facts = self.storage.display_name, self.metrics, self.row_facts
-        self._whole = check_job(self.storage, shown, manifest, metrics, facts)
+        display_name, metrics, facts = self.storage.display_name, self.metrics, self.row_facts
+        self._whole = check_job(self.storage, display_name, manifest, metrics, facts)
 
     @property
     def whole(self) -> WholeShards:
         """The shards of a complete job. Raises ConfigError or JobError as `whole_shards` does."""
         if self._whole is None:
-            shown = self.storage.display_name
-            self._whole = whole_shards(self.storage, shown, self.metrics.get("rows"))
+            display_name = self.storage.display_name
+            self._whole = whole_shards(self.storage, display_name, self.metrics.get("rows"))
             check_job_columns(self.storage, self._whole.schema, self.text_column)
         return self._whole
 

@@ -69,8 +69,8 @@ def refuse_linked(out: Path) -> None:
 def read_record(storage: Storage) -> PipelineRecord | None:
     """Read pipeline.json; None if there is none."""
     content = storage.read(storage.path / RECORD)
-    shown = f"{storage.display_name}/{RECORD}"
-    return None if content is None else PipelineRecord.parse(content, shown)
+    file_name = f"{storage.display_name}/{RECORD}"
+    return None if content is None else PipelineRecord.parse(content, file_name)
 
 
 @contextmanager

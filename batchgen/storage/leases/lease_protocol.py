@@ -73,7 +73,7 @@ class Task:
 
 
 def join_workers(
-    least: int, content: Callable[[int], bytes], draw: Callable[[int], int]
+    min_number: int, content: Callable[[int], bytes], draw: Callable[[int], int]
 ) -> Steps[int]:
     """Register a new worker; return its number, which is above those of all present workers.
 
@@ -86,7 +86,7 @@ def join_workers(
     while True:
         names = yield from ask(Names(WORKERS))
         numbers = [number for name in names if (number := parse_worker(name)) is not None]
-        number = max([least - 1, *numbers]) + 1 + draw(width)
+        number = max([min_number - 1, *numbers]) + 1 + draw(width)
         if (yield from create(worker_name(number), content(number))):
             return number
         width = min(4 * width, _WIDEST)

@@ -181,7 +181,7 @@ class KeptRows:
     from all samples of a row.
 
     Attributes:
-        places: [K] the indices of the kept rows in `RowsInOrder`.
+        indices: [K] the indices of the kept rows in `RowsInOrder`.
     """
 
     def __init__(self, rows: RowsInOrder, enough: Enough) -> None:
@@ -197,11 +197,11 @@ class KeptRows:
         reached = enough.is_reached(so_far - before, np.minimum(numbers, enough.most))
         ends = reached | failed
         earlier: Ints = np.cumsum(ends) - ends
-        self.places: Ints = np.flatnonzero(earlier == earlier[starts][group])
-        kept = group[self.places]
+        self.indices: Ints = np.flatnonzero(earlier == earlier[starts][group])
+        kept = group[self.indices]
         sizes = np.bincount(kept, minlength=len(starts))
-        valids = np.bincount(kept, valid[self.places], len(starts)).astype(np.int64)
-        fails = np.bincount(kept, failed[self.places], len(starts)) > 0
+        valids = np.bincount(kept, valid[self.indices], len(starts)).astype(np.int64)
+        fails = np.bincount(kept, failed[self.indices], len(starts)) > 0
         self._sizes, self._valids = sizes[kept], valids[kept]
         is_enough = enough.is_reached(valids, np.maximum(sizes, 1))
         outcomes = np.where(fails, 2, np.where(is_enough, 0, 1))

@@ -49,7 +49,7 @@ def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow
         here = [index - shard.first for index in indices if shard.first <= index < stop]
         if not here:
             continue
-        for table, _ in rows.tables(number, rows.schema.names, places=np.array(here)):
+        for table, _ in rows.tables(number, rows.schema.names, indices=np.array(here)):
             for at in range(table.num_rows):
                 one = table.slice(at, 1)
                 names = [name for name in (_ID, SOURCE) if name in one.schema.names]

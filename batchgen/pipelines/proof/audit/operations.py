@@ -110,8 +110,8 @@ class _Watch:
         for (_, sample), (tokens, prompt, digests) in sorted(alone.items()):
             others, _, operations = extra[sample]
             pairs = enumerate(zip(tokens, others, strict=False))
-            least = min(len(tokens), len(others))
-            equal = next((index for index, (one, other) in pairs if one != other), least)
+            shortest = min(len(tokens), len(others))
+            equal = next((index for index, (one, other) in pairs if one != other), shortest)
             known = min(equal, digests.shape[1], operations.shape[1])
             differing = self._tape.first_difference(operations[:, :known], digests[:, :known])
             if differing is not None:

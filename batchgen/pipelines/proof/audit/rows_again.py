@@ -84,10 +84,10 @@ def rows_at(source: Source, indices: Sequence[int]) -> Iterator[Row]:
     last = max(indices)
     if source.num_rows is None:
         wanted = set(indices)
-        found = {r.index: r for r in islice(source.rows(), last + 1) if r.index in wanted}
-        if len(found) < len(wanted):
+        rows = {r.index: r for r in islice(source.rows(), last + 1) if r.index in wanted}
+        if len(rows) < len(wanted):
             raise _no_row(last)
-        return (found[index] for index in indices)
+        return (rows[index] for index in indices)
     if last >= source.num_rows:
         raise _no_row(last)
     return source.rows_at(indices)

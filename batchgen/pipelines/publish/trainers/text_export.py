@@ -72,8 +72,8 @@ def _columns_of(
     columns = columns or ([reader.text_column] if form == "txt" else None)
     schema = reader.fields(columns)
     if schema is None:
-        shown = reader.storage.display_name
-        raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
+        display_name = reader.storage.display_name
+        raise ConfigError(f"no row of {display_name} is finished yet: there is nothing to export")
     return _Source(schema, map(row_reader(schema), reader.rows(schema.names)))
 
 

@@ -317,8 +317,8 @@ Place = tuple[int, int]
 
 
 def _places(members: Sequence[GroupMember]) -> list[Place]:
-    places = [one.content[_PLACE] for one in members]
-    return [(shard, place) for shard, place in places]
+    locations = [one.content[_PLACE] for one in members]
+    return [(shard, position) for shard, position in locations]
 
 
 def _parts(talk: Exchange) -> dict[str, Any]:
