@@ -61,8 +61,7 @@ class JobFolder:
     ) -> None:
         """Make the folder this job's, or resume the same job in it.
 
-        A job that has grown (more rows or samples) is the same job. A folder without finished rows
-        is free for any job.
+        A job that has grown is the same job. A folder without finished rows is free for any job.
 
         Args:
             manifest: that of this job, without digests of its rows, which `digests` computes.
@@ -70,12 +69,11 @@ class JobFolder:
             overwrite: whether to delete the output of a different job. The same job is always
                 resumed.
             wait: seconds to wait for another worker that is opening the folder.
-            exclusive: whether no other worker is using the folder, judged without the lock, which
-                on some file systems does not reach other machines.
-            follows: whether rows arrive while the job runs, so that a data set with more rows is
-                still the same job.
-            lacks_rows: whether rows may arrive that the manifest does not count yet, so that a
-                manifest with fewer rows is still the same job.
+            exclusive: whether no other worker uses the folder, judged without the lock, which may
+                not reach other machines.
+            follows: whether rows arrive while the job runs, so that more rows are still the same
+                job.
+            lacks_rows: whether rows may arrive later, so that fewer rows are still the same job.
 
         Raises:
             ConfigError: the folder cannot be written, holds foreign files or another job's output,

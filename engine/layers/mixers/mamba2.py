@@ -69,20 +69,20 @@ class Mamba2(Recurrence):
         whole, parallel = shape.delta, where.parallel
         parallel.share("number of Mamba heads", shape.num_heads)
         first, last = parallel.kv_heads(shape.num_groups, "number of Mamba groups")
-        rank_shape = DeltaShape(
+        dims = DeltaShape(
             num_key_heads=last - first,
             num_value_heads=shape.num_heads // parallel.size,
             key_dim=whole.key_dim,
             value_dim=whole.value_dim,
             conv_width=whole.conv_width,
         )
-        sizes = [rank_shape.values, rank_shape.keys, rank_shape.keys]
+        sizes = [dims.values, dims.keys, dims.keys]
         rows = channels = heads = None
         if parallel.size > 1:
             rows, channels, heads = _shards(whole, (first, last), parallel)
         super().__init__(
             layer,
-            rank_shape,
+            dims,
             channels=channels,
             heads=heads,
             arrange=partial(_queries_first, sizes=sizes),
@@ -96,13 +96,7 @@ class Mamba2(Recurrence):
             gate, x, b, c, dt = torch.tensor(shape.factors, dtype=torch.float32).split(1)
             parts = zip(
                 (c, b, x, gate, dt),
-                (
-                    rank_shape.keys,
-                    rank_shape.keys,
-                    rank_shape.values,
-                    rank_shape.values,
-                    rank_shape.num_value_heads,
-                ),
+                (dims.keys, dims.keys, dims.values, dims.values, dims.num_value_heads),
                 strict=True,
             )
             factors = torch.cat([factor.expand(size) for factor, size in parts])
@@ -111,11 +105,11 @@ class Mamba2(Recurrence):
         self._copies = max(1, parallel.size // shape.num_groups)
         self.projection = MergedLinear(
             hidden_size,
-            {"in_proj": rank_shape.channels + rank_shape.values + rank_shape.num_value_heads},
+            {"in_proj": dims.channels + dims.values + dims.num_value_heads},
             bias=shape.in_bias,
             arrange={
                 "in_proj": partial(
-                    _channels_first, sizes=[rank_shape.values, *sizes, rank_shape.num_value_heads]
+                    _channels_first, sizes=[dims.values, *sizes, dims.num_value_heads]
                 )
             },
             shards=None if rows is None else {"in_proj": rows},
@@ -127,7 +121,7 @@ class Mamba2(Recurrence):
         self.norm_weight, self._eps = None, shape.norm_eps or 0.0
         if shape.norm_eps is not None:
             self.norm_weight = empty_parameter(
-                rank_shape.values, device=where.device, dtype=torch.float32
+                dims.values, device=where.device, dtype=torch.float32
             )
 
     def forward(
