@@ -1,4 +1,4 @@
-"""One worker's attempt at a job: what it has opened, and what it tells of itself."""
+"""One worker's attempt at a job, from the open folder to its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from batchgen.util.signals import JobStopped, StopSignals
 
 
 class JobAttempt:
-    """What one worker's run of a job works with, from the open folder to its result."""
+    """The objects that one worker's run of a job shares, and how the run reports its end."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class JobAttempt:
         writer: OutputWriter,
         signals: StopSignals,
     ) -> None:
-        """Write down how the job is made, unless other workers run in the folder."""
+        """Write the job's configuration and manifest, unless other workers run in the folder."""
         self.config, self.parts, self.rows = config, parts, rows
         self.folder, self.worker, self.writer = folder, worker, writer
         self.signals = signals
@@ -74,7 +74,8 @@ class JobAttempt:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Save in metrics.json how the job ended, and tell with an error what is safe."""
+        """Within the context, save in metrics.json how the job ended, and add to an error which
+        rows are safe."""
         metrics, display_name = self.metrics, self.folder.storage.display_name
         metrics.save("running")
         try:
@@ -114,5 +115,5 @@ class JobAttempt:
 
 
 def how_to_resume(display_name: str) -> str:
-    """What to do about a job that was stopped."""
+    """The sentence that says how to resume a stopped job."""
     return f"The output so far is in {display_name}; run the same command to go on from there."

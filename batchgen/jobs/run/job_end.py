@@ -1,4 +1,4 @@
-"""How a job ends: complete by this worker, complete by another one, or complete before it began."""
+"""The end of a job: completed by this worker, by another one, or already complete before."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def complete(
 
 
 def _name(storage: Storage) -> str:
-    """What the job is called among others: the last name of its folder's path."""
+    """The job's short name: the last part of its folder's path."""
     return storage.display_name.rstrip("/").rpartition("/")[2]
 
 
