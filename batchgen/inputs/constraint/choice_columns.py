@@ -1,4 +1,4 @@
-"""The columns for scored choices, and the token ids of choices."""
+"""The output columns of scored choices, and the token ids of a row's choices."""
 
 import json
 from collections.abc import Callable

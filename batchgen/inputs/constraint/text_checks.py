@@ -1,5 +1,6 @@
-"""Whether a finished text keeps to its constraint. Other libraries than the engine's say so where
-there are any.
+"""Checks whether finished texts satisfy their constraint, for `batchgen validate`.
+
+The checks do not trust the engine: they use other libraries where there are any.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CHECKED_BY = {
     "grammar": "a fresh matcher of xgrammar, which the engine uses too",
     "structural_tag": "a fresh matcher of xgrammar, which the engine uses too",
 }
-"""Kind of constraint → what checks its texts, for people."""
+"""The name of the checker for each kind of constraint, as users see it."""
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
@@ -45,7 +46,8 @@ class Unchecked(Exception):
 
 
 def make_check(config: AnyConstraintConfig, value: Any, *, after_reasoning: bool = False) -> Check:
-    """The check of texts against a constraint, or `Unchecked` if the checker cannot read it.
+    """Make the check of texts against a constraint. Raises `Unchecked` if the checker cannot read
+    the constraint.
 
     `value` is what the job or the row gives for it: a schema or a tag as parsed JSON, the choices,
     the pattern, or the EBNF. None stands for any JSON object. With `after_reasoning` the texts

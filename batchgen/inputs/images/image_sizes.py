@@ -1,4 +1,4 @@
-"""The size to which a model resizes an image, which depends on the image's size alone."""
+"""Computes the size to which a model resizes an image, from the image's size alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_RATIO = 200
 _MOST_SIDE = 1 << 16
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _READING = "1"
-"""Increased when the same file gives other pixels than in an older version of batchgen."""
+"""Increased when a version of batchgen makes other pixels from the same file."""
 _BICUBIC = 3
 _EXPECTED: dict[str, Any] = {
     "do_resize": True,
@@ -27,7 +27,7 @@ _EXPECTED: dict[str, Any] = {
     "do_normalize": True,
     "resample": _BICUBIC,
 }
-"""What the engine does to images; a processor that says otherwise is refused."""
+"""The processing that the engine does; a processor with other values is refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Makes the prompt of a row: the token ids that the model reads first."""
+"""Makes the prompt of a row: the token ids that the model reads first.
+
+`build_prompt` chooses among a text template, a conversation, token ids and OpenAI bodies.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _MOST_SHOWN = 1000
 
 
 class Prompt(Protocol):
-    """A way to make prompts of rows."""
+    """The interface of what makes the prompts of rows."""
 
     @property
     def day(self) -> str | None:
@@ -106,8 +109,8 @@ def build_prompt(
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
-    """How many tokens a prompt may have. Raises RequestError (prompt_too_long) if the answer may
-    have all."""
+    """The most tokens that a prompt may have. Raises RequestError (prompt_too_long) if the answer
+    may have all."""
     if max_new_tokens >= max_model_len:
         raise RequestError(
             "prompt_too_long",

@@ -1,4 +1,4 @@
-"""The step that makes texts of a chosen length with facts to be found in them."""
+"""The row step `Ruler` makes long texts in which facts are hidden, with questions about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads CSV files and plain text as Arrow tables in which text stays the text that it is."""
+"""Reads CSV files and plain text as Arrow tables without guessing types: text stays as it is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Chooses which answers of other jobs become rows: by `dataset.errors`, `where`, `best` and
-`rows`."""
+"""Chooses which answers of other jobs become rows: the keys `errors`, `where`, `best` and `rows` of
+`dataset=job`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which columns the rows of other jobs have here, under which names, and where each comes from."""
+"""The columns of other jobs' rows: their names in the reading job, and where each comes from."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from batchgen.storage.shards.row_order import KEYS
 from batchgen.util.errors import ConfigError
 
 SOURCE = "source"
-"""The output column that says of which answer a row is made."""
+"""The output column that names the answer from which a row is made."""
 SAMPLE_INDEX = "sample_index"
-"""What expressions over an answer see besides its columns."""
+"""The variable of expressions over an answer that is not one of its columns."""
 _SOURCE_MARK = b"batchgen.source"
 SOURCE_FIELD = pa.field(
     SOURCE,
@@ -38,7 +38,7 @@ class JobColumns:
 
     Attributes:
         fields: all that stand in the rows, in the order of the files.
-        source_names: by name, how the column is called in each of the jobs.
+        source_names: for each name here, the column's name in each of the jobs.
         given: those that the other jobs copied from their data sets.
         by_token: those with a value per token, which nobody reads who does not name them.
         text: the generated text.

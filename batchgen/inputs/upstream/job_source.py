@@ -1,4 +1,4 @@
-"""The rows of a job that are answers of other jobs."""
+"""A `Source` whose rows are answers of other jobs (`dataset=job`)."""
 
 from __future__ import annotations
 
