@@ -1,4 +1,4 @@
-"""The rows of a set that `select` writes: what they hold, and how they get there in any order."""
+"""Writes the rows of a set in any order with bounded memory, and decides which columns it has."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SOURCE_TYPE = pa.struct(
     [("job", pa.string()), ("row_id", pa.string()), ("sample_index", pa.int32())]
 )
 _BUCKETS = 256
-"""How many shards are filled in one pass over the rows."""
+"""The number of shards that are filled in one pass over the rows."""
 _KEYS = ("row_id", "sample_index")
 
 
 @dataclass(frozen=True)
 class SetColumns:
-    """From which columns of a job's rows and grades those of the set are made, by their names in
-    the set; ids end with the number of the sample, unless only one sample of a row is taken."""
+    """The columns of a job's rows and grades that the set takes, by their names in the set. Ids end
+    with the number of the sample, unless only one sample of each row is taken."""
 
     name: str
     data: dict[str, str]
@@ -139,7 +139,7 @@ def set_tables(
     order: WriteOrder,
     schema: pa.Schema,
 ) -> Iterator[pa.Table]:
-    """The rows at these places, in their order, a table for each shard of the set."""
+    """The rows in the order in which they are to be written, a table for each shard of the set."""
     for start in range(0, max(1, len(order)), _BUCKETS * ROWS_PER_SHARD):
         stop = min(start + _BUCKETS * ROWS_PER_SHARD, len(order))
         with tempfile.TemporaryDirectory(prefix="batchgen-select-") as folder:
@@ -185,7 +185,7 @@ def _located(
     ranks: Any,
     schema: pa.Schema,
 ) -> Iterator[tuple[pa.Table, Any]]:
-    """The rows with these ranks, as they lie in the jobs, and the rank of each."""
+    """The rows with these ranks, in the order of the jobs' files, with the rank of each."""
     keys = np.stack([order.job[ranks], order.shard[ranks]], axis=1)
     for number, shard in np.unique(keys, axis=0).tolist() if len(ranks) else ():
         here = ranks[(keys[:, 0] == number) & (keys[:, 1] == shard)]

@@ -1,4 +1,5 @@
-"""Where the rows of data sets and of other jobs lie."""
+"""Finds the files in which rows of data sets lie, and the folders of jobs that were moved
+together."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _LINES = (".jsonl", ".jsonl.gz")
 
 
 def source_place(dataset: Mapping[str, Any], index: int) -> tuple[str, int, str | None, int | None]:
-    """What `TracedSource` says of the row of a data set with this number."""
+    """The `TracedSource` of the row of a data set with this number."""
     text = str(dataset.get("path") or dataset.get("kind"))
     if split := dataset.get("split"):
         text += f", split {split}"
@@ -66,8 +67,8 @@ def _count(file: Path) -> int | None:
 
 
 def places_beside(paths: Sequence[str], reader: Path) -> list[str]:
-    """Where the jobs are that another one names, whose folder is `reader`: there, or, where nothing
-    is, beside that folder, as in a copy of both."""
+    """The paths of the jobs that another job reads, whose folder is `reader`: as that names them,
+    or, if nothing is there, next to that folder, as in a copy of both."""
     above = reader.resolve().parent
     folders = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""A trace as lines for people, and as JSON."""
+"""Prints a trace as lines for people, or as JSON values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KINDS = {
     DropReason: "dropped",
 }
 _PLACES = ("_start", "_end")
-"""Grades that are places in the text."""
+"""Suffixes of grades that are positions in the text."""
 _INDENT, _LABEL, _LINES = "  ", 24, 3
 
 
@@ -84,5 +84,5 @@ def _values(values: Mapping[str, Any], whole: bool) -> Iterator[str]:
 
 
 def trace_values(trace: Trace) -> list[dict[str, Any]]:
-    """The trace as values that JSON has."""
+    """The trace as JSON values."""
     return [{"kind": _KINDS[type(origin)], **asdict(origin)} for origin in trace.origins]
