@@ -20,7 +20,7 @@ from batchgen.inputs.ngrams.word_ngrams import Hashes, jaccard, mixed
 
 BANDS = 8
 FOUND = 0.95
-"""Of pairs whose similarity is just `near`, at least this share agree in a band."""
+"""The least share of pairs with a similarity of just `near` that agree in a band."""
 _MOST_BINS = 128
 _MOST_COMPARED = 64
 """The most texts with which one is compared in full. More can agree only if very many texts have
