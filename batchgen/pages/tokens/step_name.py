@@ -1,4 +1,4 @@
-"""Looks up the name of a decoding step for pages, such as "denoising step"."""
+"""Looks up the name of a decoding step for pages, such as "denoise step"."""
 
 from __future__ import annotations
 
