@@ -77,7 +77,7 @@ class ClippedLinear(Linear):
         """Yield the slots of the weight and of the bounds, which are infinite without a
         checkpoint."""
         name, arrange = f"{path}.weight", self._arrange
-        combine = None if arrange is None else (lambda found: arrange(found[name]))
+        combine = None if arrange is None else (lambda weights: arrange(weights[name]))
         yield WeightSlot(self.weight, (name,), (name,), combine)
         if self.bounds is not None:
             for index, bound in enumerate(("input_min", "input_max", "output_min", "output_max")):

@@ -39,7 +39,7 @@ class PatchEmbedding(Linear):
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the weight, of which every patch's values are one axis, and bias."""
         name = f"{path}.{self._name}.weight"
-        yield WeightSlot(self.weight, (name,), (name,), lambda found: self.flat(found[name]))
+        yield WeightSlot(self.weight, (name,), (name,), lambda weights: self.flat(weights[name]))
         if self.bias is not None:
             yield WeightSlot.plain(f"{path}.{self._name}.bias", self.bias)
 
