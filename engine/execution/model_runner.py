@@ -261,8 +261,8 @@ class ModelRunner:
         if missing := -rows % self._token_multiple:
             hidden = F.pad(hidden, (0, 0, 0, missing))
         with model.adapted_logits(None if lora_slots is None else F.pad(lora_slots, (0, missing))):
-            own = model.own_logits(hidden)
-        return Logits(own[:rows], model.vocab_size, model.parallel)
+            rank_logits = model.own_logits(hidden)
+        return Logits(rank_logits[:rows], model.vocab_size, model.parallel)
 
     @torch.inference_mode()
     def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:

@@ -87,9 +87,9 @@ class LayerInput(nn.Module):
         """Return the stream plus what the layer's input adds to it, in the stream's shape:
         [T, hidden_size], or [R, hidden_size] for `outputs`."""
         assert ctx.layer_inputs is not None
-        own = ctx.layer_inputs[:, self._layer]
+        inputs = ctx.layer_inputs[:, self._layer]
         if outputs is not None:
-            own = own[outputs.index]
-        gated = gelu_and_mul(torch.cat((self.gate(stream), own), 1))
+            inputs = inputs[outputs.index]
+        gated = gelu_and_mul(torch.cat((self.gate(stream), inputs), 1))
         added: Tensor = self.norm(self.projection(gated))
         return stream + added

@@ -130,7 +130,7 @@ class Gemma4ForCausalLM(MoEForCausalLM):
             (rope, size): RotaryTable(rope, size, positions, self.device)
             for rope, size in dict.fromkeys(wanted)
         }
-        return [tables[found] for found in wanted]
+        return [tables[kind] for kind in wanted]
 
     @property
     def parameters_per_token(self) -> int:
@@ -143,8 +143,8 @@ class Gemma4ForCausalLM(MoEForCausalLM):
 
     def _is_unused(self, name: str) -> bool:
         """Whether a tensor makes keys or values in a layer that reads those of another one."""
-        found, family = _KEYS_VALUES.match(name), self.family
-        layer = int(found[1]) if found is not None else -1
+        match, family = _KEYS_VALUES.match(name), self.family
+        layer = int(match[1]) if match is not None else -1
         return 0 <= layer < len(family.kv_layers) and family.kv_layers[layer] != layer
 
     @classmethod

@@ -82,16 +82,17 @@ def find_spans(
                 f"multiples of {side}"
             )
     wanted = sum(rules.num_tokens(image.height, image.width) for image in images)
-    places = [i for i, token_id in enumerate(token_ids) if token_id == rules.image_token_id]
-    if len(places) != wanted:
+    positions = [i for i, token_id in enumerate(token_ids) if token_id == rules.image_token_id]
+    if len(positions) != wanted:
         raise ValueError(
-            f"the prompt has {len(places)} image tokens, and its {len(images)} images take {wanted}"
+            f"the prompt has {len(positions)} image tokens, and its {len(images)} images take "
+            f"{wanted}"
         )
     spans, used = [], 0
     for number, image in enumerate(images, 1):
         count = rules.num_tokens(image.height, image.width)
-        start = places[used]
-        if places[used + count - 1] != start + count - 1:
+        start = positions[used]
+        if positions[used + count - 1] != start + count - 1:
             raise ValueError(f"the {count} tokens of image {number} are not beside each other")
         rows, columns = image.height // side, image.width // side
         spans.append(ImageSpan(image, start, rows, columns, rules.has_axes))
@@ -115,8 +116,8 @@ def rope_positions(spans: Sequence[ImageSpan], start: int, end: int) -> npt.NDAr
     for span in spans:
         first = max(start, span.start)
         inside = slice(first - start, max(first, min(end, span.end)) - start)
-        place = index[inside] - span.start
-        grid = (np.zeros_like(place), place // span.columns, place % span.columns)
+        offset = index[inside] - span.start
+        grid = (np.zeros_like(offset), offset // span.columns, offset % span.columns)
         positions[inside] = span.start + shift + np.stack(grid, axis=1)
         shift -= span.skipped_positions
         positions[max(span.end - start, 0) :] = index[max(span.end - start, 0) :, None] + shift

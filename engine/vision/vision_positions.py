@@ -86,9 +86,9 @@ def window_positions(
     across = columns // merge
     index = torch.arange(rows // merge * across, device="cpu")
     row, column = index // across, index % across
-    place = row // window * -(-across // window) + column // window
-    order = place.argsort(stable=True)
-    lengths = tuple((place.bincount() * merge**2).tolist())
+    window_index = row // window * -(-across // window) + column // window
+    order = window_index.argsort(stable=True)
+    lengths = tuple((window_index.bincount() * merge**2).tolist())
     cos_sin = _cos_sin(*_grid(rows, columns, merge), head_dim, theta)
     turned = cos_sin.unflatten(0, (-1, merge**2))[order].flatten(0, 1)
     return WindowPositions(order, lengths, turned)

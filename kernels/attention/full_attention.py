@@ -46,10 +46,10 @@ def _in_one_launch(
     """Compute all segments by FlashAttention-2 (Dao 2023)."""
     longest, starts = max(segments.lengths), segments.starts
     # What torch.nn.attention.varlen calls, which takes seconds to import. No dropout, no mask.
-    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+    results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=scale
     )
-    return found[0]
+    return results[0]
 
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:

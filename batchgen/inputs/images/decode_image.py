@@ -1,4 +1,4 @@
-"""Reads the headers of image files, and decodes them to pixels. Pillow does the work."""
+"""Reads the sizes of image files, and decodes them to pixels, with Pillow."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Pillow about what it reads all the same
+            warnings.simplefilter(
+                "ignore"
+            )  # warnings of Pillow about images that it reads all the same
             file = io.BytesIO(data) if isinstance(data, bytes) else data
             with pillow.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MOST_PIXELS:
@@ -120,7 +122,7 @@ def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """What Pillow raises for damaged files, as its documentation and its plugins have it."""
+    """The errors that Pillow raises for damaged files."""
     import struct
 
     from PIL import Image as pillow

@@ -1,4 +1,4 @@
-"""The size to which a model resizes an image, which depends on the image's size alone."""
+"""Computes the size to which a model resizes an image, from the image's size alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_RATIO = 200
 _MOST_SIDE = 1 << 16
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _READING = "1"
-"""Increased when the same file gives other pixels than in an older version of batchgen."""
+"""Increased when a version of batchgen makes other pixels from the same file."""
 _BICUBIC = 3
 _BUDGETS = (70, 140, 280, 560, 1120)
 """How many tokens Gemma 4's processor may give an image at most."""
@@ -32,7 +32,7 @@ _EXPECTED: dict[str, Any] = {
     "do_normalize": True,
     "resample": _BICUBIC,
 }
-"""What the engine does to images; a processor that says otherwise is refused."""
+"""The processing that the engine does; a processor with other values is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class AreaSizes(ImageSizes):
     """Sizes of about the same ratio and within limits of the area, as by Qwen's `smart_resize`.
 
     Attributes:
-        least: the fewest pixels of an image.
+        min_pixels: the fewest pixels of an image.
     """
 
-    least: int
+    min_pixels: int
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """See `ImageSizes.size`: no side may be zero, or over 200 times the other one."""
@@ -106,14 +106,14 @@ class AreaSizes(ImageSizes):
             rows, columns = (
                 max(side, math.floor(length / beta / side) * side) for length in (height, width)
             )
-        elif rows * columns < self.least:
-            beta = math.sqrt(self.least / scale)
+        elif rows * columns < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / scale)
             rows, columns = (math.ceil(length * beta / side) * side for length in (height, width))
         return rows, columns
 
     @property
     def numbers(self) -> tuple[object, ...]:
-        return self.side, self.least, self.max_pixels
+        return self.side, self.min_pixels, self.max_pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +165,11 @@ def _area_sizes(
     _check(file, processor, _EXPECTED | model_colours)
     _check_patches(file, processor, "merge_size", vision)
     size = processor.get("size") or {}
-    least = size.get("shortest_edge", processor.get("min_pixels", 65536))
+    smallest = size.get("shortest_edge", processor.get("min_pixels", 65536))
     largest = size.get("longest_edge", processor.get("max_pixels", 16777216))
     if (
-        not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (least, largest))
-        or least > largest
+        not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (smallest, largest))
+        or smallest > largest
     ):
         raise ConfigError(
             f"model.path: {file.name}: size is {size!r:.100}, and its shortest_edge and "
@@ -181,7 +181,7 @@ def _area_sizes(
             f"pixels: give {side**2} or more"
         )
     limit = min(largest, DEFAULT_TOKENS * side**2 if max_pixels is None else max_pixels)
-    return AreaSizes(side, limit, largest, min(least, limit))
+    return AreaSizes(side, limit, largest, min(smallest, limit))
 
 
 def _budget_sizes(

@@ -1,4 +1,4 @@
-"""The images of a row: which they are, how large they get, and what the engine is given of them."""
+"""Makes the images of a row for the engine and the output: sizes, token counts and digests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FILE_DIGEST_BYTES = 16
 MOST_IMAGES = 32
-"""The most images of a row where nothing else is said."""
+"""The most images of a row if `prompt.max_images` is not set."""
 _DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})", re.ASCII)
 """A data: URL; JSON may write a slash with a backslash."""
 
@@ -41,8 +41,8 @@ _DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})
 class RowImage:
     """An image of a row, for the engine and for the output.
 
-    `path` is what the row names it by, None without a name; `file_digest` is over the bytes of its
-    file, as hex digits.
+    `path` is its name in the row, None without one; `file_digest` is over the bytes of its file, as
+    hex digits.
     """
 
     image: Image
@@ -52,7 +52,7 @@ class RowImage:
 
     @property
     def reference(self) -> dict[str, Any]:
-        """What the output says of it."""
+        """The entry of the image in the output column."""
         return {
             "path": self.path,
             "digest": self.file_digest,
@@ -63,7 +63,7 @@ class RowImage:
 
 
 class RowImages:
-    """Makes images for the engine of what rows name.
+    """Makes images for the engine from those that rows name.
 
     Args:
         rules: how prompts hold images.
@@ -215,7 +215,7 @@ class RowImages:
             return pixels
 
     def _tell(self, height: int, width: int) -> None:
-        """Say once that images are scaled down."""
+        """Tell the user once that images are scaled down."""
         if self._told or not self._sizes.scales_down(height, width):
             return
         self._told = True

@@ -1,4 +1,4 @@
-"""Prompts that are conversations, in the chat format of the model."""
+"""Makes prompts that are conversations, in the chat format of the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 _STAND_IN = "zqz"
-"""The content of a message without one while it is rendered, so that its place is found."""
+"""Stands for an empty content while a message is rendered, so that its position in the text is
+found."""
 EFFORTS = ("low", "medium", "high")
 """The reasoning efforts that models of Harmony were trained with; the template takes any text."""
 
@@ -105,7 +106,7 @@ class ChatPrompt:
 
     @property
     def images(self) -> RowImages | None:
-        """What makes the images of rows; None if these have none."""
+        """Makes the images of rows; None if rows have none."""
         return None if self._places is None else self._places.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
