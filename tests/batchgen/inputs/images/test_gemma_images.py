@@ -103,7 +103,7 @@ def test_a_job_answers_as_transformers_does(tmp_path: Path) -> None:
     assert ids.count(IMAGE_ID) == 60 and ids[ids.index(IMAGE_ID) - 1] == 259
     assert ids[ids.index(IMAGE_ID) + 60] == 260
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    says = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    says: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
     image: Pillow.Image = Pillow.open(tmp_path / "a.png")
     inputs = Gemma4ImageProcessorPil(**says)(images=[image], return_tensors="pt")
     whole = torch.tensor([ids + row["token_ids"]])
