@@ -75,7 +75,8 @@ class Decoder(nn.Module):
             stream = ctx.images.put(summed(stream))
         if self.layer_inputs is not None:
             stream = summed(stream)
-            ctx = replace(ctx, layer_inputs=self.layer_inputs(input_ids, stream))
+            images = None if ctx.images is None else ctx.images.index
+            ctx = replace(ctx, layer_inputs=self.layer_inputs(input_ids, stream, images))
         tables = dict.fromkeys(self.rotaries)
         rotary_positions = positions if ctx.rope_positions is None else ctx.rope_positions
         turns = {table: None if table is None else table(rotary_positions) for table in tables}
@@ -173,7 +174,8 @@ class CausalLM(TokenModel):
         self.form = form and form.renamed(self._module_name)
         self.skipped_parts: tuple[str, ...] = ()
         self.visual = self._vision_tower() if vision else None
-        self.turns_apart, self.turns_by_axes = vision or config.rope_border is not None, vision
+        axes = self.visual is not None and self.visual.config.mrope_sections is not None
+        self.turns_apart, self.turns_by_axes = axes or config.rope_border is not None, axes
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
             Embedding(

@@ -42,6 +42,7 @@ class Gemma4Config(MoEConfig):
     kv_layers: tuple[int, ...]
     wide_mlps: bool  # where a layer reads another one's keys and values, its MLP is twice as wide
     input_size: int  # of what each layer reads besides the stream (`LayerInputs`); 0: nothing
+    pad_id: int  # the id of image tokens there
 
     def attention_of(self, layer: int) -> KVSpec:
         if self.layer_windows and self.layer_windows[layer] is not None:
@@ -88,6 +89,7 @@ def gemma4_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelC
         kv_layers=_kv_layers(hf),
         wide_mlps=bool(hf.use_double_wide_mlp),
         input_size=_input_size(hf),
+        pad_id=hf.pad_token_id or 0,
         **_experts(hf),
     )
 

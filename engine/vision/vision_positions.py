@@ -50,6 +50,24 @@ def _cos_sin(row: Tensor, column: Tensor, head_dim: int, theta: float) -> Tensor
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
+class AxialPositions(NamedTuple):
+    """The positions of an image's N patches in Gemma 4's tower, on the CPU."""
+
+    rows: Tensor  # [N] int64
+    columns: Tensor  # [N] int64
+    cos_sin: Tensor  # [N, D] float32, as `PatchPositions` has it
+
+
+@lru_cache(_SIZES)
+def axial_positions(
+    rows: int, columns: int, merge: int, *, head_dim: int, theta: float
+) -> AxialPositions:
+    """Compute the positions of a grid of patches. The patches of one token are neighbours. Half of
+    a head's pairs turn by a patch's column, the others by its row."""
+    row, column = _grid(rows, columns, merge)
+    return AxialPositions(row.long(), column.long(), _cos_sin(column, row, head_dim, theta))
+
+
 class WindowPositions(NamedTuple):
     """The order and the positions of an image's N patches in Qwen2.5-VL's tower, on the CPU."""
 

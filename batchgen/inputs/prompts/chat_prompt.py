@@ -121,6 +121,8 @@ class ChatPrompt:
                 for text in texts_of(message):
                     self._tokens.refuse_long(text)  # before it is copied for each mark
         text = self._rendered(messages, self._tools(row))
+        if self._places is not None:
+            text = self._places.images.marked(text, self._tokenizer)
         return self._tokens.of(text, add_special_tokens=False), sources
 
     def _placed(self, row: Row) -> tuple[Messages, list[ImageSource]]:
@@ -268,7 +270,7 @@ class ChatPrompt:
             self._render(messages)
             if self._places is not None and "user" in roles:
                 text = self._render([{"role": "user", "content": image}])
-                mark = str(self._tokenizer.decode([self._places.images.image_token_id]))
+                mark = str(self._tokenizer.decode([self._places.images.mark_id]))
                 refuse_template_without_images(text, mark)
         except RENDER_ERRORS as error:
             why = " ".join(str(error).split())

@@ -74,8 +74,8 @@ def row_images(config: JobConfig, model: OpenedModel, source: Source) -> RowImag
             return None
     return RowImages(
         ImageFolder(_root(config.dataset, prompt.image_root)),
-        image_sizes(model.path, vision.rules.pixels_per_token, prompt.max_pixels, vision.colours),
-        vision.rules.image_token_id,
+        image_sizes(model.path, vision, prompt.max_pixels),
+        vision.rules,
         prompt.max_images or MOST_IMAGES,
     )
 
