@@ -85,7 +85,8 @@ def paged_attention(
     for part in parts:
         assert window is None or part.block_length == 1
         tokens = slice(start, start := start + len(part.positions))
-        run(q[tokens], cache, part, scale, out[tokens], window, sinks, cap)
+        own = window if window is None or not part.widened else window + part.widened
+        run(q[tokens], cache, part, scale, out[tokens], own, sinks, cap)
     assert start == len(q)
     return out
 

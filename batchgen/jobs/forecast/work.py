@@ -68,7 +68,8 @@ def job_work(
         notes.append("what the models beside the target cost is not counted")
     if settings.rules is BY_ROW:
         price = SCORED if opened.answer is not None else DECODE
-        price = BLOCKS if opened.model.config.diffusion is not None else price
+        model = opened.model.config
+        price = price if model.diffusion is None and model.canvas_length is None else BLOCKS
         notes.append(price.text)
     return Work(
         prompts=scan.lengths,

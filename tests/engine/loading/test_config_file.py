@@ -26,7 +26,7 @@ KINDS = (
     "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "sdar",
     "sdar_moe", "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
     "gemma3_text", "gemma3", "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
-    "mistral3_small", *CLASSES,
+    "mistral3_small", "diffusion_gemma", *CLASSES,
 )  # fmt: skip
 # What a key may hold, each a wrong type for most; sizes beyond memory are no matter of types.
 VALUES: tuple[Any, ...] = (

@@ -21,7 +21,9 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.model_registry import MODELS
 from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.canvas.strategy import CanvasStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Pictured, Request, run
 from tests.support.engine.tiny_models import CLASSES
@@ -41,6 +43,7 @@ FAMILIES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     **{kind: f"{family}ForCausalLM" for kind, (family, _) in CLASSES.items()},
     "gpt_oss": "GptOssForCausalLM",
+    "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
     "fast_dllm_qwen": "Fast_dLLM_QwenForCausalLM",
     "llada2_moe": "LLaDA2MoeModelLM",
     "llama": "LlamaForCausalLM",
@@ -72,8 +75,10 @@ ODD: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 7},
 }
 """Numbers of experts of the families whose routers have sigmoids."""
-FAST = {("minimax_m2", 3), ("qwen3_vl", 1), ("qwen3_5_text", 2), ("sdar", 3)}
-"""One of each mechanism: sigmoids of a router, a vision tower, recurrence, diffusion."""
+FAST = {
+    ("minimax_m2", 3), ("qwen3_vl", 1), ("qwen3_5_text", 2), ("sdar", 3), ("diffusion_gemma", 2),
+}  # fmt: skip
+"""One of each mechanism: sigmoids of a router, a vision tower, recurrence, both diffusions."""
 
 
 @pytest.fixture
@@ -103,7 +108,9 @@ def engine_of(kind: str, folder: Path, **config: Any) -> LLMEngine:
     model = load_model(
         folder, device=torch.device("cpu"), dtype=torch.float32, vision=kind in SEEING
     )
-    strategy = DLLMStrategy(4) if kind in DIFFUSION else ARStrategy()
+    strategy: Strategy = DLLMStrategy(4) if kind in DIFFUSION else ARStrategy()
+    if kind == "diffusion_gemma":
+        strategy = CanvasStrategy(max_denoising_steps=3)
     options: dict[str, Any] = {"max_model_len": 256, "kv_cache_gib": 0.02, "image_tokens": 256}
     engine = LLMEngine(model, None, (), strategy, EngineConfig(**options | config))
     if model.batch_dependence is not None:
