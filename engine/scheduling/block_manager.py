@@ -1,4 +1,9 @@
-"""Hands out the blocks of the paged cache, counts their owners, and keeps the prefix cache."""
+"""Hands out the blocks of the paged cache, counts their owners, and keeps the prefix cache.
+
+The scheduler and its builders of batches ask here for a row's blocks; nothing else hands them out.
+*Headroom* is the number of blocks that must stay free when a row is admitted, so that rows that run
+can grow.
+"""
 
 from __future__ import annotations
 
