@@ -2,10 +2,10 @@
 layers with a state per row.
 
 A decode step writes each token as a *record* beside the state, and adds records to the state `fold`
-at a time. So it rounds otherwise than a prefill, which adds all tokens of its chunk at once. When a
-row has lost its state, by a preemption, its generated tokens are therefore *replayed*: computed
-from the state after a multiple of `fold` generated tokens and from the records since, so that the
-results have the same bits.
+at a time. So its results are rounded differently from those of a prefill, which adds all tokens of
+its chunk at once. When a row has lost its state, by a preemption, its generated tokens are
+therefore *replayed*: computed from the state after a multiple of `fold` generated tokens and from
+the records since, so that the results have the same bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Hands out the blocks of the paged cache, counts their owners, and keeps the prefix cache.
+"""Hands out the blocks of the paged cache, and keeps the prefix cache.
 
-The scheduler and its builders of batches ask here for a row's blocks; nothing else hands them out.
-*Headroom* is the number of blocks that must stay free when a row is admitted, so that rows that run
-can grow.
+The scheduler asks here for a row's blocks. *Headroom* is how many blocks must stay free when a row
+is admitted, so that rows which run can grow.
 """
 
 from __future__ import annotations
