@@ -76,9 +76,9 @@ class DiffusionGemmaForBlockDiffusion(Gemma4ForCausalLM):
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
         """Give weights of the stack the names that other models have."""
-        if (found := _SCALAR.fullmatch(name)) is not None:
-            kind = "canvas_scalar" if found[1] == "decoder" else "layer_scalar"
-            return f"model.{found[2]}.{kind}"
+        if (match := _SCALAR.fullmatch(name)) is not None:
+            kind = "canvas_scalar" if match[1] == "decoder" else "layer_scalar"
+            return f"model.{match[2]}.{kind}"
         return name.replace(_DECODER, "model.", 1) if name.startswith(_DECODER) else name
 
     def skipped_part(self, name: str) -> str | None:

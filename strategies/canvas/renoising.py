@@ -54,9 +54,9 @@ class Renoising:
                     f"{name} must be a whole number from {fewest} on, got {count!r:.100}"
                 )
         for name in ("entropy_bound", "start_temperature", "end_temperature", "stop_entropy"):
-            value, least = getattr(self, name), 1e-6 if "temperature" in name else 0.0
-            if type(value) not in (int, float) or not least <= value <= 1e30:
-                raise ValueError(f"{name} must be a number from {least} on, got {value!r:.100}")
+            value, lowest = getattr(self, name), 1e-6 if "temperature" in name else 0.0
+            if type(value) not in (int, float) or not lowest <= value <= 1e30:
+                raise ValueError(f"{name} must be a number from {lowest} on, got {value!r:.100}")
 
     @classmethod
     def of_row(cls, values: Mapping[str, Any]) -> Renoising:

@@ -140,8 +140,8 @@ class CanvasStepInputs(StepInputs):
         self.final = FinalCanvases(rows, answers, canvases.denoised, dict(self.columns))
         self.context = None
         if room:
-            places = torch.where(rows, rank - 1, room)
-            self.context = commit_inputs(answers, self.positions, self.newest, places, room)
+            indices = torch.where(rows, rank - 1, room)
+            self.context = commit_inputs(answers, self.positions, self.newest, indices, room)
         self._canvases = self._opened(rows)
 
     def _opened(self, rows: Tensor) -> CanvasRows:
@@ -149,20 +149,20 @@ class CanvasStepInputs(StepInputs):
         canvases = self.canvases
         more = rows & (canvases.starts < canvases.last_starts)
         starts = torch.where(more, canvases.starts + self._length, canvases.starts)
-        places = more.unsqueeze(1)
+        opening = more.unsqueeze(1)
         zeros = canvases.denoised.masked_fill(more, 0)
         opened = replace(
             canvases,
             starts=starts,
-            answers=canvases.answers.masked_fill(places, -1),
-            signals=canvases.signals.masked_fill(places.unsqueeze(2), 0),
+            answers=canvases.answers.masked_fill(opening, -1),
+            signals=canvases.signals.masked_fill(opening.unsqueeze(2), 0),
             denoised=zeros,
             unchanged=canvases.unchanged.masked_fill(more, 0),
             finished=canvases.finished & ~more,
             over=canvases.over | (rows & ~more),
         )
         noise = self._noise(self.sampling.seeds, starts, zeros)
-        return replace(opened, token_ids=torch.where(places, noise, canvases.token_ids))
+        return replace(opened, token_ids=torch.where(opening, noise, canvases.token_ids))
 
     def _noise(self, seeds: Tensor, starts: Tensor, draws: Tensor) -> Tensor:
         """Random tokens [B, L] for canvases that begin at `starts` [B] and have had `draws` [B]
@@ -189,19 +189,19 @@ class CanvasStepInputs(StepInputs):
         longest = np.array([seq.max_tokens for seq in rows.seqs]) - prompts
         last = prompts + (longest - 1) // length * length
         steps = np.array([steps_so_far(seq) for seq in rows.seqs])
-        places = upload(np.stack([starts, last, steps]), torch.int64, device)
-        zeros = torch.zeros_like(places[0])
-        noise = self._noise(rows.sampling.seeds, places[0], zeros)
+        numbers = upload(np.stack([starts, last, steps]), torch.int64, device)
+        zeros = torch.zeros_like(numbers[0])
+        noise = self._noise(rows.sampling.seeds, numbers[0], zeros)
         sizes = len(noise), length, self._model.hidden_size
         new = CanvasRows(
-            starts=places[0],
-            last_starts=places[1],
+            starts=numbers[0],
+            last_starts=numbers[1],
             token_ids=noise,
             answers=torch.full_like(noise, -1),
             signals=torch.zeros(sizes, dtype=self._model.dtype, device=device),
             denoised=zeros,
             unchanged=zeros,
-            steps=places[2].int(),
+            steps=numbers[2].int(),
             finished=zeros.bool(),
             over=zeros.bool(),
         )
@@ -258,12 +258,12 @@ class CanvasStepInputs(StepInputs):
         noise = self._noise(self.sampling.seeds, canvases.starts, denoised)
         read = torch.where(rules.accepted(entropies), token_ids, noise)
         finished = rules.are_finished(entropies, unchanged, denoised) & active
-        places = active.unsqueeze(1)
+        working = active.unsqueeze(1)
         self._canvases = replace(
             canvases,
-            token_ids=torch.where(places, read, canvases.token_ids),
-            answers=torch.where(places, answers, canvases.answers),
-            signals=torch.where(places.unsqueeze(2), signals, canvases.signals),
+            token_ids=torch.where(working, read, canvases.token_ids),
+            answers=torch.where(working, answers, canvases.answers),
+            signals=torch.where(working.unsqueeze(2), signals, canvases.signals),
             denoised=denoised,
             unchanged=unchanged,
             steps=canvases.steps + active.int(),

@@ -179,7 +179,7 @@ class CanvasStrategy(Strategy):
         columns = take_tokens(logits, sampling, positions, answers).columns
         steps = (state.canvases.steps + 1).unsqueeze(1).expand(shape).contiguous()
         # A product for each row, so that its bits do not depend on the others.
-        signals = torch.stack([model.mean_embeddings(own) for own in processed.split(shape[1])])
+        signals = torch.stack([model.mean_embeddings(block) for block in processed.split(shape[1])])
         failed = drawn.failed.view(shape).any(1) & active
         denoised = state.canvases.denoised
         state.write(
