@@ -1,4 +1,6 @@
-"""Collects the models that a strategy runs, and checks that they fit together."""
+"""Collects the models that a strategy runs, the target and others such as a draft model, and checks
+that they fit together. `EngineParts` calls this when an engine starts, and `engine_estimate.py` to
+forecast one."""
 
 from __future__ import annotations
 
@@ -125,12 +127,12 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
 @torch.inference_mode()
 def check_products(model: CausalLM) -> None:
     """Check that the products of linear layers keep the bits of rows, or raise ValueError."""
-    products = [made for module in model.modules() for made in _products(module)]
+    products = [checked for module in model.modules() for checked in _products(module)]
     once = {product.name: product for product in products}.values()
-    if (found := first_unsteady(once, model.device)) is not None:
+    if (unsteady := first_unsteady(once, model.device)) is not None:
         raise ValueError(
             f"deterministic is true, and the GPU's library computes a row otherwise beside other "
-            f"rows ({found}): make the engine before anything else computes on the GPU in this "
+            f"rows ({unsteady}): make the engine before anything else computes on the GPU in this "
             "process, or set deterministic to false"
         )
 

@@ -1,5 +1,8 @@
-"""What an engine is made of: the memory that it has, caches and runners of its models, and what
-takes requests, plans steps and launches them."""
+"""Makes the parts of an engine in the right order: the division of its memory, the caches and
+runners of its models, and the parts that check requests, plan steps and launch them.
+
+`LLMEngine` makes one `EngineParts` when it starts and works with its attributes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PATIENCE = 4
-"""How often as many rows as can run at once start before one whose adapter waits for a slot."""
+"""How long a row waits for its adapter to get a slot: until this many times as many rows as can run
+at once have started before it."""
 
 
 class EngineParts:
@@ -77,9 +81,9 @@ class EngineParts:
         self.images: ImageStore | None = None
         limits_of_images = None
         if model.visual is not None:
-            most = self.config.image_tokens
-            self.images = ImageStore(model.visual, most, model.device, model.parallel)
-            limits_of_images = ImageLimits(model.visual.config.rules, most)
+            max_image_tokens = self.config.image_tokens
+            self.images = ImageStore(model.visual, max_image_tokens, model.device, model.parallel)
+            limits_of_images = ImageLimits(model.visual.config.rules, max_image_tokens)
         self._adapters = _adapter_slots(model, config.lora_slots, max_num_seqs)
         self.requests = Requests(
             tokenizer,

@@ -1,4 +1,8 @@
-"""What the layers of one forward need besides their activations, passed on explicitly."""
+"""What the layers of one forward need besides their activations, passed on explicitly: caches,
+attention, states of rows, images, and where to write output columns.
+
+`ModelRunner` makes a `ForwardContext` for each forward, and every layer gets it as an argument.
+"""
 
 from __future__ import annotations
 
@@ -128,9 +132,9 @@ class ForwardContext:
 
     def cache(self, layer: int, kind: type[C]) -> C:
         """Return what the layer with this index keeps; it must be of the given type."""
-        found = self.caches[layer]
-        assert isinstance(found, kind), f"layer {layer} keeps a {type(found).__name__}"
-        return found
+        layer_cache = self.caches[layer]
+        assert isinstance(layer_cache, kind), f"layer {layer} keeps a {type(layer_cache).__name__}"
+        return layer_cache
 
     def slots(self, window: int | None) -> Tensor:
         """Return the KV slots [T] int64 of the tokens in layers with this window."""

@@ -1,7 +1,11 @@
-"""Tokens that a prefill reads as decode steps read them, for layers with a state per row.
+"""Plans how a prefill reads generated tokens again in the way in which decode steps read them, for
+layers with a state per row.
 
-A decode step computes a token from the state behind a multiple of `fold` tokens behind the prompt,
-and the records since. A row that has lost its state reads its generated tokens again in this way.
+A decode step writes each token as a *record* beside the state, and adds records to the state `fold`
+at a time. So its results are rounded differently from those of a prefill, which adds all tokens of
+its chunk at once. When a row has lost its state, by a preemption, its generated tokens are
+therefore *replayed*: computed from the state after a multiple of `fold` generated tokens and from
+the records since, so that the results have the same bits.
 """
 
 from __future__ import annotations
@@ -78,9 +82,9 @@ def _step(
 ) -> ReplayStep:
     values = upload(np.concatenate((tokens, rows, pending, first)), torch.int64, slots.device)
     count = len(rows)
-    index, places, waiting, oldest = values.split([len(tokens), count, count, count])
-    own = slots[places]
+    index, indices, waiting, oldest = values.split([len(tokens), count, count, count])
+    state_slots = slots[indices]
     counts = torch.zeros((2, num_slots), dtype=torch.int32, device=slots.device)
-    counts[0].index_copy_(0, own, waiting.int())
-    counts[1].index_copy_(0, own, oldest.int())
-    return ReplayStep(index, own, counts[0], counts[1], width)
+    counts[0].index_copy_(0, state_slots, waiting.int())
+    counts[1].index_copy_(0, state_slots, oldest.int())
+    return ReplayStep(index, state_slots, counts[0], counts[1], width)

@@ -1,4 +1,10 @@
-"""The contract of rows: what decides their bits besides the row, the model and the options."""
+"""What the bits of a row's results depend on besides the row, the model and the options.
+
+With the setting `deterministic`, a row has the same bits in every batch. They may still differ
+between kinds of GPUs, dtypes, versions of libraries and of the files that compute. `contract` lists
+all of these, and a job writes the list beside its results, so that a later run can tell whether it
+can have the same bits. `engine_recipe.py` calls this.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ _MEASURED = 9
 def contract(device: torch.device, dtype: torch.dtype, ranks: int) -> dict[str, str]:
     """Return what decides the bits of rows that are computed on this device, by name. Under equal
     contracts, and with `deterministic`, a row has the same bits."""
-    found = {
+    facts = {
         "rules": str(rules.VERSION),
         "sources": sources_digest(),
         "torch": torch.__version__,
@@ -30,9 +36,9 @@ def contract(device: torch.device, dtype: torch.dtype, ranks: int) -> dict[str, 
         "device": device.type,
     }
     if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        found["cuda"] = str(torch.version.cuda)
-    return found
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = str(torch.version.cuda)
+    return facts
 
 
 @cache

@@ -1,4 +1,6 @@
-"""One layer of a decoder, and the protocols that its two parts follow."""
+"""One layer of a decoder, and the protocols that its two parts follow: the *mixer*, which mixes the
+tokens of a row (attention or a recurrence), and the *feed-forward part*, which treats each token
+alone. The models of `engine/models` are stacks of these layers."""
 
 from __future__ import annotations
 
@@ -111,7 +113,8 @@ class DecoderLayer(nn.Module):
         """Return the residual stream after this layer, [T, hidden_size], or [R, hidden_size] of
         `outputs`.
 
-        `stream` is the stream before it, which is overwritten; other arguments are as for `Mixer`.
+        `stream` is the residual stream before it, which is overwritten; other arguments are as for
+        `Mixer`.
         """
         if self.mixer is not None:
             stream = self._mixed(self.mixer, stream, cos_sin, ctx, outputs)
@@ -136,21 +139,21 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return the stream behind the mixer."""
+        """Return the residual stream behind the mixer."""
         hidden, residual = _normed(self.mixer_norm, stream)
         if (norm := self.mixer_post_norm) is None:
             return mixer(hidden, residual, cos_sin, ctx, outputs)
         mixed = mixer(hidden, torch.zeros_like(residual), cos_sin, ctx, outputs)
-        own = residual if outputs is None else residual[outputs.index]
-        found: Tensor = own + norm.of_stream(mixed)[0]
-        return found
+        chosen = residual if outputs is None else residual[outputs.index]
+        result: Tensor = chosen + norm.of_stream(mixed)[0]
+        return result
 
 
 _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}
 
 
 def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:
-    """Return what a part of a layer reads, and the stream with pending sums."""
+    """Return what a part of a layer reads, and the residual stream with pending sums."""
     if norm is not None:
         return norm.of_stream(stream)
     whole = summed(stream)

@@ -1,4 +1,5 @@
-"""The places of weights that stay in 4 bits."""
+"""Slots for the weights that stay in 4 bits: they take such a weight from a checkpoint, packed
+values and scales together, instead of a tensor of 16-bit values."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ _CODES = 2
 
 @dataclass(frozen=True, slots=True)
 class FourBitSlot(WeightSlot):
-    """The place of a weight [N, K] in 4 bits, or of those [E, N, K] of all experts.
+    """Where a weight [N, K] in 4 bits goes, or the weights [E, N, K] of all experts.
 
-    `parameter` are the words of `panels`. A group that ends on another rank has its scale on both.
+    `parameter` has the words of `panels`. If a group of columns that share a scale ends on another
+    rank, both ranks have its scale.
     """
 
     panels: FourBitPanels | None = None  # what is filled; None only for a piece that is elsewhere
@@ -61,16 +63,18 @@ class FourBitSlot(WeightSlot):
             )
         if isinstance(weight, Int4Weight):
             weight = weight.regrouped(layout.group)
-        own = [self._own(name, part, place) for place, part in enumerate(weight)]
+        rank_parts = [self._own(name, part, index) for index, part in enumerate(weight)]
         experts, rows, columns = self.panels.sizes
         sizes = (columns // _CODES, *[columns // layout.group] * 2)
-        for part, size in zip(own, sizes, strict=True):
+        for part, size in zip(rank_parts, sizes, strict=True):
             if part.shape[-2:] != (rows, size):
                 raise ValueError(
                     f"tensor {name} has {part.shape[-2]} rows, the configuration says {rows}"
                 )
         try:
-            pack_panels(type(weight)(*(part.expand(experts, -1, -1) for part in own)), self.panels)
+            pack_panels(
+                type(weight)(*(part.expand(experts, -1, -1) for part in rank_parts)), self.panels
+            )
         except ValueError as error:
             raise ValueError(f"tensor {name} {error}") from None
 

@@ -1,5 +1,5 @@
-"""The formats of published quantised weights, which are kept in 4 bits or dequantised when
-loaded."""
+"""The formats of published quantised weights (GPTQ, AWQ and the like), as config.json declares
+them. Such weights are kept in 4 bits, or dequantised when they are loaded."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
 
 def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
     for key, allowed in (("sparsity_config", "null: sparse weights"), ("transform_config", "null")):
-        found = values.get(key)
-        if found and not (isinstance(found, Mapping) and found.get("format") == "dense"):
-            raise _refused(key, found, f"{allowed} cannot be read" if ":" in allowed else allowed)
+        value = values.get(key)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise _refused(key, value, f"{allowed} cannot be read" if ":" in allowed else allowed)
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("config_groups", groups, "an object that names how weights are quantised")

@@ -1,4 +1,8 @@
-"""Goes through an engine's forwards without computing anything, to compile their kernels ahead."""
+"""Compiles an engine's Triton kernels ahead, in threads, while its weights are loaded.
+
+It goes through the forwards that an engine will run, without computing anything, only to find out
+which kernels they launch. `engine_recipe.py` wraps the loading of a model in it.
+"""
 
 from __future__ import annotations
 
@@ -144,10 +148,10 @@ class Undone(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        own = self._own.get(func)
+        handler = self._own.get(func)
         options = {name: self._undone(value) for name, value in (kwargs or {}).items()}
-        if own is not None:
-            return own(*args, **options)
+        if handler is not None:
+            return handler(*args, **options)
         return func(*map(self._undone, args), **options)
 
     def _undone(self, value: Any) -> Any:

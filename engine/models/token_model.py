@@ -1,4 +1,5 @@
-"""The interface of a model to the runner: it computes logits of tokens, over declared caches."""
+"""The interface of a model to the runner: it computes hidden states and logits of tokens, and
+declares which caches it needs."""
 
 from __future__ import annotations
 
@@ -60,11 +61,11 @@ class TokenModel(nn.Module, ABC):
 
     def count_parameters(self) -> None:
         """Set `num_parameters` and `weight_bytes`, before weights are packed."""
-        found = dict(self.named_parameters())
-        self.weight_bytes = sum(parameter.nbytes for parameter in found.values())
+        parameters = dict(self.named_parameters())
+        self.weight_bytes = sum(parameter.nbytes for parameter in parameters.values())
         self.num_parameters = sum(
             parameter.numel() * (WORD_VALUES if parameter.dtype == torch.int32 else 1)
-            for name, parameter in found.items()
+            for name, parameter in parameters.items()
             if not name.endswith("scales")
         )
 

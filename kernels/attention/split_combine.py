@@ -1,4 +1,9 @@
-"""The results of splits (split-K partials) and their combination, in Triton."""
+"""Combines the results of splits in decode attention, in Triton.
+
+A long context is cut into *splits*, which programs compute in parallel (`decode.py`). Each leaves a
+partial result and the logarithm of the sum of its weights; the results of a query are then averaged
+by these sums.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,9 @@ from batchgen.kernels.attention.decode_plan import DecodePlan
 from batchgen.kernels.rules import MOST_SPLITS
 
 SCALED_BY = tl.constexpr(256.0)
-"""Weights of values in FP8 are multiplied by it besides their scales, which are about 1/448 of the
-values: so the products are no smaller in float16 than it can tell apart. Sums are divided by it."""
+"""A factor for the softmax weights of values in FP8. They are multiplied by it besides the scales
+of the values, which are about 1/448, so that the products do not become too small for float16. Sums
+are divided by it again."""
 _COMBINE_ELEMENTS = 4096
 """Elements of partial results that the combination loads at a time."""
 
@@ -92,13 +98,13 @@ def _combine_kernel(
     if number > 1:
         member = tl.arange(0, GROUP_PAD)
         dim = tl.arange(0, DIM_PAD)
-        member_place = (token % WIDTH) * GROUP + member
+        member_offset = (token % WIDTH) * GROUP + member
         split_queries = KV_HEADS * WIDTH * GROUP
         base = row * capacity * split_queries + head * (WIDTH * GROUP)
         split = tl.arange(0, SPLITS_PAD)
-        places = base + split[:, None] * split_queries + member_place[None, :]
+        offsets = base + split[:, None] * split_queries + member_offset[None, :]
         mask = (split < number)[:, None] & (member < GROUP)[None, :]
-        all_sums = tl.load(log_sums + places, mask=mask, other=-float("inf"))
+        all_sums = tl.load(log_sums + offsets, mask=mask, other=-float("inf"))
         top = tl.max(all_sums, 0)
         # Padding has no split, and sums that are all NaN have no maximum: 0 avoids -inf - -inf.
         top = tl.where(top == -float("inf"), 0.0, top)
@@ -107,7 +113,7 @@ def _combine_kernel(
         sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
         for first in range(0, number, CHUNK):
             some = first + tl.arange(0, CHUNK)
-            where = base + some[:, None] * split_queries + member_place[None, :]
+            where = base + some[:, None] * split_queries + member_offset[None, :]
             inside = (some < number)[:, None] & (member < GROUP)[None, :]
             log_sum = tl.load(log_sums + where, mask=inside, other=-float("inf"))
             weight = tl.exp2(log_sum - top[None, :])

@@ -1,4 +1,5 @@
-"""The sums of products of weights in 4 bits with tokens, which all products of them share."""
+"""Functions of Triton kernels that multiply weights in 4 bits by tokens and add up the products.
+Linear layers and experts share them."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ _WORDS = tl.constexpr(PANEL_WORDS)
 
 @triton.jit
 def load_tokens(
-    source, is_place, panel, panels,
+    source, is_slot, panel, panels,
     HALF: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Load a panel's columns of tokens, transposed [64, BLOCK_M], zeros past the tile's end. Unless
     EVEN, the second HALF of a step may be past the last panel and is zeros, too."""
-    mask = is_place[:, None]
+    mask = is_slot[:, None]
     if HALF == 1 and not EVEN:
         column = panel * _PANEL + tl.arange(0, _PANEL)
         mask = mask & (column < panels * _PANEL)[None, :]

@@ -1,7 +1,9 @@
 """Which rows an operation of linear attention reads, and where their states are.
 
 The operations keep a state per row in *state slots*. Slot 0 is scratch: rows that pad a batch have
-it, and what is written there is never read.
+it, and what is written there is never read. A *record* is what one token of a decode step does to
+the state. Records are kept in a ring beside it, and are *folded* into the state later, several at
+once.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ class StepRows(NamedTuple):
 
     slots: Tensor  # [B] int64, the rows' state slots
     pending: Tensor  # [R] int32, read on the device; clamped to 0 … N
-    first: Tensor  # [R] int32: where in the ring the oldest pending one stands
+    first: Tensor  # [R] int32: the index in the ring of the oldest pending one
     width: int  # W; with 0 the step folds and does nothing else
     fold: int
 
-    def places(self, ring: int) -> tuple[Tensor, Tensor, Tensor]:
+    def ring_entries(self, ring: int) -> tuple[Tensor, Tensor, Tensor]:
         """Find the B rows' records in rings of N, as int64.
 
-        Returns the numbers of pending records [B], all places of the ring from the oldest pending
-        record on [B, N], and the places of the W new records [B, W].
+        Returns the numbers of pending records [B], the indices of all records in the ring from the
+        oldest pending one on [B, N], and those of the W new records [B, W].
         """
         pending = self.pending[self.slots].long().clamp(0, ring)
         first = self.first[self.slots].long()[:, None]

@@ -1,5 +1,5 @@
-"""What follows the two products of experts: biases, adapters, and the gate between them, if there
-is one."""
+"""What follows each of the two products of experts: biases, what adapters add, and between the
+products the gate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SortedAdapters(Protocol):
         order of slots; None if they add nothing."""
 
     def add_down_(self, parts: Tensor, activated: Tensor, weights: Tensor) -> None:
-        """Add what adapters make of `activated` [N, I], in the order of places, times the slots'
+        """Add what adapters make of `activated` [N, I], in sorted order, times the slots'
         weights [T, k], to `parts` [N, H], in the order of slots."""
 
 

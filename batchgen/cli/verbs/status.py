@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _of_pipeline(out: str, *, as_json: bool) -> int:
     """Say how far each step of a pipeline is, and what its workers do."""
-    from batchgen.pages.report.told_pipeline import status_text, statuses, summary
+    from batchgen.pages.report.pipeline_status import status_text, statuses, summary
 
     if as_json:
         print(json.dumps(summary(out), indent=2, ensure_ascii=False))
@@ -91,13 +91,13 @@ def lines(status: Status, num_shards: int | None) -> list[str]:
 def _facts(worker: WorkerState) -> tuple[str, ...]:
     attempt, beat = worker.attempt, worker.beat
     shards = [str(shard) for shard in worker.shards] + [f"copy of {s}" for s in worker.backups]
-    shown = ", ".join(shards[:4]) + (" …" if len(shards) > 4 else "")
+    shard_text = ", ".join(shards[:4]) + (" …" if len(shards) > 4 else "")
     loading = worker.state == "running" and not attempt.get("memory")
     return (
         str(beat["worker"]),
         worker.name,
         "loading" if loading else worker.state,
-        shown or "–",
+        shard_text or "–",
         f"{attempt.get('rows', 0):,}",
         f"{worker.tokens_per_s:,.0f}",
         f"{duration(worker.silent, 0)} ago",

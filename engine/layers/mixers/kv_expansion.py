@@ -1,4 +1,8 @@
-"""The weight that expands latents to keys and values, for latent attention."""
+"""The weight that expands latents to keys and values, for latent attention.
+
+A *latent* is the short vector that such a layer caches of each token, in place of keys and values
+of all heads (`mla.py`).
+"""
 
 from __future__ import annotations
 
@@ -51,8 +55,8 @@ class KVExpansion(nn.Module):
         """Turn mixtures [T, heads, L] of latents into mixtures [T, heads, V] of values."""
         if self._packed is None:
             return _multiply_heads(mixed, self.weight[:, self._key_size :].transpose(1, 2), out)
-        found = _by_head(mixed, self._packed[1])
-        return found if out is None else out.copy_(found)
+        values = _by_head(mixed, self._packed[1])
+        return values if out is None else out.copy_(values)
 
     def expand(self, latents: Tensor) -> Tensor:
         """Expand latents [S, L] to keys and values [S, heads, N + V]; not once it is packed."""
