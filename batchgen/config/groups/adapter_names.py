@@ -1,4 +1,4 @@
-"""How users name adapters, and which of them the rows of a job have."""
+"""The names of adapters in a configuration, and which of them the rows of a job use."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ ADAPTER = "adapter"
 """The column that says which adapter a row has, in a job that runs each row with each of them."""
 
 LoRA = str | Sequence[str] | Mapping[str, str] | None
-"""Adapters as users name them: a place, several places, or places by name. A place is a folder or
-a hub name, which may end with @REVISION; `base` is the model without an adapter."""
+"""Adapters as users name them: a path, several paths, or paths by name. A path is a folder or a hub
+name, which may end with @REVISION; `base` is the model without an adapter."""
 
 
 LoRATemplate = Literal["base", "adapter"]
-"""Whose tokenizer and chat template a job has."""
+"""The source of a job's tokenizer and chat template."""
 
 
 def named_places(adapters: LoRA) -> dict[str, str]:
-    """Return the places of adapters by their names, which are the last part of the place where the
-    user gives none; `base` is among them if it was given. ConfigError for a name that comes twice
-    or is none."""
+    """Return the paths of adapters by their names. An adapter without a name is named by the last
+    part of its path; `base` is included if the user names it. Raises ConfigError for a name that
+    occurs twice or is invalid."""
     if adapters is None:
         return {}
     if isinstance(adapters, Mapping):
         pairs = list(adapters.items())
     else:
-        places = [adapters] if isinstance(adapters, str) else adapters
-        pairs = [(_last_part(place), place) for place in places]
+        locations = [adapters] if isinstance(adapters, str) else adapters
+        pairs = [(_last_part(path), path) for path in locations]
     paths: dict[str, str] = {}
-    for name, place in pairs:
+    for name, path in pairs:
         if name in paths:
             raise ConfigError(
-                f"lora has two adapters named {name} ({paths[name]} and {place}): name them, as in "
+                f"lora has two adapters named {name} ({paths[name]} and {path}): name them, as in "
                 "{first: PATH, second: PATH}"
             )
         if re.fullmatch(r"[\w.+:-]+", name) is None:
@@ -45,12 +45,12 @@ def named_places(adapters: LoRA) -> dict[str, str]:
                 f"lora: an adapter's name has letters, digits, _, ., +, : and -, got {name!r}: "
                 "name it, as in {name: PATH}"
             )
-        if (name == BASE) != (place == BASE):
+        if (name == BASE) != (path == BASE):
             raise ConfigError(
                 f"lora: {BASE} is the model without an adapter, so no adapter has that name; got "
-                f"{name}: {place}"
+                f"{name}: {path}"
             )
-        paths[name] = place
+        paths[name] = path
     return paths
 
 

@@ -1,4 +1,4 @@
-"""What a model recommends for sampling, in the file generation_config.json beside its weights."""
+"""Reads the sampling options that a model recommends, from its generation_config.json."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def sampling_values(
 
 def sampling_text(values: Mapping[str, Mapping[str, Any]]) -> str:
     """The values of `sampling_values` in one line, and where they come from."""
-    shown = []
+    parts = []
     for key, of in values.items():
         text = f"{key}={of['value']}"
         if of["model"] is not None:
             is_same = of["value"] == of["model"]
             text += " (the model's)" if is_same else f" (the model recommends {of['model']})"
-        shown.append(text)
-    return ", ".join(shown)
+        parts.append(text)
+    return ", ".join(parts)
 
 
 def recommendation(sampling: Mapping[str, Any], of_model: Mapping[str, float]) -> str | None:
@@ -117,7 +117,7 @@ def _named(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read(file: Path | None) -> dict[str, Any]:
-    """What the file says; nothing if there is none."""
+    """The content of the file; empty if there is none."""
     if file is None or not file.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What an earlier run has shown: how long answers get, and how fast the device really is."""
+"""Learns from an earlier run how long answers get, and how fast the device really is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COUNTS = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_rows")
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a run has shown, with the tokens of its prompts and answers.
+    """Measurements of an earlier run, with the token counts of its prompts and answers.
 
     `source` names the run, and `start_s` are the seconds until its first step. `counts` are the
     steps, tokens and rows of `EngineStats`, the `rows` and tokens `generated` by the run, and its
@@ -44,7 +44,7 @@ class Calibration:
         return max((counts["generated"] - counts["rows"]) / counts["decode_rows"], 0.05)
 
     def factor(self, cost: StepCost, width: int) -> float | None:
-        """How many times longer the run took than the model says; None if that is not known."""
+        """How many times longer the run took than `cost` estimates; None if that is not known."""
         counts = self.counts
         if counts is None or counts["seconds"] < _LEAST_SECONDS or not counts["decode_steps"]:
             return None
@@ -59,7 +59,7 @@ class Calibration:
 
 
 def seen_in(folder: Path, same: Mapping[str, Any], on_gpu: bool, name: str) -> Calibration | None:
-    """What the job in a folder has shown; None if none of its rows has an answer.
+    """Read the measurements of the job in a folder; None if none of its rows has an answer.
 
     Its speed counts only if it ran on the same kind of device and `same`, the groups that decide
     the speed, are as in its config.yaml. `name` is what to call the folder.

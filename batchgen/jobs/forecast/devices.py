@@ -1,4 +1,4 @@
-"""What devices can do: GPUs by their published figures, and this CPU as it is measured."""
+"""The speeds of devices: published figures of GPUs, and measurements of this machine's CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device can do: bytes per second that it reads from its memory, and operations per
-    second of matrix products; a GPU's `rate` is that of 16 bits.
+    """The speed of a device: bytes per second that it reads from its memory, and operations per
+    second of matrix products, `rate`, which is that of 16 bits on a GPU.
 
     `memory` is 0 for a CPU, and `fp8` says that it multiplies in FP8.
     """

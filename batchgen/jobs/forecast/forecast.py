@@ -1,4 +1,4 @@
-"""How long a job will take, as (low, likely, bound), with what is assumed for it."""
+"""Estimates how long a job will take: a low, a likely and an upper figure, with the assumptions."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from batchgen.jobs.forecast.step_cost import StepCost
 from batchgen.util.duration import duration
 
 _SPEED = {True: Range(0.75, 1, 1.5), False: Range(0.6, 1, 2)}
-"""The model of a step was right within these factors where it was compared with runs, on a GPU and
-on a CPU, which other programs make slower at times; speed that a run has shown is taken as within
-_STEADY."""
+"""Measured runs were within these factors of the estimate, on a GPU and on a CPU, which other
+programs may slow down. The measured speed of an earlier run counts as right within _STEADY."""
 _STEADY = Range(1 / 1.15, 1, 1.15)
 _LOAD_RATE = {True: 1e9, False: 0.25e9}
-"""Bytes of weights per second that are read and packed, on a GPU and on a CPU."""
+"""Bytes of weights that are read and packed per second, on a GPU and on a CPU."""
 _START_S = 2.0
-"""Seconds of a start that do not depend on the weights."""
+"""The part of the start-up time, in seconds, that does not depend on the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a job will take, with what is assumed for it, each a sentence without its full stop.
+    """The estimate of a job. Each assumption is a sentence without its full stop.
 
-    `seconds` go from the loading of the weights to the last row, `start_s` of them until the first
-    step. Prompt tokens count once for each sample.
+    `seconds` is the time from the loading of the weights to the last row, and `start_s` the part of
+    it before the first step. Prompt tokens count once for each sample.
     """
 
     seconds: Range
@@ -63,7 +62,7 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
 
 
 def _lengths(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
-    """The lengths of short, likely and longest answers, and what they are taken from."""
+    """The lengths of answers in the three cases, and their source in words."""
     longest = np.array([work.longest])
     if work.exact:
         return (longest, longest, longest), f"every answer has {work.longest:,} tokens (ignore_eos)"
@@ -98,14 +97,14 @@ def likely_share(longest: int) -> float:
 
 
 def _per_forward(work: Work) -> tuple[Range, str]:
-    """Tokens that a row gets in a forward in the three cases, and what they are taken from."""
+    """The tokens that a row gets in a forward in the three cases, and their source in words."""
     width = work.width
     if width == 1:
         return Range.exactly(1.0), ""
     if work.seen is not None and (measured := work.seen.per_forward) is not None:
         return Range.exactly(measured), f"a row gets {measured:.2f} tokens per forward, as there"
-    bound = 1.0 if work.least else width / (width + 1)
-    likely = 1 + (width - 1) / (4 if work.least else 2)
+    bound = 1.0 if work.min_width else width / (width + 1)
+    likely = 1 + (width - 1) / (4 if work.min_width else 2)
     text = (
         f"a row gets {width} (low), {likely:.2g} (likely), {bound:.2g} (bound) tokens per forward"
     )
@@ -120,7 +119,7 @@ def _start(cost: StepCost, work: Work) -> Range:
 
 
 def _of_speed(cost: StepCost, work: Work, factor: float | None) -> str:
-    """What the speed is taken from."""
+    """The source of the speed in words."""
     seen, device = work.seen, cost.device
     if factor is not None and seen is not None and seen.counts is not None:
         return f"the speed is that of {seen.source} ({duration(seen.counts['seconds'])})"

@@ -1,4 +1,4 @@
-"""A figure that is not known yet."""
+"""Estimates with bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A figure that is not known yet: hardly below `low`, hardly above `bound`."""
+    """An estimate: it will hardly be below `low` or above `bound`."""
 
     low: float
     likely: float
@@ -23,7 +23,7 @@ class Range:
         return iter((self.low, self.likely, self.bound))
 
     def times(self, factor: float) -> Range:
-        """All three times a factor."""
+        """All three figures times a factor."""
         return Range(*(value * factor for value in self))
 
     def plus(self, other: Range) -> Range:

@@ -1,4 +1,4 @@
-"""How long a job's forwards take: full batches, and the last one, in which no rows wait."""
+"""Adds up the forwards of a job: full batches, then the last one, in which no more rows wait."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from batchgen.jobs.forecast.range import Range
 from batchgen.jobs.forecast.step_cost import StepCost
 
 _REFILL_SHARE = 8
-"""Prompts are read once an eighth of the places are free, as `Scheduler` does."""
+"""Prompts are read once an eighth of the batch slots are free, as `Scheduler` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a job has to do, and what its engine has room for.
+    """The work of a job, and the capacity of its engine.
 
     `prompts` [N] are the tokens of some of the prompts, each of which gets `samples` of the
-    `answers`. With `exact` every answer has `longest` tokens. A row gets `least` to `width` tokens
-    in a forward; `least` is 0 for block diffusion. At most `rows` run at once, which together take
-    `kv_tokens`, and a prefill reads `batched_tokens`. The first `prefix` tokens of every prompt are
-    in the cache from the first row on, and what samples share is there in blocks of `block`.
+    `answers`. With `exact` every answer has `longest` tokens, and a row gets `min_width` (0 for
+    block diffusion) to `width` tokens in a forward. At most `rows` rows and `kv_tokens` run at
+    once, and a prefill reads `batched_tokens`. The first `prefix` tokens of every prompt are always
+    in the cache, and samples of one row share it in blocks of `block` tokens.
     """
 
     prompts: Ints
@@ -30,7 +30,7 @@ class Work:
     longest: int
     exact: bool
     width: int
-    least: int
+    min_width: int
     rows: int
     kv_tokens: int
     batched_tokens: int
@@ -47,8 +47,8 @@ def run_time(
     """Seconds and decode steps of `total` answers that are as long as those of a sample, in tokens.
 
     A row runs while the cache holds it with its whole answer. It takes as many steps as it has
-    tokens, or fewer with several `per_forward`; a forward reads `width` tokens of it. All places
-    are taken until nothing waits; then a batch of rows that began together runs out.
+    tokens, or fewer with several `per_forward`. The batch stays full until no row waits; then a
+    batch of rows that began together runs out.
     """
     prompt, answer = float(work.prompts.mean()), float(np.maximum(answers, 1).mean())
     rows = int(max(min(work.rows, total, work.kv_tokens // (prompt + answer)), 1))

@@ -1,4 +1,4 @@
-"""How many samples the rows of a job have, as far as that is known before they are drawn."""
+"""Estimates how many samples the rows of a job will have, before they are drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchgen.storage.shards.enough import Enough
 
 
 class SamplesPerRow(NamedTuple):
-    """How many samples a row has, and how that is known, if it is not simply a fixed number."""
+    """The number of samples of a row; `known_by` says where it comes from if it is not fixed."""
 
     number: Range
     known_by: str | None = None

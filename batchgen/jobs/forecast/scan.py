@@ -1,4 +1,4 @@
-"""Looks at rows of a job: how long prompts are, and which rows will have no answer."""
+"""Reads rows of a job before it runs: lengths of prompts, and rows that cannot have an answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMED = 5
 
 @dataclass
 class RowTally:
-    """Some rows: why the first is bad, if it is; how many; and index and id of the first."""
+    """A count of bad rows, with the error of the first one, and the index and id of some."""
 
     message: str
     count: int = 0
@@ -43,7 +43,7 @@ class ReadRow(NamedTuple):
 
 @dataclass
 class Scan:
-    """What was found in the rows that were looked at.
+    """The results of a scan.
 
     `num_rows` is None for a stream whose end was not reached. `sample` has the rows with a prompt,
     in order, and `bad` those of each type of error. `image_tokens` of the tokens of the prompts
@@ -71,16 +71,16 @@ class Scan:
 
     @property
     def num_bad(self) -> int:
-        """How many of the rows that were looked at will have an error."""
+        """The number of rows that will have an error."""
         return sum(bad.count for bad in self.bad.values())
 
     @property
     def bad_share(self) -> float:
-        """The share of those rows."""
+        """Their share of the rows that were looked at."""
         return self.num_bad / max(self.looked_at, 1)
 
     def note_bad(self, type: str, message: str, rows: Sequence[Row]) -> None:
-        """Note rows with an error."""
+        """Count rows with an error."""
         tally = self.bad.setdefault(type, RowTally(message))
         tally.count += len(rows)
         named = [*tally.rows, *((row.index, row.id) for row in rows)]

@@ -1,7 +1,7 @@
-"""How long forwards take: bytes that are read, products, and a fixed time per layer.
+"""Estimates the time of a forward: bytes read, matrix products, and a fixed time per layer.
 
-It is a roofline (Williams et al. 2009) with a share of the device's rates that the engine was seen
-to reach, and what it does not know is corrected by `factor` once a run was measured.
+This is a roofline model (Williams et al. 2009) with the share of the device's rates that the engine
+was measured to reach. `StepCost.factor` corrects it once a run was measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAD = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What decides the time of a model's forwards, on one of its ranks.
+    """The sizes of a model, on one of its ranks, that decide the time of a forward.
 
     Attributes:
         values: weights that tokens are multiplied by, of `value_bytes` each. A token goes through
@@ -73,9 +73,8 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """Shares of the device's rates that the engine reached on one H100
-    (docs/benchmarks/models.md), and seconds of a layer, of a step and of a logit that is sampled
-    from."""
+    """Shares of the device's rates that the engine reached on an H100 (docs/benchmarks/models.md),
+    and the fixed seconds of a layer, of a step and of a logit that is sampled from."""
 
     bandwidth: float
     products: float

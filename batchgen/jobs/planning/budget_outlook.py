@@ -1,4 +1,4 @@
-"""Whether a job's budget will suffice."""
+"""Predicts for `batchgen plan` whether a job's budget will suffice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from batchgen.storage.stores.open_storage import job_metrics
 
 @dataclass(frozen=True)
 class Outlook:
-    """One limit of the budget, what was used of it before, and what the job will need further."""
+    """One limit of the budget, the part that earlier attempts used, and what the job still
+    needs."""
 
     key: str
     limit: float

@@ -1,4 +1,4 @@
-"""How many bytes a job will write."""
+"""Estimates how many bytes a job will write, and checks the free disk space."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TEXT_BYTES = 2.0
 _ROW_BYTES = 150.0
 """Bytes of the other values of a row, such as its id and what it copies from the data set."""
 _SHARD_BYTES = 4000.0
-"""Bytes of a shard's schema and of what it says of its columns."""
+"""Bytes of a shard's schema and metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """The bytes of a job's output, and what is free on its disk now."""
+    """The bytes of a job's output, and those that are free on its disk."""
 
     output: Range
     free: int

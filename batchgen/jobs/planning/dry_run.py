@@ -1,4 +1,4 @@
-"""`batchgen … --dry-run`: what a job sends to the model and how it runs."""
+"""`batchgen … --dry-run`: prints the first prompts of a job and a short plan."""
 
 from __future__ import annotations
 

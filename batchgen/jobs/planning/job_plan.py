@@ -1,4 +1,4 @@
-"""What a job will read, need and cost, as `planner.make_plan` has found it out."""
+"""The plan of a job: what it will read, need and cost."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Outline):
-    """What was found out about a job.
+    """The plan of a job.
 
-    `memory` is None if it does not fit, `forecast` if nothing can run or the device is not known.
-    The job would be refused or is not worth a start for `errors`. `outlook` says whether each limit
+    `memory` is None if the job does not fit, and `forecast` if nothing can run. `errors` are
+    reasons why the job would be refused or is not worth a start. `outlook` says whether each limit
     of the budget will suffice. Making the plan took `plan_s` seconds.
     """
 
@@ -39,7 +39,7 @@ class Plan(Outline):
 
     @property
     def at_once(self) -> int:
-        """How many rows run at once, if their answers are as long as is likely."""
+        """The number of rows that run at once if answers have their likely length."""
         if self.memory is None or not len(self.scan.lengths):
             return 0
         answer = float(self.config.sampling.max_new_tokens)

@@ -1,4 +1,4 @@
-"""What a job would read and send to the model, which its dry run shows and its plan builds on."""
+"""Opens a job without its weights and reads some of its rows, for a dry run and for a plan."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _COMPILE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What was found out about the rows of a job before anything runs.
+    """The rows of a job before it runs, and the state of its output folder.
 
-    `folder` says what lies in the output folder, and `refusal` why the job is refused for it. Of
-    the `samples` of the rows, `reuse` says how many are copied.
+    `refusal` is why the job would be refused because of the folder. Rows have `samples` answers, of
+    which `reuse` says how many are copied.
     """
 
     config: JobConfig
@@ -42,31 +42,31 @@ class Outline:
 
     @property
     def room(self) -> int:
-        """The most tokens of a prompt that the job's longest answer has room behind."""
+        """The most tokens of a prompt beside the job's longest answer."""
         return self.opened.max_model_len - self.config.sampling.max_new_tokens
 
     @property
     def full(self) -> int:
-        """How many prompts fill their room, to which longer ones are cut; 0 if none are."""
+        """The number of prompts that fill their room, where longer ones are cut to it."""
         if self.config.prompt.too_long == "error":
             return 0
-        most = self.opened.max_model_len
+        limit = self.opened.max_model_len
         requests = (read.request for read in self.scan.sample)
-        return sum(len(each.prompt) + each.params.max_new_tokens >= most for each in requests)
+        return sum(len(each.prompt) + each.params.max_new_tokens >= limit for each in requests)
 
     @property
     def rows(self) -> int:
-        """How many rows are known."""
+        """The number of rows that are known."""
         return self.scan.num_rows or self.scan.looked_at
 
     @property
     def reused(self) -> int:
-        """How many answers are copied."""
+        """The number of answers that are copied."""
         return 0 if self.reuse is None else self.reuse.answers
 
     @property
     def answers(self) -> int:
-        """How many answers are likely still to be computed, of the rows that are known."""
+        """The likely number of answers to compute, of the rows that are known."""
         likely = round(self.rows * self.samples.number.likely)
         return max(likely - self.folder.done - self.reused, 0)
 
@@ -81,7 +81,7 @@ def outlined(config: JobConfig) -> Iterator[Outline]:
         folder, refusal = FolderState(f"{config.output.dir}: refused"), None
         try:
             folder = folder_state(config, opened)
-        except ConfigError as error:  # the rows are worth a look all the same
+        except ConfigError as error:  # rows are checked all the same
             refusal = error
         # Whether an older job has a row depends on its images, too.
         with_images = bool(config.output.reuse)

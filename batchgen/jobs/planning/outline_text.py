@@ -1,4 +1,4 @@
-"""What a job reads and sends to the model, as lines for people at most 80 columns wide."""
+"""Prints what a job reads and sends to the model, as lines of at most 80 columns."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def shown_prompts(outline: Outline) -> Iterator[tuple[str, str]]:
     """The title and the prompt of each of the first rows that have one."""
     for row, request in outline.scan.sample[:SHOWN]:
         name = "" if row.id == str(row.index) else f" ({row.id})"
-        shown = shown_prompt(request.prompt, outline.opened.model.tokenizer)
-        yield f"row {row.index}{name}: {len(request.prompt):,} tokens", shown
+        text = shown_prompt(request.prompt, outline.opened.model.tokenizer)
+        yield f"row {row.index}{name}: {len(request.prompt):,} tokens", text
 
 
 def outline_entries(outline: Outline, model: str) -> Entries:
-    """What a plan and a dry run both say; `model` is what is said of the model's numbers."""
+    """The lines that a plan and a dry run share; `model` describes the weights."""
     config, opened, scan = outline.config, outline.opened, outline.scan
     yield "questions", _questions(outline)
     if opened.source.funnel:
@@ -151,7 +151,7 @@ def _bad(scan: Scan) -> Iterator[str]:
 
 
 def _sampling(outline: Outline) -> str:
-    """The values that are not their defaults, and those that every job is asked about."""
+    """The values that differ from their defaults, and those that matter for every job."""
     sampling = asdict(outline.config.sampling)
     of_model = sampling_values(sampling, model_sampling(outline.opened.model.path))
     defaults = {f.name: f.default for f in fields(SamplingConfig)} | {"max_new_tokens": None}
@@ -182,8 +182,8 @@ def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) 
     backslash is a backslash; a line break is one.
     """
     if tokenizer is None:
-        shown = " ".join(map(str, ids[:_SHOWN_IDS]))
-        return f"│ {shown}{' …' if len(ids) > _SHOWN_IDS else ''}"
+        id_text = " ".join(map(str, ids[:_SHOWN_IDS]))
+        return f"│ {id_text}{' …' if len(ids) > _SHOWN_IDS else ''}"
     text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
     text = _REPEATED.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", text)
     parts = [text]

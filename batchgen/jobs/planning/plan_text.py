@@ -1,4 +1,4 @@
-"""A plan as lines for people, at most 80 columns wide."""
+"""Prints a plan as lines of at most 80 columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rows a job will copy from older jobs instead of computing them."""
+"""Counts, for a plan, the answers that a job will copy from older jobs (`output.reuse`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from batchgen.storage.stores.open_storage import open_storage
 
 @dataclass(frozen=True)
 class PlannedReuse:
-    """How many answers will be copied, of how many rows that were looked at; these are all rows if
-    it `is_exact`, and else a sample, from which the number is reckoned."""
+    """The number of answers that will be copied, extrapolated from the rows that were `looked_at`
+    unless these are all rows and the number `is_exact`."""
 
     answers: int
     looked_at: int
@@ -35,8 +35,8 @@ class PlannedReuse:
 
 
 def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedReuse | None:
-    """What a job will copy from `output.reuse`; None if it names no folders, or none with rows.
-    Answers that the job's own folder has already do not count."""
+    """Count the answers that a job will copy from the folders in `output.reuse`; None if it names
+    no folders, or none with rows. Answers that are already in the job's own folder do not count."""
     if not (folders := config.output.reuse):
         return None
     config, opened = lasting(config, opened), opened.with_fingerprints()
@@ -58,12 +58,12 @@ def _copied(config: JobConfig, opened: OpenedJob, scan: Scan, older: OlderJobs) 
     stream = stream_of(config.sampling.stream, opened.source.jobs)
     with closing(open_storage(config.output.dir, config.workers)) as storage:
         is_there = written_manifest(storage) is not None
-        own = KeyIndex([read_keys(storage)] if is_there else [])
+        own_keys = KeyIndex([read_keys(storage)] if is_there else [])
     count = 0
     for row, request in scan.sample:
         for sample in range(config.sampling.most_samples):
             key = keys.key(request.of_sample(row.id, sample, stream))
-            is_own = bool(own.find(key))
+            is_own = bool(own_keys.find(key))
             is_old = is_own or older.has(key)
             count += is_old and not is_own
             if config.sampling.until is not None and not is_old:

@@ -1,4 +1,4 @@
-"""Makes the plan of a job, in seconds and without its weights."""
+"""Makes the plan of a job for `batchgen plan`: in seconds, without loading weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
 _COMPARED = 50
-"""Prompts of which it is seen what all begin with."""
+"""The number of prompts that are compared to find their common prefix."""
 _SAME_SPEED = ("model", "strategy", "engine", "constraint")
 """The groups of a job that decide its speed."""
 
@@ -120,7 +120,7 @@ class _Planner:
             longest=scan.longest_answer or sampling.max_new_tokens,
             exact=sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids),
             width=max(engine.uses[TARGET].widths),
-            least=self._opened.strategy.least_tokens,
+            min_width=self._opened.strategy.least_tokens,
             rows=min(settings.max_num_seqs, memory.window_rows or settings.max_num_seqs),
             kv_tokens=memory.kv_tokens,
             batched_tokens=settings.max_batched_tokens,
@@ -133,7 +133,7 @@ class _Planner:
         return forecast(StepCost(engine.sizes, device), work)
 
     def _calibration(self, device: Device) -> Calibration | None:
-        """What an earlier job has shown, or the same one so far."""
+        """The measurements of an earlier job, or of the same one so far."""
         config, like = self._config, self._settings.like
         values = resolved(config)
         same = {group: values[group] for group in _SAME_SPEED}
@@ -161,15 +161,15 @@ class _Planner:
         )
 
     def _row_errors(self) -> Iterator[str]:
-        """What is wrong with the rows; a small share of bad ones is a warning."""
-        scan, most = self._scan, self._settings.most_bad
+        """Errors of the rows; a small share of bad ones is a warning."""
+        scan, limit = self._scan, self._settings.most_bad
         text = f"{scan.num_bad:,} of {scan.looked_at:,} rows"
         if scan.looked_at and not scan.sample:
             yield "no row that was looked at has a prompt"
-        elif scan.bad_share > most:
+        elif scan.bad_share > limit:
             yield (
                 f"{text} ({scan.bad_share:.1%}) will have an error instead of an answer, more than "
-                f"plan.most_bad={most:g}"
+                f"plan.most_bad={limit:g}"
             )
         elif scan.num_bad:
             self._warnings.append(f"{text} will have an error instead of an answer")

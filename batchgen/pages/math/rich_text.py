@@ -1,4 +1,4 @@
-"""A text with Markdown and LaTeX as HTML that does nothing."""
+"""Renders a text with Markdown and LaTeX as harmless HTML: no links, no images, no scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from markdown_it.token import Token
 
 MOST_RENDERED = 60_000
-"""Characters; a longer text is shown as it is."""
+"""The most characters of a rendered text; a longer one is shown as it is."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Around the number of a piece that Markdown must not see. Where a text has these characters of its
 own, they are such pieces."""
@@ -31,7 +31,7 @@ _MARKS = re.compile(
 )
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _WORDS = re.compile(r"[^\\{}$^_&]*[^\W\d_]{3}[^\\{}$^_&]*")
-"""What stands in a box as a text, and is no formula."""
+"""The content of a box that is text and not a formula."""
 _ENDS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$"}
 _TAGS = {
     "paragraph": "p", "bullet_list": "ul", "ordered_list": "ol", "list_item": "li",
@@ -45,7 +45,7 @@ ELEMENTS = frozenset(_TAGS.values()) | {"hr", "br", "pre", "code", "span", "mark
 
 @dataclass
 class _Pieces:
-    """What stands in a text in place of formulas: the source and the HTML of each."""
+    """The placeholders for formulas in a text: the source and the HTML of each."""
 
     sources: list[str] = field(default_factory=list)
     htmls: list[Markup] = field(default_factory=list)
@@ -78,10 +78,10 @@ def rich_text(text: str, limit: int | None = None, spans: Sequence[Span] = ()) -
     ranges = kept(len(text), limit, spans)
     if sum(end - start for start, end in ranges) > MOST_RENDERED:
         return None
-    parts, is_rich, shown = [], False, 0
+    parts, is_rich, end_of_text = [], False, 0
     for start, end in ranges:
-        if start > shown:
-            parts.append(GAP.format(f"{start - shown:,}"))
+        if start > end_of_text:
+            parts.append(GAP.format(f"{start - end_of_text:,}"))
         inside = [
             Span(span.start - start, span.end - start, span.name)
             for span in spans
@@ -90,7 +90,7 @@ def rich_text(text: str, limit: int | None = None, spans: Sequence[Span] = ()) -
         html, rich = _render(text[start:end], inside)
         parts.append(html)
         is_rich |= rich
-        shown = end
+        end_of_text = end
     return Markup("").join(parts) if is_rich else None
 
 
@@ -158,10 +158,10 @@ def _after(offsets: Sequence[int], i: int) -> int | None:
     return offsets[at] if at < len(offsets) else None
 
 
-def _is_formula(kind: str, inside: str, behind: str) -> bool:
+def _is_formula(kind: str, inside: str, after: str) -> bool:
     if len(inside) > MOST_CHARACTERS or not inside.strip() or "\n\n" in inside:
         return False
-    return kind != "$" or not (inside[0].isspace() or inside[-1].isspace() or behind.isdecimal())
+    return kind != "$" or not (inside[0].isspace() or inside[-1].isspace() or after.isdecimal())
 
 
 def _render(text: str, spans: Sequence[Span]) -> tuple[Markup, bool]:
@@ -178,7 +178,7 @@ def _render(text: str, spans: Sequence[Span]) -> tuple[Markup, bool]:
 
 
 def _replaced(text: str, spans: Sequence[Span]) -> list[tuple[int, int, Markup]]:
-    """What Markdown must not see, in order and apart from each other, with its HTML."""
+    """The parts that Markdown must not see, in order and without overlaps, with their HTML."""
     replaced: list[tuple[int, int, Markup]] = []
     for start, end, source, display in formulas(text):
         html = mathml(source.strip(), display=display)

@@ -1,4 +1,5 @@
-"""The steps of a pipeline as a graph: a box for each step and set, a line from what it reads."""
+"""Draws the steps of a pipeline as a graph: a box for each step and export, lines to what it
+reads."""
 
 from __future__ import annotations
 
@@ -52,9 +53,9 @@ def step_graph(facts: PipelineFacts) -> Chart:
         shape = {"x": box.x, "y": box.y, "width": box.width, "height": _BOX, "rx": 6}
         parts.append(svg_tag("rect", class_=f"box {box.kind}", **shape))
         for index, line in enumerate(box.lines):
-            shown = both_ends(line, max(int((box.width - 12) / _CHARACTER), 4))
+            label = both_ends(line, max(int((box.width - 12) / _CHARACTER), 4))
             at = box.x + box.width / 2, box.y + 20 + 17 * index
-            parts.append(text(shown, *at, "label" if index == 0 else "tick", "middle"))
+            parts.append(text(label, *at, "label" if index == 0 else "tick", "middle"))
     description = "; ".join(
         f"{first}: {second}" + (f", of {', '.join(parents[name])}" if parents[name] else "")
         for name, (first, second, _) in lines.items()

@@ -1,4 +1,5 @@
-"""The page about a sweep: the table of its arms, and pictures of scores against what varies."""
+"""Writes the page about a sweep: the table of its arms, and charts of scores against what
+varies."""
 
 from __future__ import annotations
 
@@ -100,9 +101,13 @@ def frontier_chart(frontier: Frontier) -> Chart:
         names_at.setdefault(at, []).append(point.letter)
     for (x, y), letters in names_at.items():
         parts.append(text(", ".join(letters), x + 7, y + 4, "tick"))
-    shown = shown_value(frontier.column)
+    as_text = shown_value(frontier.column)
     rows = [
-        (f"{p.letter}  {p.name}", number_text(p.x), *map(shown, (p.score.estimate, p.low, p.high)))
+        (
+            f"{p.letter}  {p.name}",
+            number_text(p.x),
+            *map(as_text, (p.score.estimate, p.low, p.high)),
+        )
         for p in points
     ]
     description = f"{what} by {frontier.x}: " + ", ".join(

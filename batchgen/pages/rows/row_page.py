@@ -1,4 +1,5 @@
-"""One row of a job as HTML: prompt, answer, marks, counts, tokens. Reports and `view` show it."""
+"""Renders one row of a job as HTML: prompt, answer, marks, counts, tokens; for reports and
+`view`."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ class RowPage:
         return htmls
 
     def prompt(self, facts: RowFacts) -> list[Part]:
-        """What the row was asked."""
+        """The prompt of the row."""
         return self._prompt.parts(self.columns.read(facts.row))
 
     def prompt_html(self, facts: RowFacts, *, key: str) -> Markup:
@@ -124,7 +125,7 @@ class RowPage:
         return shown_images(value, {} if limits.tokens == 0 else self._thumbnails)
 
     def _beside(self, facts: RowFacts, limits: PageLimits) -> dict[str, Any]:
-        """What stands beside prompt and answer, as the template shows it."""
+        """The columns besides prompt and answer, as the template shows them."""
         row, short = facts.row, partial(shortened, limit=limits.fact)
         columns = {
             "grades": _grades(facts),
@@ -145,7 +146,7 @@ class RowPage:
         }
 
     def _facts(self, facts: RowFacts) -> list[tuple[str, str]]:
-        """What is known of the row in a word each."""
+        """Short facts about the row, a word each."""
         row, pairs = facts.row, [("finish_reason", facts.finish_reason)]
         if row["stop"] is not None:
             pairs.append(("stop", plain_text(row["stop"])))
@@ -182,14 +183,14 @@ def _answer(
 ) -> dict[str, Any]:
     """Reasoning and answer, as the template shows them. Jobs that tell them apart have a `column`
     of reasoning; in those of others the reasoning is the beginning of the text."""
-    behind = facts.reasoning_end(text) if column is None else 0
-    reasoning = (text or "")[:behind] if column is None else facts.row[column] or ""
-    spans = [s for s in facts.answers(text) if s.start >= behind]
-    moved = [Span(s.start - behind, s.end - behind, s.name) for s in spans]
+    answer_start = facts.reasoning_end(text) if column is None else 0
+    reasoning = (text or "")[:answer_start] if column is None else facts.row[column] or ""
+    spans = [s for s in facts.answers(text) if s.start >= answer_start]
+    moved = [Span(s.start - answer_start, s.end - answer_start, s.name) for s in spans]
     return {
         "reasoning": _shown(reasoning, limits) if reasoning else None,
         "reasoning_length": len(reasoning),
-        "answer": None if text is None else _shown(text[behind:], limits, moved),
+        "answer": None if text is None else _shown(text[answer_start:], limits, moved),
         "has_marks": bool(moved),
     }
 

@@ -1,4 +1,4 @@
-"""What a row of Harmony says in which channel: reasoning, answer, calls of tools."""
+"""Splits an answer in the Harmony format (gpt-oss) into channels: reasoning, answer, tool calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchgen.storage.shards.output_schema import SplitOutput
 ANALYSIS, COMMENTARY = "analysis", "commentary"
 _CHANNELS = (ANALYSIS, COMMENTARY, FINAL)
 HEADER = "header"
-"""What a row ended in that was cut before a message began."""
+"""The channel of a row that was cut before a message began."""
 _PARAGRAPHS = "\n\n"
 _ROLE = re.compile(r"\s*(assistant|user|system|developer|tool|functions\.\S+)?\s*")
 _TO = re.compile(r"\s*to=(\S+)\s*")
@@ -96,12 +96,12 @@ class Messages:
 
     def read(self, ids: Sequence[int]) -> None:
         """Take further ids."""
-        behind = 0
+        rest_start = 0
         for index in [index for index, id in enumerate(ids) if id in self._format]:
-            self.open.last.extend(ids[behind:index])
+            self.open.last.extend(ids[rest_start:index])
             self._take(ids[index])
-            behind = index + 1
-        self.open.last.extend(ids[behind:])
+            rest_start = index + 1
+        self.open.last.extend(ids[rest_start:])
 
     def _take(self, id: int) -> None:
         """Take a token of the format."""
@@ -141,7 +141,7 @@ class _Part(NamedTuple):
 
 
 class HarmonyChannels:
-    """Tells what a row says in which channel, by the ids of its tokens.
+    """Splits the text of a row by channel, from the ids of its tokens.
 
     Attributes:
         fields: the columns that it makes besides the text.
@@ -210,14 +210,14 @@ class HarmonyChannels:
         if message.has_role:
             role, before = _headed(_ROLE, before)
             tool, before = _addressed(before)
-        channel, behind = None, before
+        channel, content_start = None, before
         if message.channel is not None:
-            channel, behind = _named(self._decoded(message.channel))
-            named, behind = _addressed(behind)
+            channel, content_start = _named(self._decoded(message.channel))
+            named, content_start = _addressed(content_start)
             tool = tool or named
         if message.kind is not None:
-            behind += _headed(_KIND, self._decoded(message.kind))[1]
-        text = self._decoded(message.content) if message.content is not None else behind
+            content_start += _headed(_KIND, self._decoded(message.kind))[1]
+        text = self._decoded(message.content) if message.content is not None else content_start
         is_call = message.end == self._tokens.call or (tool is not None and channel != FINAL)
         parts = []
         if message.channel is not None and before.strip():

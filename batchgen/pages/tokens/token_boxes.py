@@ -1,7 +1,8 @@
-"""The tokens of a row as HTML: each is a span whose classes and title say what is known about it.
+"""Renders the tokens of a row as HTML spans, whose classes and titles hold the facts about each
+token.
 
-Radio inputs and `row.css` choose which fact colours the tokens: without scripts and `style`, so
-that any Content-Security-Policy allows it.
+Radio inputs and `row.css` choose which fact colours the tokens, without scripts or `style`
+attributes, so that any Content-Security-Policy allows it.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ class RowTokens:
             text: str | None = self.view.text(id)
             answer = " a" if index in self._inside else ""
             classes = f"t{self.facts.classes(index)}{answer}"
-            shown = f"{id} " if text is None else _shown(text)
+            label = f"{id} " if text is None else _shown(text)
             step = "" if self.facts.steps is None else f" data-s={self.facts.steps[index]}"
             title = self._title(index)
-            html = f'<span class="{classes}" tabindex=0{step} title="{title}">{shown}</span>'
+            html = f'<span class="{classes}" tabindex=0{step} title="{title}">{label}</span>'
             self._html[index] = html
         return html
 

@@ -1,4 +1,4 @@
-"""A page of a list of rows: those that a filter lists, in some order, in one job or in two."""
+"""Prepares a page of the viewer's list of rows: filtered and sorted, for one job or two."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Line:
 
     @property
     def target(self) -> str | None:
-        """What the answers were compared with."""
+        """The target with which the answers were compared."""
         targets = (s.grade("graded_against") for samples in self.jobs for s in samples)
         return next((str(target) for target in targets if target is not None), None)
 
@@ -90,17 +90,17 @@ def _same_rows(job: JobView, ids: Mapping[int, str]) -> dict[int, list[RowFacts]
     """
     search = Search(job.rows, SampleFilter())
     same = {row: job.samples(t) for row, t in search.rows(list(ids), _columns(job)).items()}
-    same = {row: found for row, found in same.items() if found[0].row_id == ids[row]}
+    same = {row: located for row, located in same.items() if located[0].row_id == ids[row]}
     elsewhere: dict[int, int] = {}
     for row, row_id in ids.items():
         if row not in same and (index := job.ids.find(row_id)) is not None:
             elsewhere[row] = index
-    found = search.rows(sorted(elsewhere.values()), _columns(job))
-    return same | {row: job.samples(found[at]) for row, at in elsewhere.items() if at in found}
+    located = search.rows(sorted(elsewhere.values()), _columns(job))
+    return same | {row: job.samples(located[at]) for row, at in elsewhere.items() if at in located}
 
 
 def _columns(job: JobView) -> list[str]:
-    """What a list shows of a sample."""
+    """The columns of a sample that a list shows."""
     schema = job.rows.schema
     names = [] if schema is None else schema.names
     graded = [PREFIX + name for name in _GRADES_SHOWN]
@@ -162,13 +162,13 @@ def _in_order(jobs: Sequence[JobView], wanted: SampleFilter, first: int) -> dict
 
 def _ranked(jobs: Sequence[JobView], wanted: SampleFilter, first: int, sort: str) -> dict[str, Any]:
     ranking, later = jobs[0].rankings.of(wanted, sort), first + PER_PAGE
-    entries = ranking.places[first:later]
+    entries = ranking.entries[first:later]
     hits = {entry.row: entry.samples for entry in entries}
     notes = {entry.row: order_text(sort, entry.value) for entry in entries}
     return {
         "lines": row_lines(jobs, Search(jobs[0].rows, wanted), hits, notes),
         "searched": ranking.searched,
-        "later": later if later < len(ranking.places) else None,
+        "later": later if later < len(ranking.entries) else None,
         "earlier": max(first - PER_PAGE, 0) if first else None,
         "ranking": ranking,
         "order": ORDERS[sort],

@@ -1,7 +1,7 @@
-"""Text of models and data sets in HTML: escaped, and without characters that one does not see.
+"""Puts texts of models and data sets into HTML safely: escaped, with hidden characters shown.
 
-All text in a page comes from somewhere else, and may be made to deceive. So the templates escape
-every value, and name hidden characters: controls, marks of writing direction, what has no width.
+Any text in a page may be made to deceive. So templates escape every value, and show hidden
+characters as codes: controls, marks of writing direction, and characters without width.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ def shortened(text: str, limit: int | None, spans: Sequence[Span] = ()) -> Marku
         spans: inside the text; they may overlap.
     """
     cuts = {0, len(text)} | {at for span in spans for at in (span.start, span.end)}
-    parts, shown = [], 0
+    parts, end_of_text = [], 0
     for start, end in kept(len(text), limit, spans):
-        if start > shown:
-            parts.append(GAP.format(f"{start - shown:,}"))
+        if start > end_of_text:
+            parts.append(GAP.format(f"{start - end_of_text:,}"))
         inside = sorted(at for at in cuts if start < at < end)
         for left, right in zip([start, *inside], [*inside, end], strict=True):
             piece = marked(text[left:right])
             names = [span.name for span in spans if span.start <= left and right <= span.end]
             parts.append(SPAN.format(", ".join(names), piece) if names and piece else piece)
-        shown = end
+        end_of_text = end
     return join_html(parts)
 
 
 def kept(length: int, limit: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """The ranges of a text that are shown, in order and apart from each other."""
+    """The ranges of a text that are shown, in order and without overlaps."""
     if limit is None or length <= limit:
         return [(0, length)]
     edge, around = limit * 2 // 5, limit // 10

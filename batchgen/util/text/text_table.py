@@ -1,4 +1,4 @@
-"""Tables and scores as lines for people, and the pieces that such lines share."""
+"""Formats tables and scores as lines for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.util.shorten import both_ends
 
 Line = tuple[str, str]
 COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
-"""What is said of texts that were cut, by the value of `score.cut_texts`."""
+"""The words for truncated texts, by the value of `score.cut_texts`."""
 _NAME = 32
 """Characters of a subset's name, so that its line fits into 80 columns."""
 _UNKNOWN = "unknown (all samples of a question agree)"
@@ -68,7 +68,8 @@ def percent_text(share: float | None) -> str:
 
 
 def score_value(scores: Mapping[str, Any]) -> Callable[[float | None], str]:
-    """What writes a value of these scores: marks in percent, numbers of other columns as such."""
+    """The function that formats a value of these scores: marks in percent, other numbers
+    unchanged."""
     return number_text if "column" in scores else percent_text
 
 
@@ -92,16 +93,16 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     The two intervals are of 95%: for new questions of the same kind, and for the same questions
     asked again. The second is unknown where all samples of each question have one mark.
     """
-    shown = score_value(scores)
-    lines = [(scores.get("column", "score"), _average(scores["avg"], shown))]
+    as_text = score_value(scores)
+    lines = [(scores.get("column", "score"), _average(scores["avg"], as_text))]
     if (chance := scores.get("chance")) is not None:
         lines.append(("chance", f"{percent_text(chance)}: so many guesses would be right"))
     if (value_range := scores.get("range")) is not None:
-        lines.append(("range", f"{shown(value_range[0])} to {shown(value_range[1])}"))
+        lines.append(("range", f"{as_text(value_range[0])} to {as_text(value_range[1])}"))
     lines += [*_metrics(scores), *_rates(scores)]
     subsets = scores.get("subsets", {})
     for name, part in zip(_short(list(subsets)), subsets.values(), strict=True):
-        value = f"{shown(part['avg']['value'])}{_bounds(part['avg'], shown)}"
+        value = f"{as_text(part['avg']['value'])}{_bounds(part['avg'], as_text)}"
         lines.append((f"  {name}", f"{value} of {counted(part['questions'], 'question')}"))
     return lines
 
@@ -118,13 +119,13 @@ def _short(names: Sequence[str]) -> list[str]:
     """Each name in one line of at most _NAME characters; names that this makes equal end in their
     place."""
     lines = [" ".join(visible(name).split()) for name in names]
-    shown = [both_ends(line, _NAME) for line in lines]
-    often = Counter(shown)
+    texts = [both_ends(line, _NAME) for line in lines]
+    often = Counter(texts)
     for index, line in enumerate(lines):
-        if often[shown[index]] > 1:
+        if often[texts[index]] > 1:
             mark = f" #{index + 1}"
-            shown[index] = both_ends(line, _NAME - len(mark)) + mark
-    return shown
+            texts[index] = both_ends(line, _NAME - len(mark)) + mark
+    return texts
 
 
 def _average(average: Mapping[str, Any], format_value: Callable[[float | None], str]) -> str:

@@ -1,4 +1,4 @@
-"""The rows that a filter lists, as a file that is made while it is sent."""
+"""Streams the rows that a filter lists as a file, for the viewer's downloads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class JobDownload:
         plain = {name: name.removeprefix(PREFIX) for name in columns}
         # The names of the columns in the file, by their names in the job.
         self.columns = {n: n if n != p and p in names else p for n, p in plain.items()}
-        fields = [schema.field(n).with_name(shown) for n, shown in self.columns.items()]
+        fields = [schema.field(n).with_name(public_name) for n, public_name in self.columns.items()]
         self._schema = pa.schema(fields)
 
     def chunks(self, form: str) -> Iterator[bytes]:
@@ -102,7 +102,7 @@ class JobDownload:
 
 
 class _Sink(io.RawIOBase):
-    """A file that cannot be sought; its content is taken out as it is written."""
+    """A write-only file whose content is taken out as it is written."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         self._buffer, self._written = buffer, 0
@@ -119,7 +119,7 @@ class _Sink(io.RawIOBase):
 
 
 def _taken(file: Any) -> Any:
-    """What was written to a buffer; it is empty then."""
+    """Take the content of a buffer, which is empty then."""
     content = file.getvalue()
     file.seek(0)
     file.truncate()

@@ -36,7 +36,7 @@ WORK = Work(
     longest=400,
     exact=False,
     width=1,
-    least=1,
+    min_width=1,
     rows=64,
     kv_tokens=10**6,
     batched_tokens=8192,
@@ -176,8 +176,8 @@ def test_a_few_answers_do_not_say_all() -> None:
 
 
 def test_forwards_that_yield_several_tokens_are_a_range_until_they_were_seen() -> None:
-    blocks = forecast(of(), replace(WORK, width=4, least=0, exact=True))
-    drafts = forecast(of(), replace(WORK, width=4, least=1, exact=True))
+    blocks = forecast(of(), replace(WORK, width=4, min_width=0, exact=True))
+    drafts = forecast(of(), replace(WORK, width=4, min_width=1, exact=True))
     for found in (blocks, drafts):
         assert found.seconds.low < found.seconds.likely < found.seconds.bound
         assert "tokens per forward" in found.assumptions[2]
