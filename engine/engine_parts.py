@@ -79,7 +79,8 @@ class EngineParts:
         if model.visual is not None:
             max_image_tokens = self.config.image_tokens
             self.images = ImageStore(model.visual, max_image_tokens, model.device, model.parallel)
-            limits_of_images = ImageLimits(model.visual.config.rules, max_image_tokens)
+            most = min(self.config.max_batched_tokens, manager.chunk_capacity)
+            limits_of_images = ImageLimits(model.visual.config.rules, max_image_tokens, most)
         self._adapters = _adapter_slots(model, config.lora_slots, max_num_seqs)
         self.requests = Requests(
             tokenizer,

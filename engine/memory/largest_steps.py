@@ -113,8 +113,11 @@ def scratch_runner(use: ModelUse, config: ResolvedConfig) -> ModelRunner:
     return ModelRunner(use.model, use.caches(sizes), rules=config.rules)
 
 
-def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) -> None:
-    """Run a prefill of the most tokens, with logits for as many rows as can be in flight."""
+def largest_prefill(
+    runner: ModelRunner, use: ModelUse, config: ResolvedConfig, *, looks_ahead: bool = False
+) -> None:
+    """Run a prefill of the most tokens, with logits for as many rows as can be in flight. With
+    `looks_ahead` it takes the kernels of rows with images whose tokens see each other."""
     longest = config.max_model_len
     lens = [longest] * (config.max_batched_tokens // longest)
     if rest := config.max_batched_tokens - sum(lens):
@@ -125,6 +128,8 @@ def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) 
         if runner.model.turns_by_axes:
             positions = positions.unsqueeze(1).expand(-1, 3).contiguous()
         inputs = replace(inputs, rope_shifts=None, rope_positions=positions)
+    if looks_ahead:
+        inputs = replace(inputs, last_seen=inputs.positions)
     rows = np.zeros(config.max_num_seqs, np.int64)
     runner.prefill(PrefillInputs(inputs, rows, use.all_hidden))
 

@@ -44,11 +44,6 @@ def axial_tower(hf: PretrainedConfig) -> AxialConfig:
         )
     if (kind := (tower.rope_parameters or {}).get("rope_type", "axial")) != "axial":
         raise ValueError(f"the vision tower's rope_type is {kind!r:.60}, and must be 'axial'")
-    if hf.text_config.use_bidirectional_attention == "vision":
-        raise ValueError(
-            "use_bidirectional_attention is 'vision', and tokens of images that see each other "
-            "are not supported"
-        )
     others = (hf.video_token_id, hf.audio_token_id, hf.boa_token_id, hf.eoa_token_index)
     vocabulary = range(hf.text_config.vocab_size)
     rules = ImageRules(
@@ -59,6 +54,7 @@ def axial_tower(hf: PretrainedConfig) -> AxialConfig:
         other_ids=tuple(each for each in others if each in vocabulary),
         mark_id=hf.image_token_id,
         has_axes=False,
+        sees_whole=hf.text_config.use_bidirectional_attention == "vision",
     )
     return AxialConfig(
         rules=rules,

@@ -99,6 +99,15 @@ class BlockManager:
         usage = 1 - self.num_free / (self.num_blocks - 1)
         return usage if self.window is None else max(usage, self.window.usage)
 
+    @property
+    def chunk_capacity(self) -> int:
+        """The most tokens of a row that one prefill can always read, if the row is alone."""
+        if self.window is None:
+            return self.capacity
+        # What the first token sees is there, too, and a block may be full in part at each end.
+        blocks = self.window.num_blocks - 1 - self.blocks_for(self.window.window - 1)
+        return min(self.capacity, max(blocks - 2, 0) * self.block_size)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks this many tokens of one row take."""
         return -(-num_tokens // self.block_size)
@@ -313,8 +322,8 @@ class BlockManager:
     def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """Return the digests of the row's first `num_blocks` full blocks. Each digest covers its
         block's tokens, those behind them that a model looks ahead to, the images that some of its
-        tokens stand for and which part of them, and, through the digest before it, all of this for
-        the blocks before. Digests are computed once and kept in `seq.block_hashes`."""
+        tokens stand for, or see, and which part of them, and, through the digest before it, all of
+        this for the blocks before. Digests are computed once and kept in `seq.block_hashes`."""
         size = self.block_size
         hashes = seq.block_hashes
         while len(hashes) < num_blocks:
@@ -323,10 +332,11 @@ class BlockManager:
             end = start + size + self._ahead
             assert end <= seq.num_tokens, "the token ahead is not known yet"
             tokens = array("q", seq.token_ids[start:end]).tobytes()
+            seen = max(start + size, seq.end_of_run(start + size - 1))
             images = b"".join(
                 span.image.digest + (start - span.start).to_bytes(8, "little", signed=True)
                 for span in seq.spans
-                if span.overlaps(start, start + size)
+                if span.overlaps(start, seen)
             )
             hashes.append(blake2b(parent + tokens + images, digest_size=16).digest())
         return hashes[:num_blocks]

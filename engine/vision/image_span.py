@@ -26,6 +26,7 @@ class ImageRules:
     mark_id: int | None = None
     # Whether the rotary positions of an image's tokens have axes: time, row and column.
     has_axes: bool = True
+    sees_whole: bool = False  # whether tokens of an image see those behind them of the same image
 
     @property
     def never_sampled(self) -> tuple[int, ...]:
@@ -45,7 +46,8 @@ class ImageSpan(NamedTuple):
     start: int  # the index of the first token in the row
     rows: int
     columns: int
-    has_axes: bool = True  # as in `ImageRules`
+    has_axes: bool = True  # as in `ImageRules`, like the next one
+    sees_whole: bool = False
 
     @property
     def end(self) -> int:
@@ -95,9 +97,38 @@ def find_spans(
         if positions[used + count - 1] != start + count - 1:
             raise ValueError(f"the {count} tokens of image {number} are not beside each other")
         rows, columns = image.height // side, image.width // side
-        spans.append(ImageSpan(image, start, rows, columns, rules.has_axes))
+        spans.append(ImageSpan(image, start, rows, columns, rules.has_axes, rules.sees_whole))
         used += count
     return tuple(spans)
+
+
+class Run(NamedTuple):
+    """Tokens of a row that see each other, so that one forward must read all that no earlier one
+    has read."""
+
+    start: int
+    end: int
+
+
+def runs_of(spans: Sequence[ImageSpan]) -> tuple[Run, ...]:
+    """Return the runs of a row. Images whose tokens are beside each other are one run, as
+    transformers has it."""
+    runs: list[Run] = []
+    for span in spans:
+        if not span.sees_whole:
+            continue
+        start = runs.pop().start if runs and runs[-1].end == span.start else span.start
+        runs.append(Run(start, span.end))
+    return tuple(runs)
+
+
+def last_seen(runs: Sequence[Run], start: int, end: int) -> npt.NDArray[np.int64]:
+    """Return the position of the last token that each of a row's tokens from `start` to `end` sees,
+    [end - start]."""
+    positions = np.arange(start, end)
+    for run in runs:
+        positions[max(run.start - start, 0) : max(run.end - start, 0)] = run.end - 1
+    return positions
 
 
 def rope_shift(spans: Sequence[ImageSpan]) -> int:

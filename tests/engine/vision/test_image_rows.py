@@ -155,6 +155,42 @@ def test_bits_of_other_models(kind: str) -> None:
     check(kind, run(engine_of(kind, block_size=4, **chunks), ROWS))
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"max_batched_tokens": 21, "block_size": 2},
+        {"chunk_tokens": 4, "max_num_seqs": 4, "block_size": 4},
+        {"max_batched_tokens": 23, "prefix_caching": False, "image_tokens": 20},
+    ],
+    ids=str,
+)
+def test_images_that_see_themselves_are_read_in_one_step(way: dict[str, Any]) -> None:
+    """Chunks end at their borders, those of images beside each other too; prefixes may end inside,
+    and their digests cover what the tokens see. The chunk of an image may be larger than others."""
+    check("gemma4", run(engine_of("gemma4", **way), ROWS))
+
+
+def test_prefixes_that_end_before_an_image_beside_another() -> None:
+    """Tokens of the first image see the second one, so two rows with another second one share no
+    block of the first."""
+    rows = [Row([*[IMAGE] * 13, 4], [SMALL, picture(seed, 1, 7)]) for seed in (2, 9)]
+    engine = engine_of("gemma4", block_size=2)
+    found = [run(engine, [row])[0] for row in rows]
+    apart = engine_of("gemma4", prefix_caching=False)
+    for row, output in zip(rows, found, strict=True):
+        (expected,) = run(apart, [row])
+        np.testing.assert_array_equal(output.columns["logprobs"], expected.columns["logprobs"])
+    assert engine.stats.cached_tokens == 0
+
+
+def test_an_image_that_no_step_has_room_for_is_an_error() -> None:
+    engine = engine_of("gemma4", max_batched_tokens=19)
+    with pytest.raises(RequestError, match=r"take 20 tokens, .* has room for 19") as caught:
+        engine.add_request("row", prompt([1], TALL), GREEDY, images=[TALL])
+    assert caught.value.type == "image_too_large"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_preempted_rows_encode_their_images_again(

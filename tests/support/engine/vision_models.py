@@ -32,6 +32,7 @@ KINDS = {
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
     "gemma4_small": "Gemma4",
+    "gemma4": "Gemma4",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
 }
@@ -67,6 +68,12 @@ _GEMMA4_SMALL: dict[str, Any] = {
     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
     "sliding_window": 24, "global_head_dim": 32, "pad_token_id": 0, "rope_parameters": None,
 }  # fmt: skip
+_GEMMA4: dict[str, Any] = {
+    "layer_types": [*_LAYERS, "sliding_attention", *_LAYERS[:1]], "num_hidden_layers": 4,
+    "sliding_window": 9, "global_head_dim": 32, "pad_token_id": 0, "rope_parameters": None,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
+}  # fmt: skip
 _AXIAL: dict[str, Any] = {
     "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 51, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 12, "patch_size": 4, "pooling_kernel_size": 2,
@@ -90,9 +97,10 @@ def vision_folder(kind: str, vocab_size: int = 128) -> Path:
     if kind == "qwen2_5_vl":
         tower = dict(_WINDOWED)
         text["rope_parameters"] = _rope([3, 3, 2], interleaved=False)
-    elif kind == "gemma4_small":
-        text |= _GEMMA4_SMALL
-        tower = _AXIAL | {"use_clipped_linears": True}
+    elif kind.startswith("gemma4"):
+        is_small = kind == "gemma4_small"
+        text |= _GEMMA4_SMALL if is_small else _GEMMA4
+        tower = _AXIAL | {"use_clipped_linears": is_small, "standardize": not is_small}
     elif kind.startswith("qwen3_5"):
         text = _SIZES | _MOE | _HYBRID | {"rope_parameters": {**_rope([2, 1, 1]),
                                                        "partial_rotary_factor": 0.5}}  # fmt: skip
