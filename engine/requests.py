@@ -36,8 +36,7 @@ _ANSWER_OR_TOKENS = (
 
 
 class ImageLimits(NamedTuple):
-    """How prompts hold images, the most tokens that one may take, and the most that may be beside
-    each other and see each other (`Run`)."""
+    """How prompts hold images, the most tokens of one image, and the most of an `ImageRun`."""
 
     rules: ImageRules
     image_tokens: int

@@ -16,7 +16,7 @@ from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.rows.pooling import PooledValue
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import RequestParams
-from batchgen.engine.vision.image_span import ImageSpan, Run, rope_shift, runs_of
+from batchgen.engine.vision.image_span import ImageRun, ImageSpan, rope_shift, runs_of
 
 TAIL = "tail_"
 """What the names of columns of tail scope begin with."""
@@ -137,7 +137,7 @@ class Sequence:
     # Those of output, edits, answer or row scope.
     columns: dict[str, ColumnBuffer | PooledValue] = field(init=False)
     num_prompt_tokens: int = field(init=False)  # given tokens, those of an answer included
-    runs: tuple[Run, ...] = field(init=False)  # of images whose tokens see each other
+    runs: tuple[ImageRun, ...] = field(init=False)  # of images whose tokens see each other
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)

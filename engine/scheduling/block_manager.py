@@ -99,15 +99,6 @@ class BlockManager:
         usage = 1 - self.num_free / (self.num_blocks - 1)
         return usage if self.window is None else max(usage, self.window.usage)
 
-    @property
-    def chunk_capacity(self) -> int:
-        """The most tokens of a row that one prefill can always read, if the row is alone."""
-        if self.window is None:
-            return self.capacity
-        # What the first token sees is there, too, and a block may be full in part at each end.
-        blocks = self.window.num_blocks - 1 - self.blocks_for(self.window.window - 1)
-        return min(self.capacity, max(blocks - 2, 0) * self.block_size)
-
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks this many tokens of one row take."""
         return -(-num_tokens // self.block_size)

@@ -16,7 +16,7 @@ class PrefillBuilder:
     Args:
         multiple: every chunk but a row's last has a multiple of this many tokens.
         max_tokens, max_rows: the most tokens and rows of the batch.
-        most_tokens: the most tokens of a batch of one row that begins with an image of which no
+        whole_tokens: the most tokens of a batch of one row that begins with an image of which no
             chunk may read a part.
     """
 
@@ -27,9 +27,9 @@ class PrefillBuilder:
         multiple: int,
         max_tokens: int,
         max_rows: int,
-        most_tokens: int,
+        whole_tokens: int,
     ) -> None:
-        self._most_tokens = most_tokens
+        self._whole_tokens = whole_tokens
         self._blocks, self._running = block_manager, running
         self._multiple, self._left, self._max_rows = multiple, max_tokens, max_rows
         self.seqs: list[Sequence] = []
@@ -56,7 +56,7 @@ class PrefillBuilder:
         if cut and (end := seq.last_border(start + cut)) > start:
             return end - start
         whole = seq.end_of_run(start) - start
-        fits = not self.seqs and whole <= self._most_tokens and (room is None or whole <= room)
+        fits = not self.seqs and whole <= self._whole_tokens and (room is None or whole <= room)
         return whole if seq.runs and fits else None
 
     def add(self, seq: Sequence, chunk: int) -> None:

@@ -102,7 +102,7 @@ def find_spans(
     return tuple(spans)
 
 
-class Run(NamedTuple):
+class ImageRun(NamedTuple):
     """Tokens of a row that see each other, so that one forward must read all that no earlier one
     has read."""
 
@@ -110,19 +110,19 @@ class Run(NamedTuple):
     end: int
 
 
-def runs_of(spans: Sequence[ImageSpan]) -> tuple[Run, ...]:
-    """Return the runs of a row. Images whose tokens are beside each other are one run, as
-    transformers has it."""
-    runs: list[Run] = []
+def runs_of(spans: Sequence[ImageSpan]) -> tuple[ImageRun, ...]:
+    """Return the runs of a row. Images without a token between them are one run, as in
+    transformers."""
+    runs: list[ImageRun] = []
     for span in spans:
         if not span.sees_whole:
             continue
         start = runs.pop().start if runs and runs[-1].end == span.start else span.start
-        runs.append(Run(start, span.end))
+        runs.append(ImageRun(start, span.end))
     return tuple(runs)
 
 
-def last_seen(runs: Sequence[Run], start: int, end: int) -> npt.NDArray[np.int64]:
+def last_seen(runs: Sequence[ImageRun], start: int, end: int) -> npt.NDArray[np.int64]:
     """Return the position of the last token that each of a row's tokens from `start` to `end` sees,
     [end - start]."""
     positions = np.arange(start, end)

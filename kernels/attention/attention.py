@@ -242,8 +242,9 @@ def _make_group(
     window: int | None,
 ) -> _Group:
     kv_heads, num_blocks, block_size, _ = cache.key.shape
-    own = meta.positions[tokens].unflatten(0, (-1, width))
-    limits = own if meta.last_seen is None else meta.last_seen[tokens].unflatten(0, (-1, width))
+    positions = meta.positions[tokens].unflatten(0, (-1, width))
+    seen = None if meta.last_seen is None else meta.last_seen[tokens].unflatten(0, (-1, width))
+    limits = positions if seen is None else seen
     ends = (limits // meta.block_length + 1) * meta.block_length
     limits = torch.minimum(ends - 1, limits[:, -1:])
     per_chunk = CHUNK // block_size
@@ -252,7 +253,7 @@ def _make_group(
         used = -(-max(meta.context_lens[rows]) // block_size)
         tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
     else:
-        begins = first_seen(own, window)
+        begins = first_seen(positions, window)
         starts = begins[:, :1].clamp(min=0) // CHUNK * CHUNK
         max_chunks = int((limits[:, -1:] - starts).max()) // CHUNK + 1
         indices = starts // block_size + torch.arange(max_chunks * per_chunk, device=starts.device)

@@ -215,10 +215,10 @@ def _budget_sizes(
 
 def _check(file: Path, processor: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuse a processor that has other values for these keys."""
-    for key, value in expected.items():
-        if (found := processor.get(key, value)) != value:
+    for key, supported in expected.items():
+        if (value := processor.get(key, supported)) != supported:
             raise ConfigError(
-                f"model.path: {file.name} says {key}={found!r:.60}; supported is {value!r}"
+                f"model.path: {file.name} says {key}={value!r:.60}; supported is {supported!r}"
             )
 
 
