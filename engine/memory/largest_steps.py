@@ -92,10 +92,15 @@ def _peak(device: torch.device, work: Callable[[], object]) -> int:
 
 
 def largest_image(tower: VisionTower, config: ResolvedConfig) -> None:
-    """Encode a square image of about as many tokens as images have in one step."""
-    side = math.isqrt(config.image_tokens - 1) + 1
-    pixels = side * tower.config.rules.pixels_per_token
-    tower([torch.zeros((pixels, pixels, 3), dtype=torch.uint8, device=tower.device)])
+    """Encode a square image of about as many tokens as images have in one step, or as many images
+    of the only size."""
+    rules, count = tower.config.rules, 1
+    pixels = (math.isqrt(config.image_tokens - 1) + 1) * rules.pixels_per_token
+    if rules.image_side is not None:
+        pixels = rules.image_side
+        count = max(1, config.image_tokens // rules.num_tokens(pixels, pixels))
+    image = torch.zeros((pixels, pixels, 3), dtype=torch.uint8, device=tower.device)
+    tower([image] * count)
 
 
 def _scratch_inputs(

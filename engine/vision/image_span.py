@@ -24,6 +24,8 @@ class ImageRules:
     # What chat templates write for an image instead of the start, image and end tokens; None: they
     # write these.
     mark_id: int | None = None
+    margin: str = ""  # what stands for the mark begins and ends with this text
+    image_side: int | None = None  # pixels of each side of all images; None: they have many sizes
     # Whether the rotary positions of an image's tokens have axes: time, row and column.
     has_axes: bool = True
     sees_whole: bool = False  # whether tokens of an image see those behind them of the same image
@@ -76,8 +78,13 @@ def find_spans(
 ) -> tuple[ImageSpan, ...]:
     """Find the tokens of each image in a prompt. Raises ValueError, in words for the user, if the
     prompt has not as many image tokens as its images take, or an image has no whole squares."""
-    side = rules.pixels_per_token
+    side, fixed = rules.pixels_per_token, rules.image_side
     for number, image in enumerate(images, 1):
+        if fixed is not None and (image.height, image.width) != (fixed, fixed):
+            raise ValueError(
+                f"image {number} has {image.height}×{image.width} pixels, and images of this model "
+                f"have {fixed}×{fixed}"
+            )
         if image.height % side or image.width % side:
             raise ValueError(
                 f"image {number} has {image.height}×{image.width} pixels, and its sides must be "

@@ -26,7 +26,7 @@ from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Pictured, Request, run
 from tests.support.engine.tiny_models import CLASSES
 from tests.support.engine.vision_models import KINDS as SEEING
-from tests.support.engine.vision_models import picture, prompt, vision_folder
+from tests.support.engine.vision_models import picture_for, prompt, vision_folder
 
 DIFFUSION = ("sdar", "sdar_moe", "llada2_moe", "fast_dllm_qwen")
 FAMILIES = {
@@ -35,6 +35,7 @@ FAMILIES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_small": "Gemma4ForConditionalGeneration",
     "gemma4_e2b": "Gemma4ForCausalLM",
     "gemma4_moe": "Gemma4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
@@ -92,7 +93,7 @@ def rows_of(kind: str) -> list[Request | Pictured]:
         params = RequestParams(temperature=0.8 * (i % 2), max_new_tokens=4, seed=i, logprobs=True)
         ids = [rng.randrange(3, 120) for _ in range(rng.randrange(30, 80))]
         if kind in SEEING:
-            image = picture(i, rng.randint(1, 7), rng.randint(1, 7))
+            image = picture_for(kind, i, rng.randint(1, 7), rng.randint(1, 7))
             rows.append((prompt(ids[:5], image, ids[5:]), params, [image]))
         else:
             rows.append((ids, params))
