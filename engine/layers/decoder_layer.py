@@ -113,7 +113,8 @@ class DecoderLayer(nn.Module):
         """Return the residual stream after this layer, [T, hidden_size], or [R, hidden_size] of
         `outputs`.
 
-        `stream` is the stream before it, which is overwritten; other arguments are as for `Mixer`.
+        `stream` is the residual stream before it, which is overwritten; other arguments are as for
+        `Mixer`.
         """
         if self.mixer is not None:
             stream = self._mixed(self.mixer, stream, cos_sin, ctx, outputs)
@@ -138,7 +139,7 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return the stream behind the mixer."""
+        """Return the residual stream behind the mixer."""
         hidden, residual = _normed(self.mixer_norm, stream)
         if (norm := self.mixer_post_norm) is None:
             return mixer(hidden, residual, cos_sin, ctx, outputs)
@@ -152,7 +153,7 @@ _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}
 
 
 def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:
-    """Return what a part of a layer reads, and the stream with pending sums."""
+    """Return what a part of a layer reads, and the residual stream with pending sums."""
     if norm is not None:
         return norm.of_stream(stream)
     whole = summed(stream)

@@ -44,8 +44,8 @@ class Decoder(nn.Module):
     """The part of a model from token ids to hidden states: embedding, layers and final norm.
 
     `rotaries` has the rotary table of each layer, None for one that rotates nothing. `layer_inputs`
-    makes what layers read besides the stream. `hidden_column` records the hidden states behind
-    `hidden_layers` (`ModelConfig.hidden_layers`).
+    makes what layers read besides the residual stream. `hidden_column` records the hidden states
+    behind `hidden_layers` (`ModelConfig.hidden_layers`).
     """
 
     checkpoint_names: Mapping[str, str] = {"layer_inputs": ""}
@@ -279,7 +279,7 @@ class CausalLM(TokenModel):
         return [None] * self.config.num_layers
 
     def make_layer_inputs(self) -> LayerInputs | None:
-        """Make what layers read besides the stream; None if they read nothing else."""
+        """Make what layers read besides the residual stream; None if they read nothing else."""
         return None
 
     def make_head(self, name: str) -> TokenModel:

@@ -42,7 +42,7 @@ _KEYS_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k|v)_(proj|norm)\.
 
 class Gemma4ForCausalLM(MoEForCausalLM):
     """Gemma 4: as Gemma 3 with norms of values and without a scale of scores, and each layer
-    multiplies the stream by a number."""
+    multiplies the residual stream by a number of its own."""
 
     qk_norm = "head"
     norm_places = "both"
@@ -105,7 +105,8 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         )
 
     def make_layer_inputs(self) -> LayerInputs | None:
-        """Make what all layers read besides the stream, if they do."""
+        """Make the vectors of tokens that all layers read besides the residual stream; None for
+        models without them."""
         config, size = self.config, self.family.input_size
         if not size:
             return None

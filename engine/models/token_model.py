@@ -1,4 +1,5 @@
-"""The interface of a model to the runner: it computes logits of tokens, over declared caches."""
+"""The interface of a model to the runner: it computes hidden states and logits of tokens, and
+declares which caches it needs."""
 
 from __future__ import annotations
 

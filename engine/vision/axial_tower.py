@@ -70,8 +70,8 @@ class ClippedLinear(Linear):
         """Compute [T, out_features] from [T, in_features]."""
         if self.bounds is None:
             return super().forward(x)
-        input_min, input_max, output_min, output_max = self.bounds
-        return super().forward(x.clamp(input_min, input_max)).clamp(output_min, output_max)
+        in_low, in_high, out_low, out_high = self.bounds
+        return super().forward(x.clamp(in_low, in_high)).clamp(out_low, out_high)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the weight and of the bounds, which are infinite without a

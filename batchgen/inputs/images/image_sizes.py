@@ -260,10 +260,10 @@ def _fixed_sizes(
 
 def _check(file: Path, processor: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuse a processor that has other values for these keys."""
-    for key, supported in expected.items():
-        if (value := processor.get(key, supported)) != supported:
+    for key, value in expected.items():
+        if (actual := processor.get(key, value)) != value:
             raise ConfigError(
-                f"model.path: {file.name} says {key}={value!r:.60}; supported is {supported!r}"
+                f"model.path: {file.name} says {key}={actual!r:.60}; supported is {value!r}"
             )
 
 
