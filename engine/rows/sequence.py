@@ -180,6 +180,16 @@ class Sequence:
         inside = (run.end for run in self.runs if run.start <= position < run.end)
         return next(inside, position + 1)
 
+    def images_among(self, start: int, end: int) -> bytes:
+        """Return what tells apart the images that tokens from `start` to `end` stand for, or see:
+        their digests, and where they begin."""
+        seen = max(end, self.end_of_run(end - 1))
+        return b"".join(
+            span.image.digest + (start - span.start).to_bytes(8, "little", signed=True)
+            for span in self.spans
+            if span.overlaps(start, seen)
+        )
+
     @property
     def num_tokens(self) -> int:
         """The number of committed tokens in `token_ids`, prompt included."""

@@ -327,12 +327,7 @@ class BlockManager:
             end = start + size + self._ahead
             assert end <= seq.num_tokens, "the token ahead is not known yet"
             tokens = array("q", seq.token_ids[start:end]).tobytes()
-            seen = max(start + size, seq.end_of_run(start + size - 1))
-            images = b"".join(
-                span.image.digest + (start - span.start).to_bytes(8, "little", signed=True)
-                for span in seq.spans
-                if span.overlaps(start, seen)
-            )
+            images = seq.images_among(start, start + size)
             hashes.append(blake2b(parent + tokens + images, digest_size=16).digest())
         return hashes[:num_blocks]
 

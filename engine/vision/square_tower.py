@@ -91,8 +91,8 @@ class SquareTower(VisionTower):
         self.projection = SoftProjection(
             config.width, config.out_size, bias=False, quantisable=False, where=where
         )
-        places = grid_places(config.grid_side, config.grid_side, config.merge_size)
-        self._places = places.to(where.device)
+        sides = config.grid_side, config.grid_side
+        self._places = grid_places(*sides, config.merge_size).to(where.device)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the learned positions; the modules have their own."""

@@ -233,7 +233,7 @@ def their_inputs(
     if kind == "gemma3":
         inputs["token_type_ids"] = inputs.pop("mm_token_type_ids")
     if images and kind == "gemma3":
-        halves = {"image_mean": HALVES.mean, "image_std": HALVES.std}
+        halves: dict[str, Any] = {"image_mean": HALVES.mean, "image_std": HALVES.std}
         squares = Gemma3ImageProcessorPil(size={"height": 24, "width": 24}, **halves)
         found = squares([image.load() for image in images], return_tensors="pt")
         inputs["pixel_values"] = found["pixel_values"]
