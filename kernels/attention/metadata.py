@@ -56,6 +56,9 @@ class AttentionMetadata:
     # prefill on a GPU; None if none do.
     replayed: tuple[int, ...] | None = None
     rules: BitRules = BY_BATCH
+    # By how many tokens windows are longer in this part: that of a canvas, whose queries have the
+    # position of its last token here, and see as far back as its first token does.
+    widened: int = 0
     plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
     def tables(self, window: int | None) -> Tensor:

@@ -188,6 +188,8 @@ def family_table() -> str:
         elif issubclass(model, ConvForCausalLM):
             mixer = "attention and short convolutions"
         paradigms = "`dllm`" if model.is_diffusion else "`ar`, `ar_spec`"
+        if model.denoises_canvases:
+            paradigms = "`canvas`"
         name = architecture.partition("For")[0]
         about = (inspect.getdoc(import_module(entry.module)) or "").split("\n\n")[0]
         published = re.split(r" \(|[:.]( |$)", " ".join(about.split()))[0]

@@ -20,10 +20,12 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.canvas.strategy import CanvasStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Pictured, Request, run
-from tests.support.engine.families import ARCHITECTURES, DIFFUSION
+from tests.support.engine.families import ARCHITECTURES, CANVAS, DIFFUSION
 from tests.support.engine.vision_models import KINDS as SEEING
 from tests.support.engine.vision_models import picture_for, prompt, vision_folder
 
@@ -34,8 +36,10 @@ ODD: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 7},
 }
 """Numbers of experts of the families whose routers have sigmoids."""
-FAST = {("minimax_m2", 3), ("qwen3_vl", 1), ("qwen3_5_text", 2), ("sdar", 3)}
-"""One of each mechanism: sigmoids of a router, a vision tower, recurrence, diffusion."""
+FAST = {
+    ("minimax_m2", 3), ("qwen3_vl", 1), ("qwen3_5_text", 2), ("sdar", 3), ("diffusion_gemma", 2),
+}  # fmt: skip
+"""One of each mechanism: sigmoids of a router, a vision tower, recurrence, both diffusions."""
 
 
 @pytest.fixture
@@ -65,7 +69,9 @@ def engine_of(kind: str, folder: Path, **config: Any) -> LLMEngine:
     model = load_model(
         folder, device=torch.device("cpu"), dtype=torch.float32, vision=kind in SEEING
     )
-    strategy = DLLMStrategy(4) if kind in DIFFUSION else ARStrategy()
+    strategy: Strategy = DLLMStrategy(4) if kind in DIFFUSION else ARStrategy()
+    if kind in CANVAS:
+        strategy = CanvasStrategy(max_denoising_steps=3)
     options: dict[str, Any] = {"max_model_len": 256, "kv_cache_gib": 0.02, "image_tokens": 256}
     engine = LLMEngine(model, None, (), strategy, EngineConfig(**options | config))
     if model.batch_dependence is not None:
