@@ -130,6 +130,7 @@ def _attention_metadata(part: Part, block_length: int, rules: BitRules) -> Atten
         decode_width=part.width,
         block_length=block_length,
         window_tables=part.inputs.window_tables,
+        last_seen=part.inputs.last_seen,
         replayed=_replayed(part, rules),
         rules=rules,
         widened=widened,

@@ -106,6 +106,7 @@ class Gemma4ForCausalLM(MoEForCausalLM):
             value_norm=True,
             keys_are_values=family.keys_are_values and shape.window is None,
             reads_only=family.kv_layers[index] != index,
+            looks_ahead=shape.window is not None and family.images_see_whole,
             where=self.where,
         )
 

@@ -27,7 +27,7 @@ from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Pictured, Request, run
 from tests.support.engine.families import ARCHITECTURES, CANVAS, DIFFUSION
 from tests.support.engine.vision_models import KINDS as SEEING
-from tests.support.engine.vision_models import picture, prompt, vision_folder
+from tests.support.engine.vision_models import picture_for, prompt, vision_folder
 
 ODD: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": 7, "n_group": 1, "topk_group": 1},
@@ -58,7 +58,7 @@ def rows_of(kind: str) -> list[Request | Pictured]:
         params = RequestParams(temperature=0.8 * (i % 2), max_new_tokens=4, seed=i, logprobs=True)
         ids = [rng.randrange(3, 120) for _ in range(rng.randrange(30, 80))]
         if kind in SEEING:
-            image = picture(i, rng.randint(1, 7), rng.randint(1, 7))
+            image = picture_for(kind, i, rng.randint(1, 7), rng.randint(1, 7))
             rows.append((prompt(ids[:5], image, ids[5:]), params, [image]))
         else:
             rows.append((ids, params))
