@@ -1,5 +1,8 @@
-"""What an engine is made of: the memory that it has, caches and runners of its models, and what
-takes requests, plans steps and launches them."""
+"""Makes the parts of an engine in the right order: the division of its memory, the caches and
+runners of its models, and the parts that check requests, plan steps and launch them.
+
+`LLMEngine` makes one `EngineParts` when it starts and works with its attributes.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,15 @@ from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
 from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
+from batchgen.engine.vision.image_span import ImageRules
 from batchgen.kernels.rules import BY_ROW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PATIENCE = 4
-"""How often as many rows as can run at once start before one whose adapter waits for a slot."""
+"""How long a row waits for its adapter to get a slot: until this many times as many rows as can run
+at once have started before it."""
 
 
 class EngineParts:
@@ -79,7 +84,7 @@ class EngineParts:
         if model.visual is not None:
             max_image_tokens = self.config.image_tokens
             self.images = ImageStore(model.visual, max_image_tokens, model.device, model.parallel)
-            limits_of_images = ImageLimits(model.visual.config.rules, max_image_tokens)
+            limits_of_images = self._image_limits(model.visual.config.rules, manager)
         self._adapters = _adapter_slots(model, config.lora_slots, max_num_seqs)
         self.requests = Requests(
             tokenizer,
@@ -107,6 +112,12 @@ class EngineParts:
             windows=windows,
             rules=self.config.rules,
         )
+
+    def _image_limits(self, rules: ImageRules, manager: BlockManager) -> ImageLimits:
+        run_tokens = min(self.config.max_batched_tokens, manager.capacity)
+        if manager.window is not None:
+            run_tokens = min(run_tokens, manager.window.chunk_capacity)
+        return ImageLimits(rules, self.config.image_tokens, run_tokens)
 
     def _block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
         config, states, window = self.config, None, None
