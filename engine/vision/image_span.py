@@ -84,7 +84,7 @@ def find_spans(
         count = rules.num_tokens(image.height, image.width)
         start = places[used]
         if places[used + count - 1] != start + count - 1:
-            raise ValueError(f"the {count} tokens of image {number} are not beside each other")
+            raise ValueError(f"the {count} tokens of image {number} are not consecutive")
         spans.append(ImageSpan(image, start, image.height // side, image.width // side))
         used += count
     return tuple(spans)

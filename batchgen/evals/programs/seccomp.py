@@ -97,7 +97,8 @@ def seccomp_filter(machine: str) -> bytes:
     """
     if machine not in _ARCHITECTURES:
         raise ConfigError(
-            f"RunTests: programs run on {' and '.join(_ARCHITECTURES)} alone, and this is {machine}"
+            f"RunTests: programs run only on {' and '.join(_ARCHITECTURES)}, and this machine is "
+            f"{machine}"
         )
     architecture, place = _ARCHITECTURES[machine]
     forbidden = [numbers[place] for numbers in _CALLS.values() if numbers[place] is not None]

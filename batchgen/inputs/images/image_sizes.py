@@ -101,7 +101,7 @@ def image_sizes(
     for key, expected in (_EXPECTED | model_colours).items():
         if (value := processor.get(key, expected)) != expected:
             raise ConfigError(
-                f"model.path: {file.name} says {key}={value!r:.60}; supported is {expected!r}"
+                f"model.path: {file.name} says {key}={value!r:.60}; supported: {expected!r}"
             )
     parts = (processor.get("patch_size", 0), processor.get("merge_size", 0))
     if processor.get("patch_size") is not None and math.prod(parts) != side:

@@ -15,12 +15,12 @@ class Price(NamedTuple):
 
 DECODE = Price(
     1.0,
-    "engine.deterministic cost less than 1% of models with attention or gated delta networks, "
-    "and 4% of decoding in FP8",
+    "engine.deterministic slowed models with attention or gated delta networks by less than 1%, "
+    "and decoding in FP8 by 4%",
 )
 BLOCKS = Price(
     1.0,
-    "engine.deterministic cost nothing of block diffusion while all rows fit in the cache, up "
-    "to half as long again where they do not",
+    "engine.deterministic did not slow block diffusion while all rows fit in the cache, and made "
+    "it take up to half as long again where they do not",
 )
 SCORED = Price(1.05, "engine.deterministic made scored answers take 4% to 7% longer")

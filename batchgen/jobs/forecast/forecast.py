@@ -156,9 +156,9 @@ def _answers(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
     share = likely_share(work.longest)
     likely = _assumed(work.longest, share)
     text = (
-        f"nothing is known of the answers: {share / 2 * work.longest:,.0f} tokens on average "
-        f"(low), {share * work.longest:,.0f} (likely), {work.longest:,} (bound) of max_new_tokens="
-        f"{work.longest:,}"
+        f"the lengths of answers are unknown: {share / 2 * work.longest:,.0f} tokens on average "
+        f"(low), {share * work.longest:,.0f} (likely), {work.longest:,} (bound) of "
+        f"max_new_tokens={work.longest:,}"
     )
     return (np.maximum(likely // 2, 1), likely, longest), text
 
@@ -190,7 +190,7 @@ def _per_forward(work: Work) -> tuple[tuple[float, float, float], str]:
             measured,
             measured,
             measured,
-        ), f"a row gets {measured:.2f} tokens per forward, as there"
+        ), f"a row gets {measured:.2f} tokens per forward, as in that job"
     bound = 1.0 if work.least else width / (width + 1)
     likely = 1 + (width - 1) / (4 if work.least else 2)
     text = (
@@ -220,10 +220,11 @@ def _of_speed(cost: StepCost, work: Work, factor: float | None) -> str:
         return f"the speed is that of {work.seen.source} ({duration(seconds)})"
     device = cost.device
     rate = device.flops(cost.sizes.weight_dtype) / 1e12
-    how = "as published" if device.is_gpu else "measured now, beside whatever runs on it"
+    how = "as published" if device.is_gpu else "measured now, with whatever else runs on it"
     return (
         f"{device.name} reads {device.bandwidth / 1e9:,.0f} GB/s and multiplies at {rate:,.3g} "
-        f"TFLOP/s ({how}), of which the engine reaches what it did where it was measured"
+        f"TFLOP/s ({how}); the engine is assumed to reach the same share of that as where it was "
+        "measured"
     )
 
 

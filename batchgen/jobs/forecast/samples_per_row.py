@@ -47,7 +47,7 @@ def samples_per_row(
     fewest = Enough(until.valid, until.most, until.width).fewest
     if measured is None or not measured.rows:
         likely = (fewest + until.most) / 2
-        text = f"{fewest:,} to {until.most:,} samples of each row, as nothing is known of them"
+        text = f"{fewest:,} to {until.most:,} samples of each row, as their number is unknown"
         return SamplesPerRow(Range(fewest, likely, until.most), text)
     # By width a row needs about as many as the square of it says.
     more = (
@@ -56,5 +56,5 @@ def samples_per_row(
         else (until.valid or 1) / (measured.valid or 1)
     )
     mean = min(measured.samples / measured.rows * more, until.most)
-    text = f"{mean:,.1f} samples of each row, as of the {measured.rows:,} that are complete"
+    text = f"{mean:,.1f} samples of each row, as in the {measured.rows:,} complete ones"
     return SamplesPerRow(Range(mean, mean, mean), text)

@@ -65,7 +65,7 @@ def job_work(
     )
     notes, price = list[str](), None
     if len(room.uses) > 1:
-        notes.append("what the models beside the target cost is not counted")
+        notes.append("the cost of models other than the target is not counted")
     if settings.rules is BY_ROW:
         price = SCORED if opened.answer is not None else DECODE
         price = BLOCKS if opened.model.config.diffusion is not None else price

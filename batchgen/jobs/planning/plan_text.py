@@ -106,7 +106,7 @@ def image_share(scan: Scan) -> str:
     if not scan.image_tokens:
         return ""
     share = scan.image_tokens / max(int(scan.lengths.sum()), 1)
-    return f"\nimages have {share:.1%} of these tokens, counted by the headers of their files"
+    return f"\nimages are {share:.1%} of these tokens, counted from the headers of their files"
 
 
 def _bad(scan: Scan) -> Iterator[str]:

@@ -111,4 +111,4 @@ class JobAttempt:
 
 def how_to_resume(display_name: str) -> str:
     """What to do about a job that was stopped."""
-    return f"The output so far is in {display_name}; run the same command to go on from there."
+    return f"The output so far is in {display_name}; run the same command to resume."

@@ -241,7 +241,7 @@ class JobFolderReader:
                 path = shard_path(self.path / DATA, number)
                 is_there = self.storage.exists(path)
                 if not is_there and not journals:  # one without rows was begun, and the disk full
-                    raise JobError(f"{path} is gone: nothing of its rows is left in the folder")
+                    raise JobError(f"{path} is gone, and the folder has no other copy of its rows")
                 return ReadShard(self.storage.parquet(path) if is_there else None, written)
 
     @property

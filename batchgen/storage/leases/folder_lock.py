@@ -107,5 +107,5 @@ def lost(display_name: str) -> FolderLost:
     """The error for a folder, called `display_name`, that is not this job's any more."""
     return FolderLost(
         f"output.dir={display_name} was deleted or replaced while the job ran: this process has "
-        "stopped and writes nothing there. The same command computes again what the folder lacks"
+        "stopped and writes nothing there. The same command computes again what is missing"
     )

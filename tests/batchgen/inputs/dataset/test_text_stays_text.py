@@ -106,8 +106,8 @@ def test_quotes_and_escapes(
     [
         ("a.tsv", '1\tab\n2\t"efg\n3\tklm"\n', {}, "line 2: a cell begins with a quote"),
         ("a.tsv", 'a\tb\n\t"Hello"\n', {}, "dataset.quote_char=null if they are text"),
-        ("a.csv", 'a,b\n1,2\n3,"Hello" she said\n', {}, 'line 3: text stands behind the "'),
-        ("a.csv", 'q\n"a\nb" c\n', {}, "line 2: text stands behind"),
+        ("a.csv", 'a,b\n1,2\n3,"Hello" she said\n', {}, 'line 3: there is text after the "'),
+        ("a.csv", 'q\n"a\nb" c\n', {}, "line 2: there is text after"),
         ("a.csv", 'q\n"say \\"hi\\" now"\n', {}, "set dataset.escape_char if"),
         ("a.csv", 'q\n"say \\"\n', MYSQL, "line 2: a quote that opens in this row is never"),
         ("a.csv", "q\nC:\\new\n", MYSQL, r"line 2: dataset.escape_char \\ stands before 'n'"),

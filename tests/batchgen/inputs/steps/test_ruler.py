@@ -125,7 +125,7 @@ def test_texts_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tasks": ["qa_1"]}, "tasks must be among"),
+        ({"tasks": ["qa_1"]}, "tasks must be one of"),
         ({"tasks": []}, "at least one"),
         ({"lengths": []}, "at least one"),
         ({"lengths": [100]}, "from 768 on"),

@@ -109,7 +109,7 @@ def test_what_is_not_known_is_a_range_with_its_assumptions() -> None:
     assert found.generated.low == pytest.approx(found.generated.likely / 2, rel=0.05)
     assert found.prompt_tokens == 5000
     assert "as published" in found.assumptions[0]
-    assert "nothing is known of the answers" in found.assumptions[1]
+    assert "the lengths of answers are unknown" in found.assumptions[1]
     assert found.seconds.likely > found.start_s
 
 

@@ -23,9 +23,13 @@ def test_as_many_as_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("measured", "number", "said"),
     [
-        (None, Range(2, 5, 8), "2 to 8 samples of each row, as nothing is known of them"),
+        (None, Range(2, 5, 8), "2 to 8 samples of each row, as their number is unknown"),
         (MeasuredSamples(), Range(2, 5, 8), "2 to 8 samples of each row"),
-        (MeasuredSamples(10, 30, 2), Range(3, 3, 3), "3.0 samples of each row, as of the 10 that"),
+        (
+            MeasuredSamples(10, 30, 2),
+            Range(3, 3, 3),
+            "3.0 samples of each row, as in the 10 complete",
+        ),
         (MeasuredSamples(10, 30, 1), Range(6, 6, 6), "6.0 samples of each row"),  # valid has grown
         (MeasuredSamples(10, 70, 1), Range(8, 8, 8), "8.0 samples of each row"),
     ],

@@ -146,9 +146,14 @@ def test_a_plan_counts_what_equal_bits_cost(
     save_tokenizer(diffuses)
     answered = ("sampling.n=1", "sampling.max_new_tokens=0", "prompt.answer=' {{ id }}!'")
     for path, times, says, more in (
-        (model, 1.0, "of models with attention", ()),
+        (model, 1.0, "slowed models with attention", ()),
         (model, 1.05, "scored answers", answered),
-        (diffuses, 1.0, "of block diffusion", ("strategy=dllm", "strategy.block_length=4")),
+        (
+            diffuses,
+            1.0,
+            "did not slow block diffusion",
+            ("strategy=dllm", "strategy.block_length=4"),
+        ),
     ):
         job = configured(path, rows, tmp_path / "out", *more)
         exact = replace(job, engine=replace(job.engine, deterministic=True))

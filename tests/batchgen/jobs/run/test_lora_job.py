@@ -244,7 +244,7 @@ def test_adapters_have_scores_of_their_own(
     ("given", "says"),
     [
         (["model.lora=[{one},{two}]"], "model.lora has 2 adapters (one, two): say which rows"),
-        (["model.lora_grid=true"], "model.lora_grid chooses among adapters, and model.lora names"),
+        (["model.lora_grid=true"], "model.lora_grid chooses among adapters, but model.lora names"),
         (["model.lora_column=id"], "model.lora_column chooses among adapters"),
         (["model.lora=base"], "model.lora is base, the model without an adapter: leave it out"),
         (["model.lora=[{one}]", "model.lora_grid=true", "model.lora_column=id"], "choose one of"),
@@ -257,7 +257,7 @@ def test_adapters_have_scores_of_their_own(
             ["model.lora=[{one},{two}]", "model.lora_grid=true", "model.lora_template=adapter"],
             "model.lora_template=adapter takes the tokenizer and chat template of the only",
         ),
-        (["engine.lora_slots=2"], "engine: lora_slots is 2, which counts adapters beside the"),
+        (["engine.lora_slots=2"], "engine: lora_slots is 2, which is for adapters that are"),
         (
             ["model.lora={one}", "model.lora_fold=true", "engine.lora_slots=1"],
             "and the adapter is added to the weights: set it to null",
