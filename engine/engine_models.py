@@ -125,13 +125,13 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
 @torch.inference_mode()
 def check_products(model: CausalLM) -> None:
     """Check that the products of linear layers keep the bits of rows, or raise ValueError."""
-    products = [made for module in model.modules() for made in _products(module)]
+    products = [checked for module in model.modules() for checked in _products(module)]
     once = {product.name: product for product in products}.values()
-    if (found := first_unsteady(once, model.device)) is not None:
+    if (unsteady := first_unsteady(once, model.device)) is not None:
         raise ValueError(
             "deterministic is true, and the GPU's library computes a row differently in a batch "
-            f"than alone ({found}): make the engine before anything else computes on the GPU in "
-            "this process, or set deterministic to false"
+            f"than alone ({unsteady}): make the engine before anything else computes on the GPU "
+            "in this process, or set deterministic to false"
         )
 
 

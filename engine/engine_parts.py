@@ -77,9 +77,9 @@ class EngineParts:
         self.images: ImageStore | None = None
         limits_of_images = None
         if model.visual is not None:
-            most = self.config.image_tokens
-            self.images = ImageStore(model.visual, most, model.device, model.parallel)
-            limits_of_images = ImageLimits(model.visual.config.rules, most)
+            max_image_tokens = self.config.image_tokens
+            self.images = ImageStore(model.visual, max_image_tokens, model.device, model.parallel)
+            limits_of_images = ImageLimits(model.visual.config.rules, max_image_tokens)
         self._adapters = _adapter_slots(model, config.lora_slots, max_num_seqs)
         self.requests = Requests(
             tokenizer,

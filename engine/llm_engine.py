@@ -328,8 +328,8 @@ class LLMEngine:
             steps = self._launcher.launch(batch, self._catch_up)
             self._launched.append([_Launched(part, HostCopy(step)) for part, step in steps])
         # With overlap the device works on the new batch while the host reads the one before it.
-        behind = 1 if batch is not None and self.config.overlap else 0
-        while len(self._launched) > behind:
+        num_unread = 1 if batch is not None and self.config.overlap else 0
+        while len(self._launched) > num_unread:
             self._read_oldest()
         if batch is None:  # No later batch will come that would hide the wait.
             self._finished += self._leaving

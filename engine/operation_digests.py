@@ -70,8 +70,8 @@ class Tape:
         differ at tokens of which both are known, and the first such token; None if there is
         none."""
         order = sorted(self.operations.items(), key=lambda match: (match[0][0], match[1]))
-        for (layer, name, _), place in order:
-            a, b = one[place], other[place]
+        for (layer, name, _), index in order:
+            a, b = one[index], other[index]
             differs = ((a != b) & (a != 0) & (b != 0)).nonzero()
             if len(differs):
                 return f"{name} of layer {layer}", int(differs[0])
@@ -122,11 +122,11 @@ class Tape:
         weights: dict[int, str],
     ) -> Callable[..., Any]:
         def noting(*args: Any, **options: Any) -> Any:
-            found = run(*args, **options)
-            if self._layer is not None and found is not None:
+            result = run(*args, **options)
+            if self._layer is not None and result is not None:
                 names = (weights[id(each)] for each in args[1:] if id(each) in weights)
-                self._note(label or next(names), found if rows is None else rows(found))
-            return found
+                self._note(label or next(names), result if rows is None else rows(result))
+            return result
 
         return noting
 
@@ -136,19 +136,19 @@ class Tape:
             return
         key = self._layer, name, self._seen[name]
         self._seen[name] += 1
-        place = self.operations.setdefault(key, len(self.operations))
+        index = self.operations.setdefault(key, len(self.operations))
         values = values.flatten(1).contiguous()
         bits = values.view(torch.int16 if values.itemsize == 2 else torch.int32).long()
         digests = bits.mul_(self._factors[: bits.shape[1]]).sum(1)
-        self.plane[place].index_copy_(0, self._slots, digests)
+        self.plane[index].index_copy_(0, self._slots, digests)
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Let the owner have another attribute of this name within the context."""
-    own = getattr(owner, name)
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, own)
+        setattr(owner, name, original)

@@ -30,8 +30,8 @@ def request_output(
         text = ""
     else:
         # A stop id ends the row and is not part of its text.
-        shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
-        text = decode(tokenizer, shown)
+        text_ids = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
+        text = decode(tokenizer, text_ids)
     return RequestOutput(
         request_id=seq.request_id,
         prompt_token_ids=seq.token_ids[: seq.answer_start],

@@ -52,11 +52,12 @@ def check_params(
     """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
     if the parameters cannot be honoured; the message names the option. If an answer is scored,
     `replays` says whether it is a trajectory."""
-    own = strategy.decoding
-    if params.decoding is not None and not (own and isinstance(params.decoding, own)):
+    options = strategy.decoding
+    if params.decoding is not None and not (options and isinstance(params.decoding, options)):
         raise ValueError(
             f"decoding is a {type(params.decoding).__name__}, and strategy {strategy.name} "
-            f"takes {'none' if own is None else f'a {own.__name__}'} for a row: leave it None"
+            f"takes {'none' if options is None else f'a {options.__name__}'} for a row: leave "
+            "it None"
         )
     strategy.check(params, replays=replays)
     _check_columns(params, strategy, config, context_columns)
@@ -130,5 +131,5 @@ def output_columns(
     """Return the columns that a request with these parameters returns: from the sampler, from the
     strategy, from the model's layers (`context_columns`), and what is pooled of them."""
     declared = (*strategy.columns, *context_columns, *pooled_columns(config))
-    own = (column for column in declared if column.name in params.columns)
-    return (*requested_columns(params), *own)
+    requested = (column for column in declared if column.name in params.columns)
+    return (*requested_columns(params), *requested)

@@ -123,10 +123,10 @@ class Requests:
         columns = output_columns(params, self._strategy, self._config, self._context_columns)
         never = () if self._images is None else self._images.rules.never_sampled
         border = self._config.rope_border or 0
-        behind = border if len(prompt) + len(known) > border else 0
+        num_behind = border if len(prompt) + len(known) > border else 0
         seq = Sequence(
             request_id, prompt + known, params, rule, columns, len(known), spans, never, adapter,
-            trajectory, turned_behind=behind,
+            trajectory, turned_behind=num_behind,
         )  # fmt: skip
         if params.pooling is not None:
             seq.num_pooled_tokens = 1 if params.pooling == "last" else len(prompt)
@@ -188,7 +188,7 @@ class Requests:
                     "the prompt has images, and the model reads none: choose a model that does",
                 )
             return ()
-        rules, most = self._images
+        rules, max_tokens = self._images
         try:
             spans = find_spans(prompt, images, rules)
         except ValueError as error:
@@ -196,11 +196,11 @@ class Requests:
         if rules.image_token_id in (answer or ()):
             raise RequestError("image_mismatch", "the answer has image tokens, which have no image")
         for number, span in enumerate(spans, 1):
-            if span.num_tokens > most:
+            if span.num_tokens > max_tokens:
                 raise RequestError(
                     "image_too_large",
                     f"image {number} takes {span.num_tokens:,} tokens, and image_tokens is "
-                    f"{most:,}: scale it down, or raise image_tokens",
+                    f"{max_tokens:,}: scale it down, or raise image_tokens",
                 )
         return spans
 

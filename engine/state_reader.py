@@ -61,17 +61,17 @@ class StateReader:
             for row, seq in zip(rows, seqs, strict=True)
             for i in seq.token_ids[row.first + 1 : row.end + 1]
         ]
-        given, there, index = upload(
+        answer_ids, there, index = upload(
             np.stack((token_ids, positions + 1, sources)), torch.int64, device
         ).unbind()
         sampling = sampling_inputs(seqs, device)
         slots = lora_slots(seqs, device) if self._runner.model.adapts_logits else None
 
         def scored(part: slice) -> StepOutput:
-            own = None if slots is None else slots[upload(owners[part], torch.int64, device)]
-            logits = self._runner.compute_logits(hidden[index[part]], own)
+            row_slots = None if slots is None else slots[upload(owners[part], torch.int64, device)]
+            logits = self._runner.compute_logits(hidden[index[part]], row_slots)
             return score_tokens(
-                logits, sampling.index_select(owners[part]), there[part], given[part]
+                logits, sampling.index_select(owners[part]), there[part], answer_ids[part]
             )
 
         yield from self._parts(rows, owners, scored)
@@ -119,8 +119,8 @@ def _places(
     counts = np.array([row.end - row.first for row in rows], np.int64)
     owners = np.repeat(np.arange(len(rows)), counts)
     firsts = np.array([row.first for row in rows], np.int64)
-    places = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)
-    positions = np.repeat(firsts, counts) + places
+    offsets = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)
+    positions = np.repeat(firsts, counts) + offsets
     begins = np.cumsum(batch.lengths) - batch.lengths - batch.starts
     return owners, positions, positions + np.repeat(begins[[row.row for row in rows]], counts)
 

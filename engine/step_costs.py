@@ -89,16 +89,16 @@ class CostShares:
     def take(self, *, running: bool = False) -> list[tuple[Any, float]]:
         """Return costs in seconds by request, and forget them: those that are final, and with
         `running` what requests took so far that have not ended."""
-        found: list[tuple[Any, float]] = []
+        costs: list[tuple[Any, float]] = []
         while self._ended and self._ended[0][0] <= self._shared:
             _, request_id, account = self._ended.popleft()
-            found.append((request_id, float(self._seconds[account])))
+            costs.append((request_id, float(self._seconds[account])))
             self._seconds[account] = 0.0
             self._free.append(account)
         for request_id, account in self._accounts.items() if running else ():
-            found.append((request_id, float(self._seconds[account])))
+            costs.append((request_id, float(self._seconds[account])))
             self._seconds[account] = 0.0
-        return found
+        return costs
 
     def _account(self, seq: Sequence) -> int:
         """Return the account of a row that a prefill reads, and note its batch slot."""

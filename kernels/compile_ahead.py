@@ -79,9 +79,9 @@ class _Variants:
         names, constants = _parameters(kernel)
         plain = getattr(kernel, "do_not_specialize", ())
         unaligned = getattr(kernel, "do_not_specialize_on_alignment", ())
-        given = {**dict(zip(names, args, strict=False)), **options}
+        arguments = {**dict(zip(names, args, strict=False)), **options}
         values = []
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name not in constants and name in names:
                 value = _specialised(value, name not in plain, name not in unaligned)
             values.append((name, value))
@@ -98,9 +98,9 @@ class _Variants:
 @cache
 def _parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     """Return the names of a kernel's parameters, and which of them are constants."""
-    found = inspect.signature(kernel.fn).parameters
-    constants = {name for name, each in found.items() if "constexpr" in str(each.annotation)}
-    return tuple(found), frozenset(constants)
+    parameters = inspect.signature(kernel.fn).parameters
+    constants = {name for name, each in parameters.items() if "constexpr" in str(each.annotation)}
+    return tuple(parameters), frozenset(constants)
 
 
 def _specialised(value: Any, by_value: bool, by_alignment: bool) -> Hashable:

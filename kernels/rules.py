@@ -93,10 +93,10 @@ class BitRules:
     def splits(self, rows: int, kv_heads: int, width: int) -> Splits:
         """Choose how contexts are cut for `rows` rows of `width` queries."""
         few = self._are_few(rows, kv_heads)
-        most = self.most_splits
+        limit = self.most_splits
         if self.splits_by_width and not few:
-            most = max(most // width, 2)
-        return Splits(_SHORT_SPLIT if few else _LONG_SPLIT, most)
+            limit = max(limit // width, 2)
+        return Splits(_SHORT_SPLIT if few else _LONG_SPLIT, limit)
 
     def has_splits(self, room: int) -> bool:
         """Whether contexts of at most `room` tokens may have several splits."""
@@ -105,10 +105,10 @@ class BitRules:
     def latent_splits(self, rows: int, width: int) -> Splits:
         """Choose how contexts are cut for latent attention."""
         few = self._are_few(rows, 1)
-        most = self.most_latent_splits[0 if few else 1]
+        limit = self.most_latent_splits[0 if few else 1]
         if self.splits_by_width:
-            most = max(most // width, 2)
-        return Splits(_SHORT_SPLIT if few else _LONG_SPLIT, most)
+            limit = max(limit // width, 2)
+        return Splits(_SHORT_SPLIT if few else _LONG_SPLIT, limit)
 
     def takes_wide_tiles(self, items: int, programs: int) -> bool:
         """Whether latent decode attention of `items` pairs of a row and a group of heads takes the
@@ -122,8 +122,8 @@ class BitRules:
             return 1
         # Equal splits of a long context are cut for the last query of a piece.
         alone = window or room > self.most_splits * _LONG_SPLIT
-        most = 1 if alone else max(1, _EQUAL_QUERIES // group)
-        return width // max(n for n in range(1, width + 1) if not width % n and n <= most)
+        limit = 1 if alone else max(1, _EQUAL_QUERIES // group)
+        return width // max(n for n in range(1, width + 1) if not width % n and n <= limit)
 
     def latent_pieces(self, width: int) -> int:
         """`pieces` for latent attention."""

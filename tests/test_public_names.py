@@ -4,9 +4,9 @@ A public class or function has a name that no other one has. The Triton implemen
 reference ends in `_triton`. `main` is how a module is run, as a verb or as a process, and `begin`
 how a tracker and a program in the sandbox start.
 
-Participles that carry neither type nor subject name no parameter and no field: `given` is a path,
-a mapping or a row, and its name should say which. Those in `KEPT` are keys that users type, or
-texts that files of earlier versions hold.
+Participles and other words that carry neither type nor subject name no parameter, field or local
+variable: `given` is a path, a mapping or a row, and its name should say which. Those in `KEPT` are
+keys that users type, or texts that files of earlier versions hold.
 """
 
 import ast
@@ -17,7 +17,10 @@ from pathlib import Path
 from tests.support.imports import LAYERS, package_files, syntax_tree
 
 ROOT = Path(__file__).parents[1]
-VAGUE = frozenset("found given known made asked told shown own most beside place".split())
+VAGUE_LOCALS = frozenset(
+    "found given made asked told shown own least most beside behind place places".split()
+)
+VAGUE = VAGUE_LOCALS | {"known"}
 KEPT = {
     "Enough.most": "a key in the metadata of shards",
     "UntilConfig.most": "the key sampling.until.most",
@@ -25,6 +28,7 @@ KEPT = {
     "Cross.most": "a key of a row step",
     "Explode.most": "a key of a row step",
     "Majority.own": "an option of a post step",
+    "SampleFilter.least": "a key of the viewer's URLs",
     "SampleFilter.most": "a key of the viewer's URLs",
 }
 
@@ -56,6 +60,16 @@ def vague_names(tree: ast.AST, owner: str = "") -> Iterator[tuple[int, str]]:
         yield from vague_names(node, name if isinstance(name, str) else owner)
 
 
+def vague_locals(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The line and the name of each vague local variable."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    if node.id in VAGUE_LOCALS:
+                        yield node.lineno, node.id
+
+
 def test_no_two_things_share_a_name() -> None:
     names = public_names()
     del names["main"], names["begin"]
@@ -71,7 +85,19 @@ def test_parameters_and_fields_say_what_they_are() -> None:
     assert [text for text in wrong if text.rpartition(" ")[2] not in KEPT] == []
 
 
+def test_local_variables_say_what_they_hold() -> None:
+    wrong = []
+    for package in LAYERS:
+        for file in package_files(ROOT, package):
+            wrong += [
+                f"{file}:{line} {name}" for line, name in vague_locals(syntax_tree(ROOT / file))
+            ]
+    assert wrong == []
+
+
 def test_vague_names_are_found() -> None:
     text = "class A:\n    given: int\n    def f(self, *, most=1): return lambda found: found\n"
     names = [name for _, name in vague_names(ast.parse(text))]
     assert names == ["A.given", "f(most)", "f(found)"]
+    text = "def f(x):\n    own = x\n    for place in own: pass\n    return [x for x, most in own]\n"
+    assert [name for _, name in vague_locals(ast.parse(text))] == ["own", "place", "most"]

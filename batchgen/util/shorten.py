@@ -47,9 +47,9 @@ def some_names(names: Iterable[str], meant: str = "") -> str:
     known = list(names)
     many = len(known) > _MOST_NAMES
     near = get_close_matches(meant[:200], known[:_MOST_COMPARED], 5) if many else []
-    shown = list(dict.fromkeys([*near, *known]))[:_MOST_NAMES]
-    line = ", ".join(both_ends(name, _NAME_LENGTH) for name in shown)
-    more = len(known) - len(shown)
+    candidates = list(dict.fromkeys([*near, *known]))[:_MOST_NAMES]
+    line = ", ".join(both_ends(name, _NAME_LENGTH) for name in candidates)
+    more = len(known) - len(candidates)
     return f"{line} and {more:,} more" if more > 0 else line
 
 

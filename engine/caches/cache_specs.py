@@ -153,12 +153,12 @@ class StateSpec:
     def views(self, pool: Tensor, start: int) -> dict[str, Tensor]:
         """Return this layer's parts of the states in a pool of S slots, as views [S, *shape].
         `pool` is [S, bytes] uint8, the states of all layers."""
-        found = {}
+        parts = {}
         for name, tensor in self.state.items():
             part = pool[:, start : start + tensor.nbytes].view(tensor.dtype)
-            found[name] = part.view(len(pool), *tensor.shape)
+            parts[name] = part.view(len(pool), *tensor.shape)
             start += _aligned(tensor.nbytes)
-        return found
+        return parts
 
 
 AttentionSpec = KVSpec | LatentSpec

@@ -42,11 +42,11 @@ class ContextRows:
         """Return one column from a token on as [num_tokens - start, *tail], waiting for what is
         still on its way."""
         none = np.empty((0, *column.tail_shape), column.dtype)
-        found, end = [none], 0
+        arrays, end = [none], 0
         for number, length in enumerate(self._lengths):
             end += length
             if end > start:
                 values = self._parts[number - 1][column.name].wait() if number else None
                 values = self._known[column.name] if values is None else values
-                found.append(values[max(length - (end - start), 0) :])
-        return np.concatenate(found)
+                arrays.append(values[max(length - (end - start), 0) :])
+        return np.concatenate(arrays)

@@ -128,9 +128,9 @@ class ForwardContext:
 
     def cache(self, layer: int, kind: type[C]) -> C:
         """Return what the layer with this index keeps; it must be of the given type."""
-        found = self.caches[layer]
-        assert isinstance(found, kind), f"layer {layer} keeps a {type(found).__name__}"
-        return found
+        layer_cache = self.caches[layer]
+        assert isinstance(layer_cache, kind), f"layer {layer} keeps a {type(layer_cache).__name__}"
+        return layer_cache
 
     def slots(self, window: int | None) -> Tensor:
         """Return the KV slots [T] int64 of the tokens in layers with this window."""

@@ -78,9 +78,9 @@ def _step(
 ) -> ReplayStep:
     values = upload(np.concatenate((tokens, rows, pending, first)), torch.int64, slots.device)
     count = len(rows)
-    index, places, waiting, oldest = values.split([len(tokens), count, count, count])
-    own = slots[places]
+    index, indices, waiting, oldest = values.split([len(tokens), count, count, count])
+    state_slots = slots[indices]
     counts = torch.zeros((2, num_slots), dtype=torch.int32, device=slots.device)
-    counts[0].index_copy_(0, own, waiting.int())
-    counts[1].index_copy_(0, own, oldest.int())
-    return ReplayStep(index, own, counts[0], counts[1], width)
+    counts[0].index_copy_(0, state_slots, waiting.int())
+    counts[1].index_copy_(0, state_slots, oldest.int())
+    return ReplayStep(index, state_slots, counts[0], counts[1], width)

@@ -71,8 +71,8 @@ class Batched:
     def first(self, rows: int, tokens: int) -> Self:
         """Return the first rows, which have this many tokens together, as views."""
         ends = {"row": rows, "token": tokens}
-        given = ((f, getattr(self, f.name)) for f in fields(self))
-        cut = {f.name: v[: ends[f.metadata["axis"]]] for f, v in given if v is not None}
+        values = ((f, getattr(self, f.name)) for f in fields(self))
+        cut = {f.name: v[: ends[f.metadata["axis"]]] for f, v in values if v is not None}
         return type(self)(**cut)
 
     @classmethod

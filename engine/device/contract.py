@@ -20,7 +20,7 @@ _MEASURED = 9
 def contract(device: torch.device, dtype: torch.dtype, ranks: int) -> dict[str, str]:
     """Return what decides the bits of rows that are computed on this device, by name. Under equal
     contracts, and with `deterministic`, a row has the same bits."""
-    found = {
+    facts = {
         "rules": str(rules.VERSION),
         "sources": sources_digest(),
         "torch": torch.__version__,
@@ -30,9 +30,9 @@ def contract(device: torch.device, dtype: torch.dtype, ranks: int) -> dict[str, 
         "device": device.type,
     }
     if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        found["cuda"] = str(torch.version.cuda)
-    return found
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = str(torch.version.cuda)
+    return facts
 
 
 @cache

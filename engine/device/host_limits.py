@@ -100,13 +100,13 @@ def _v1_mount(root: Path, names: str, controller: str) -> Path:
 
 def _fields(file: Path) -> dict[str, int]:
     """Parse a file of lines `name number …` into numbers by name; other lines are left out."""
-    found = {}
+    fields = {}
     for line in (_text(file) or "").splitlines():
         name, _, rest = line.partition(" ")
         value = _integer(rest.split()[0]) if rest.split() else None
         if value is not None:
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields
 
 
 def _number(file: Path) -> int | None:

@@ -204,10 +204,10 @@ class ForwardGraphs:
         fill_rows(self._decode, inputs, size)
         return self._replay(_Key(kind, size, width))[:tokens]
 
-    def takes_chunk(self, prefill: ModelInputs) -> bool:
+    def takes_chunk(self, prefill: ModelInputs, *, images: bool = False) -> bool:
         """Whether the prefill is small enough for the graphs of mixed batches, none of which reads
-        images, or tokens again as a decode step did."""
-        if not self._may_read(prefill):
+        `images`, or tokens again as a decode step did."""
+        if images or not self._may_read(prefill):
             return False
         tokens, rows = len(prefill.input_ids), prefill.num_rows
         return 0 < tokens <= self._shapes.chunk_tokens and rows <= CHUNK_ROWS
@@ -225,18 +225,19 @@ class ForwardGraphs:
         hidden = self._replay(_Key("mixed", size))
         return hidden[: decode.num_rows], hidden[size:]
 
-    def takes_prefill(self, inputs: ModelInputs) -> bool:
-        """Whether there is a graph for a prefill of this many tokens. None reads images, or tokens
-        again as a decode step did."""
-        return self._may_read(inputs) and len(inputs.input_ids) <= self._shapes.alone_tokens
+    def takes_prefill(self, inputs: ModelInputs, *, images: bool = False) -> bool:
+        """Whether there is a graph for a prefill of this many tokens. None reads `images`, or
+        tokens again as a decode step did."""
+        fits = len(inputs.input_ids) <= self._shapes.alone_tokens
+        return fits and not images and self._may_read(inputs)
 
     def _may_read(self, prefill: ModelInputs) -> bool:
-        again, has_images = prefill.replayed is not None, prefill.rope_positions is not None
-        return self._shapes.reads_prompts and not again and not has_images
+        again, turned = prefill.replayed is not None, prefill.rope_positions is not None
+        return self._shapes.reads_prompts and not again and not turned
 
-    def takes_all(self, inputs: ModelInputs) -> bool:
+    def takes_all(self, inputs: ModelInputs, *, images: bool = False) -> bool:
         """Whether there is a graph for a prefill of this many tokens that computes all of them."""
-        return self._shapes.all_tokens and self.takes_prefill(inputs)
+        return self._shapes.all_tokens and self.takes_prefill(inputs, images=images)
 
     def prefill_all(self, inputs: ModelInputs) -> Tensor:
         """Run a prefill and return the hidden states of all its tokens, [T, hidden_size], which

@@ -135,8 +135,8 @@ def _lora_slots(part: Part) -> Tensor:
 
 def _replayed(part: Part, rules: BitRules) -> tuple[int, ...] | None:
     """Return how many tokens of each row attention reads as a decode step does; None for none."""
-    found = part.inputs.replayed
-    return tuple(found.tolist()) if rules.replay and found is not None else None
+    replayed = part.inputs.replayed
+    return tuple(replayed.tolist()) if rules.replay and replayed is not None else None
 
 
 def _slots(part: Part, tables: Tensor, caches: ModelCaches) -> Tensor:
@@ -146,10 +146,12 @@ def _slots(part: Part, tables: Tensor, caches: ModelCaches) -> Tensor:
 
 def _rope_positions(parts: Sequence[Part]) -> Tensor:
     """Return the positions at which rotary tables are read, [T] or [T, 3]."""
-    found = [part.inputs.turned_by for part in parts]
-    if any(positions.dim() == 2 for positions in found):
-        found = [p if p.dim() == 2 else p.unsqueeze(1).expand(-1, 3) for p in found]
-    return _joined(found)
+    positions_of_parts = [part.inputs.turned_by for part in parts]
+    if any(positions.dim() == 2 for positions in positions_of_parts):
+        positions_of_parts = [
+            p if p.dim() == 2 else p.unsqueeze(1).expand(-1, 3) for p in positions_of_parts
+        ]
+    return _joined(positions_of_parts)
 
 
 def _images(parts: Sequence[Part]) -> ImageFeatures | None:

@@ -54,9 +54,9 @@ class GraphShapes:
     def wide_sizes(self, width: int) -> list[int]:
         """Return the numbers of rows of captured decode steps of `width` tokens per row, more than
         one, ascending."""
-        most = min(self.max_rows, self.prefill_tokens // width)
-        sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, most, 32)]
-        return [*(size for size in sizes if size < most), most] if most else []
+        max_rows = min(self.max_rows, self.prefill_tokens // width)
+        sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_rows, 32)]
+        return [*(size for size in sizes if size < max_rows), max_rows] if max_rows else []
 
     @property
     def short_sizes(self) -> list[int]:

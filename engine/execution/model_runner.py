@@ -160,8 +160,9 @@ class ModelRunner:
         if self.caches.columns:
             return self._all_hidden(prefill)[last]
         outputs = self._output_rows(inputs, last, rows)
-        if self._graphs is not None and self._graphs.takes_prefill(inputs):
-            return self._graphs.prefill(inputs, last, outputs)
+        graphs, sees = self._graphs, prefill.images is not None
+        if graphs is not None and graphs.takes_prefill(inputs, images=sees):
+            return graphs.prefill(inputs, last, outputs)
         # The last layer computes at least one token, because kernels cannot run on none.
         missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
         attention = _last_queries(outputs, missing, self._rules)
@@ -172,7 +173,7 @@ class ModelRunner:
         """Run a prefill and return the hidden states of all T tokens, [T, hidden_size], which are
         valid until the next forward."""
         graphs, inputs = self._graphs, prefill.inputs
-        if graphs is not None and graphs.takes_all(inputs):
+        if graphs is not None and graphs.takes_all(inputs, images=prefill.images is not None):
             return graphs.prefill_all(inputs)
         return self._forward([self._prefill_part(prefill)])[: len(inputs.input_ids)]
 
@@ -260,8 +261,8 @@ class ModelRunner:
         if missing := -rows % self._token_multiple:
             hidden = F.pad(hidden, (0, 0, 0, missing))
         with model.adapted_logits(None if lora_slots is None else F.pad(lora_slots, (0, missing))):
-            own = model.own_logits(hidden)
-        return Logits(own[:rows], model.vocab_size, model.parallel)
+            rank_logits = model.own_logits(hidden)
+        return Logits(rank_logits[:rows], model.vocab_size, model.parallel)
 
     @torch.inference_mode()
     def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:
@@ -272,8 +273,9 @@ class ModelRunner:
         last = self._last_tokens(inputs, rows)
         count = len(decode.input_ids)
         hidden = None
-        if self._graphs is not None and self._graphs.takes_chunk(inputs):
-            decoded, hidden = self._graphs.mixed(decode, inputs)
+        graphs, sees = self._graphs, prefill.images is not None
+        if graphs is not None and graphs.takes_chunk(inputs, images=sees):
+            decoded, hidden = graphs.mixed(decode, inputs)
             ending = hidden[last]
         elif prefill.all_hidden or self.caches.columns:
             both = self._forward([Part(decode, width=1), self._prefill_part(prefill, count)])

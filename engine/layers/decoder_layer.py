@@ -141,9 +141,9 @@ class DecoderLayer(nn.Module):
         if (norm := self.mixer_post_norm) is None:
             return mixer(hidden, residual, cos_sin, ctx, outputs)
         mixed = mixer(hidden, torch.zeros_like(residual), cos_sin, ctx, outputs)
-        own = residual if outputs is None else residual[outputs.index]
-        found: Tensor = own + norm.of_stream(mixed)[0]
-        return found
+        chosen = residual if outputs is None else residual[outputs.index]
+        result: Tensor = chosen + norm.of_stream(mixed)[0]
+        return result
 
 
 _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}

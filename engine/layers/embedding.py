@@ -12,7 +12,7 @@ from batchgen.engine.layers.cpu_products import CPUProducts
 from batchgen.engine.layers.linear import Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.lora.layer_lora import EmbeddingLoRA, LoRAState
-from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite
+from batchgen.engine.lora.lora_targets import Factors, LoRASite, LoRATarget
 from batchgen.engine.lora.saved_weights import SavedWeights
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
@@ -57,16 +57,20 @@ class Embedding(nn.Module):
 
     def _vectors(self, input_ids: Tensor) -> Stream:
         """Look the vectors up, in the tables of adapters that have one of their own."""
-        found = self._own_vectors(input_ids)
-        return found if self._saved is None else self._saved.replace_rows_(summed(found), input_ids)
+        vectors = self._own_vectors(input_ids)
+        return (
+            vectors
+            if self._saved is None
+            else self._saved.replace_rows_(summed(vectors), input_ids)
+        )
 
     def _own_vectors(self, input_ids: Tensor) -> Stream:
         """Do what `forward` does, without adapters."""
         if self._parallel.size == 1:
             return self._scaled(embedding(input_ids, self.weight))
-        own = embedding_share(input_ids, self.weight, self._parallel.rank * len(self.weight))
+        vectors = embedding_share(input_ids, self.weight, self._parallel.rank * len(self.weight))
         # One rank has the vector and the others have zeros, so the sum is exact.
-        return self._parallel.add_sum(None, self._scaled(own), EMBEDDING_LANE)
+        return self._parallel.add_sum(None, self._scaled(vectors), EMBEDDING_LANE)
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         return vectors if self._scale == 1.0 else vectors.mul_(self._scale)
@@ -79,17 +83,19 @@ class Embedding(nn.Module):
         """Yield the table as a product with vectors of a one; each rank has all ids of an adapter's
         A."""
         width = self.weight.shape[1]
-        yield LoRASite((LoRAPlace(path, LoRAPart(0, width)),), width, self._vocab_size)
+        yield LoRASite((LoRATarget(path, LoRAPart(0, width)),), width, self._vocab_size)
 
     def add_lora(
         self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
     ) -> None:
         """Let adapters stand beside the table, as `Linear.add_lora` does."""
-        if not any(path in own for own in factors):
+        if not any(path in adapter for adapter in factors):
             return
         scaled = [
-            {path: replace(own[path], scale=own[path].scale * self._scale)} if path in own else {}
-            for own in factors
+            {path: replace(adapter[path], scale=adapter[path].scale * self._scale)}
+            if path in adapter
+            else {}
+            for adapter in factors
         ]
         (site,) = self.lora_sites(path)
         self.lora = EmbeddingLoRA(site, scaled, state, self.weight.dtype, self.weight.device)
@@ -151,8 +157,8 @@ class LogitsLayer(Linear):
         """Let adapters have weights of their own, of which each rank has the rows of its ids."""
         if any(weight is not None for weight in weights):
             shard = ids_of_rank(self.out_features, self._vocab_size, self._parallel)
-            own = [None if w is None else shard.take(w).to(self._dtype) for w in weights]
-            self.saved = SavedWeights(own, state, self.weight.device)
+            rank_weights = [None if w is None else shard.take(w).to(self._dtype) for w in weights]
+            self.saved = SavedWeights(rank_weights, state, self.weight.device)
 
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weights, as `Linear.pack` says."""
@@ -164,11 +170,11 @@ class LogitsLayer(Linear):
         """Yield the slot of the weight."""
         yield vocab_slot(f"{path}.weight", self.weight, self._vocab_size, self._parallel)
 
-    def lora_places(self, path: str) -> Iterator[LoRAPlace]:
+    def lora_targets(self, path: str) -> Iterator[LoRATarget]:
         """Yield the weight; of B each rank has the rows that it has of W."""
         shard = ids_of_rank(self.out_features, self._vocab_size, self._parallel)
         divided = self._parallel.size > 1
-        yield LoRAPlace(path, LoRAPart(0, shard.length), rows=shard if divided else None)
+        yield LoRATarget(path, LoRAPart(0, shard.length), rows=shard if divided else None)
 
 
 _FEWEST_CHUNKS = 4

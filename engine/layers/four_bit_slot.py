@@ -61,16 +61,18 @@ class FourBitSlot(WeightSlot):
             )
         if isinstance(weight, Int4Weight):
             weight = weight.regrouped(layout.group)
-        own = [self._own(name, part, place) for place, part in enumerate(weight)]
+        rank_parts = [self._own(name, part, index) for index, part in enumerate(weight)]
         experts, rows, columns = self.panels.sizes
         sizes = (columns // _CODES, *[columns // layout.group] * 2)
-        for part, size in zip(own, sizes, strict=True):
+        for part, size in zip(rank_parts, sizes, strict=True):
             if part.shape[-2:] != (rows, size):
                 raise ValueError(
                     f"tensor {name} has {part.shape[-2]} rows, the configuration says {rows}"
                 )
         try:
-            pack_panels(type(weight)(*(part.expand(experts, -1, -1) for part in own)), self.panels)
+            pack_panels(
+                type(weight)(*(part.expand(experts, -1, -1) for part in rank_parts)), self.panels
+            )
         except ValueError as error:
             raise ValueError(f"tensor {name} {error}") from None
 

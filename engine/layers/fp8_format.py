@@ -75,15 +75,15 @@ def checkpoint_format(quantization: Mapping[str, Any] | None) -> FP8Format | Non
         ("scale_fmt", _SCALE_FORMATS),
         ("expert_dtype", ("fp8",)),
     )
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, choices in allowed:
-        found[key] = values.pop(key, choices[0])
-        if found[key] not in choices:
-            raise _refused(key, found[key], " or ".join(map(repr, choices)))
+        options[key] = values.pop(key, choices[0])
+        if options[key] not in choices:
+            raise _refused(key, options[key], " or ".join(map(repr, choices)))
     if values:
         key = min(values)
         raise _refused(key, values[key], "left out")
-    return FP8Format(excluded=tuple(excluded), powers_of_two=found["scale_fmt"] == "ue8m0")
+    return FP8Format(excluded=tuple(excluded), powers_of_two=options["scale_fmt"] == "ue8m0")
 
 
 def _refused(key: str, value: object, allowed: str) -> ValueError:

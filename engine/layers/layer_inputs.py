@@ -21,8 +21,8 @@ from batchgen.kernels.layers.activation import gelu_and_mul
 class LayerInputs(nn.Module):
     """Computes the inputs of all layers, for each (√size · table[id] + norm(W · embedding)) / √2.
 
-    `size` is the length of the vector that one layer reads. Every rank of tensor parallelism holds
-    the whole table.
+    `size` is the length of the vector that one layer reads. Tokens of images have the id `pad_id`
+    here. Every rank of tensor parallelism holds the whole table.
     """
 
     checkpoint_names: Mapping[str, str] = {
@@ -39,17 +39,22 @@ class LayerInputs(nn.Module):
         size: int,
         norm: RMSNorm,
         *,
+        pad_id: int = 0,
         where: Placement,
     ) -> None:
         super().__init__()
+        self._pad_id = pad_id
         self._sizes, self._factor, width = (num_layers, size), hidden_size**-0.5, num_layers * size
         whole = replace(where, parallel=ALONE)
         self.table = Embedding(vocab_size, width, scale=size**0.5, where=whole)
         self.projection = Linear(hidden_size, width, bias=False, quantisable=False, where=where)
         self.norm = norm
 
-    def forward(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
-        """Compute the inputs [T, layers, size] of ids [T] with embeddings [T, hidden_size]."""
+    def forward(self, input_ids: Tensor, embedded: Tensor, images: Tensor | None = None) -> Tensor:
+        """Compute the inputs [T, layers, size] of ids [T] with embeddings [T, hidden_size]. Those
+        at the indices `images` are of images."""
+        if images is not None:
+            input_ids = input_ids.index_fill(0, images, self._pad_id)
         projected = self.projection(embedded).mul_(self._factor).unflatten(1, self._sizes)
         of_ids = self.table(input_ids).unflatten(1, self._sizes)
         inputs: Tensor = self.norm(projected) + of_ids
@@ -82,9 +87,9 @@ class LayerInput(nn.Module):
         """Return the stream plus what the layer's input adds to it, in the stream's shape:
         [T, hidden_size], or [R, hidden_size] for `outputs`."""
         assert ctx.layer_inputs is not None
-        own = ctx.layer_inputs[:, self._layer]
+        inputs = ctx.layer_inputs[:, self._layer]
         if outputs is not None:
-            own = own[outputs.index]
-        gated = gelu_and_mul(torch.cat((self.gate(stream), own), 1))
+            inputs = inputs[outputs.index]
+        gated = gelu_and_mul(torch.cat((self.gate(stream), inputs), 1))
         added: Tensor = self.norm(self.projection(gated))
         return stream + added

@@ -15,7 +15,7 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.lora.layer_lora import LayerLoRA, LoRAState
-from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite
+from batchgen.engine.lora.lora_targets import Factors, LoRASite, LoRATarget
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream, summed
@@ -165,9 +165,9 @@ class Linear(nn.Module):
     def keep_four_bits(self, form: FourBitFormat) -> None:
         """Keep the weight in 4 bits, if its width allows it."""
         sizes = 1, self.out_features, self.in_features
-        found = four_bit_parameters(form, sizes, self._dtype, self.weight.device)
-        if found is not None:
-            self.weight, self.scales, self._layout = found
+        parameters = four_bit_parameters(form, sizes, self._dtype, self.weight.device)
+        if parameters is not None:
+            self.weight, self.scales, self._layout = parameters
 
     @property
     def value_bytes(self) -> float | None:
@@ -195,16 +195,16 @@ class Linear(nn.Module):
             self.weight, (name,), (name,), form=self.form, scales=self.scales, shard=shard
         )
 
-    def lora_places(self, path: str) -> Iterator[LoRAPlace]:
+    def lora_targets(self, path: str) -> Iterator[LoRATarget]:
         """Yield the weights that adapters can stand beside; `path` is the layer's name in
         checkpoints."""
         if self._quantisable:
-            yield LoRAPlace(path, LoRAPart(0, self.out_features))
+            yield LoRATarget(path, LoRAPart(0, self.out_features))
 
     def lora_sites(self, path: str) -> Iterator[LoRASite]:
         """Yield the product, if adapters can stand beside it."""
-        if places := tuple(self.lora_places(path)):
-            yield LoRASite(places, self.out_features, self.in_features)
+        if targets := tuple(self.lora_targets(path)):
+            yield LoRASite(targets, self.out_features, self.in_features)
 
     def add_lora(
         self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
@@ -287,10 +287,10 @@ class RowParallelLinear(Linear):
         a rank's columns do not end where blocks do, as two ranks would need a block's scale for
         half a group."""
         super().quantise(form, path)
-        own = self._shard.length
-        if self.computes_in_fp8 and own < self._shard.size and own % BLOCK:
+        columns = self._shard.length
+        if self.computes_in_fp8 and columns < self._shard.size and columns % BLOCK:
             raise ValueError(
-                f"tensor_parallel={self._parallel.size} leaves each rank {own} of the "
+                f"tensor_parallel={self._parallel.size} leaves each rank {columns} of the "
                 f"{self._shard.size} columns of {path}, and weights in FP8 are cut at multiples of "
                 f"{BLOCK}: choose a smaller tensor_parallel, or a checkpoint in bfloat16"
             )
@@ -312,10 +312,10 @@ class RowParallelLinear(Linear):
             return super().add_to(residual, x)
         return self._parallel.add_sum(residual, self(x), self._lane)
 
-    def lora_places(self, path: str) -> Iterator[LoRAPlace]:
+    def lora_targets(self, path: str) -> Iterator[LoRATarget]:
         """Yield the weight; of A each rank has the columns that it has of W."""
         shard = self._shard if self.is_divided else None
-        yield LoRAPlace(path, LoRAPart(0, self.out_features), columns=shard)
+        yield LoRATarget(path, LoRAPart(0, self.out_features), columns=shard)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the weight, whose columns are divided, and of the bias."""

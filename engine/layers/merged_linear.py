@@ -13,7 +13,7 @@ from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import Linear, empty_fp8, empty_parameter
 from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
-from batchgen.engine.lora.lora_places import LoRAPlace
+from batchgen.engine.lora.lora_targets import LoRATarget
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.fp8.fp8_linear import fp8_linear
@@ -114,8 +114,8 @@ class MergedLinear(Linear):
             source = f"{name}.weight"
             combine, shard = self._arranged(part, source), self._shards.get(part)
             if (packed := self.in_four_bits) is not None:
-                rows, own = packed.rows(start, start + size), (source,)
-                yield FourBitSlot(rows.words, own, own, combine, shard=shard, panels=rows)
+                rows, sources = packed.rows(start, start + size), (source,)
+                yield FourBitSlot(rows.words, sources, sources, combine, shard=shard, panels=rows)
             else:
                 values, scales = self._rows(start, size)
                 form = self.form if part in self._in_fp8 else None
@@ -136,15 +136,15 @@ class MergedLinear(Linear):
         if self.bias is not None:
             yield from self._bias_slots(self.bias, path, [f"{name}.bias" for name in names])
 
-    def lora_places(self, path: str) -> Iterator[LoRAPlace]:
+    def lora_targets(self, path: str) -> Iterator[LoRATarget]:
         """Yield each projection by its own name, and by that of a weight of all projections."""
         start = first = 0
         for name, size in self.parts.items():
             shard, part = self._shards.get(name), LoRAPart(start, size)
-            place = LoRAPlace(_beside(path, name), part, self._arrange.get(name), rows=shard)
-            yield place
-            last = first + place.out_features
-            yield replace(place, name=path, within=(first, last))
+            target = LoRATarget(_beside(path, name), part, self._arrange.get(name), rows=shard)
+            yield target
+            last = first + target.out_features
+            yield replace(target, name=path, within=(first, last))
             start, first = start + size, last
 
     def _rows(self, start: int, size: int) -> tuple[Tensor, Tensor | None]:
@@ -171,8 +171,8 @@ class MergedLinear(Linear):
         if not self._shards:
             return None
         start, ranges = 0, []
-        for part, own in self.parts.items():
-            shard = self._shards.get(part, Shard(0, own, ((0, own),)))
+        for part, size in self.parts.items():
+            shard = self._shards.get(part, Shard(0, size, ((0, size),)))
             ranges += [(start + first, start + end) for first, end in shard.ranges]
             start += shard.size
         return Shard(0, start, tuple(ranges))
@@ -188,9 +188,9 @@ class MergedLinear(Linear):
             return None
 
         def combined(tensors: Mapping[str, Tensor]) -> Tensor:
-            own = tensors[name].split(list(self.parts.values()))
+            pieces = tensors[name].split(list(self.parts.values()))
             arranged = (self._arrange.get(part) for part in self.parts)
-            pairs = zip(arranged, own, strict=True)
+            pairs = zip(arranged, pieces, strict=True)
             return torch.cat([rows if put is None else put(rows) for put, rows in pairs])
 
         return combined

@@ -126,9 +126,9 @@ def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
 
 def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
     for key, allowed in (("sparsity_config", "null: sparse weights"), ("transform_config", "null")):
-        found = values.get(key)
-        if found and not (isinstance(found, Mapping) and found.get("format") == "dense"):
-            raise _refused(key, found, f"{allowed} cannot be read" if ":" in allowed else allowed)
+        value = values.get(key)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise _refused(key, value, f"{allowed} cannot be read" if ":" in allowed else allowed)
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("config_groups", groups, "an object that names how weights are quantised")

@@ -52,8 +52,8 @@ class DefaultRope:
 
     def angles(self, head_dim: int, num_positions: int) -> Tensor:
         """Return the angle of each pair at all positions, [P, D/2] float32 on the CPU."""
-        places = torch.arange(num_positions, device="cpu").float()
-        return torch.outer(places, self.inv_freq(head_dim))
+        positions = torch.arange(num_positions, device="cpu").float()
+        return torch.outer(positions, self.inv_freq(head_dim))
 
     @property
     def attention_scaling(self) -> float:
@@ -314,7 +314,7 @@ def rotary_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> T
     """
     if rotary_dim == head_dim and not interleaved:
         return None
-    places = torch.arange(head_dim, device="cpu")
-    first, rest = places[:rotary_dim], places[rotary_dim:].chunk(2)
+    indices = torch.arange(head_dim, device="cpu")
+    first, rest = indices[:rotary_dim], indices[rotary_dim:].chunk(2)
     rotated = (first[::2], first[1::2]) if interleaved else first.chunk(2)
     return torch.cat((rotated[0], rest[0], rotated[1], rest[1]))

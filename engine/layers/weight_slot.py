@@ -161,8 +161,8 @@ class WeightSlot:
             target.copy_(rows)
             return
         # One expert after another: a copy to a GPU in another layout takes as much memory again.
-        for own, given in zip(target, rows, strict=True):
-            own.copy_(given)
+        for row, source in zip(target, rows, strict=True):
+            row.copy_(source)
 
     def _in_fp8(self, name: str, tensor: CheckpointTensor) -> FP8Weight:
         """Round a source to FP8, if that is to be done while loading."""
@@ -204,12 +204,12 @@ class HasWeightSlots(Protocol):
 
 def weight_slots(module: nn.Module, path: str) -> Iterator[WeightSlot]:
     """Yield the weight slots of a module, named `path` in checkpoints, and of all modules in it."""
-    for place, part in named_parts(module, path):
+    for part_path, part in named_parts(module, path):
         if isinstance(part, HasWeightSlots):
-            yield from part.weight_slots(place)
+            yield from part.weight_slots(part_path)
         else:
             for name, parameter in part.named_parameters(recurse=False):
-                yield WeightSlot.plain(_joined(place, name), parameter)
+                yield WeightSlot.plain(_joined(part_path, name), parameter)
 
 
 def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.engine.layers.feed_forward.experts import Experts
 from batchgen.engine.layers.weight_slot import named_parts
 from batchgen.engine.loading.peft_files import NESTED, AdapterFile
-from batchgen.engine.lora.lora_places import Factors
+from batchgen.engine.lora.lora_targets import Factors
 from batchgen.engine.models.causal_lm import CausalLM, full_name
 
 _WEIGHT = ".weight"

@@ -17,7 +17,7 @@ from batchgen.engine.loading.folding import check_fold, fold_adapter
 from batchgen.engine.loading.peft_config import FOLD_IT
 from batchgen.engine.loading.peft_files import AdapterFile
 from batchgen.engine.lora.layer_lora import LoRAState, num_slots
-from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite, stacked_rank
+from batchgen.engine.lora.lora_targets import Factors, LoRASite, LoRATarget, stacked_rank
 from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
 
 _WEIGHT = ".weight"
@@ -30,23 +30,23 @@ def check_adapter(adapter: AdapterFile, model: CausalLM, *, fold: bool = False) 
     """Raise ValueError if an adapter does not fit a model, whose parameters need no values, or if
     it cannot stand beside its weights, nor be added to them with `fold`; the message names the
     tensor."""
-    places: dict[str, list[tuple[LoRAPlace, LoRASite]]] = {}
+    targets: dict[str, list[tuple[LoRATarget, LoRASite]]] = {}
     for layer, path in _layers(model):
         for site in layer.lora_sites(path):
-            for place in site.places:
-                places.setdefault(place.name, []).append((place, site))
+            for target in site.targets:
+                targets.setdefault(target.name, []).append((target, site))
     pairs = {} if fold else factor_pairs(adapter, model)
     for name, pair in pairs.items():
-        _check_pair(adapter, model, name, pair, places.get(name, []))
+        _check_pair(adapter, model, name, pair, targets.get(name, []))
     adapted = check_fold(adapter, model) if fold else set(pairs)
     if not fold:
         _check_saved(adapter, model)
     # Those of all experts in one tensor are no modules, which `target_modules` names.
-    of_experts = {name for name, found in places.items() if found[0][1].of_experts}
+    of_experts = {name for name, pairs_of_name in targets.items() if pairs_of_name[0][1].of_experts}
     names = [
         name
-        for name, found in places.items()
-        if len(found) == 1 and (name not in of_experts or adapted & of_experts)
+        for name, pairs_of_name in targets.items()
+        if len(pairs_of_name) == 1 and (name not in of_experts or adapted & of_experts)
     ]
     _check_complete(adapter, adapted, names)
 
@@ -56,12 +56,12 @@ def _check_pair(
     model: CausalLM,
     name: str,
     pair: FactorPair,
-    places: Sequence[tuple[LoRAPlace, LoRASite]],
+    targets: Sequence[tuple[LoRATarget, LoRASite]],
 ) -> None:
-    """Refuse factors whose weight, to which these places belong, the model has not, has nothing
-    beside, or has in another shape."""
+    """Refuse factors whose weight, to which these targets belong, the model does not have, has
+    nothing beside, or has in another shape."""
     down, up, module = pair.down_name, pair.up_name, pair.module
-    if not places:
+    if not targets:
         raise ValueError(f"{adapter.folder}: tensor {down} adapts {module}{_why_not(name, model)}")
     if pair.parameter is None:
         adapter.check_rank(pair.rank, down, up)
@@ -70,8 +70,8 @@ def _check_pair(
             f"{adapter.folder}: tensor {down} has rank {pair.rank}, and adapters computed beside "
             f"the weights have at most {_MOST_RANK}: {FOLD_IT}"
         )
-    place, site = places[0]
-    sizes = site.in_features(place), sum(one.out_features for one, _ in places)
+    target, site = targets[0]
+    sizes = site.in_features(target), sum(one.out_features for one, _ in targets)
     exchanged = pair.parameter is not None and pair.parameter.exchanged
     has = pair.sizes(adapter)
     for tensor, index in ((down, exchanged), (up, not exchanged)):
@@ -86,9 +86,9 @@ def _check_pair(
 def _check_saved(adapter: AdapterFile, model: CausalLM) -> None:
     """Refuse weights that were trained as a whole, but those of an embedding and of lm_head, in the
     model's shape."""
-    folder, own = adapter.folder, adapter.saved()
+    folder, saved = adapter.folder, adapter.saved()
     shape = (model.config.vocab_size, model.config.hidden_size)
-    for module, tensor in own.items():
+    for module, tensor in saved.items():
         name = piece_name(module, model)
         if name not in _layers_with_ids(model):
             raise ValueError(f"{folder}: tensor {tensor} replaces {module}{_why_not(name, model)}")
@@ -98,7 +98,7 @@ def _check_saved(adapter: AdapterFile, model: CausalLM) -> None:
                 f"the model has {list(shape)}: embeddings of another vocabulary are not supported"
             )
     for name in adapter.config.saved:
-        if not any(f".{module}".endswith(f".{name}") for module in own):
+        if not any(f".{module}".endswith(f".{name}") for module in saved):
             raise ValueError(
                 f"{folder} is damaged: modules_to_save has {name}, and its tensor is missing"
             )
@@ -152,13 +152,13 @@ def add_adapters(
         _check_copies(adapter, tensors, model)
         factors.append({name: pair.read(tensors) for name, pair in pairs.items()})
         saved.append({piece_name(m, model): tensors[n] for m, n in adapter.saved().items()})
-    ranks = tuple(max((one.rank for one in own.values()), default=1) for own in factors)
+    ranks = tuple(max((one.rank for one in weights.values()), default=1) for weights in factors)
     in_slots = list(range(1, num_slots(len(adapters), slots) + 1))
     model.lora = state = LoRAState(tuple(adapters), ranks, default, in_slots)
     for layer, path in _layers(model):
         layer.add_lora(path, factors, state)
     for path, layer in _layers_with_ids(model).items():
-        layer.add_saved([own.get(path) for own in saved], state)
+        layer.add_saved([weights.get(path) for weights in saved], state)
     for part in model.layers:
         _read_unquantised(part)
     model.weight_bytes += state.num_bytes
@@ -168,7 +168,9 @@ def slot_numbers(model: CausalLM, adapters: Sequence[AdapterFile]) -> int:
     """Return how many numbers an adapter slot has on a GPU, for adapters that fit the model, whose
     parameters need no values."""
     pairs = [factor_pairs(adapter, model) for adapter in adapters]
-    rank = stacked_rank([pair.rank for own in pairs for pair in own.values()])
+    rank = stacked_rank(
+        [pair.rank for factors_of_layer in pairs for pair in factors_of_layer.values()]
+    )
     saved = {piece_name(module, model) for one in adapters for module in one.saved()}
     whole = sum(layer.saved_numbers for n, layer in _layers_with_ids(model).items() if n in saved)
     return whole + sum(
@@ -186,8 +188,8 @@ def _check_copies(adapter: AdapterFile, tensors: Mapping[str, Tensor], model: Ca
         target = piece_name(module, model) + _WEIGHT
         slot, whole = slots[model.copies.get(target, target)], tensors[name]
         its = whole if slot.shard is None else slot.shard.take(whole)
-        own = slot.parameter.cpu()
-        if not (torch.equal(its.to(own.dtype), own) or torch.equal(own.to(its.dtype), its)):
+        value = slot.parameter.cpu()
+        if not (torch.equal(its.to(value.dtype), value) or torch.equal(value.to(its.dtype), its)):
             raise ValueError(
                 f"{adapter.folder}: tensor {name} is not the model's own {target}: the adapter was "
                 f"trained on another model, or {FOLD_IT}"

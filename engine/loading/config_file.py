@@ -127,22 +127,22 @@ def with_infinities(values: dict[str, Any]) -> dict[str, Any]:
 def _check_values(file: Path, values: Mapping[str, Any]) -> None:
     """Refuse values of a wrong type, which transformers' classes take as they are."""
     text = values.get("text_config")
-    for place, inside in (("", values), ("text_config.", text if isinstance(text, dict) else {})):
+    for prefix, inside in (("", values), ("text_config.", text if isinstance(text, dict) else {})):
         for key in _OBJECTS:
             if not isinstance(value := inside.get(key), dict | None):
                 raise ValueError(
-                    f"{file}: {place}{key} is {_shown(value)}, and must be an object or null"
+                    f"{file}: {prefix}{key} is {_shown(value)}, and must be an object or null"
                 )
         labels = inside.get("num_labels")  # of which transformers makes names, one by one
         if labels is not None and not (type(labels) is int and 1 <= labels <= _MOST_LABELS):
             raise ValueError(
-                f"{file}: {place}num_labels is {_shown(labels)}, and must be null or 1 to "
+                f"{file}: {prefix}num_labels is {_shown(labels)}, and must be null or 1 to "
                 f"{_MOST_LABELS:,}"
             )
         for key in ("dtype", "torch_dtype"):
             if (value := inside.get(key)) not in (None, *_DTYPES):
                 raise ValueError(
-                    f"{file}: {place}{key} is {_shown(value)}, and must be null or one of "
+                    f"{file}: {prefix}{key} is {_shown(value)}, and must be null or one of "
                     f"{', '.join(_DTYPES)}"
                 )
 

@@ -58,9 +58,9 @@ def _apply(
                 "does not have: the adapter is of another model"
             )
         device = slot.parameter.device if write else torch.device("meta")
-        own = {name: tensors[name].to(device) for name in _names(change, adapter)}
+        factors = {name: tensors[name].to(device) for name in _names(change, adapter)}
         try:
-            value = _in_slot(slot, change.target, change.value(own), device)
+            value = _in_slot(slot, change.target, change.value(factors), device)
         except (ValueError, RuntimeError) as error:
             shape = list(adapter.shapes[change.tensor])
             raise ValueError(
@@ -72,7 +72,7 @@ def _apply(
         if not change.replaces:
             value += slot.parameter.float()
         if change.magnitude is not None:
-            norms = own[change.magnitude].float().reshape(-1, 1)
+            norms = factors[change.magnitude].float().reshape(-1, 1)
             rows = norms.expand(-1, adapter.shapes[change.tensor][1])
             wanted = _in_slot(slot, change.target, rows, device)
             assert wanted is not None
@@ -88,8 +88,8 @@ def _names(change: _Change, adapter: AdapterFile) -> list[str]:
 
 
 def _stem(name: str) -> str:
-    found = _FACTOR.fullmatch(name) or _MAGNITUDE.fullmatch(name)
-    return name if found is None else found[1]
+    match = _FACTOR.fullmatch(name) or _MAGNITUDE.fullmatch(name)
+    return name if match is None else match[1]
 
 
 def _in_slot(slot: WeightSlot, name: str, value: Tensor, device: torch.device) -> Tensor | None:
@@ -108,13 +108,13 @@ def _changes(adapter: AdapterFile, model: CausalLM) -> Iterator[_Change]:
     factors: dict[tuple[str, bool], dict[str, str]] = {}
     magnitudes = {m[1]: name for name in shapes if (m := _MAGNITUDE.fullmatch(name))}
     for name in shapes:
-        if (found := _FACTOR.fullmatch(name)) is not None:
-            factors.setdefault((found[1], found[2] is not None), {})[found[3]] = name
+        if (match := _FACTOR.fullmatch(name)) is not None:
+            factors.setdefault((match[1], match[2] is not None), {})[match[3]] = name
         elif _MAGNITUDE.fullmatch(name) is None:
             yield _saved(adapter, model, name)
     experts = experts_of(model)
-    for (stem, of_embedding), own in factors.items():
-        down, up = adapter.both(stem, own)
+    for (stem, of_embedding), factor_tensors in factors.items():
+        down, up = adapter.both(stem, factor_tensors)
         module = stem.removeprefix(PREFIX).replace(NESTED, "")
         path = _target(module + ".weight", model).removesuffix(".weight")
         _refuse_shared(adapter, model, down, f"{path}.weight")

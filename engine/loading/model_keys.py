@@ -118,12 +118,12 @@ _OF_FILES = {
 def check_model_keys(file: Path, values: Mapping[str, Any], model_type: str) -> None:
     """Refuse keys of a config.json, and of its text_config, that change the model in a way that the
     engine does not have. Raises ValueError, which names the key."""
-    for place, part in _parts(values):
+    for prefix, part in _parts(values):
         for key, allowed in FIXED.items():
             if model_type in _HONOURED.get(key, ()) or (value := part.get(key)) in allowed:
                 continue
             raise ValueError(
-                f"{file}: {place}{key} is {value!r:.60}, but the engine supports only "
+                f"{file}: {prefix}{key} is {value!r:.60}, but the engine supports only "
                 f"{' or '.join(map(repr, allowed))}: the key changes the model"
             )
 
@@ -132,13 +132,13 @@ def unknown_keys(values: Mapping[str, Any], kind: type[PretrainedConfig]) -> lis
     """The keys of a config.json, and of its text_config, that neither transformers' class of the
     model nor a family of the engine knows."""
     unknown = []
-    for place, part in _parts(values):
+    for prefix, part in _parts(values):
         # A part may be of any class, which it names itself.
-        known = type(kind.from_dict(dict(values)).text_config) if place else kind
+        known = type(kind.from_dict(dict(values)).text_config) if prefix else kind
         names = {*known().to_dict(), *known.attribute_map, *_OF_FILES, *INERT, *FIXED}
         if "text_config" in kind.sub_configs and not values.get("text_config"):
             names |= set(known().text_config.to_dict())
-        unknown += [place + key for key in part if key not in names and not key.startswith("_")]
+        unknown += [prefix + key for key in part if key not in names and not key.startswith("_")]
     return unknown
 
 

@@ -166,5 +166,5 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def abbreviate(names: list[str]) -> str:
     """List at most five names and say how many more there are."""
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+    first_names = ", ".join(names[:5])
+    return first_names if len(names) <= 5 else f"{first_names} and {len(names) - 5} more"

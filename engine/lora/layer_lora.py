@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.engine.lora.lora_places import Factors, LoRASite, own_factors, stacked_rank
+from batchgen.engine.lora.lora_targets import Factors, LoRASite, own_factors, stacked_rank
 from batchgen.engine.sampling.sampling_params import BASE
 from batchgen.kernels.layers.cpu_product import CPUProduct
 from batchgen.kernels.layers.linear import linear, pack_weight
@@ -66,8 +66,8 @@ class LoRAState:
     @property
     def numbers(self) -> dict[str | None, int]:
         """The number of each adapter by the name that rows ask for it by."""
-        own: dict[str | None, int] = {name: number for number, name in enumerate(self.names, 1)}
-        return {None: 0 if self.default is None else own[self.default], BASE: 0, **own}
+        by_name: dict[str | None, int] = {name: number for number, name in enumerate(self.names, 1)}
+        return {None: 0 if self.default is None else by_name[self.default], BASE: 0, **by_name}
 
     @property
     def num_slots(self) -> int:
@@ -112,7 +112,8 @@ class LayerLoRA:
     """The adapters of one product of a layer, or of the experts of a layer.
 
     Args:
-        factors: what each adapter adds, by the place; an adapter may leave places alone.
+        factors: for each adapter what it adds, by the target's name; an adapter need not have all
+            targets.
         state: shared by all layers of the model.
         dtype: of the activations.
     """
@@ -133,11 +134,11 @@ class LayerLoRA:
         parts = site.adapted_parts(factors)
         stacked = stacks(device)
         self._down, self._up, self._blocks = self._empty(parts, dtype, device, stacked)
-        for index, own in enumerate(factors):
+        for index, pairs in enumerate(factors):
             cut = [
-                _Cut(place.expert, place.part, *own_factors(place, own[place.name], dtype))
-                for place in site.places
-                if place.name in own and place.expert is not None
+                _Cut(target.expert, target.part, *own_factors(target, pairs[target.name], dtype))
+                for target in site.targets
+                if target.name in pairs and target.expert is not None
             ]
             if not stacked:
                 self._cut.append(cut)
@@ -195,11 +196,11 @@ class LayerLoRA:
     def pack(self, products: ChoosesProduct) -> None:
         """Choose how a CPU computes, so that a token's bits do not depend on the batch."""
         for cut in self._cut:
-            own: dict[int, list[LoRAProducts]] = {}
+            by_expert: dict[int, list[LoRAProducts]] = {}
             for one in cut:
                 down, up = self._laid_out(one.down, products), packed_product(one.up, products)
-                own.setdefault(one.expert, []).append(LoRAProducts(one.part, down, up))
-            self._products.append(own)
+                by_expert.setdefault(one.expert, []).append(LoRAProducts(one.part, down, up))
+            self._products.append(by_expert)
         self._cut = []
 
     def _laid_out(self, down: Tensor, products: ChoosesProduct) -> Callable[[Tensor], Tensor]:
@@ -225,7 +226,7 @@ class LayerLoRA:
         if tokens is None:
             return out
         return add_lora_(
-            out, x, tokens, self._stacked, [own.get(0, ()) for own in self._in_slots()]
+            out, x, tokens, self._stacked, [products.get(0, ()) for products in self._in_slots()]
         )
 
 

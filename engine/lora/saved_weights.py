@@ -66,14 +66,14 @@ class SavedWeights:
             weight = self._weights[number - 1]
             if tokens is None or weight is None:
                 continue
-            mine, own = tokens.slots == slot, out[:, : len(weight)]
+            mine, products = tokens.slots == slot, out[:, : len(weight)]
             if self._stacked is not None:
                 its = x @ self._stacked[slot - 1].t()
-                own.copy_(torch.where(mine.unsqueeze(1), its, own))
+                products.copy_(torch.where(mine.unsqueeze(1), its, products))
                 continue
             index, product = mine.nonzero().squeeze(1), self._products[number - 1]
             if len(index) and product is not None:
-                own[index] = product(x.index_select(0, index))
+                products[index] = product(x.index_select(0, index))
         return out
 
     def replace_rows_(self, out: Tensor, ids: Tensor) -> Tensor:

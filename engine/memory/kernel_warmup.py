@@ -144,10 +144,10 @@ class Undone(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        own = self._own.get(func)
+        handler = self._own.get(func)
         options = {name: self._undone(value) for name, value in (kwargs or {}).items()}
-        if own is not None:
-            return own(*args, **options)
+        if handler is not None:
+            return handler(*args, **options)
         return func(*map(self._undone, args), **options)
 
     def _undone(self, value: Any) -> Any:

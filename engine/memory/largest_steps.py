@@ -121,10 +121,10 @@ def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) 
         lens.append(rest)
     inputs = _scratch_inputs(runner, np.array(lens), config.row_blocks)
     if runner.model.turns_apart:  # shifts are those of rows of equal length
-        places = inputs.positions
+        positions = inputs.positions
         if runner.model.turns_by_axes:
-            places = places.unsqueeze(1).expand(-1, 3).contiguous()
-        inputs = replace(inputs, rope_shifts=None, rope_positions=places)
+            positions = positions.unsqueeze(1).expand(-1, 3).contiguous()
+        inputs = replace(inputs, rope_shifts=None, rope_positions=positions)
     rows = np.zeros(config.max_num_seqs, np.int64)
     runner.prefill(PrefillInputs(inputs, rows, use.all_hidden))
 

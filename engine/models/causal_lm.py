@@ -63,7 +63,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens, self.layer_inputs = embed_tokens, layer_inputs
         self._hidden_column = hidden_column
-        self._places = {layer: place for place, layer in enumerate(hidden_layers)}
+        self._places = {layer: index for index, layer in enumerate(hidden_layers)}
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.rotaries = tuple(rotaries)
@@ -75,10 +75,11 @@ class Decoder(nn.Module):
             stream = ctx.images.put(summed(stream))
         if self.layer_inputs is not None:
             stream = summed(stream)
-            ctx = replace(ctx, layer_inputs=self.layer_inputs(input_ids, stream))
+            images = None if ctx.images is None else ctx.images.index
+            ctx = replace(ctx, layer_inputs=self.layer_inputs(input_ids, stream, images))
         tables = dict.fromkeys(self.rotaries)
-        places = positions if ctx.rope_positions is None else ctx.rope_positions
-        turns = {table: None if table is None else table(places) for table in tables}
+        rotary_positions = positions if ctx.rope_positions is None else ctx.rope_positions
+        turns = {table: None if table is None else table(rotary_positions) for table in tables}
         # Adapters know the tokens of a layer by their number.
         wanted = ctx.outputs
         if wanted is not None and ctx.adapted and len(wanted.index) == len(input_ids):
@@ -173,7 +174,8 @@ class CausalLM(TokenModel):
         self.form = form and form.renamed(self._module_name)
         self.skipped_parts: tuple[str, ...] = ()
         self.visual = self._vision_tower() if vision else None
-        self.turns_apart, self.turns_by_axes = vision or config.rope_border is not None, vision
+        axes = self.visual is not None and self.visual.config.mrope_sections is not None
+        self.turns_apart, self.turns_by_axes = axes or config.rope_border is not None, axes
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.model = Decoder(
             Embedding(
@@ -231,9 +233,9 @@ class CausalLM(TokenModel):
     def _head(self, name: str) -> TokenModel:
         head = self.make_head(name)
         if self.form is not None:
-            for place, part in named_parts(head, name):
+            for path, part in named_parts(head, name):
                 if isinstance(part, DecoderLayer):
-                    quantise_layer(part, place, self.form)
+                    quantise_layer(part, path, self.form)
             head.count_parameters()
         return head
 
@@ -252,8 +254,8 @@ class CausalLM(TokenModel):
         """Return the class of transformers that reads this model's config.json."""
         import transformers
 
-        found: type[PretrainedConfig] = getattr(transformers, cls.hf_class)
-        return found
+        config_class: type[PretrainedConfig] = getattr(transformers, cls.hf_class)
+        return config_class
 
     @classmethod
     @abstractmethod
@@ -293,11 +295,11 @@ class CausalLM(TokenModel):
     @property
     def layers(self) -> Sequence[DecoderLayer]:
         """The layers of the decoder, in their order."""
-        found: list[DecoderLayer] = []
+        layers: list[DecoderLayer] = []
         for layer in self.model.layers:
             assert isinstance(layer, DecoderLayer)
-            found.append(layer)
-        return found
+            layers.append(layer)
+        return layers
 
     @property
     def cache_specs(self) -> Sequence[CacheSpec | None]:

@@ -67,8 +67,8 @@ class ConvForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        for published, own in _NAMES.items():
-            name = name.replace(published, own)
+        for published, internal in _NAMES.items():
+            name = name.replace(published, internal)
         return name
 
 

@@ -35,13 +35,13 @@ class DeepseekMoEForCausalLM(MoEForCausalLM):
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
         """Name the tensors of the layer behind the last one as the head's weight slots do."""
-        found = _LAYER.match(name)
-        if found is None or int(found[1]) < config.num_layers:
+        match = _LAYER.match(name)
+        if match is None or int(match[1]) < config.num_layers:
             return name
-        rest = name[found.end() :]
-        for published, own in _HEAD_NAMES.items():
+        rest = name[match.end() :]
+        for published, internal in _HEAD_NAMES.items():
             if rest.startswith(published):
-                return f"{MTP_HEAD}.{own}{rest.removeprefix(published)}"
+                return f"{MTP_HEAD}.{internal}{rest.removeprefix(published)}"
         return f"{MTP_HEAD}.layers.0.{rest}"
 
     @property
@@ -56,9 +56,9 @@ class DeepseekMoEForCausalLM(MoEForCausalLM):
 
     def skipped_part(self, name: str) -> str | None:
         """Name the layers behind the last one, which predict tokens further ahead."""
-        found = _LAYER.match(name)
-        behind = found is not None and int(found[1]) >= self.config.num_layers
-        return "the head for multi-token prediction" if behind and not self.heads else None
+        match = _LAYER.match(name)
+        is_head = match is not None and int(match[1]) >= self.config.num_layers
+        return "the head for multi-token prediction" if is_head and not self.heads else None
 
 
 def mtp_layers(hf: PretrainedConfig) -> int:

@@ -127,12 +127,12 @@ class DenseForCausalLM(CausalLM):
 
     def make_layer(self, index: int) -> DecoderLayer:
         """Make a layer of attention and a feed-forward part."""
-        places = self.family.norm_places
+        norms = self.family.norm_places
         return DecoderLayer(
             self.make_attention(index),
             self.make_mlp(index),
-            before=None if places == "after" else (self.make_norm(), self.make_norm()),
-            after=None if places == "before" else (self.make_norm(), self.make_norm()),
+            before=None if norms == "after" else (self.make_norm(), self.make_norm()),
+            after=None if norms == "before" else (self.make_norm(), self.make_norm()),
         )
 
     @property

@@ -22,10 +22,10 @@ class Ernie4_5_MoeForCausalLM(MoEForCausalLM):
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         if hf.use_bias:
             raise ValueError("use_bias is true, and experts with a shared expert have no biases")
-        least = hf.moe_norm_min
-        if type(least) not in (int, float) or not 0 <= least < 1e-6:
+        minimum = hf.moe_norm_min
+        if type(minimum) not in (int, float) or not 0 <= minimum < 1e-6:
             raise ValueError(
-                f"moe_norm_min {least!r:.60} is not supported: it must be a number below 1e-6"
+                f"moe_norm_min {minimum!r:.60} is not supported: it must be a number below 1e-6"
             )
         check_positive(moe_layer_interval=hf.moe_layer_interval)
         layers = range(max(0, hf.moe_layer_start_index), hf.num_hidden_layers)

@@ -18,15 +18,25 @@ from batchgen.engine.layers.mixers.attention import Attention
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.layers.rotary import RotaryTable
 from batchgen.engine.models.gemma4_config import Gemma4Config, gemma4_config
+from batchgen.engine.models.gemma_towers import (
+    axial_tower,
+    is_of_gemma_tower,
+    piece_beside_gemma_tower,
+)
 from batchgen.engine.models.model_config import ModelConfig
 from batchgen.engine.models.moe_model import MoEForCausalLM
-from batchgen.engine.models.vision_part import piece_beside_tower, text_config, text_part
+from batchgen.engine.models.vision_part import (
+    VISION_TOWER,
+    text_config,
+    text_part,
+    with_tower,
+)
 from batchgen.engine.parallel.tensor_parallel import EXPERTS_LANE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_OTHER = re.compile(r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
+_SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\.")
 _KEYS_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k|v)_(proj|norm)\.")
 
 
@@ -100,7 +110,7 @@ class Gemma4ForCausalLM(MoEForCausalLM):
             return None
         norm = RMSNorm(size, self.family.rms_norm_eps, in_float=True, where=self.where)
         sizes = config.vocab_size, config.hidden_size, config.num_layers, size
-        return LayerInputs(*sizes, norm, where=self.where)
+        return LayerInputs(*sizes, norm, pad_id=self.family.pad_id, where=self.where)
 
     def _layer_input(self, index: int) -> LayerInput | None:
         hidden, size = self.config.hidden_size, self.family.input_size
@@ -120,7 +130,7 @@ class Gemma4ForCausalLM(MoEForCausalLM):
             (rope, size): RotaryTable(rope, size, positions, self.device)
             for rope, size in dict.fromkeys(wanted)
         }
-        return [tables[found] for found in wanted]
+        return [tables[kind] for kind in wanted]
 
     @property
     def parameters_per_token(self) -> int:
@@ -133,8 +143,8 @@ class Gemma4ForCausalLM(MoEForCausalLM):
 
     def _is_unused(self, name: str) -> bool:
         """Whether a tensor makes keys or values in a layer that reads those of another one."""
-        found, family = _KEYS_VALUES.match(name), self.family
-        layer = int(found[1]) if found is not None else -1
+        match, family = _KEYS_VALUES.match(name), self.family
+        layer = int(match[1]) if match is not None else -1
         return 0 <= layer < len(family.kv_layers) and family.kv_layers[layer] != layer
 
     @classmethod
@@ -143,19 +153,21 @@ class Gemma4ForCausalLM(MoEForCausalLM):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """The decoder of a Gemma 4 checkpoint with towers for images and sound, which are not
-    loaded."""
+    """Gemma 4 with a vision tower, which is loaded if rows have images, and perhaps a tower for
+    sound, which is not."""
 
     hf_class = "Gemma4Config"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        return text_part(hf, super().config_from_hf(text_config(hf)))
+        config = text_part(hf, super().config_from_hf(text_config(hf)))
+        return with_tower(hf, config, axial_tower)
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Take away what checkpoints with towers put before the decoder's names."""
-        return piece_beside_tower(name)
+        return piece_beside_gemma_tower(name)
 
     def skipped_part(self, name: str) -> str | None:
-        return "the towers for images and sound" if _OTHER.match(name) else None
+        if _SOUND.match(name):
+            return "the tower for sound"
+        return VISION_TOWER if self.visual is None and is_of_gemma_tower(name) else None

@@ -42,6 +42,7 @@ class Gemma4Config(MoEConfig):
     kv_layers: tuple[int, ...]
     wide_mlps: bool  # where a layer reads another one's keys and values, its MLP is twice as wide
     input_size: int  # of what each layer reads besides the stream (`LayerInputs`); 0: nothing
+    pad_id: int  # the id of image tokens there
 
     def attention_of(self, layer: int) -> KVSpec:
         if self.layer_windows and self.layer_windows[layer] is not None:
@@ -88,6 +89,7 @@ def gemma4_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelC
         kv_layers=_kv_layers(hf),
         wide_mlps=bool(hf.use_double_wide_mlp),
         input_size=_input_size(hf),
+        pad_id=hf.pad_token_id or 0,
         **_experts(hf),
     )
 
@@ -97,13 +99,13 @@ def _kv_layers(hf: PretrainedConfig) -> tuple[int, ...]:
     layer of their kind before them."""
     kinds: list[str] = hf.layer_types
     first = len(kinds) - hf.num_kv_shared_layers
-    own = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
-    if hf.num_kv_shared_layers < 0 or own.keys() != set(kinds):
+    last_of_kind = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
+    if hf.num_kv_shared_layers < 0 or last_of_kind.keys() != set(kinds):
         raise ValueError(
             f"num_kv_shared_layers is {hf.num_kv_shared_layers} of {len(kinds)} layers, and must "
             "leave a layer of each kind in layer_types"
         )
-    return tuple(index if index < first else own[kind] for index, kind in enumerate(kinds))
+    return tuple(index if index < first else last_of_kind[kind] for index, kind in enumerate(kinds))
 
 
 def _input_size(hf: PretrainedConfig) -> int:
@@ -129,8 +131,8 @@ def _experts(hf: PretrainedConfig) -> dict[str, Any]:
         sizes = (hf.num_experts, hf.top_k_experts, hf.moe_intermediate_size)
         check_positive(num_experts=sizes[0], top_k_experts=sizes[1], moe_intermediate_size=sizes[2])
     names = ("num_experts", "experts_per_token", "expert_size")
-    found = {"moe_layers": layers, "renormalise": True, "variant": ExpertForm(function="gelu")}
-    return found | dict(zip(names, sizes, strict=True))
+    options = {"moe_layers": layers, "renormalise": True, "variant": ExpertForm(function="gelu")}
+    return options | dict(zip(names, sizes, strict=True))
 
 
 def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
@@ -141,32 +143,36 @@ def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
     values = hf.to_dict()
     common = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
     # transformers fills the numbers of layers up with zeros.
-    others = {int(key): own for key, own in (values.get("per_layer_config") or {}).items()}
-    found: dict[str, tuple[int, int]] = {}
+    others = {
+        int(key): overrides for key, overrides in (values.get("per_layer_config") or {}).items()
+    }
+    shapes: dict[str, tuple[int, int]] = {}
     for index, kind in enumerate(hf.layer_types):
-        own = others.get(index, {})
-        shape = tuple({**common, **own}.values())
-        if len(shape) != 2 or found.setdefault(kind, shape) != shape:
+        overrides = others.get(index, {})
+        shape = tuple({**common, **overrides}.values())
+        if len(shape) != 2 or shapes.setdefault(kind, shape) != shape:
             raise ValueError(
                 "per_layer_config: layers may differ in head_dim and num_key_value_heads only, and "
                 "must be alike if they are of one kind"
             )
-    for kind, (head_dim, kv_heads) in found.items():
+    for kind, (head_dim, kv_heads) in shapes.items():
         check_positive(head_dim=head_dim, num_key_value_heads=kv_heads)
         if hf.num_attention_heads % kv_heads or head_dim % 2:
             raise ValueError(
                 f"{hf.num_attention_heads} query heads and {kv_heads} key heads of {head_dim} "
                 f"values do not go together in layers of {kind}"
             )
-    return found
+    return shapes
 
 
 def _parameters(hf: PretrainedConfig, kind: str) -> dict[str, Any]:
     """Return the rotary parameters of layers of this kind."""
-    found = (hf.rope_parameters or {}).get(kind)
-    if not isinstance(found, dict):
-        raise ValueError(f"rope_parameters has {found!r:.60} for {kind}, and must describe a rope")
-    return found
+    parameters = (hf.rope_parameters or {}).get(kind)
+    if not isinstance(parameters, dict):
+        raise ValueError(
+            f"rope_parameters has {parameters!r:.60} for {kind}, and must describe a rope"
+        )
+    return parameters
 
 
 def _full_rope(parameters: dict[str, Any], head_dim: int) -> tuple[int, DefaultRope]:

@@ -81,11 +81,11 @@ class GptOssForCausalLM(MoEForCausalLM):
         those of transformers' layout."""
         if name in _ORIGINAL:
             return _ORIGINAL[name]
-        if found := _BLOCK.fullmatch(name):
-            layer, part = found.groups()
-            for given, own in _ORIGINAL_PARTS.items():
-                if part.startswith(given):
-                    return f"model.layers.{layer}.{own}{part.removeprefix(given)}"
+        if match := _BLOCK.fullmatch(name):
+            layer, part = match.groups()
+            for published, internal in _ORIGINAL_PARTS.items():
+                if part.startswith(published):
+                    return f"model.layers.{layer}.{internal}{part.removeprefix(published)}"
         return name.replace(".mlp.router.", ".mlp.gate.")
 
 

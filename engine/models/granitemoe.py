@@ -40,6 +40,6 @@ class GraniteMoeForCausalLM(MoEForCausalLM):
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
         """Give the published names of experts those that other models have."""
-        for published, own in _NAMES.items():
-            name = name.replace(published, own)
+        for published, internal in _NAMES.items():
+            name = name.replace(published, internal)
         return name

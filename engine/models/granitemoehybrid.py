@@ -61,9 +61,12 @@ class GraniteMoeHybridForCausalLM(MambaForCausalLM):
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
         """Give the published names of MLPs and experts those that other models have."""
-        for published, own in _NAMES.items():
-            name = name.replace(published, own)
+        for published, internal in _NAMES.items():
+            name = name.replace(published, internal)
         shared = ".mlp.shared_experts." if config.family_as(MambaConfig).moe_layers else ".mlp."
-        for published, own in (("input_linear", "gate_up_proj"), ("output_linear", "down_proj")):
-            name = name.replace(f".shared_mlp.{published}.", f"{shared}{own}.")
+        for published, internal in (
+            ("input_linear", "gate_up_proj"),
+            ("output_linear", "down_proj"),
+        ):
+            name = name.replace(f".shared_mlp.{published}.", f"{shared}{internal}.")
         return name

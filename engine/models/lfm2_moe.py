@@ -45,6 +45,6 @@ class Lfm2MoeForCausalLM(ConvForCausalLM):
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
         name = super().piece_name(name, config)
-        for published, own in _NAMES.items():
-            name = name.replace(published, own)
+        for published, internal in _NAMES.items():
+            name = name.replace(published, internal)
         return name

@@ -97,8 +97,8 @@ class LLaDA2MoeModelLM(MoEForCausalLM):
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
         """Give the published names those that other models have."""
-        for published, own in _NAMES.items():
-            name = name.replace(published, own)
+        for published, internal in _NAMES.items():
+            name = name.replace(published, internal)
         return name
 
 

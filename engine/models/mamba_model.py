@@ -64,8 +64,8 @@ class MambaForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        for published, own in cls.published_names.items():
-            name = name.replace(published, own)
+        for published, internal in cls.published_names.items():
+            name = name.replace(published, internal)
         return name
 
 

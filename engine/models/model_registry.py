@@ -136,8 +136,8 @@ def decoder_of(architecture: str) -> tuple[str, ModelHead | None]:
             continue
         # The text part of a family with towers has a name of its own there, and none here.
         tries = f"{name}ForConditionalGeneration", f"{name.removesuffix('Text')}ForCausalLM"
-        if (found := next((one for one in tries if one in MODELS), None)) is not None:
-            return found, head
+        if (decoder := next((one for one in tries if one in MODELS), None)) is not None:
+            return decoder, head
     return architecture, None
 
 
@@ -153,8 +153,8 @@ def model_class(architecture: str, source: Path) -> type[CausalLM]:
             f"{source}: architecture {architecture!r} is not supported{_why(architecture)}; "
             "docs/reference/models.md lists the supported ones"
         )
-    found: type[CausalLM] = vars(import_module(MODELS[architecture].module))[architecture]
-    return found
+    family: type[CausalLM] = vars(import_module(MODELS[architecture].module))[architecture]
+    return family
 
 
 def _why(architecture: str) -> str:

@@ -79,8 +79,8 @@ class MTPHead(TokenModel):
         assert ctx.hidden is not None
         embedded, _ = self.pre_fc_norm_embedding.of_stream(embed_tokens(input_ids))
         merged = torch.cat((embedded, self.pre_fc_norm_hidden(ctx.hidden)), -1)
-        places = positions if ctx.rope_positions is None else ctx.rope_positions
-        cos_sin = None if rotary is None else rotary(places)
+        rotary_positions = positions if ctx.rope_positions is None else ctx.rope_positions
+        cos_sin = None if rotary is None else rotary(rotary_positions)
         (layer,) = self.layers
         hidden: Tensor
         hidden, _ = self.norm.of_stream(layer(self.fc(merged), cos_sin, ctx, ctx.outputs))

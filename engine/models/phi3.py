@@ -26,9 +26,9 @@ class Phi3ForCausalLM(DenseForCausalLM):
         border: int | None = None
         if isinstance(rope, LongRope):
             for key in ("short_factor", "long_factor"):
-                if len(found := getattr(rope, key)) != rotary_dim // 2:
+                if len(values := getattr(rope, key)) != rotary_dim // 2:
                     raise ValueError(
-                        f"rotary embedding: {key} has {len(found)} numbers, and must have one for "
+                        f"rotary embedding: {key} has {len(values)} numbers, and must have one for "
                         f"each of {rotary_dim // 2} pairs"
                     )
             original = rope.original_max_position_embeddings

@@ -19,11 +19,11 @@ def quantise_layer(layer: DecoderLayer, path: str, form: WeightFormat) -> None:
     that only modules in FP8 read. Raises ValueError if only some modules that are computed together
     are excluded.
     """
-    for place, part in named_parts(layer, path):
+    for name, part in named_parts(layer, path):
         if isinstance(part, Experts):
-            part.quantise(form, place)
+            part.quantise(form, name)
         elif isinstance(part, Linear) and not isinstance(form, MXFP4Format):
-            part.quantise(form, place)
+            part.quantise(form, name)
     if not isinstance(form, FP8Format):
         return
     for reader, norm in (

@@ -60,11 +60,11 @@ class TokenModel(nn.Module, ABC):
 
     def count_parameters(self) -> None:
         """Set `num_parameters` and `weight_bytes`, before weights are packed."""
-        found = dict(self.named_parameters())
-        self.weight_bytes = sum(parameter.nbytes for parameter in found.values())
+        parameters = dict(self.named_parameters())
+        self.weight_bytes = sum(parameter.nbytes for parameter in parameters.values())
         self.num_parameters = sum(
             parameter.numel() * (WORD_VALUES if parameter.dtype == torch.int32 else 1)
-            for name, parameter in found.items()
+            for name, parameter in parameters.items()
             if not name.endswith("scales")
         )
 

@@ -99,13 +99,14 @@ def _checked_tower(
     hf: PretrainedConfig, config: ModelConfig, read: Callable[[PretrainedConfig], VisionConfig]
 ) -> VisionConfig:
     """Read the tower's configuration. Raises ValueError if it does not go with the decoder's."""
-    ids = (hf.image_token_id, hf.video_token_id, hf.vision_start_token_id, hf.vision_end_token_id)
+    vision = read(hf)
+    rules = vision.rules
+    ids = (rules.image_token_id, rules.start_token_id, rules.end_token_id, *rules.other_ids)
     if bad := [i for i in ids if type(i) is not int or not 0 <= i < config.vocab_size]:
         raise ValueError(
             f"the token id {bad[0]!r:.60} of images or videos is not in the vocabulary of "
             f"{config.vocab_size}"
         )
-    vision = read(hf)
     if isinstance(vision, DeepstackConfig) and len(vision.deepstack) >= config.num_layers:
         raise ValueError(
             f"deepstack_visual_indexes has {len(vision.deepstack)} entries, and must have fewer "
@@ -146,10 +147,10 @@ def tower_fields(hf: PretrainedConfig, activation: str) -> dict[str, Any]:
     return {
         "rules": ImageRules(
             hf.image_token_id,
-            hf.video_token_id,
             hf.vision_start_token_id,
             hf.vision_end_token_id,
             tower.patch_size * tower.spatial_merge_size,
+            other_ids=(hf.video_token_id,),
         ),
         "patch_size": tower.patch_size,
         "temporal_size": tower.temporal_patch_size,
@@ -159,12 +160,12 @@ def tower_fields(hf: PretrainedConfig, activation: str) -> dict[str, Any]:
         "num_heads": tower.num_heads,
         "mlp_size": tower.intermediate_size,
         "out_size": tower.out_hidden_size,
-        "rope_theta": _theta(tower.rope_parameters),
+        "rope_theta": tower_theta(tower.rope_parameters),
         "mrope_sections": _sections(hf.text_config.rope_parameters),
     }
 
 
-def _theta(parameters: dict[str, Any] | None) -> float:
+def tower_theta(parameters: dict[str, Any] | None) -> float:
     theta = (parameters or {}).get("rope_theta", 10000.0)
     if not isinstance(theta, int | float) or not theta > 1:
         raise ValueError(f"rope_theta of the vision tower is {theta!r:.60}, and must be over 1")

@@ -113,9 +113,9 @@ class DistributedGroup:
 
     def least(self, value: int) -> int:
         """Return the least of all ranks' values."""
-        least = torch.tensor(value, dtype=torch.int64)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return int(least)
+        smallest = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return int(smallest)
 
     def agree(self, value: Any) -> Any:
         """Return rank 0's value."""

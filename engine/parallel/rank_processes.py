@@ -236,7 +236,11 @@ class RankProcesses:
     def _holding(self) -> str:
         """Say which ranks hold up a step."""
         busy = {0: busy_at(self._stepping), **self._busy}
-        named = [f"rank {rank} is at {place}" for rank, place in busy.items() if place is not None]
+        named = [
+            f"rank {rank} is at {activity}"
+            for rank, activity in busy.items()
+            if activity is not None
+        ]
         return " and ".join(named) or "all ranks wait for their devices"
 
     def _how_ended(self, rank: int) -> str:

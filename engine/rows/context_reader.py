@@ -34,14 +34,14 @@ class ContextReader:
         names, rows = seq.context_columns, seq.context
         # The last token of a row that has ended was never read, or its value does not count, unless
         # the row was to be read alone.
-        known = seq.num_tokens - (not seq.num_pooled_tokens)
+        num_known = seq.num_tokens - (not seq.num_pooled_tokens)
         if seq.finish_reason is None:
-            known = min(seq.num_computed_tokens, known)
-        places = np.arange(rows.num_tokens, known)
-        if not names or not len(places):
+            num_known = min(seq.num_computed_tokens, num_known)
+        indices = np.arange(rows.num_tokens, num_known)
+        if not names or not len(indices):
             return
-        blocks = np.array(seq.block_table, np.int64)[places // self._block_size]
-        slots = blocks * self._block_size + places % self._block_size
+        blocks = np.array(seq.block_table, np.int64)[indices // self._block_size]
+        slots = blocks * self._block_size + indices % self._block_size
         there = upload(slots, torch.int64, self._planes[names[0]].device)
         part = {name: Download(self._planes[name].flatten(0, 1)[there]) for name in names}
-        rows.add(part, len(places))
+        rows.add(part, len(indices))

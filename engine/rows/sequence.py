@@ -63,9 +63,9 @@ class EditBuffer(ColumnBuffer):
     def extend(self, rows: npt.NDArray[Any]) -> None:
         """Append the edits of n tokens, [n, K, 3]: step, old and new id of each, the newest first;
         step 0 is none."""
-        place, number = np.nonzero(rows[:, ::-1, 0])
-        edits = rows[:, ::-1][place, number]
-        self._records.append(np.column_stack((place + self._length, edits)))
+        token, number = np.nonzero(rows[:, ::-1, 0])
+        edits = rows[:, ::-1][token, number]
+        self._records.append(np.column_stack((token + self._length, edits)))
         self._length += len(rows)
 
     def array(self, start: int = 0) -> npt.NDArray[Any]:

@@ -89,8 +89,8 @@ def draw_tokens(
     """
     assert positions.is_contiguous() and (draws is None or draws.is_contiguous())
     if logits.is_cuda:
-        asked = {"confidence": confidence, "entropy": entropy}
-        return draw_fused(logits, sampling, positions, draws, **asked, mask=mask)
+        options = {"confidence": confidence, "entropy": entropy}
+        return draw_fused(logits, sampling, positions, draws, **options, mask=mask)
     left, empty = exclude(logits, sampling, positions, mask)
     processed = scale_and_filter(left, logits, sampling)
     if sampling.all_greedy:

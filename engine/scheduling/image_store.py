@@ -166,17 +166,17 @@ class ImageStore:
         if self._parallel.size == 1:
             alone: tuple[Tensor, ...] = self._tower(pixels).split(list(counts), dim=1)
             return alone
-        loads, places = [0] * self._parallel.size, []
+        loads, positions = [0] * self._parallel.size, []
         for count in counts:
             rank = loads.index(min(loads))
-            places.append((rank, loads[rank]))
+            positions.append((rank, loads[rank]))
             loads[rank] += count
         shape = self._tower.planes, self._tower.config.out_size
         values = shape[0] * shape[1]
         rows = torch.zeros((max(loads), values), dtype=self._tower.dtype, device=self._device)
         of_group = [
             image
-            for image, (rank, _) in zip(pixels, places, strict=True)
+            for image, (rank, _) in zip(pixels, positions, strict=True)
             if rank == self._parallel.rank
         ]
         if of_group:
@@ -184,7 +184,7 @@ class ImageStore:
             rows[: len(mine)] = mine
         whole = self._parallel.gather(rows)  # [max(loads), ranks · values]
         features = []
-        for count, (rank, start) in zip(counts, places, strict=True):
+        for count, (rank, start) in zip(counts, positions, strict=True):
             part = whole[start : start + count, rank * values : (rank + 1) * values]
             features.append(part.unflatten(1, shape).transpose(0, 1))
         return features

@@ -117,9 +117,10 @@ def _rope_positions(
     seqs: abc.Sequence[Sequence], starts: list[int], ends: list[int], device: torch.device
 ) -> Tensor | None:
     """Make `ModelInputs.rope_positions` of rows that read the tokens from `starts` to `ends`."""
-    if not any(seq.spans or seq.turned_behind for seq in seqs):
+    has_axes = any(span.has_axes for seq in seqs for span in seq.spans[:1])
+    if not has_axes and not any(seq.turned_behind for seq in seqs):
         return None
-    if not any(seq.spans for seq in seqs):
+    if not has_axes:
         ranges = zip(seqs, starts, ends, strict=True)
         parts = [np.arange(start, end) + seq.turned_behind for seq, start, end in ranges]
         return upload(np.concatenate(parts), torch.int64, device)

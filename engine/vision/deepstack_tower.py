@@ -16,6 +16,7 @@ from batchgen.engine.vision.vision_config import DeepstackConfig, VisionConfig
 from batchgen.engine.vision.vision_positions import PatchPositions, patch_positions
 from batchgen.engine.vision.vision_tower import (
     EPS,
+    PatchEmbedding,
     PatchPlaces,
     VisionAttention,
     VisionBlock,
@@ -85,7 +86,7 @@ class DeepstackTower(VisionTower):
     config: DeepstackConfig
 
     def __init__(self, config: DeepstackConfig, *, where: Placement) -> None:
-        super().__init__(config, patch_bias=True, where=where)
+        super().__init__(config, PatchEmbedding(config, bias=True, where=where), where=where)
         self.pos_embed = PositionTable(config.table_side**2, config.width, where=where)
         self.blocks = nn.ModuleList(_block(config, where) for _ in range(config.depth))
         self.merger = PatchMerger(config, joined=False, where=where)

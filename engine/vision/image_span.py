@@ -17,15 +17,20 @@ class ImageRules:
     """How a model's prompts hold images: a run of image tokens, one for each square of pixels."""
 
     image_token_id: int
-    video_token_id: int
-    start_token_id: int  # stands before an image's tokens in the model's chat template
+    start_token_id: int  # stands before an image's tokens in a prompt
     end_token_id: int  # and behind them
     pixels_per_token: int  # of a square's side
+    other_ids: tuple[int, ...] = ()  # of videos and sound
+    # What chat templates write for an image instead of the start, image and end tokens; None: they
+    # write these.
+    mark_id: int | None = None
+    # Whether the rotary positions of an image's tokens have axes: time, row and column.
+    has_axes: bool = True
 
     @property
     def never_sampled(self) -> tuple[int, ...]:
         """The ids that would say that an image follows, where none does."""
-        ids = (self.image_token_id, self.video_token_id, self.start_token_id, self.end_token_id)
+        ids = (self.image_token_id, self.start_token_id, self.end_token_id, *self.other_ids)
         return tuple(sorted(set(ids)))
 
     def num_tokens(self, height: int, width: int) -> int:
@@ -40,6 +45,7 @@ class ImageSpan(NamedTuple):
     start: int  # the index of the first token in the row
     rows: int
     columns: int
+    has_axes: bool = True  # as in `ImageRules`
 
     @property
     def end(self) -> int:
@@ -53,7 +59,9 @@ class ImageSpan(NamedTuple):
     @property
     def skipped_positions(self) -> int:
         """How many positions fewer than tokens the image takes: text behind it goes on where the
-        longer side ends."""
+        longer side ends, if positions have axes."""
+        if not self.has_axes:
+            return 0
         return self.num_tokens - max(self.rows, self.columns)
 
     def overlaps(self, start: int, end: int) -> bool:
@@ -74,18 +82,20 @@ def find_spans(
                 f"multiples of {side}"
             )
     wanted = sum(rules.num_tokens(image.height, image.width) for image in images)
-    places = [i for i, token_id in enumerate(token_ids) if token_id == rules.image_token_id]
-    if len(places) != wanted:
+    positions = [i for i, token_id in enumerate(token_ids) if token_id == rules.image_token_id]
+    if len(positions) != wanted:
         raise ValueError(
-            f"the prompt has {len(places)} image tokens, and its {len(images)} images take {wanted}"
+            f"the prompt has {len(positions)} image tokens, and its {len(images)} images take "
+            f"{wanted}"
         )
     spans, used = [], 0
     for number, image in enumerate(images, 1):
         count = rules.num_tokens(image.height, image.width)
-        start = places[used]
-        if places[used + count - 1] != start + count - 1:
+        start = positions[used]
+        if positions[used + count - 1] != start + count - 1:
             raise ValueError(f"the {count} tokens of image {number} are not consecutive")
-        spans.append(ImageSpan(image, start, image.height // side, image.width // side))
+        rows, columns = image.height // side, image.width // side
+        spans.append(ImageSpan(image, start, rows, columns, rules.has_axes))
         used += count
     return tuple(spans)
 
@@ -106,8 +116,8 @@ def rope_positions(spans: Sequence[ImageSpan], start: int, end: int) -> npt.NDAr
     for span in spans:
         first = max(start, span.start)
         inside = slice(first - start, max(first, min(end, span.end)) - start)
-        place = index[inside] - span.start
-        grid = (np.zeros_like(place), place // span.columns, place % span.columns)
+        offset = index[inside] - span.start
+        grid = (np.zeros_like(offset), offset // span.columns, offset % span.columns)
         positions[inside] = span.start + shift + np.stack(grid, axis=1)
         shift -= span.skipped_positions
         positions[max(span.end - start, 0) :] = index[max(span.end - start, 0) :, None] + shift

@@ -26,17 +26,16 @@ class VisionConfig:
 
     rules: ImageRules
     patch_size: int  # pixels of a patch's side
-    temporal_size: int  # how many frames a patch spans; an image's are all alike
+    temporal_size: int = 1  # how many frames a patch spans; an image's are all alike
     merge_size: int  # patches of a token's side
     depth: int  # the number of blocks
     width: int  # values of a patch
     num_heads: int
     mlp_size: int
     out_size: int  # the hidden size of the decoder
-    rope_theta: float
     # How many of the decoder's rotary frequencies turn by a token's time, row and column, which
-    # take turns or follow each other.
-    mrope_sections: tuple[int, int, int]
+    # take turns or follow each other. None: tokens of images turn by their positions, as others do.
+    mrope_sections: tuple[int, int, int] | None = None
     mrope_interleaved: bool = True
     colours: Colours = HALVES
 
@@ -55,6 +54,7 @@ class VisionConfig:
 class DeepstackConfig(VisionConfig):
     """A vision tower of Qwen3-VL's form."""
 
+    rope_theta: float
     table_side: int  # the learned positions are a square of this side
     # The blocks behind which features are taken that the first layers of the decoder add to what
     # they yield, one block for each layer (DeepStack, Meng et al. 2024). Empty in most models.
@@ -65,5 +65,22 @@ class DeepstackConfig(VisionConfig):
 class WindowedConfig(VisionConfig):
     """A vision tower of Qwen2.5-VL's form."""
 
+    rope_theta: float
     window_side: int  # tokens of the side of a window, in which patches see each other
     full_blocks: tuple[int, ...]  # the blocks in which a patch sees all of its image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxialConfig(VisionConfig):
+    """A vision tower of Gemma 4's form. Images have as many tokens as a budget allows."""
+
+    rope_theta: float
+    values_per_head: int
+    table_size: int  # the learned positions of rows, and as many of columns
+    norm_eps: float
+    clips: bool  # the products of blocks have bounds for what they read and for what they yield
+    standardises: bool  # features are shifted and scaled by values of the checkpoint
+
+    @property
+    def head_dim(self) -> int:
+        return self.values_per_head

@@ -50,6 +50,24 @@ def _cos_sin(row: Tensor, column: Tensor, head_dim: int, theta: float) -> Tensor
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
+class AxialPositions(NamedTuple):
+    """The positions of an image's N patches in Gemma 4's tower, on the CPU."""
+
+    rows: Tensor  # [N] int64
+    columns: Tensor  # [N] int64
+    cos_sin: Tensor  # [N, D] float32, as `PatchPositions` has it
+
+
+@lru_cache(_SIZES)
+def axial_positions(
+    rows: int, columns: int, merge: int, *, head_dim: int, theta: float
+) -> AxialPositions:
+    """Compute the positions of a grid of patches. The patches of one token are neighbours. Half of
+    a head's pairs turn by a patch's column, the others by its row."""
+    row, column = _grid(rows, columns, merge)
+    return AxialPositions(row.long(), column.long(), _cos_sin(column, row, head_dim, theta))
+
+
 class WindowPositions(NamedTuple):
     """The order and the positions of an image's N patches in Qwen2.5-VL's tower, on the CPU."""
 
@@ -68,9 +86,9 @@ def window_positions(
     across = columns // merge
     index = torch.arange(rows // merge * across, device="cpu")
     row, column = index // across, index % across
-    place = row // window * -(-across // window) + column // window
-    order = place.argsort(stable=True)
-    lengths = tuple((place.bincount() * merge**2).tolist())
+    window_index = row // window * -(-across // window) + column // window
+    order = window_index.argsort(stable=True)
+    lengths = tuple((window_index.bincount() * merge**2).tolist())
     cos_sin = _cos_sin(*_grid(rows, columns, merge), head_dim, theta)
     turned = cos_sin.unflatten(0, (-1, merge**2))[order].flatten(0, 1)
     return WindowPositions(order, lengths, turned)

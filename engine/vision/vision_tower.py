@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,18 +25,27 @@ EPS = 1e-6
 
 
 class PatchEmbedding(Linear):
-    """The product that makes vectors of patches; checkpoints hold its weight as a convolution's."""
+    """The product that makes vectors of patches, which checkpoints call `name`. They hold its
+    weight as a convolution's, [width, 3, frames, patch, patch] or without frames."""
+
+    def __init__(
+        self, config: VisionConfig, *, bias: bool, where: Placement, name: str = "proj"
+    ) -> None:
+        super().__init__(
+            config.patch_values, config.width, bias=bias, quantisable=False, where=where
+        )
+        self._name = name
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the weight, of which every patch's values are one axis, and bias."""
-        name = f"{path}.proj.weight"
-
-        def flat(weights: Mapping[str, Tensor]) -> Tensor:
-            return weights[name].flatten(1)
-
-        yield WeightSlot(self.weight, (name,), (name,), flat)
+        name = f"{path}.{self._name}.weight"
+        yield WeightSlot(self.weight, (name,), (name,), lambda weights: self.flat(weights[name]))
         if self.bias is not None:
-            yield WeightSlot.plain(f"{path}.proj.bias", self.bias)
+            yield WeightSlot.plain(f"{path}.{self._name}.bias", self.bias)
+
+    def flat(self, weight: Tensor) -> Tensor:
+        """Make the weight [width, 3 · frames · patch²] of a checkpoint's."""
+        return weight.flatten(1)
 
 
 class PatchPlaces(NamedTuple):
@@ -96,13 +105,13 @@ class VisionTower(nn.Module, ABC):
     """How many vectors each token has: one that stands in place of its embedding, and those that
     the first layers of the decoder add."""
 
-    def __init__(self, config: VisionConfig, *, patch_bias: bool, where: Placement) -> None:
+    def __init__(
+        self, config: VisionConfig, patch_embed: PatchEmbedding, *, where: Placement
+    ) -> None:
         super().__init__()
         self.config = config
         self.device, self.dtype = where.device, where.dtype
-        self.patch_embed = PatchEmbedding(
-            config.patch_values, config.width, bias=patch_bias, quantisable=False, where=where
-        )
+        self.patch_embed = patch_embed
         self._values = normalised_values(config.colours).to(where.device)
 
     @abstractmethod

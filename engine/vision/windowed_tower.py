@@ -16,6 +16,7 @@ from batchgen.engine.vision.vision_config import WindowedConfig
 from batchgen.engine.vision.vision_positions import WindowPositions, window_positions
 from batchgen.engine.vision.vision_tower import (
     EPS,
+    PatchEmbedding,
     PatchPlaces,
     VisionAttention,
     VisionBlock,
@@ -71,7 +72,7 @@ class WindowedTower(VisionTower):
     config: WindowedConfig
 
     def __init__(self, config: WindowedConfig, *, where: Placement) -> None:
-        super().__init__(config, patch_bias=False, where=where)
+        super().__init__(config, PatchEmbedding(config, bias=False, where=where), where=where)
         self.blocks = nn.ModuleList(_block(config, where) for _ in range(config.depth))
         self.merger = WindowedMerger(config, where=where)
 

@@ -44,7 +44,7 @@ class _Group:
     tokens: slice
     width: int
     limits: Tensor  # [rows, R]: the last position that a query reads, per head, filled up to R
-    chunks: list[Tensor]  # per CHUNK tokens: places of blocks, scratch as filling
+    chunks: list[Tensor]  # per CHUNK tokens: indices of blocks; scratch blocks fill up
     starts: Tensor | None  # [rows, 1], where the chunks of each row begin. None: at position 0
 
 
@@ -105,9 +105,9 @@ def attend_part_triton(
         if index is None:
             _attend_form(q, cache, form, scale, out, window, sinks, cap)
         else:
-            found = torch.empty((len(index), *q.shape[1:]), dtype=q.dtype, device=q.device)
-            _attend_form(q[index], cache, form, scale, found, window, sinks, cap)
-            out[index] = found
+            part_out = torch.empty((len(index), *q.shape[1:]), dtype=q.dtype, device=q.device)
+            _attend_form(q[index], cache, form, scale, part_out, window, sinks, cap)
+            out[index] = part_out
 
 
 def _attend_form(
@@ -247,10 +247,10 @@ def _make_group(
         tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
     else:
         starts = first_seen(limits[:, :1], window).clamp(min=0) // CHUNK * CHUNK
-        most = int((limits[:, -1:] - starts).max()) // CHUNK + 1
-        places = starts // block_size + torch.arange(most * per_chunk, device=starts.device)
+        max_chunks = int((limits[:, -1:] - starts).max()) // CHUNK + 1
+        indices = starts // block_size + torch.arange(max_chunks * per_chunk, device=starts.device)
         padded = F.pad(meta.tables(window)[rows], (0, 1))  # past a row's end stands scratch
-        tables = padded.gather(1, places.clamp(max=padded.shape[1] - 1))
+        tables = padded.gather(1, indices.clamp(max=padded.shape[1] - 1))
     limits = limits.repeat_interleave(num_heads // kv_heads, dim=1)
     limits = F.pad(limits, (0, -queries % multiple))
     heads = torch.arange(kv_heads, device=tables.device) * num_blocks
@@ -310,9 +310,9 @@ def _attend(
         out = out.mul_(rescale).add_(row_batches(weights, value))
         top = peak
     if sinks is not None:
-        own = sinks.float().view(kv_heads, 1, heads_per_kv).repeat(1, num_rows, group.width)
-        own = F.pad(own.flatten(0, 1), (0, padded - queries))
-        total.add_(torch.exp(own.unsqueeze(-1) - top))
+        sink_scores = sinks.float().view(kv_heads, 1, heads_per_kv).repeat(1, num_rows, group.width)
+        sink_scores = F.pad(sink_scores.flatten(0, 1), (0, padded - queries))
+        total.add_(torch.exp(sink_scores.unsqueeze(-1) - top))
     heads = out.div_(total)[:, :queries].unflatten(0, (kv_heads, num_rows))
     heads = heads.unflatten(2, (group.width, heads_per_kv))
     heads = heads.permute(1, 2, 0, 3, 4)
@@ -325,10 +325,10 @@ def _gather(
 ) -> Tensor:
     """The blocks' contents as [kv_heads · rows, CHUNK, D] float32; `which` are 0 the scales of
     keys, and 1 those of values."""
-    flat, own = table.view(-1, room.shape[1]), room[: len(blocks)]
+    flat, target = table.view(-1, room.shape[1]), room[: len(blocks)]
     if scales is None:
-        torch.index_select(flat, 0, blocks, out=own)
-        return own.view(-1, CHUNK, table.shape[-1]).float()
-    torch.index_select(flat.view(torch.uint8), 0, blocks, out=own.view(torch.uint8))
+        torch.index_select(flat, 0, blocks, out=target)
+        return target.view(-1, CHUNK, table.shape[-1]).float()
+    torch.index_select(flat.view(torch.uint8), 0, blocks, out=target.view(torch.uint8))
     of_blocks = scales[..., which].flatten(0, 1)[blocks].view(-1, CHUNK, 1)
-    return own.view(-1, CHUNK, table.shape[-1]).float().mul_(of_blocks)
+    return target.view(-1, CHUNK, table.shape[-1]).float().mul_(of_blocks)

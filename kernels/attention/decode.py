@@ -175,10 +175,10 @@ def _decode_kernel(
                 values = result.to(out.dtype.element_ty)
                 tl.store(out + target[:, None] + dim[None, :], values, mask=real)
             else:
-                place = (partial_index * KV_HEADS + head) * (WIDTH * GROUP) + query
+                offset = (partial_index * KV_HEADS + head) * (WIDTH * GROUP) + query
                 log_sum = tl.where(unseen, -float("inf"), top + tl.log2(total_weight))
-                tl.store(log_sums + place, log_sum, mask=query < WIDTH * GROUP)
-                tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], result, mask=real)
+                tl.store(log_sums + offset, log_sum, mask=query < WIDTH * GROUP)
+                tl.store(partial + offset[:, None] * HEAD_DIM + dim[None, :], result, mask=real)
 
 
 @triton.jit

@@ -107,12 +107,12 @@ def _plan_kernel(
     last splits of rows, and lower rows first. A program counts the units before its own.
     """
     row = tl.program_id(0)
-    own_row = row + tl.arange(0, 1)
-    own = _cut(positions, own_row, num_rows, room, WIDTH, WINDOW, CHUNKED, SPLIT, MAX_SPLITS)
-    context, length, number = tl.max(own[0], 0), tl.max(own[1], 0), tl.max(own[2], 0)
+    plan_row = row + tl.arange(0, 1)
+    cut = _cut(positions, plan_row, num_rows, room, WIDTH, WINDOW, CHUNKED, SPLIT, MAX_SPLITS)
+    context, length, number = tl.max(cut[0], 0), tl.max(cut[1], 0), tl.max(cut[2], 0)
     tail = context - (number - 1) * length
-    whole_place = 0
-    tail_place = 0
+    whole_index = 0
+    tail_index = 0
     total = 0
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
@@ -124,21 +124,21 @@ def _plan_kernel(
         wholes = tl.maximum(numbers - 1, 0)
         tails = contexts - (numbers - 1) * lengths
         longer = (lengths > length) | ((lengths == length) & before)
-        whole_place += tl.sum(wholes * longer.to(tl.int32) + present * (tails > length), 0)
+        whole_index += tl.sum(wholes * longer.to(tl.int32) + present * (tails > length), 0)
         longer = (tails > tail) | ((tails == tail) & before)
-        tail_place += tl.sum(wholes * (lengths >= tail) + present * longer.to(tl.int32), 0)
+        tail_index += tl.sum(wholes * (lengths >= tail) + present * longer.to(tl.int32), 0)
         total += tl.sum(numbers, 0)
     tl.store(splits + row, number)
     if row == 0:
         tl.store(count, total)
     split = tl.arange(0, SPLITS_PAD)
-    place = tl.where(split == number - 1, tail_place, whole_place + split)
-    unit = units + place * UNIT_FIELDS
+    index = tl.where(split == number - 1, tail_index, whole_index + split)
+    unit = units + index * UNIT_FIELDS
     mask = split < number
     tl.store(unit, row + tl.zeros_like(split), mask=mask)
     begin = 0
     if WINDOW is not None:
-        begin = tl.max(_begin(positions, own_row, num_rows, WIDTH, WINDOW, CHUNKED), 0)
+        begin = tl.max(_begin(positions, plan_row, num_rows, WIDTH, WINDOW, CHUNKED), 0)
     tl.store(unit + 1, split * length + begin, mask=mask)
     tl.store(unit + 2, tl.minimum((split + 1) * length, context) + begin, mask=mask)
     tl.store(unit + 3, tl.where(number > 1, row * capacity + split, -1), mask=mask)

@@ -16,15 +16,17 @@ class Segments(NamedTuple):
     starts: Tensor  # [segments + 1] int32 on the device: where each begins, and the end of all
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute softmax(q·kᵀ / √head_dim)·v for each query over all keys of its segment.
+def full_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None = None
+) -> Tensor:
+    """Compute softmax(q·kᵀ · scale)·v for each query over all keys of its segment.
 
-    q, k and v are [T, heads, head_dim], of which the last axis is contiguous. Each segment is
-    computed by itself, so its bits do not depend on the others.
+    `scale` is 1/√head_dim by default. q, k and v are [T, heads, head_dim], whose last axis is
+    contiguous. Each segment is computed by itself, so its bits do not depend on the others.
     """
     assert sum(segments.lengths) == len(q)
     run = _in_one_launch if _fits_flash(q) else _one_by_one
-    return run(q, k, v, segments)
+    return run(q, k, v, segments, scale)
 
 
 def _fits_flash(q: Tensor) -> bool:
@@ -38,23 +40,25 @@ def _fits_flash(q: Tensor) -> bool:
     )
 
 
-def _in_one_launch(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+def _in_one_launch(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None
+) -> Tensor:
     """Compute all segments by FlashAttention-2 (Dao 2023)."""
     longest, starts = max(segments.lengths), segments.starts
     # What torch.nn.attention.varlen calls, which takes seconds to import. No dropout, no mask.
-    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, 0.0, False, False
+    results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=scale
     )
-    return found[0]
+    return results[0]
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     start = 0
     for length in segments.lengths:
         segment = slice(start, start := start + length)
         # Contiguous, so that a segment begins where an allocation does wherever it stands.
         parts = [x[segment].transpose(0, 1).contiguous().unsqueeze(0) for x in (q, k, v)]
-        attended = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
+        attended = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], scale=scale)
         out[segment] = attended.squeeze(0).transpose(0, 1)
     return out

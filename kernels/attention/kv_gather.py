@@ -30,12 +30,12 @@ The copies are also smaller than what an MLP keeps, so the memory plan need not 
 class GatherPlan:
     """Where the contexts of B rows go; all layers of a forward share it.
 
-    A piece is a line: the row, the first position, the place among the copies, and the number of
+    A piece is a line: the row, the first position, the index among the copies, and the number of
     tokens, at most `PIECE`.
     """
 
     pieces: Tensor  # [P, 4] int32
-    places: Tensor  # [B] int32: where each row's context begins among the copies
+    row_starts: Tensor  # [B] int32: the index among the copies where each row's context begins
     num_tokens: int  # C, the context tokens of all rows
 
 
@@ -61,14 +61,14 @@ def does_gathering_pay(
 def plan_gather(context_lens: Sequence[int], device: torch.device | str) -> GatherPlan:
     """Cut the contexts of B rows, `context_lens` cached tokens each, into pieces."""
     lens = torch.tensor(context_lens, dtype=torch.int64)
-    places = lens.cumsum(0) - lens
+    row_starts = lens.cumsum(0) - lens
     counts = (lens + PIECE - 1) // PIECE
     row = row_indices(counts)
     first = (torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]) * PIECE
     tokens = (lens[row] - first).clamp(max=PIECE)
-    pieces = torch.stack((row, first, places[row] + first, tokens), 1)
+    pieces = torch.stack((row, first, row_starts[row] + first, tokens), 1)
     # One copy to the device for both.
-    flat = upload_tensor(torch.cat((places, pieces.flatten())).to(torch.int32), device)
+    flat = upload_tensor(torch.cat((row_starts, pieces.flatten())).to(torch.int32), device)
     return GatherPlan(flat[len(lens) :].view(-1, 4), flat[: len(lens)], int(lens.sum()))
 
 
@@ -105,20 +105,20 @@ def _gather_context(
     row = tl.load(piece).to(tl.int64)
     n = tl.arange(0, PIECE)
     position = tl.load(piece + 1) + n
-    place = head * num_tokens + tl.load(piece + 2) + n
+    copy_index = head * num_tokens + tl.load(piece + 2) + n
     inside = n < tl.load(piece + 3)
     block = tl.load(tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=inside, other=0)
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     dim = tl.arange(0, HEAD_DIM)[None, :]
     source = head * head_stride + slot[:, None] * HEAD_DIM + dim
-    target = place[:, None] * HEAD_DIM + dim
+    target = copy_index[:, None] * HEAD_DIM + dim
     key = tl.load(key_ptr + source, mask=inside[:, None])
     value = tl.load(value_ptr + source, mask=inside[:, None])
     if scale_ptr is not None:
         key = key.to(keys_ptr.dtype.element_ty)
         value = value.to(keys_ptr.dtype.element_ty)
-        own = scale_ptr + (head * (head_stride // HEAD_DIM) + slot) * 2
-        tl.store(scales_ptr + place * 2, tl.load(own, mask=inside), mask=inside)
-        tl.store(scales_ptr + place * 2 + 1, tl.load(own + 1, mask=inside), mask=inside)
+        scale_pair = scale_ptr + (head * (head_stride // HEAD_DIM) + slot) * 2
+        tl.store(scales_ptr + copy_index * 2, tl.load(scale_pair, mask=inside), mask=inside)
+        tl.store(scales_ptr + copy_index * 2 + 1, tl.load(scale_pair + 1, mask=inside), mask=inside)
     tl.store(keys_ptr + target, key, mask=inside[:, None])
     tl.store(values_ptr + target, value, mask=inside[:, None])

@@ -101,13 +101,13 @@ def _divided(meta: AttentionMetadata, replayed: tuple[int, ...], block_size: int
     has_splits = meta.rules.has_splits(meta.block_tables.shape[1] * block_size)
     most_runs = MOST_ROWS // (run // length) if has_splits else MOST_ROWS
     steps = (run, whole, is_run, most_runs), (length, again - whole, ~is_run, MOST_ROWS)
-    for width, counts, are_read, most in steps:
-        rows, own = row_indices(counts // width), tokens[are_read]
+    for width, counts, are_read, max_runs in steps:
+        rows, read_tokens = row_indices(counts // width), tokens[are_read]
         widths = torch.full_like(again, width)
-        for start in range(0, len(rows), most):
-            some = rows[start : start + most]
-            places = own[start * width : (start + most) * width]
-            forms.append(_part(meta, places, some, widths, contexts, width))
+        for start in range(0, len(rows), max_runs):
+            some = rows[start : start + max_runs]
+            indices = read_tokens[start * width : (start + max_runs) * width]
+            forms.append(_part(meta, indices, some, widths, contexts, width))
     return forms
 
 
@@ -123,14 +123,14 @@ def _part(
     more than once. `lens` and `contexts` [B] are those of all rows; all are int64 on the host."""
     device, windows = meta.positions.device, meta.window_tables
     index = upload_tensor(tokens, device)
-    places = upload_tensor(rows, device)
+    device_rows = upload_tensor(rows, device)
     return index, replace(
         meta,
         positions=meta.positions[index],
         query_lens=tuple(lens[rows].tolist()),
         context_lens=tuple(contexts[rows].tolist()),
-        block_tables=meta.block_tables[places],
-        window_tables=None if windows is None else windows[places],
+        block_tables=meta.block_tables[device_rows],
+        window_tables=None if windows is None else windows[device_rows],
         decode_width=width,
         replayed=None,
     )

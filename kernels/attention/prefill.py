@@ -76,7 +76,7 @@ def paged_attention_prefill(
         keys, values, scales = gather_context(cache, block_tables, plan.gather, q.dtype)
         key = TensorDescriptor.from_tensor(keys, tile)
         value = TensorDescriptor.from_tensor(values, tile)
-        tables, table_stride, gathered = plan.gather.places, 1, plan.gather.num_tokens
+        tables, table_stride, gathered = plan.gather.row_starts, 1, plan.gather.num_tokens
     _prefill_kernel[(num_kv_heads * len(plan.tiles),)](
         q, key, value, out, positions, tables, plan.tiles, sinks, scales, table_stride,
         q.stride(0), cache.key.stride(0), gathered, scale * math.log2(math.e), block_length,
@@ -131,7 +131,7 @@ def _attend_tile(
     are finite. With GATHERED, `table` is where the row begins among the copies; else `block`
     [BLOCK_N] are the keys' KV blocks. Those of the next tile are loaded here and returned: Triton
     would not pipeline loads of keys that waited for a load of their iteration. FP8 has `scales`, by
-    slot or by place among the copies.
+    slot, or by index among the copies.
     """
     n = start + tl.arange(0, BLOCK_N)
     if GATHERED:
@@ -141,25 +141,25 @@ def _attend_tile(
     else:
         dim = tl.arange(0, BLOCK_D)
         slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
-        place = slot[:, None] * HEAD_DIM + dim[None, :]
+        offset = slot[:, None] * HEAD_DIM + dim[None, :]
         n_next = n + BLOCK_N
         block = tl.load(table + n_next // BLOCK_SIZE, mask=n_next < limit, other=0)
         if MASKED:
             loaded = (n < limit)[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(key + place, mask=loaded, other=0.0)
-            v = tl.load(value + place, mask=loaded, other=0.0)
+            k = tl.load(key + offset, mask=loaded, other=0.0)
+            v = tl.load(value + offset, mask=loaded, other=0.0)
         elif BLOCK_D != HEAD_DIM:
-            k = tl.load(key + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(value + place, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+            k = tl.load(key + offset, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(value + offset, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         else:
-            k = tl.load(key + place)
-            v = tl.load(value + place)
+            k = tl.load(key + offset)
+            v = tl.load(value + offset)
     if scales is not None:
         k = k.to(q.dtype)
         v = v.to(q.dtype)
-        own = scales + slot.to(tl.int64) * 2
-        key_scale = tl.load(own, mask=n < limit, other=0.0)
-        value_scale = tl.load(own + 1, mask=n < limit, other=0.0)
+        slot_scales = scales + slot.to(tl.int64) * 2
+        key_scale = tl.load(slot_scales, mask=n < limit, other=0.0)
+        value_scale = tl.load(slot_scales + 1, mask=n < limit, other=0.0)
     score = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), INTERPRETED)
     if scales is not None:
         score *= key_scale[None, :]
@@ -241,8 +241,8 @@ def _prefill_kernel(
     inside = (token < size)[:, None] & (dim < HEAD_DIM)[None, :]
     # The query heads that share a KV head are contiguous in a token, both in q and in out.
     head = (kv_head * GROUP + m % GROUP) * HEAD_DIM
-    q_place = (first + token) * q_stride + head
-    q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=inside, other=0.0)
+    q_offset = (first + token) * q_stride + head
+    q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=inside, other=0.0)
 
     table = tables_ptr + row * table_stride
     n = tl.arange(0, BLOCK_N)
@@ -298,7 +298,7 @@ def _prefill_kernel(
                 INTERPRETED,
         )  # fmt: skip
 
-    out_place = (first + token) * (NUM_HEADS * HEAD_DIM) + head
+    out_offset = (first + token) * (NUM_HEADS * HEAD_DIM) + head
     result = acc / total[:, None]
     if scales is not None:
         result *= 1.0 / SCALED_BY
@@ -306,4 +306,4 @@ def _prefill_kernel(
         log_sum = top + tl.log2(total)
         result *= sink_share(sinks_ptr, kv_head * GROUP + m % GROUP, token < size, log_sum)[:, None]
     result = result.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_place[:, None] + dim[None, :], result, mask=inside)
+    tl.store(out_ptr + out_offset[:, None] + dim[None, :], result, mask=inside)

@@ -85,9 +85,9 @@ def prepare_qkv_triton(
     assert cos_sin.shape[1] <= head_dim
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     half = triton.next_power_of_2(head_dim // 2)
-    most = max(1, _TILE // half)
-    q_block = min(most, triton.next_power_of_2(num_heads))
-    kv_block = min(most, triton.next_power_of_2(max(num_kv_heads, 1)))
+    max_heads = max(1, _TILE // half)
+    q_block = min(max_heads, triton.next_power_of_2(num_heads))
+    kv_block = min(max_heads, triton.next_power_of_2(max(num_kv_heads, 1)))
     q_groups = triton.cdiv(num_heads, q_block)
     groups = q_groups + triton.cdiv(num_kv_heads, kv_block)
     _prepare_qkv[(num_tokens * groups,)](

@@ -92,13 +92,13 @@ def _combine_kernel(
     if number > 1:
         member = tl.arange(0, GROUP_PAD)
         dim = tl.arange(0, DIM_PAD)
-        member_place = (token % WIDTH) * GROUP + member
+        member_offset = (token % WIDTH) * GROUP + member
         split_queries = KV_HEADS * WIDTH * GROUP
         base = row * capacity * split_queries + head * (WIDTH * GROUP)
         split = tl.arange(0, SPLITS_PAD)
-        places = base + split[:, None] * split_queries + member_place[None, :]
+        offsets = base + split[:, None] * split_queries + member_offset[None, :]
         mask = (split < number)[:, None] & (member < GROUP)[None, :]
-        all_sums = tl.load(log_sums + places, mask=mask, other=-float("inf"))
+        all_sums = tl.load(log_sums + offsets, mask=mask, other=-float("inf"))
         top = tl.max(all_sums, 0)
         # Padding has no split, and sums that are all NaN have no maximum: 0 avoids -inf - -inf.
         top = tl.where(top == -float("inf"), 0.0, top)
@@ -107,7 +107,7 @@ def _combine_kernel(
         sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
         for first in range(0, number, CHUNK):
             some = first + tl.arange(0, CHUNK)
-            where = base + some[:, None] * split_queries + member_place[None, :]
+            where = base + some[:, None] * split_queries + member_offset[None, :]
             inside = (some < number)[:, None] & (member < GROUP)[None, :]
             log_sum = tl.load(log_sums + where, mask=inside, other=-float("inf"))
             weight = tl.exp2(log_sum - top[None, :])

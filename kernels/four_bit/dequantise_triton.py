@@ -58,8 +58,8 @@ def _dequantise(
     expert = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
-    own = tl.minimum(row, rows - 1)
-    source = scales_ptr + expert * (scale_rows(panels, CODE, GROUP) * rows) + own
+    source_row = tl.minimum(row, rows - 1)
+    source = scales_ptr + expert * (scale_rows(panels, CODE, GROUP) * rows) + source_row
     scales = load_scales(source, 0, step, panels - 1, rows, CODE, GROUP)
     for half in tl.static_range(2):
         panel = step * 2 + half

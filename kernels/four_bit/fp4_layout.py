@@ -128,7 +128,7 @@ def _values(panels: FourBitPanels) -> Tensor:
 def _four_in_a_word(scale_bytes: Tensor) -> Tensor:
     """Lay out bytes [N, G] as words [G/4, N]."""
     fours = scale_bytes.unflatten(-1, (-1, 4))
-    words = sum(fours[..., place] << (8 * place) for place in range(4))
+    words = sum(fours[..., byte] << (8 * byte) for byte in range(4))
     assert isinstance(words, Tensor)
     return words.t()
 

@@ -43,7 +43,7 @@ def four_bit_gate_up(
     added: Tensor | None = None,  # [T·k, parts · I], in the order of slots
 ) -> None:
     """Compute silu(gate·x) · (up·x) of every slot in float32, or what `epilogues` say, into `out`
-    in the order of places. Adapters have `added` to the products before the gate."""
+    in sorted order. Adapters have `added` to the products before the gate."""
     inner = out.shape[1]
     limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
@@ -56,7 +56,7 @@ def four_bit_gate_up(
 
 
 def four_bit_down(
-    x: Tensor,  # [N, I], contiguous, in the order of places
+    x: Tensor,  # [N, I], contiguous, in sorted order
     weight: FourBitPanels,  # [E, H, I]
     slot_weights: Tensor,  # [N] float32, in the order of slots
     alignment: Alignment,
@@ -127,12 +127,12 @@ def _gate_up_tile(
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    place = first + tl.arange(0, BLOCK_M)
+    index = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     # Rows of weights past the last one are others, whose results are not written.
     row = column % inner
-    is_place = place < end
-    slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    is_slot = index < end
+    slot = tl.load(slots_ptr + tl.minimum(index, end - 1))
     token = (slot // slots_per_token).to(tl.int64)
     x_source = x_ptr + token[:, None] * x_stride + tl.arange(0, _PANEL)[None, :]
     rows = 2 * inner
@@ -148,7 +148,7 @@ def _gate_up_tile(
         up_scales = load_scales(scales, inner, step, panels - 1, rows, CODE, GROUP)
         for half in tl.static_range(2):
             panel = step * 2 + half
-            x = load_tokens(x_source, is_place, panel, panels, half, EVEN, INTERPRETED)
+            x = load_tokens(x_source, is_slot, panel, panels, half, EVEN, INTERPRETED)
             gate = add_panel(
                 gate, words, gate_scales, x, panel, panels, rows * _WORDS, half, CODE, DTYPE, EVEN,
                 BLOCK_N, INTERPRETED,
@@ -165,8 +165,8 @@ def _gate_up_tile(
     gate = with_added(gate, added_ptr, slot, rows, row, True)
     up = with_added(up, added_ptr, slot, rows, inner + row, True)
     result = tl.trans(gated_product(gate, up, LIMIT, SLOPE, GELU).to(out_ptr.dtype.element_ty))
-    target = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]
-    tl.store(target, result, mask=is_place[:, None] & (column < inner)[None, :])
+    target = out_ptr + index.to(tl.int64)[:, None] * inner + column[None, :]
+    tl.store(target, result, mask=is_slot[:, None] & (column < inner)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=TILE_ARGUMENTS)
@@ -204,11 +204,11 @@ def _down_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    place = first + tl.arange(0, BLOCK_M)
+    index = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     row = column % hidden
-    is_place = place < end
-    x_row = place.to(tl.int64)[:, None] * (panels * _PANEL)
+    is_slot = index < end
+    x_row = index.to(tl.int64)[:, None] * (panels * _PANEL)
     x_source = x_ptr + x_row + tl.arange(0, _PANEL)[None, :]
     steps = tl.cdiv(panels, 2)
     of_row = row[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
@@ -217,10 +217,10 @@ def _down_tile(
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc = add_steps(
-        acc, x_source, is_place, words, scales, 0, steps, panels, hidden, CODE, GROUP,
+        acc, x_source, is_slot, words, scales, 0, steps, panels, hidden, CODE, GROUP,
         x_ptr.dtype.element_ty, BLOCK_N, EVEN, INTERPRETED,
     )  # fmt: skip
 
     acc = times_factors(acc, scales, panels, hidden, CODE)
     acc = with_bias(acc, bias_ptr, expert, hidden, row, True)
-    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, True)
+    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, index, end, column, hidden, True)

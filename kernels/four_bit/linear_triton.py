@@ -91,9 +91,9 @@ def _linear(
     token = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     is_token = token < rows
-    own = column % width  # behind the last one others, whose results are not written
+    weight_row = column % width  # behind the last one others, whose results are not written
     x_source = x_ptr + token.to(tl.int64)[:, None] * x_stride + tl.arange(0, _PANEL)[None, :]
-    words = words_ptr + own[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
+    words = words_ptr + weight_row[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
     steps = tl.cdiv(panels, 2)
     split = tl.program_id(1)
     begin = split * steps // tl.num_programs(1)
@@ -101,18 +101,18 @@ def _linear(
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc = add_steps(
-        acc, x_source, is_token, words, scales_ptr + own, begin, end, panels, width, CODE, GROUP,
-        x_ptr.dtype.element_ty, BLOCK_N, EVEN, INTERPRETED,
+        acc, x_source, is_token, words, scales_ptr + weight_row, begin, end, panels, width, CODE,
+        GROUP, x_ptr.dtype.element_ty, BLOCK_N, EVEN, INTERPRETED,
     )  # fmt: skip
 
-    acc = tl.trans(times_factors(acc, scales_ptr + own, panels, width, CODE))
+    acc = tl.trans(times_factors(acc, scales_ptr + weight_row, panels, width, CODE))
     mask = is_token[:, None] & (column < width)[None, :]
     target = out_ptr + token.to(tl.int64)[:, None] * out_stride + column[None, :]
     if SPLIT:
         target += split.to(tl.int64) * rows * out_stride
     else:
         if bias_ptr is not None:
-            acc += tl.load(bias_ptr + own).to(tl.float32)[None, :]
+            acc += tl.load(bias_ptr + weight_row).to(tl.float32)[None, :]
         if ADD:
             acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)

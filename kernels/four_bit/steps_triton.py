@@ -15,12 +15,12 @@ _WORDS = tl.constexpr(PANEL_WORDS)
 
 @triton.jit
 def load_tokens(
-    source, is_place, panel, panels,
+    source, is_slot, panel, panels,
     HALF: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Load a panel's columns of tokens, transposed [64, BLOCK_M], zeros past the tile's end. Unless
     EVEN, the second HALF of a step may be past the last panel and is zeros, too."""
-    mask = is_place[:, None]
+    mask = is_slot[:, None]
     if HALF == 1 and not EVEN:
         column = panel * _PANEL + tl.arange(0, _PANEL)
         mask = mask & (column < panels * _PANEL)[None, :]

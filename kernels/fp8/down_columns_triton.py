@@ -17,7 +17,7 @@ from batchgen.kernels.fp8.fp8_linear_triton import block_product, scaled, weight
 from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, fitting_stages
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.slot_tile_triton import store_places, tile_of_program
+from batchgen.kernels.moe.slot_tile_triton import store_results, tile_of_program
 from batchgen.kernels.moe.tiled_layout_triton import load_panel, weights_operand
 
 
@@ -64,8 +64,8 @@ def _down_columns(
     if is_past:
         return
     start = tl.program_id(0) % programs * (COLUMNS * BLOCK_N)
-    place = first + tl.arange(0, BLOCK_M)
-    last = tl.minimum(place, end - 1)
+    index = first + tl.arange(0, BLOCK_M)
+    last = tl.minimum(index, end - 1)
     slot = tl.load(slots_ptr + last)
     slot_weight = tl.load(slot_weights_ptr + slot)
     n = tl.arange(0, BLOCK_N)
@@ -94,7 +94,7 @@ def _down_columns(
         next_w_scales = weight_scales(of_expert, scale_row, next_step, steps, SCALE_ROWS)
         acc += scaled(product, x_scales, w_scales, SWAP, SHARED)
         if is_last:
-            store_places(acc, out_ptr, slot, slot_weight, place < end, column + n, hidden, SWAP)
+            store_results(acc, out_ptr, slot, slot_weight, index < end, column + n, hidden, SWAP)
             acc = tl.zeros_like(acc)
         x_scales = next_x_scales
         w_scales = next_w_scales

@@ -30,7 +30,7 @@ def fp8_gate_up(
     added: Tensor | None = None,  # [T·k, 2·I], in the order of slots
     plain: Tensor | None = None,  # [T·k, I]
 ) -> None:
-    """Compute silu(gate·x) · (up·x) of every slot and quantise it, in the order of places. Adapters
+    """Compute silu(gate·x) · (up·x) of every slot and quantise it, in sorted order. Adapters
     have `added` to the products; what is quantised is also written to `plain`."""
     inner, hidden = out.shape[1], values.shape[1]
     grid = (alignment.most_tiles * triton.cdiv(inner, BLOCK),)
@@ -123,10 +123,10 @@ def _gate_up_tile(
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
-    place = first + tl.arange(0, BLOCK_M)
+    index = first + tl.arange(0, BLOCK_M)
     column = group * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the end repeat the last one, and columns past the last one others: without masks.
-    slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    slot = tl.load(slots_ptr + tl.minimum(index, end - 1))
     token = slot // slots_per_token
     row = column % inner
     k = tl.arange(0, BLOCK_K)
@@ -169,14 +169,14 @@ def _gate_up_tile(
     result = gate / (1.0 + tl.exp(-gate)) * up
     if SWAP:
         result = tl.trans(result)
-    mask = (place < end)[:, None] & (column < inner)[None, :]
+    mask = (index < end)[:, None] & (column < inner)[None, :]
     result = tl.where(column[None, :] < inner, result, 0.0)
-    target = place.to(tl.int64)[:, None] * inner + column[None, :]
+    target = index.to(tl.int64)[:, None] * inner + column[None, :]
     if plain_ptr is not None:
         tl.store(plain_ptr + target, result.to(plain_ptr.dtype.element_ty), mask=mask)
     values, scales = quantise_groups(result, 1, POWERS, INTERPRETED)
     tl.store(out_ptr + target, values, mask=mask)
-    tl.store(out_scales_ptr + group * out_scales_stride + place, scales, mask=place < end)
+    tl.store(out_scales_ptr + group * out_scales_stride + index, scales, mask=index < end)
 
 
 @triton.jit(do_not_specialize=_PLAIN[:1], do_not_specialize_on_alignment=TILE_ARGUMENTS)
@@ -216,8 +216,8 @@ def _down_tile(
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     SHARED: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
-    place = first + tl.arange(0, BLOCK_M)
-    last = tl.minimum(place, end - 1)
+    index = first + tl.arange(0, BLOCK_M)
+    last = tl.minimum(index, end - 1)
     column = first_column + tl.arange(0, BLOCK_N)
     row = column % hidden
     k = tl.arange(0, BLOCK_K)
@@ -244,4 +244,4 @@ def _down_tile(
         x_scales = next_x_scales
         w_scales = next_w_scales
 
-    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, SWAP)
+    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, index, end, column, hidden, SWAP)

@@ -20,9 +20,9 @@ def load_tile(
         tile = source.load([first_row, k])
     else:
         column = k + tl.arange(0, BLOCK_K)
-        places = source + (first_row.to(tl.int64) + row)[:, None] * depth + column[None, :]
+        pointers = source + (first_row.to(tl.int64) + row)[:, None] * depth + column[None, :]
         if EVEN_K:
-            tile = tl.load(places)
+            tile = tl.load(pointers)
         else:
-            tile = tl.load(places, mask=(column < depth)[None, :], other=0.0)
+            tile = tl.load(pointers, mask=(column < depth)[None, :], other=0.0)
     return tile

@@ -45,12 +45,12 @@ def _narrow_linear(
 ):  # fmt: skip
     """Each program computes some rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column, place = tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    column, index = tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + place[None, :]
-    w_tile = weight_ptr + column[:, None] * weight_stride + place[None, :]
+    x_tile = x_ptr + row.to(tl.int64)[:, None] * x_stride + index[None, :]
+    w_tile = weight_ptr + column[:, None] * weight_stride + index[None, :]
     for start in range(0, depth, DEPTH):
-        inside = (start + place < depth)[None, :]
+        inside = (start + index < depth)[None, :]
         x = tl.load(x_tile + start, mask=inside & (row < rows)[:, None], other=0.0)
         w = tl.load(w_tile + start, mask=inside & (column < width)[:, None], other=0.0)
         if INTERPRETED:  # which multiplies the bits of bfloat16 as integers

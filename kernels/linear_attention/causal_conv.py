@@ -81,7 +81,7 @@ def causal_conv_step_reference(
 ) -> Tensor:
     """`causal_conv_step` in PyTorch."""
     slots, taps = rows.slots, weight.shape[1]
-    pending, ring, new = rows.places(records.shape[1])
+    pending, ring, new = rows.ring_entries(records.shape[1])
     # [B, K − 1 + N, C]: the window, the pending records, and records that mean nothing.
     inputs = torch.cat([window[slots], records[slots[:, None], ring]], dim=1)
 

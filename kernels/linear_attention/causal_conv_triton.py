@@ -100,14 +100,14 @@ def _conv_step(
     ).to(tl.float32)
     x = x_ptr + row * WIDTH * x_stride + channel
     for j in tl.static_range(WIDTH):
-        place = j + tap - (TAPS - 1)
-        value = tl.load(x + place * x_stride, mask=inside & (place >= 0), other=0.0)
+        index = j + tap - (TAPS - 1)
+        value = tl.load(x + index * x_stride, mask=inside & (index >= 0), other=0.0)
         if j < TAPS - 1:
             before = _before(
-                window, records, first, pending + j + tap, inside & (place < 0), channels, TAPS,
+                window, records, first, pending + j + tap, inside & (index < 0), channels, TAPS,
                 RING,
             )  # fmt: skip
-            value = tl.where(place < 0, before, value)
+            value = tl.where(index < 0, before, value)
         total = tl.sum(value.to(tl.float32) * weight, axis=0)[None, :]
         if bias_ptr is not None:
             total += tl.load(bias_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
@@ -207,16 +207,16 @@ def _conv_windows(
             tokens, target = tl.load(entry), tl.load(entry + 1)
         if tokens > 0:
             for tap in tl.static_range(TAPS - 1):
-                place = tokens + tap
+                index = tokens + tap
                 old = tl.load(
-                    window + place * channels,
-                    mask=channel < tl.where(place < TAPS - 1, kept, 0), other=0.0,
+                    window + index * channels,
+                    mask=channel < tl.where(index < TAPS - 1, kept, 0), other=0.0,
                 )  # fmt: skip
                 new = tl.load(
-                    x + (place - (TAPS - 1)) * x_stride,
-                    mask=channel < tl.where(place < TAPS - 1, 0, channels), other=0.0,
+                    x + (index - (TAPS - 1)) * x_stride,
+                    mask=channel < tl.where(index < TAPS - 1, 0, channels), other=0.0,
                 )  # fmt: skip
                 # What is read here may be overwritten by other threads of the program.
                 tl.debug_barrier()
                 written = window_ptr + target * window_stride + tap * channels + channel
-                tl.store(written, tl.where(place < TAPS - 1, old, new), mask=inside)
+                tl.store(written, tl.where(index < TAPS - 1, old, new), mask=inside)

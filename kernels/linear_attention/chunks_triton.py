@@ -14,12 +14,12 @@ compiled once."""
 def row_of_chunk(starts_ptr, index, num_rows, CHUNK: tl.constexpr):
     """Find the row that a chunk belongs to, and the chunk's number in it: row r has the chunks from
     starts[r] // CHUNK + 2 · r on, of which none may be there."""
-    found = tl.full((), -1, tl.int32)
+    owner = tl.full((), -1, tl.int32)
     for begin in range(0, num_rows, _ROWS):
         row = begin + tl.arange(0, _ROWS)
         start = tl.load(starts_ptr + row, mask=row < num_rows, other=0)
-        found += tl.sum(((row < num_rows) & (start // CHUNK + 2 * row <= index)).to(tl.int32))
-    return found, index - (tl.load(starts_ptr + found) // CHUNK + 2 * found)
+        owner += tl.sum(((row < num_rows) & (start // CHUNK + 2 * row <= index)).to(tl.int32))
+    return owner, index - (tl.load(starts_ptr + owner) // CHUNK + 2 * owner)
 
 
 @triton.jit

@@ -141,9 +141,9 @@ def _delta_chunks(
     first, count = tokens_of_chunk(positions_ptr, start, end, chunk, CHUNK)
     if count <= 0:
         return
-    place, channel = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)[None, :]
-    inside = place < count
-    token = first.to(tl.int64) + place
+    token_index, channel = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)[None, :]
+    inside = token_index < count
+    token = first.to(tl.int64) + token_index
     tile = token[:, None] * qkv_stride + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + channel
     in_tile = inside[:, None] & (channel < KEY_DIM)
     query = tl.load(qkv_ptr + tile, mask=in_tile, other=0.0)
@@ -166,9 +166,9 @@ def _delta_chunks(
         key_norm = tl.where(inside, time_step_of(a, dt_bias), 0.0)
     # Differences of sums in float32 would lose the small decays that follow a large one.
     total = tl.cumsum(log_decay.to(tl.float64), axis=0)
-    whole = tl.sum(tl.where(place == CHUNK - 1, total, 0.0))
+    whole = tl.sum(tl.where(token_index == CHUNK - 1, total, 0.0))
 
-    i, j = place[:, None], place[None, :]
+    i, j = token_index[:, None], token_index[None, :]
     since = tl.where(i >= j, (total[:, None] - total[None, :]).to(tl.float32), float("-inf"))
     decays = tl.exp(since) * key_norm[None, :]
     keys_across = tl.trans(key)
@@ -177,7 +177,7 @@ def _delta_chunks(
     matrix = matrices_ptr + item * (MATRICES * CHUNK * CHUNK) + i * CHUNK + j
     dtype = matrices_ptr.dtype.element_ty
     tl.store(matrix + (MATRICES - 1) * (CHUNK * CHUNK), scores.to(dtype))
-    vector = vectors_ptr + item * (4 * CHUNK) + place
+    vector = vectors_ptr + item * (4 * CHUNK) + token_index
     since_start = tl.exp(total.to(tl.float32))
     tl.store(vector, since_start * key_norm)
     tl.store(vector + CHUNK, since_start * query_norm)
@@ -225,7 +225,7 @@ def _delta_scan(
     start, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
     if start >= end:
         return
-    place, channel = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    index, channel = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     value = block * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = channel < KEY_DIM, value < VALUE_DIM
     dtype = qkv_ptr.dtype.element_ty
@@ -247,8 +247,8 @@ def _delta_scan(
     for chunk in tl.range(0, chunks, num_stages=STAGES):
         first = tl.maximum(start + chunk * CHUNK - missing, start)
         last = tl.minimum(start + (chunk + 1) * CHUNK - missing, end)
-        inside = place < last - first
-        token = first.to(tl.int64) + place
+        inside = index < last - first
+        token = first.to(tl.int64) + index
         source = qkv_ptr + token[:, None] * qkv_stride
         in_keys = inside[:, None] & is_key[None, :]
         in_values = inside[:, None] & is_value[None, :]
@@ -256,15 +256,15 @@ def _delta_scan(
         key = tl.load(source + key_column[None, :], mask=in_keys, other=0.0)
         v = tl.load(source + value_column[None, :], mask=in_values, other=0.0)
         matrix = matrices_ptr + (item + chunk * VALUE_HEADS) * (MATRICES * CHUNK * CHUNK)
-        matrix += place[:, None] * CHUNK + place[None, :]
+        matrix += index[:, None] * CHUNK + index[None, :]
         if MATRICES == 2:
             solve = tl.load(matrix)
         scores = tl.load(matrix + (MATRICES - 1) * (CHUNK * CHUNK))
         vector = vectors_ptr + (item + chunk * VALUE_HEADS) * (4 * CHUNK)
         if MATRICES == 2:
-            from_state = tl.load(vector + place)
-        to_query = tl.load(vector + CHUNK + place)
-        to_state, decay = tl.load(vector + 2 * CHUNK + place), tl.load(vector + 3 * CHUNK)
+            from_state = tl.load(vector + index)
+        to_query = tl.load(vector + CHUNK + index)
+        to_state, decay = tl.load(vector + 2 * CHUNK + index), tl.load(vector + 3 * CHUNK)
 
         factor, update = state.to(dtype), v.to(tl.float32)
         if MATRICES == 2:

@@ -72,11 +72,11 @@ def delta_step_reference(
 
 def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows) -> Tensor:
     slots, width, repeats = rows.slots, rows.width, state.shape[1] // records.key.shape[2]
-    pending, places, new = rows.places(records.decay.shape[1])
+    pending, ring_entries, new = rows.ring_entries(records.decay.shape[1])
     current = state[slots]
     folded = pending // rows.fold * rows.fold
     for j in range(int(pending.max()) if len(slots) else 0):
-        update, key, decay = (record[slots, places[:, j]] for record in records)
+        update, key, decay = (record[slots, ring_entries[:, j]] for record in records)
         changed = _changed(current * decay[:, :, None, None], update, _repeat(key, repeats))
         current = torch.where((j < pending)[:, None, None, None], changed, current)
         last = folded == j + 1
@@ -89,8 +89,8 @@ def _step_rows(inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: 
         current = current * decay[:, j, :, None, None]
         update = beta[:, j, :, None] * value[:, j]
         if inputs.b is not None:
-            found = (current * wide_key[:, :, None, :]).sum(-1)
-            update = beta[:, j, :, None] * (value[:, j] - found)
+            recalled = (current * wide_key[:, :, None, :]).sum(-1)
+            update = beta[:, j, :, None] * (value[:, j] - recalled)
         current = _changed(current, update, wide_key)
         out[:, j] = (current * query[:, j, :, None, :]).sum(-1)
         for record, values in zip(records, (update, key[:, j], decay[:, j]), strict=True):
@@ -126,8 +126,8 @@ def delta_prefill_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRow
         while done < length:
             end = min(length, done + CHUNK - (position + done) % CHUNK)
             chunk = slice(first + done, first + end)
-            own, erases = _Tokens(*(x[chunk] for x in tokens)), inputs.b is not None
-            out[chunk], current = _run_chunk(own, current, erases)
+            chunk_tokens, erases = _Tokens(*(x[chunk] for x in tokens)), inputs.b is not None
+            out[chunk], current = _run_chunk(chunk_tokens, current, erases)
             for target in wanted.pop(end, ()):
                 state[target] = current
             done = end

@@ -15,8 +15,8 @@ Mamba2's rule has u = β · v, for which no state is read, and adds D · v to o.
 The first launch computes what does not depend on states: G, and the factors before each u_e. A
 program of the second holds some value channels of one head's state in registers. It reads them
 once, and writes them back only behind every `fold`-th token: the traffic of states is what the time
-is made of. A step of several tokens folds in registers where it passes such a place. So a token's
-entries are always those since the last such place, in one order, and neither drafts nor what became
+is made of. A step of several tokens folds in registers where it passes such a token. So a token's
+entries are always those since the last such token, in one order, and neither drafts nor what became
 of them change a bit.
 """
 
@@ -113,22 +113,22 @@ def _prepare_step(
     is_key = channel < KEY_DIM
     # The entries of the next token: `waiting` of them are from earlier steps.
     base, waiting = first + pending // FOLD * FOLD, pending % FOLD
-    place = slot * RING + (base + entry) % RING
+    entry_index = slot * RING + (base + entry) % RING
     keys = tl.load(
-        key_ptr + (place[:, None] * KEY_HEADS + key_head) * KEY_DIM + channel[None, :],
+        key_ptr + (entry_index[:, None] * KEY_HEADS + key_head) * KEY_DIM + channel[None, :],
         mask=(entry < waiting)[:, None] & is_key[None, :], other=0.0,
     )  # fmt: skip
 
     share: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    own = tl.arange(0, SHARE)
-    head, is_head = key_head * share + own, own < share
+    share_index = tl.arange(0, SHARE)
+    head, is_head = key_head * share + share_index, share_index < share
     # The decays behind each entry, and of all entries together: multiplied one by one, so that they
     # are the same whether their tokens are of this step or of earlier ones.
     since = tl.zeros([SHARE, ENTRIES], tl.float32)
     whole = tl.full([SHARE], 1.0, tl.float32)
     for e in tl.static_range(FOLD - 1):
         record = slot * RING + (base + e) % RING
-        there = own < tl.where(waiting > e, share, 0)
+        there = share_index < tl.where(waiting > e, share, 0)
         decay = tl.load(decay_ptr + record * VALUE_HEADS + head, mask=there, other=1.0)
         whole *= decay
         mine = entry == tl.where(waiting > e, e, -1)
@@ -210,8 +210,8 @@ def _delta_step(
     channel = tl.arange(0, GROUPS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     value, entry = block * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, ENTRIES)
     is_key, is_value = channel < KEY_DIM, value < VALUE_DIM
-    line, place = tl.arange(0, GROUPS * BLOCK_V)[:, None], tl.arange(0, SPAN)[None, :]
-    line_value, line_key = block * BLOCK_V + line % BLOCK_V, line // BLOCK_V * SPAN + place
+    line, index = tl.arange(0, GROUPS * BLOCK_V)[:, None], tl.arange(0, SPAN)[None, :]
+    line_value, line_key = block * BLOCK_V + line % BLOCK_V, line // BLOCK_V * SPAN + index
     tile = line_value * KEY_DIM + line_key
     in_tile = (line_key < KEY_DIM) & (line_value < VALUE_DIM)
 
@@ -225,7 +225,7 @@ def _delta_step(
     keys = key_ptr + key_head * KEY_DIM + channel
     updates = update_ptr + head * VALUE_DIM + value
     folded, waiting = pending // FOLD * FOLD, pending % FOLD
-    base, behind, token = first + folded, first + pending, row * width
+    base, end, token = first + folded, first + pending, row * width
     if folded > 0:
         state = _fold(
             state, updates, keys, decay_ptr + head, ring, first, folded, value, channel, RING,
@@ -252,14 +252,14 @@ def _delta_step(
             known = tl.zeros([ENTRIES, BLOCK_V], tl.float32)
             base += FOLD
             waiting -= FOLD
-        record = ring + (behind + j) % RING
+        record = ring + (end + j) % RING
         key, query, v, strength, whole, on_key, on_query = _load_token(
             keys, queries, values, gates, factors, record, token + j, is_key, is_value,
             qkv_stride, KEY_HEADS * KEY_DIM, VALUE_HEADS, ENTRIES,
         )  # fmt: skip
         if ERASES:
-            found = _over_keys(state, key) * whole + tl.sum(known * on_key[:, None], axis=0)
-            update = strength * (v - found)
+            recalled = _over_keys(state, key) * whole + tl.sum(known * on_key[:, None], axis=0)
+            update = strength * (v - recalled)
         else:
             update = strength * v
         known = tl.where((entry == waiting)[:, None], update[None, :], known)

@@ -29,15 +29,15 @@ class StepRows(NamedTuple):
 
     slots: Tensor  # [B] int64, the rows' state slots
     pending: Tensor  # [R] int32, read on the device; clamped to 0 … N
-    first: Tensor  # [R] int32: where in the ring the oldest pending one stands
+    first: Tensor  # [R] int32: the index in the ring of the oldest pending one
     width: int  # W; with 0 the step folds and does nothing else
     fold: int
 
-    def places(self, ring: int) -> tuple[Tensor, Tensor, Tensor]:
+    def ring_entries(self, ring: int) -> tuple[Tensor, Tensor, Tensor]:
         """Find the B rows' records in rings of N, as int64.
 
-        Returns the numbers of pending records [B], all places of the ring from the oldest pending
-        record on [B, N], and the places of the W new records [B, W].
+        Returns the numbers of pending records [B], the indices of all records in the ring from the
+        oldest pending one on [B, N], and those of the W new records [B, W].
         """
         pending = self.pending[self.slots].long().clamp(0, ring)
         first = self.first[self.slots].long()[:, None]

@@ -53,9 +53,9 @@ class ExpertAdapters(NamedTuple):
     def _add_(self, factors: ExpertFactors | None, out: Tensor, x: Tensor, slots: Tensor) -> None:
         if factors is None:
             return
-        own = self.adapter_slots[slots // self.ids.shape[1]]
-        pairs = own * self.num_experts + self.ids.flatten()[slots]
-        for pair in pairs[own > 0].unique().tolist():
+        adapter_slots = self.adapter_slots[slots // self.ids.shape[1]]
+        pairs = adapter_slots * self.num_experts + self.ids.flatten()[slots]
+        for pair in pairs[adapter_slots > 0].unique().tolist():
             slot, expert = divmod(pair, self.num_experts)
             index = (pairs == pair).nonzero().squeeze(1)
             for part, down, up in factors.products[slot - 1].get(expert, ()):
@@ -67,15 +67,15 @@ class ExpertAdapters(NamedTuple):
         ids, count = self.ids, self.ids.numel()
         factors = self.gate_up or self.down
         assert factors is not None
-        pairs, places = torch.empty((2, *ids.shape), dtype=torch.int32, device=ids.device)
+        pairs, sorted_indices = torch.empty((2, *ids.shape), dtype=torch.int32, device=ids.device)
         num_pairs = len(factors.stacked.down)
         _pair_slots[(triton.cdiv(count, _SLOTS),)](
             ids, self.adapter_slots, alignment.slots, alignment.tile_ends, alignment.num_tiles,
-            pairs, places, count, ids.shape[1], self.num_experts, num_pairs,
+            pairs, sorted_indices, count, ids.shape[1], self.num_experts, num_pairs,
             BLOCK=_SLOTS, num_warps=4,
         )  # fmt: skip
         aligned = moe_align(pairs, num_pairs, BLOCK_M, some_elsewhere=True)
-        return PairedSlots(self, aligned, places.flatten())
+        return PairedSlots(self, aligned, sorted_indices.flatten())
 
 
 class PairedSlots(NamedTuple):
@@ -83,39 +83,46 @@ class PairedSlots(NamedTuple):
 
     adapters: ExpertAdapters
     pairs: Alignment
-    places: Tensor  # [N] int32, the place of each slot among those sorted by expert
+    sorted_indices: Tensor  # [N] int32, the index of each slot among those sorted by expert
 
     def gate_up(self, x: Tensor, width: int) -> Tensor | None:
         """Compute what is added to the first product, as `SortedAdapters` says."""
         factors, k = self.adapters.gate_up, self.adapters.ids.shape[1]
         if factors is None:
             return None
-        out = torch.zeros((len(self.places), width), dtype=x.dtype, device=x.device)
+        out = torch.zeros((len(self.sorted_indices), width), dtype=x.dtype, device=x.device)
         return add_lora_triton_(out, x, self.pairs, *factors.stacked, rows=k)
 
     def add_down_(self, parts: Tensor, activated: Tensor, weights: Tensor) -> None:
         """Add to the second product, as `SortedAdapters` says."""
         if (factors := self.adapters.down) is not None:
             add_lora_triton_(
-                parts, activated, self.pairs, *factors.stacked, rows=self.places, weights=weights
+                parts,
+                activated,
+                self.pairs,
+                *factors.stacked,
+                rows=self.sorted_indices,
+                weights=weights,
             )
 
 
 @triton.jit(do_not_specialize=["count", "slots_per_token", "num_experts", "num_pairs"])
 def _pair_slots(
-    ids_ptr, adapter_slots_ptr, sorted_ptr, tile_ends_ptr, num_tiles_ptr, pairs_ptr, places_ptr,
+    ids_ptr, adapter_slots_ptr, sorted_ptr, tile_ends_ptr, num_tiles_ptr, pairs_ptr, indices_ptr,
     count, slots_per_token, num_experts, num_pairs, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the pairs of some slots, `num_pairs` for one without an adapter or whose
-    expert is elsewhere, and the places of some sorted slots."""
+    expert is elsewhere, and the indices of some sorted slots."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     expert = tl.load(ids_ptr + index, mask=inside, other=0)
-    own = tl.load(adapter_slots_ptr + index // slots_per_token, mask=inside, other=0).to(tl.int32)
-    pair = tl.where((own > 0) & (expert < num_experts), (own - 1) * num_experts + expert, num_pairs)
+    adapter = tl.load(adapter_slots_ptr + index // slots_per_token, mask=inside, other=0)
+    adapter = adapter.to(tl.int32)
+    pair = (adapter - 1) * num_experts + expert
+    pair = tl.where((adapter > 0) & (expert < num_experts), pair, num_pairs)
     tl.store(pairs_ptr + index, pair, mask=inside)
     # Sorted slots behind the last tile are of experts elsewhere, and mean nothing.
     num_tiles = tl.load(num_tiles_ptr)
     here = tl.load(tile_ends_ptr + tl.maximum(num_tiles - 1, 0), mask=num_tiles > 0, other=0)
     slot = tl.load(sorted_ptr + index, mask=index < here, other=0)
-    tl.store(places_ptr + slot, index, mask=index < here)
+    tl.store(indices_ptr + slot, index, mask=index < here)

@@ -79,8 +79,8 @@ def add_lora_columns_(
     if tokens.alignment is not None:
         return add_hidden_triton_(out, hidden.unsqueeze(0), tokens.alignment, up, blocks)
     for first, end, at in blocks.tolist():
-        own = up[tokens.slots - 1, first:end].float()
-        added = torch.einsum("tnr,tr->tn", own, hidden[:, at : at + up.shape[2]])
+        factors = up[tokens.slots - 1, first:end].float()
+        added = torch.einsum("tnr,tr->tn", factors, hidden[:, at : at + up.shape[2]])
         total = (out[:, first:end].float() + added).to(out.dtype)
         out[:, first:end] = torch.where(tokens.slots[:, None] == 0, out[:, first:end], total)
     return out

@@ -113,8 +113,8 @@ def _down(
     if is_none:
         return
     split = tl.program_id(1)
-    place = first + tl.arange(0, BLOCK_M)
-    token = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    index = first + tl.arange(0, BLOCK_M)
+    token = tl.load(slots_ptr + tl.minimum(index, end - 1))
     r = tl.program_id(0) % COLUMNS * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
     x_row = token // x_rows
@@ -126,8 +126,8 @@ def _down(
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     part = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     begin = split * share
-    behind = depth if ALL_PARTS else tl.minimum(begin + share, depth)
-    for start in range(begin, behind, BLOCK_K):
+    end_column = depth if ALL_PARTS else tl.minimum(begin + share, depth)
+    for start in range(begin, end_column, BLOCK_K):
         inside = (start + k < depth)[None, :]
         x = tl.load(x_tile + start, mask=inside, other=0.0)
         a = tl.load(a_tile + start, mask=inside, other=0.0)
@@ -141,7 +141,7 @@ def _down(
             part = tl.where(is_last, 0.0, part)
     total += part
     target = hidden_ptr + (split * count + token).to(tl.int64)[:, None] * ranks + r[None, :]
-    tl.store(target, total, mask=(place < end)[:, None] & (r < ranks)[None, :])
+    tl.store(target, total, mask=(index < end)[:, None] & (r < ranks)[None, :])
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
@@ -161,8 +161,8 @@ def _up(
     begin = tl.load(blocks_ptr + block * 3)
     last = tl.load(blocks_ptr + block * 3 + 1)
     at = tl.load(blocks_ptr + block * 3 + 2)
-    place = first + tl.arange(0, BLOCK_M)
-    token = tl.load(slots_ptr + tl.minimum(place, end - 1)).to(tl.int64)
+    index = first + tl.arange(0, BLOCK_M)
+    token = tl.load(slots_ptr + tl.minimum(index, end - 1)).to(tl.int64)
     r = tl.arange(0, BLOCK_R)
     b_tile = up_ptr + adapter.to(tl.int64) * width * RANK + r[None, :]
     source = hidden_ptr + token[:, None] * ranks + (at + r)[None, :]
@@ -183,7 +183,7 @@ def _up(
         if weights_ptr is not None:
             total *= tl.load(weights_ptr + token)[:, None]
         target = out_ptr + token[:, None] * out_stride + n[None, :]
-        there = (place < end)[:, None] & (n < last)[None, :]
+        there = (index < end)[:, None] & (n < last)[None, :]
         before = tl.load(target, mask=there, other=0.0).to(tl.float32)
         tl.store(target, (before + total).to(out_ptr.dtype.element_ty), mask=there)
 

@@ -28,8 +28,10 @@ _WIDE = AbsorbedConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1)
 
 def decode_span(num_heads: int, width: int, itemsize: int) -> int:
     """Return how many heads a decode step's program takes, a divisor of all; 0 if none fits."""
-    most = absorbed_config(64, itemsize).queries // width
-    return max((n for n in range(1, num_heads + 1) if not num_heads % n and n <= most), default=0)
+    max_rows = absorbed_config(64, itemsize).queries // width
+    return max(
+        (n for n in range(1, num_heads + 1) if not num_heads % n and n <= max_rows), default=0
+    )
 
 
 def decode_config(q: Tensor, queries: int, items: int, rules: BitRules) -> AbsorbedConfig:

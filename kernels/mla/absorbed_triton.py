@@ -154,10 +154,10 @@ def _latent_decode(
                 target = out + (token * (GROUPS * SPAN) + head) * SIZE
                 _store(target, exists, sum0, sum1, sum2, sum3, weights, SIZE, PART)
             else:
-                place = (partial_index * GROUPS + group) * (WIDTH * SPAN) + query
+                offset = (partial_index * GROUPS + group) * (WIDTH * SPAN) + query
                 log_sum = tl.where(unseen, -float("inf"), top + tl.log2(weights))
-                tl.store(log_sums + place, log_sum, mask=exists)
-                room = partial + place * SIZE
+                tl.store(log_sums + offset, log_sum, mask=exists)
+                room = partial + offset * SIZE
                 _store(room, exists, sum0, sum1, sum2, sum3, weights, SIZE, PART)
 
 

@@ -45,7 +45,7 @@ class ExpandedPlan:
     """Where the contexts of B rows go, and how their queries are cut; all layers share it."""
 
     slots: Tensor  # [S] int64, the KV slots of all contexts, row by row
-    places: Tensor  # [B] int32, where each row's context begins among them
+    row_starts: Tensor  # [B] int32, where each row's context begins among them
     tiles: Tensor  # [num_tiles, 3] int32 from `prefill_plan.cut_tiles`
     config: ExpandedConfig  # the sizes that the tiles were cut for
 
@@ -90,9 +90,9 @@ def plan_expanded(
     config = _config(key_size, value_size, itemsize)
     device = block_tables.device
     lens = torch.tensor(context_lens, dtype=torch.int64)
-    places = lens.cumsum(0) - lens
+    row_starts = lens.cumsum(0) - lens
     rows = row_indices(lens)
-    positions = torch.arange(len(rows)) - places[rows]
+    positions = torch.arange(len(rows)) - row_starts[rows]
     tiles = cut_tiles(query_lens, config.block_m, context_lens)
     slots = slot_mapping(
         upload_tensor(positions, device),
@@ -101,7 +101,7 @@ def plan_expanded(
         block_size,
     )
     return ExpandedPlan(
-        slots, upload_tensor(places.int(), device), upload_tensor(tiles, device), config
+        slots, upload_tensor(row_starts.int(), device), upload_tensor(tiles, device), config
     )
 
 
@@ -138,7 +138,7 @@ def expanded_attention(
     assert out.shape == (tokens, num_heads, size) and out.is_contiguous() and out.dtype == q.dtype
     config = plan.config
     _expanded_attention[(len(plan.tiles) * num_heads,)](
-        q, key_values, keys, positions, plan.places, plan.tiles, out, scale * math.log2(math.e),
+        q, key_values, keys, positions, plan.row_starts, plan.tiles, out, scale * math.log2(math.e),
         q.stride(0), keys.stride(0), HEADS=num_heads,
         FIXED=fixed, FIXED_PAD=max(16, triton.next_power_of_2(fixed)),
         ROTATED=rotated, ROTATED_PAD=max(16, triton.next_power_of_2(rotated)),
@@ -152,7 +152,7 @@ def expanded_attention(
 
 @triton.jit
 def _expanded_attention(
-    q, key_values, keys, positions, places, tiles, out, scale_log2, q_stride, key_stride,
+    q, key_values, keys, positions, row_starts, tiles, out, scale_log2, q_stride, key_stride,
     HEADS: tl.constexpr, FIXED: tl.constexpr, FIXED_PAD: tl.constexpr, ROTATED: tl.constexpr,
     ROTATED_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -181,9 +181,9 @@ def _expanded_attention(
     # Every query of the tile sees the keys before `common`, and none sees those from `limit` on.
     common = (tl.load(positions + first).to(tl.int32) + 1) // BLOCK_N * BLOCK_N
     limit = tl.max(last_seen, 0) + 1
-    place = tl.load(places + row).to(tl.int64)
-    keys += place * key_stride
-    key_values += (place * HEADS + head) * (FIXED + SIZE)
+    row_start = tl.load(row_starts + row).to(tl.int64)
+    keys += row_start * key_stride
+    key_values += (row_start * HEADS + head) * (FIXED + SIZE)
 
     # Every query sees position 0, so its `top` is finite after the first tile of keys.
     acc = tl.zeros([BLOCK_M, SIZE_PAD], tl.float32)

@@ -100,10 +100,10 @@ def _prepare_latent(
 
     for start in range(0, HEADS, HEAD_BLOCK):
         head = start + tl.arange(0, HEAD_BLOCK)[:, None]
-        place = q_ptr + token * q_stride + head * QUERY + (QUERY - ROTATED) + pair[None, :]
+        pointers = q_ptr + token * q_stride + head * QUERY + (QUERY - ROTATED) + pair[None, :]
         mask = (head < HEADS) & paired[None, :]
-        near = tl.load(place, mask=mask, other=0.0)
-        far = tl.load(place + ROTATED // 2, mask=mask, other=0.0)
+        near = tl.load(pointers, mask=mask, other=0.0)
+        far = tl.load(pointers + ROTATED // 2, mask=mask, other=0.0)
         near, far = rotate_pairs(near, far, cos[None, :], sin[None, :])
-        tl.store(place, near, mask=mask)
-        tl.store(place + ROTATED // 2, far, mask=mask)
+        tl.store(pointers, near, mask=mask)
+        tl.store(pointers + ROTATED // 2, far, mask=mask)

@@ -102,8 +102,8 @@ def attend_part(
         if index is None:
             _attend_form(q, plane, expansion, rotated, form, scale, out, scales)
         else:
-            found = out.new_empty((len(index), *out.shape[1:]))
-            part = (q[index], plane, expansion, rotated, form, scale, found, scales)
+            part_out = out.new_empty((len(index), *out.shape[1:]))
+            part = (q[index], plane, expansion, rotated, form, scale, part_out, scales)
             out[index] = _attend_form(*part)
     return out
 

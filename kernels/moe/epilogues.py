@@ -33,7 +33,7 @@ class SortedAdapters(Protocol):
         order of slots; None if they add nothing."""
 
     def add_down_(self, parts: Tensor, activated: Tensor, weights: Tensor) -> None:
-        """Add what adapters make of `activated` [N, I], in the order of places, times the slots'
+        """Add what adapters make of `activated` [N, I], in sorted order, times the slots'
         weights [T, k], to `parts` [N, H], in the order of slots."""
 
 

@@ -59,11 +59,11 @@ def grouped_mlp_cpu(
         if adapters is not None:
             adapters.add_gate_up_(wide, rows, pairs)
         inner = gated(wide, epilogues.clamped, epilogues.function)
-        found = _by_expert(inner, down, group, lengths)
+        outputs = _by_expert(inner, down, group, lengths)
         if adapters is not None:
-            adapters.add_down_(found, inner, pairs)
+            adapters.add_down_(outputs, inner, pairs)
         # One row after another is added: a token's parts in the order of their experts.
-        total.index_add_(0, tokens, found * weight_of_pair.index_select(0, pairs))
+        total.index_add_(0, tokens, outputs * weight_of_pair.index_select(0, pairs))
     return total.to(x.dtype)
 
 
@@ -84,5 +84,5 @@ def _by_expert(
 ) -> Tensor:
     """Multiply rows [R, K], of which each expert has its count, by its weight [N, K], to [R, N]."""
     pieces = zip(rows.split(counts), experts, strict=True)
-    found = [products(piece, expert) for piece, expert in pieces if len(piece)]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    outputs = [products(piece, expert) for piece, expert in pieces if len(piece)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

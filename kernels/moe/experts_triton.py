@@ -92,12 +92,14 @@ def grouped_parts_triton(
 ) -> Tensor:
     """Compute what `grouped_mlp_triton` adds up: [T·k, H], dtype of x, the slots' results times
     their weights. There must be tokens. Nothing is written for slots whose expert is elsewhere."""
-    own, hidden, _ = experts.sizes
+    rank_experts, hidden, _ = experts.sizes
     assert x.shape[1] == hidden and x.stride(1) == 1
     assert weights.shape == ids.shape and len(ids) == len(x) and weights.is_contiguous()
-    num_routed = num_routed or own
-    tiles = tiles or experts.tiles(ids.numel() * own // num_routed)
-    alignment = moe_align(ids, own, tiles.block_m, some_elsewhere=num_routed > own)
+    num_routed = num_routed or rank_experts
+    tiles = tiles or experts.tiles(ids.numel() * rank_experts // num_routed)
+    alignment = moe_align(
+        ids, rank_experts, tiles.block_m, some_elsewhere=num_routed > rank_experts
+    )
     parts = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
     experts.multiply(x, alignment, tiles, weights, epilogues, parts)
     return parts

@@ -1,10 +1,10 @@
-"""The two matrix products of experts, in Triton: a tile of places with the weights of its expert.
+"""The two matrix products of experts, in Triton: a tile of slots with the weights of their expert.
 
-The first product makes silu(gate) · up of each slot in the order of places (see `Alignment`), so
+The first product makes silu(gate) · up of each slot in sorted order (that of `Alignment.slots`), so
 that the rows of a tile lie side by side for the second. That one multiplies by the slot's weight
 and writes in the order of slots, in which a token's results lie side by side for their sum.
 
-A program computes BLOCK_M places times BLOCK_N columns. With few tokens, reading the weights takes
+A program computes BLOCK_M slots times BLOCK_N columns. With few tokens, reading the weights takes
 all the time; then SWAP makes the weights the left operand, since Hopper's matrix instructions take
 at least 64 rows on the left, but as few as 8 columns on the right. With HALVE an expert's last tile
 that is at most half full is computed as one of half the rows. Tiled weights (`tiled_layout.py`) are
@@ -45,7 +45,7 @@ def gate_up_product(
     added: Tensor | None = None,  # [T·k, parts · I], in the order of slots
 ) -> None:
     """Compute silu(gate·x) · (up·x) of every slot in float32, or what `epilogues` say, into `out`
-    in the order of places. Adapters have `added` to the products before the gate."""
+    in sorted order. Adapters have `added` to the products before the gate."""
     inner, hidden = out.shape[1], x.shape[1]
     limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
@@ -59,7 +59,7 @@ def gate_up_product(
 
 
 def down_product(
-    x: Tensor,  # [N, I], contiguous, in the order of places
+    x: Tensor,  # [N, I], contiguous, in sorted order
     weight: Tensor,  # [E, H, I] or its panels, contiguous
     slot_weights: Tensor,  # [N] float32, in the order of slots
     alignment: Alignment,
@@ -186,10 +186,10 @@ def _gate_up_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    place = first + tl.arange(0, BLOCK_M)
+    index = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     # Rows past the end repeat the last one, and columns past the last one others: without masks.
-    slot = tl.load(slots_ptr + tl.minimum(place, end - 1))
+    slot = tl.load(slots_ptr + tl.minimum(index, end - 1))
     row = column % inner
     PART_K: tl.constexpr = _PANEL if PANELS else BLOCK_K
     k = tl.arange(0, PART_K)
@@ -224,8 +224,8 @@ def _gate_up_tile(
         result = (gate * gate).to(out_ptr.dtype.element_ty)
     if SWAP:
         result = tl.trans(result)
-    target = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]
-    tl.store(target, result, mask=(place < end)[:, None] & (column < inner)[None, :])
+    target = out_ptr + index.to(tl.int64)[:, None] * inner + column[None, :]
+    tl.store(target, result, mask=(index < end)[:, None] & (column < inner)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=TILE_ARGUMENTS)
@@ -263,8 +263,8 @@ def _down_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    place = first + tl.arange(0, BLOCK_M)
-    last = tl.minimum(place, end - 1)
+    index = first + tl.arange(0, BLOCK_M)
+    last = tl.minimum(index, end - 1)
     column = first_column + tl.arange(0, BLOCK_N)
     row = column % hidden
     PART_K: tl.constexpr = _PANEL if PANELS else BLOCK_K
@@ -281,4 +281,4 @@ def _down_tile(
         acc = _add_products(acc, x, weights, SWAP, INTERPRETED)
 
     acc = with_bias(acc, bias_ptr, expert, hidden, row, SWAP)
-    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, SWAP)
+    store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, index, end, column, hidden, SWAP)

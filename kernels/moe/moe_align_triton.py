@@ -38,16 +38,17 @@ of tokens."""
 class Alignment(NamedTuple):
     """Slots by expert; all tensors are int32.
 
-    Where a slot stands in `slots` is its place. Slots whose expert is elsewhere have no place, and
-    as many last entries are not written; nor are entries past `num_tiles`.
+    Other modules call the order of `slots` *sorted order*. Slots whose expert is on another rank
+    are not in it, and that many of its last entries are not written; nor are entries of tiles past
+    `num_tiles`.
     """
 
     slots: Tensor  # [N], sorted by expert, ascending within an expert
     tile_experts: Tensor  # [most_tiles]
-    tile_firsts: Tensor  # [most_tiles] the first place of each tile
-    tile_ends: Tensor  # [most_tiles] the place after the last one
+    tile_firsts: Tensor  # [most_tiles] the index in `slots` of each tile's first slot
+    tile_ends: Tensor  # [most_tiles] the index after its last slot
     num_tiles: Tensor  # [1]
-    block_m: int  # the places of a tile; an expert's last one may have fewer
+    block_m: int  # the slots of a tile; an expert's last one may have fewer
 
     @property
     def most_tiles(self) -> int:
@@ -64,38 +65,38 @@ def bound_of_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
 def moe_align(
     ids: Tensor, num_experts: int, block_m: int, *, some_elsewhere: bool = False
 ) -> Alignment:
-    """Sort the slots by expert and cut them into tiles of `block_m` places, in one launch or three.
+    """Sort the slots by expert and cut them into tiles of `block_m` slots, in one launch or three.
 
     `ids` [T, k] int32, contiguous, are in [0, num_experts), or num_experts for an expert elsewhere
     if `some_elsewhere`. This is not checked on a GPU.
     """
     assert ids.is_contiguous() and ids.dtype == torch.int32
     num_slots, device = ids.numel(), ids.device
-    most = bound_of_tiles(num_slots, num_experts, block_m)
+    max_tiles = bound_of_tiles(num_slots, num_experts, block_m)
     slots = torch.empty(num_slots, dtype=torch.int32, device=device)
-    tiles = torch.empty((3, most), dtype=torch.int32, device=device)
+    tiles = torch.empty((3, max_tiles), dtype=torch.int32, device=device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
-    found = Alignment(slots, tiles[0], tiles[1], tiles[2], num_tiles, block_m)
+    alignment = Alignment(slots, tiles[0], tiles[1], tiles[2], num_tiles, block_m)
     block_e = triton.next_power_of_2(num_experts + some_elsewhere)
     if num_slots <= FEW_SLOTS and num_experts <= _FEW_EXPERTS:
         block = max(128, triton.next_power_of_2(num_slots))
         _align_expert[(num_experts,)](
-            ids, *found[:-1], num_slots,
+            ids, *alignment[:-1], num_slots,
             BLOCK_M=block_m, BLOCK_E=block_e, BLOCK=block, num_warps=4 if block <= 2048 else 8,
         )  # fmt: skip
-        return found
+        return alignment
     chunks = triton.cdiv(num_slots, _CHUNK)
-    counts, places = torch.empty((2, chunks, block_e), dtype=torch.int32, device=device)
+    counts, chunk_starts = torch.empty((2, chunks, block_e), dtype=torch.int32, device=device)
     _count_chunk[(chunks,)](ids, counts, num_slots, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4)
-    _add_counts[(max(chunks, triton.cdiv(most, _TILES)),)](
-        counts, places, *found[1:-1], chunks, num_experts,
+    _add_counts[(max(chunks, triton.cdiv(max_tiles, _TILES)),)](
+        counts, chunk_starts, *alignment[1:-1], chunks, num_experts,
         BLOCK_M=block_m, BLOCK_E=block_e, COUNT_ROWS=max(1, _COUNTS // block_e), TILES=_TILES,
         num_warps=8,
     )  # fmt: skip
     _place_chunk[(chunks,)](
-        ids, places, slots, num_slots, num_experts, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4
+        ids, chunk_starts, slots, num_slots, num_experts, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4
     )
-    return found
+    return alignment
 
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
@@ -105,25 +106,25 @@ def _align_expert(
 ):  # fmt: skip
     """Each program writes the slots and the tiles of one expert; BLOCK is at least `num_slots`."""
     MOST_TILES: tl.constexpr = (BLOCK + BLOCK_M - 1) // BLOCK_M
-    own = tl.program_id(0)
+    own_expert = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     slot = tl.arange(0, BLOCK)
     inside = slot < num_slots
     ids = tl.load(ids_ptr + slot, mask=inside, other=0)
     counts = tl.histogram(ids, BLOCK_E, mask=inside)
-    first = tl.sum(tl.where(expert < own, counts, 0), axis=0)
-    end = first + tl.sum(tl.where(expert == own, counts, 0), axis=0)
-    mine = (inside & (ids == own)).to(tl.int32)
+    first = tl.sum(tl.where(expert < own_expert, counts, 0), axis=0)
+    end = first + tl.sum(tl.where(expert == own_expert, counts, 0), axis=0)
+    mine = (inside & (ids == own_expert)).to(tl.int32)
     tl.store(slots_ptr + first + tl.cumsum(mine, axis=0) - mine, slot, mask=mine != 0)
     tile_counts = (counts + BLOCK_M - 1) // BLOCK_M
-    tile = tl.sum(tl.where(expert < own, tile_counts, 0), axis=0)
+    tile = tl.sum(tl.where(expert < own_expert, tile_counts, 0), axis=0)
     count = tl.cdiv(end - first, BLOCK_M)
     index = tl.arange(0, MOST_TILES)
     begin = first + index * BLOCK_M
-    tl.store(tile_experts_ptr + tile + index, own, mask=index < count)
+    tl.store(tile_experts_ptr + tile + index, own_expert, mask=index < count)
     tl.store(tile_firsts_ptr + tile + index, begin, mask=index < count)
     tl.store(tile_ends_ptr + tile + index, tl.minimum(begin + BLOCK_M, end), mask=index < count)
-    if own == tl.num_programs(0) - 1:
+    if own_expert == tl.num_programs(0) - 1:
         tl.store(num_tiles_ptr, tile + count)
 
 
@@ -139,13 +140,13 @@ def _count_chunk(ids_ptr, counts_ptr, num_slots, BLOCK_E: tl.constexpr, CHUNK: t
 
 @triton.jit(do_not_specialize=["chunks", "experts"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _add_counts(
-    counts_ptr, places_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, chunks,
+    counts_ptr, starts_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, chunks,
     experts,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COUNT_ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Each program writes TILES tiles and, for one chunk, where each expert's slots begin, less the
     chunk's slots of earlier experts."""
-    own = tl.program_id(0)
+    own_chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     all_rows = tl.zeros([COUNT_ROWS, BLOCK_E], tl.int32)
     rows_before = tl.zeros([COUNT_ROWS, BLOCK_E], tl.int32)
@@ -154,18 +155,20 @@ def _add_counts(
         source = counts_ptr + chunk * BLOCK_E + expert[None, :]
         some = tl.load(source, mask=chunk < chunks, other=0)
         all_rows += some
-        rows_before += tl.where(chunk < own, some, 0)
+        rows_before += tl.where(chunk < own_chunk, some, 0)
     counts = tl.sum(all_rows, axis=0)
     ends = tl.cumsum(counts, axis=0)
-    if own < chunks:
-        inside = tl.load(counts_ptr + own * BLOCK_E + expert)
+    if own_chunk < chunks:
+        inside = tl.load(counts_ptr + own_chunk * BLOCK_E + expert)
         first = ends - counts + tl.sum(rows_before, axis=0)
-        tl.store(places_ptr + own * BLOCK_E + expert, first - tl.cumsum(inside, axis=0) + inside)
+        tl.store(
+            starts_ptr + own_chunk * BLOCK_E + expert, first - tl.cumsum(inside, axis=0) + inside
+        )
 
     tile_counts = tl.where(expert < experts, (counts + BLOCK_M - 1) // BLOCK_M, 0)
     tile_ends = tl.cumsum(tile_counts, axis=0)
     total = tl.sum(tile_counts, axis=0)
-    tile = own * TILES + tl.arange(0, TILES)
+    tile = own_chunk * TILES + tl.arange(0, TILES)
     of_tile = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
     chosen = expert[None, :] == of_tile[:, None]
     index = tile - tl.sum(tl.where(chosen, (tile_ends - tile_counts)[None, :], 0), axis=1)
@@ -174,13 +177,13 @@ def _add_counts(
     tl.store(tile_experts_ptr + tile, of_tile, mask=tile < total)
     tl.store(tile_firsts_ptr + tile, begin, mask=tile < total)
     tl.store(tile_ends_ptr + tile, tl.minimum(begin + BLOCK_M, end), mask=tile < total)
-    if own == 0:
+    if own_chunk == 0:
         tl.store(num_tiles_ptr, total)
 
 
 @triton.jit(do_not_specialize=["num_slots", "experts"])
 def _place_chunk(
-    ids_ptr, places_ptr, slots_ptr, num_slots, experts,
+    ids_ptr, starts_ptr, slots_ptr, num_slots, experts,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Each program sorts the slots of one chunk and writes them to their places."""
@@ -191,5 +194,5 @@ def _place_chunk(
     ordered = tl.sort(ids * CHUNK + index)
     expert = ordered // CHUNK
     here = expert < experts
-    place = tl.load(places_ptr + tl.program_id(0) * BLOCK_E + expert, mask=here, other=0) + index
-    tl.store(slots_ptr + place, first + ordered % CHUNK, mask=here)
+    target = tl.load(starts_ptr + tl.program_id(0) * BLOCK_E + expert, mask=here, other=0) + index
+    tl.store(slots_ptr + target, first + ordered % CHUNK, mask=here)

@@ -82,4 +82,4 @@ def choose_moe_tiles(num_slots: int, gate_up: Tensor) -> MoETiles:
 
 def tiles_of_panels(num_slots: int, num_experts: int) -> MoETiles:
     """Look up how to cut the products of this many slots with weights of 16 bits in panels."""
-    return next(tiles for most, tiles in TABLE if num_slots <= most * num_experts)
+    return next(tiles for max_slots, tiles in TABLE if num_slots <= max_slots * num_experts)

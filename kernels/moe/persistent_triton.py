@@ -68,7 +68,9 @@ def _down_tiles(
                 values = values.to(tl.float32)
                 weights = weights.to(tl.float32)
             acc = tl.dot(values, tl.trans(weights), acc, input_precision="ieee")
-        place = first + tl.arange(0, BLOCK_M)
+        slot_index = first + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
         acc = with_bias(acc, bias_ptr, expert, hidden, column % hidden, False)
-        store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, place, end, column, hidden, False)
+        store_slots(
+            acc, out_ptr, slots_ptr, slot_weights_ptr, slot_index, end, column, hidden, False
+        )

@@ -66,16 +66,16 @@ def store_slots(
     without the places from `end` on and columns from `width` on."""
     slot = tl.load(slots_ptr + tl.minimum(offsets, end - 1))
     weight = tl.load(slot_weights_ptr + slot)
-    store_places(acc, out_ptr, slot, weight, offsets < end, column, width, SWAP)
+    store_results(acc, out_ptr, slot, weight, offsets < end, column, width, SWAP)
 
 
 @triton.jit
-def store_places(
-    acc, out_ptr, slot, slot_weight, is_place, column, width, SWAP: tl.constexpr,
+def store_results(
+    acc, out_ptr, slot, slot_weight, is_slot, column, width, SWAP: tl.constexpr,
 ):  # fmt: skip
     """`store_slots` of places whose slots and slot weights are loaded already."""
     if SWAP:
         acc = tl.trans(acc)
     result = (acc * slot_weight[:, None]).to(out_ptr.dtype.element_ty)
     target = out_ptr + slot.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(target, result, mask=is_place[:, None] & (column < width)[None, :])
+    tl.store(target, result, mask=is_slot[:, None] & (column < width)[None, :])

@@ -52,8 +52,8 @@ def add_sum_norm(
     assert stream.is_contiguous() and stream.dtype == partial.dtype
     normed = torch.empty_like(stream)
     row_bytes = partial.shape[1] * partial.itemsize
-    most = max_launch_rows(len(partial), row_bytes, peers)
-    for at, rows in row_chunks(len(partial), most, lane, peers):
+    max_rows = max_launch_rows(len(partial), row_bytes, peers)
+    for at, rows in row_chunks(len(partial), max_rows, lane, peers):
         _launch(
             stream[rows], partial[rows], weight, normed[rows], eps, peers, at,
             adds=residual is not None,
@@ -124,17 +124,17 @@ def _one_shot(
     end = rows + AHEAD * programs
     for sent in tl.range(tl.program_id(0), end, programs):
         if sent < rows:
-            place = sent * size + column
-            own = sendable(tl.load(partial_ptr + place, mask=mask, other=0), EMPTY)
-            send(own, place, mask, addresses_ptr, start, inbox_bytes, RANK, SIZE)
+            offset = sent * size + column
+            own_part = sendable(tl.load(partial_ptr + offset, mask=mask, other=0), EMPTY)
+            send(own_part, offset, mask, addresses_ptr, start, inbox_bytes, RANK, SIZE)
         row = sent - AHEAD * programs
         if row >= 0:
-            place = row * size + column
+            offset = row * size + column
             bits = _row_sum(
-                stream_ptr, partial_ptr, place, place, mask, addresses_ptr, start, inbox_bytes,
+                stream_ptr, partial_ptr, offset, offset, mask, addresses_ptr, start, inbox_bytes,
                 ADDS, RANK, SIZE, EMPTY,
             )  # fmt: skip
-            _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, place, mask, size, eps)
+            _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, offset, mask, size, eps)
 
 
 @triton.jit(do_not_specialize=["start", "rows"])
@@ -156,9 +156,9 @@ def _two_shot(
         if sent < groups:
             for peer in tl.static_range(SIZE):
                 if peer != RANK:
-                    place = (sent * SIZE + peer) * size + column
-                    mask = inside & (place < rows * size)
-                    part = tl.load(partial_ptr + place, mask=mask, other=0)
+                    offset = (sent * SIZE + peer) * size + column
+                    mask = inside & (offset < rows * size)
+                    part = tl.load(partial_ptr + offset, mask=mask, other=0)
                     send_to(
                         peer, sendable(part, EMPTY), sent * size + column, mask, addresses_ptr,
                         start, inbox_bytes, RANK,
@@ -166,26 +166,26 @@ def _two_shot(
         group = sent - programs
         row = group * SIZE + RANK
         if (group >= 0) & (row < rows):
-            place = row * size + column
+            offset = row * size + column
             box = group * size + column
             bits = _row_sum(
-                stream_ptr, partial_ptr, place, box, inside, addresses_ptr, start, inbox_bytes,
+                stream_ptr, partial_ptr, offset, box, inside, addresses_ptr, start, inbox_bytes,
                 ADDS, RANK, SIZE, EMPTY,
             )  # fmt: skip
             send(bits, box, inside, addresses_ptr, of_sums, inbox_bytes, RANK, SIZE)
-            _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, place, inside, size, eps)
+            _finish_row(stream_ptr, weight, weight_ptr, normed_ptr, bits, offset, inside, size, eps)
         group -= programs
         if group >= 0:
             for peer in tl.static_range(SIZE):
                 if peer != RANK:
-                    place = (group * SIZE + peer) * size + column
-                    mask = inside & (place < rows * size)
+                    offset = (group * SIZE + peer) * size + column
+                    mask = inside & (offset < rows * size)
                     bits = receive(
                         peer, group * size + column, mask, addresses_ptr, of_sums, inbox_bytes,
                         partial_ptr.dtype.element_ty, RANK, EMPTY,
                     )  # fmt: skip
                     _finish_row(
-                        stream_ptr, weight, weight_ptr, normed_ptr, bits, place, mask, size, eps
+                        stream_ptr, weight, weight_ptr, normed_ptr, bits, offset, mask, size, eps
                     )
 
 
@@ -194,16 +194,16 @@ def _row_sum(
     stream_ptr, partial_ptr, offsets, box, mask, addresses_ptr, start, inbox_bytes,
     ADDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of a row, which arrive at the places `box` of the inboxes; return the bits
+    """Add up the parts of a row, which arrive at the offsets `box` of the inboxes; return the bits
     of the sum."""
     dtype: tl.constexpr = stream_ptr.dtype.element_ty
     bits_dtype: tl.constexpr = partial_ptr.dtype.element_ty
     total = tl.zeros(offsets.shape, tl.float32)
     if ADDS:
         total = tl.load(stream_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    own = sendable(tl.load(partial_ptr + offsets, mask=mask, other=0), EMPTY)
+    own_part = sendable(tl.load(partial_ptr + offsets, mask=mask, other=0), EMPTY)
     for peer in tl.static_range(SIZE):
-        bits = own
+        bits = own_part
         if peer != RANK:
             bits = receive(
                 peer, box, mask, addresses_ptr, start, inbox_bytes, bits_dtype, RANK, EMPTY

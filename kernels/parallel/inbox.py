@@ -88,7 +88,7 @@ def sendable(bits, EMPTY: tl.constexpr):
 def send(
     bits, offsets, mask, addresses_ptr, start, inbox_bytes, RANK: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Write what `sendable` made to these places of this rank's inboxes on all other ranks."""
+    """Write what `sendable` made to these offsets of this rank's inboxes on all other ranks."""
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             send_to(peer, bits, offsets, mask, addresses_ptr, start, inbox_bytes, RANK)
@@ -96,7 +96,7 @@ def send(
 
 @triton.jit
 def send_to(peer, bits, offsets, mask, addresses_ptr, start, inbox_bytes, RANK: tl.constexpr):
-    """Write what `sendable` made to these places of this rank's inbox on another rank."""
+    """Write what `sendable` made to these offsets of this rank's inbox on another rank."""
     inbox = _inbox(addresses_ptr + peer, start + RANK * inbox_bytes, bits.dtype)
     tl.store(inbox + offsets, bits, mask=mask)
 
@@ -106,7 +106,7 @@ def receive(
     peer, offsets, mask, addresses_ptr, start, inbox_bytes,
     DTYPE: tl.constexpr, RANK: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Wait for what a peer sends to these places, and empty them."""
+    """Wait for what a peer sends to these offsets of its inbox, and empty them."""
     inbox = _inbox(addresses_ptr + RANK, start + peer * inbox_bytes, DTYPE)
     bits = tl.load(inbox + offsets, mask=mask, other=0, volatile=True)
     while tl.max((bits == EMPTY).to(tl.int32), axis=0) != 0:

@@ -30,8 +30,8 @@ def gather(x: Tensor, peers: PeerMemory, lane: int) -> Tensor:
     launch takes several.
     """
     out = x.new_empty((len(x), peers.size * x.shape[1]))
-    most = peers.inbox_bytes // (x.shape[1] * x.itemsize)
-    for at, rows in row_chunks(len(x), most, lane, peers):
+    max_rows = peers.inbox_bytes // (x.shape[1] * x.itemsize)
+    for at, rows in row_chunks(len(x), max_rows, lane, peers):
         _launch(as_bits(x[rows]), as_bits(out[rows]), empty_bits(x), peers, at)
     return out
 
@@ -58,17 +58,17 @@ def _gather(
     for sent in tl.range(tl.program_id(0), tasks + AHEAD * programs, programs):
         if sent < tasks:
             row, column = sent // chunks, sent % chunks * BLOCK + tl.arange(0, BLOCK)
-            place, mask = row * columns + column, column < columns
-            own = sendable(tl.load(x_ptr + place, mask=mask, other=0), EMPTY)
-            send(own, place, mask, addresses_ptr, start, inbox_bytes, RANK, SIZE)
-            tl.store(out_ptr + (row * SIZE + RANK) * columns + column, own, mask=mask)
+            offset, mask = row * columns + column, column < columns
+            own_part = sendable(tl.load(x_ptr + offset, mask=mask, other=0), EMPTY)
+            send(own_part, offset, mask, addresses_ptr, start, inbox_bytes, RANK, SIZE)
+            tl.store(out_ptr + (row * SIZE + RANK) * columns + column, own_part, mask=mask)
         task = sent - AHEAD * programs
         if task >= 0:
             row, column = task // chunks, task % chunks * BLOCK + tl.arange(0, BLOCK)
-            place, mask = row * columns + column, column < columns
+            offset, mask = row * columns + column, column < columns
             for peer in tl.static_range(SIZE):
                 if peer != RANK:
                     bits = receive(
-                        peer, place, mask, addresses_ptr, start, inbox_bytes, dtype, RANK, EMPTY
+                        peer, offset, mask, addresses_ptr, start, inbox_bytes, dtype, RANK, EMPTY
                     )
                     tl.store(out_ptr + (row * SIZE + peer) * columns + column, bits, mask=mask)

@@ -110,14 +110,15 @@ def bound_of(
 
 @triton.jit
 def list_groups(
-    maxima_ptr, listed_ptr, groups, least, high, log_total, top, temperature,
+    maxima_ptr, listed_ptr, groups, minimum, high, log_total, top, temperature,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """List the groups whose maximum has a log-probability of at least `least`, in ascending order.
+    """List the groups, in ascending order, whose maximum has a log-probability of `minimum` or
+    above.
 
     `high` is the processed logit of the row's maximum `top`, and `log_total` the logarithm of the
-    row's weight; with 0 for both, `least` is a processed logit. A group that is left out has no
-    member at `least` or above. Returns the number of members.
+    row's weight; with 0 for both, `minimum` is a processed logit. A group that is left out has no
+    member at `minimum` or above. Returns the number of members.
     """
     tl.debug_barrier()  # other threads may still read an earlier list
     count = 0
@@ -126,12 +127,12 @@ def list_groups(
         here = index < groups
         maxima = tl.load(maxima_ptr + index, mask=here, other=-float("inf"))
         scaled = processed_logit(maxima, top, temperature) - high - log_total
-        listed = (here & (scaled >= least)).to(tl.int32)
-        found = tl.sum(listed, axis=0)
-        if found > 0:
-            place = count + tl.cumsum(listed, axis=0) - 1
-            tl.store(listed_ptr + place, index, mask=listed != 0)
-            count += found
+        listed = (here & (scaled >= minimum)).to(tl.int32)
+        num_listed = tl.sum(listed, axis=0)
+        if num_listed > 0:
+            target = count + tl.cumsum(listed, axis=0) - 1
+            tl.store(listed_ptr + target, index, mask=listed != 0)
+            count += num_listed
     tl.debug_barrier()
     return count * GROUP
 
@@ -224,13 +225,13 @@ def _search(
             above = image_of(values, BITS)[None, :] >= narrow[:, None]
             sums += tl.where(above, weights, 0.0)
         reached = tl.sum(sums, axis=1)
-        most = tl.max(reached, axis=0)  # what the lowest pivot, `base`, reaches
+        max_reached = tl.max(reached, axis=0)  # what the lowest pivot, `base`, reaches
         enough = target
         if MASS:
-            enough = target * tl.where(total > 0, total, most)
+            enough = target * tl.where(total > 0, total, max_reached)
         met = (reached >= enough) | (pivots <= low)
         low = tl.max(tl.where(met, pivots, low), axis=0)
         high = tl.min(tl.where(met, high, pivots), axis=0)
-        high = tl.where(most >= enough, high, low)
+        high = tl.where(max_reached >= enough, high, low)
         pivots = low + (high - low) * (step + 1) // (_PIVOTS + 1)
     return tl.where(high > low, low, tl.cast(LOWEST >> BITS, tl.int64))

@@ -97,11 +97,11 @@ def _thresholds(
     if limited | nucleus | (min_p > 0):
         k = top_k.to(tl.float32)
         top, total = row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK)
-        least = tl.where(min_p > 0, tl.log(min_p), -float("inf"))
-        least += processed_logit(top, top, temperature)
+        min_p_logit = tl.where(min_p > 0, tl.log(min_p), -float("inf"))
+        min_p_logit += processed_logit(top, top, temperature)
         # Groups whose maximum has a processed logit below `cut` are not searched: the filters keep
         # none of their tokens.
-        cut = least
+        cut = min_p_logit
         bound = -float("inf")
         if limited:
             bound = bound_of(
@@ -139,7 +139,7 @@ def _thresholds(
             searching = nucleus & (lowest < cut)
             cut = -float("inf")  # if the guess was too high, every group is searched
             base = tl.cast(LOWEST >> BITS, tl.int64)
-        limit = tl.maximum(lowest, least)
+        limit = tl.maximum(lowest, min_p_logit)
         if temperature != 1:
             limit = _lowest_from(
                 logits_ptr, listed_ptr, members, vocab, limit, top, temperature, GROUP, BLOCK

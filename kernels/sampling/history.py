@@ -26,12 +26,12 @@ def append_tokens_reference(
 ) -> Tensor:
     """`append_tokens` in PyTorch."""
     offsets = torch.arange(token_ids.shape[1], device=token_ids.device)
-    places = positions.unsqueeze(1) + offsets
+    columns = positions.unsqueeze(1) + offsets
     # For an entry that is not written, the row's first token is written over itself.
     first = history[:, :1].clone()
-    counts = (offsets < num_tokens.unsqueeze(1)) & (first >= 0) & (places < history.shape[1])
+    counts = (offsets < num_tokens.unsqueeze(1)) & (first >= 0) & (columns < history.shape[1])
     return history.scatter_(
-        1, torch.where(counts, places, 0), torch.where(counts, token_ids, first)
+        1, torch.where(counts, columns, 0), torch.where(counts, token_ids, first)
     )
 
 
@@ -64,7 +64,7 @@ def _append_tokens(
     if tl.load(history_ptr) >= 0:
         index = tl.arange(0, BLOCK)
         count = tl.minimum(tl.load(counts_ptr + row * count_stride), width)
-        place = tl.load(positions_ptr + row * position_stride) + index
-        counts = (index < count) & (place < capacity)
+        column = tl.load(positions_ptr + row * position_stride) + index
+        counts = (index < count) & (column < capacity)
         tokens = tl.load(tokens_ptr + row * token_stride + index, mask=counts, other=-1)
-        tl.store(history_ptr + place, tokens, mask=counts)
+        tl.store(history_ptr + column, tokens, mask=counts)

@@ -115,13 +115,13 @@ def apply_penalties(
     repeats = len(logits) // len(history)
     kept = (history[:, 0] >= 0).repeat_interleave(repeats) & (positions > 0)
     rows = kept.nonzero().squeeze(1)
-    places = torch.arange(min(history.shape[1], int(positions.max())))
-    history = history[rows // repeats, : len(places)]
-    known = (history >= 0) & (places < _of(positions, rows))
+    positions_of_tokens = torch.arange(min(history.shape[1], int(positions.max())))
+    history = history[rows // repeats, : len(positions_of_tokens)]
+    known = (history >= 0) & (positions_of_tokens < _of(positions, rows))
     # Entries that are no tokens of the history repeat its first one: its logit is written several
     # times with the same value.
     tokens = torch.where(known, history, history[:, :1])
-    generated = known & (places >= _of(prompt_lens, rows))
+    generated = known & (positions_of_tokens >= _of(prompt_lens, rows))
     counts = torch.zeros(len(rows), logits.shape[1])
     counts = counts.scatter_add_(1, tokens, generated.float()).gather(1, tokens)
 
@@ -143,13 +143,13 @@ def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
     if logits.is_cuda:
         return penalties_triton.apply_ban_triton(logits, token_ids, banned)
     active = (token_ids >= 0) & (token_ids < logits.shape[1]) & banned.unsqueeze(1)
-    place = torch.where(active, token_ids, 0)
-    before = logits.gather(1, place)
+    indices = torch.where(active, token_ids, 0)
+    before = logits.gather(1, indices)
     # amin and amax, not a plain write, because filler entries share column 0 with real ones.
-    logits.scatter_reduce_(1, place, torch.where(active, -_INF, _INF), "amin")
+    logits.scatter_reduce_(1, indices, torch.where(active, -_INF, _INF), "amin")
     empty = logits.amax(-1, keepdim=True) == -_INF
     restored = torch.where(active & empty, before, -_INF)
-    return logits.scatter_reduce_(1, place, restored, "amax")
+    return logits.scatter_reduce_(1, indices, restored, "amax")
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def draw_triton(
         assert can_divide(share.vocab, vocab, share.ranks)
         first, ranks = share.first, share.ranks
         vocab = min(vocab, share.vocab - first)
-    found = torch.empty((rows, _PLANES.value * chunks), dtype=torch.float32, device=device)
+    partials = torch.empty((rows, _PLANES.value * chunks), dtype=torch.float32, device=device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
     failed = torch.empty(rows, dtype=torch.bool, device=device)
     logprobs = probabilities = None
@@ -131,17 +131,17 @@ def draw_triton(
         "STREAM": int(stream),
     }
     _draw_chunk[(rows, chunks)](
-        *arguments, found, *strides, vocab, first, **flags, CHUNK=CHUNK, num_warps=8
+        *arguments, partials, *strides, vocab, first, **flags, CHUNK=CHUNK, num_warps=8
     )
     if share is not None:
-        found = share.gather(found)
+        partials = share.gather(partials)
     results = (
         token_ids, failed, failed if logprobs is None else logprobs,
         failed if probabilities is None else probabilities,
         token_ids if scored_ids is None else scored_ids,
     )  # fmt: skip
     _join_chunks[(rows,)](
-        *arguments, found, *strides, vocab if share is None else share.vocab, chunks, ranks,
+        *arguments, partials, *strides, vocab if share is None else share.vocab, chunks, ranks,
         *results, **flags, CHUNKS=triton.next_power_of_2(ranks * chunks), num_warps=1,
     )  # fmt: skip
     return Draw(token_ids, logprobs, failed, probabilities)
@@ -240,11 +240,11 @@ def _join_chunks(
     index = tl.arange(0, CHUNKS)
     here = index < ranks * chunks
     found_ptr += row * (ranks * _PLANES * chunks)
-    place = found_ptr + index // chunks * (_PLANES * chunks) + index % chunks
-    tops = tl.load(place, mask=here, other=-float("inf"))
+    source = found_ptr + index // chunks * (_PLANES * chunks) + index % chunks
+    tops = tl.load(source, mask=here, other=-float("inf"))
     top = tl.max(tops, axis=0)
-    best = tl.load(place + 4 * chunks, mask=here, other=-float("inf"))
-    columns = tl.load(place + 5 * chunks, mask=here, other=0.0).to(tl.int32, bitcast=True)
+    best = tl.load(source + 4 * chunks, mask=here, other=-float("inf"))
+    columns = tl.load(source + 5 * chunks, mask=here, other=0.0).to(tl.int32, bitcast=True)
     kept = best
     if FILTERED:
         kept = tl.where(best >= tl.load(threshold_ptr + row), best, -float("inf"))
@@ -271,12 +271,12 @@ def _join_chunks(
     raw_tops = tops
     raw_top = top
     if not SAME:
-        raw_tops = tl.load(place + chunks, mask=here, other=-float("inf"))
+        raw_tops = tl.load(source + chunks, mask=here, other=-float("inf"))
         raw_top = tl.max(raw_tops, axis=0)
     tl.store(failed_ptr + row, tl.abs(raw_top) == float("inf"))
     if CONFIDENCE:
         value = (logit - top) / temperature
-        sums = tl.load(place + 3 * chunks, mask=here, other=0.0)
+        sums = tl.load(source + 3 * chunks, mask=here, other=0.0)
         # The most likely token adds 1 to the total, so no probability is above 1.
         total = _processed_total(sums, tops, top, temperature)
         tl.store(confidence_ptr + row, tl.div_rn(tl.exp(value), total))
@@ -286,13 +286,13 @@ def _join_chunks(
             if not SAME:
                 raw = tl.load(raw_ptr + row * raw_stride + token).to(tl.float32)
             value = raw - raw_top
-            sums = tl.load(place + 2 * chunks, mask=here, other=0.0)
+            sums = tl.load(source + 2 * chunks, mask=here, other=0.0)
             total = tl.sum(sums * tl.exp(raw_tops - raw_top), axis=0)
         else:
             value = (logit - top) / temperature
             if GIVEN and FILTERED:  # a drawn token is never below the threshold
                 value = tl.where(logit >= tl.load(threshold_ptr + row), value, -float("inf"))
-            sums = tl.load(place + 3 * chunks, mask=here, other=0.0)
+            sums = tl.load(source + 3 * chunks, mask=here, other=0.0)
             total = _processed_total(sums, tops, top, temperature)
         tl.store(logprobs_ptr + row, value - tl.log(total))
 

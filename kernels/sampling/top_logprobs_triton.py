@@ -47,7 +47,7 @@ def top_logprobs_triton(
     ids = torch.empty((rows, k), dtype=torch.int32, device=device)
     values = torch.empty((rows, k), dtype=torch.float32, device=device)
     tile = max(16, triton.next_power_of_2(2 * k))
-    found = torch.empty((2, rows, tile), dtype=torch.int32, device=device)
+    candidates = torch.empty((2, rows, tile), dtype=torch.int32, device=device)
     # A pointer must be given even where the kernel does not read it.
     limits = temperature if threshold is None else threshold
     arguments = (
@@ -59,7 +59,7 @@ def top_logprobs_triton(
         *arguments, FILTERED=filtered, GROUP=tiles.group, CHUNK=tiles.chunk, num_warps=8
     )
     _top_logprobs[(rows,)](
-        *arguments, listed, found[0], found[1].view(torch.float32), ids, values, k,
+        *arguments, listed, candidates[0], candidates[1].view(torch.float32), ids, values, k,
         FILTERED=filtered, BITS=ZERO_BITS[logits.dtype], RAW_BITS=ZERO_BITS[raw.dtype], TILE=tile,
         GROUP=tiles.group, BLOCK=tiles.block, num_warps=16,
     )  # fmt: skip
@@ -145,33 +145,33 @@ def _collect(
     wanted = tl.minimum(k, vocab).to(tl.float32)
     bound = bound_of(maxima_ptr, weights_ptr, groups, wanted, total, top, temperature, False, BLOCK)
     # Tokens are compared as log-probabilities: rounding may make equal what differed as logits.
-    least = processed_logit(tl.maximum(bound, limit), top, temperature) - high - log_total
+    minimum = processed_logit(tl.maximum(bound, limit), top, temperature) - high - log_total
     members = list_groups(
-        maxima_ptr, listed_ptr, groups, least, high, log_total, top, temperature, GROUP, BLOCK
+        maxima_ptr, listed_ptr, groups, minimum, high, log_total, top, temperature, GROUP, BLOCK
     )
     image = search_members(
         ptr, listed_ptr, members, vocab, image_of(bound, BITS).to(tl.int64), wanted, total, top,
         temperature, False, BITS, GROUP, BLOCK,
     )  # fmt: skip
     last = tl.maximum(value_of(image, BITS), limit)  # the limit, if fewer than k reach it
-    least = processed_logit(last, top, temperature) - high - log_total
+    minimum = processed_logit(last, top, temperature) - high - log_total
     above = 0
     ties = 0
     for start in range(0, members, BLOCK):
         columns, values = load_members(ptr, listed_ptr, start, members, vocab, GROUP, BLOCK)
         scaled = processed_logit(values, top, temperature) - high - log_total
         kept = (values >= limit) & (values > -float("inf"))
-        more = (kept & (scaled > least)).to(tl.int32)
-        same = (kept & (scaled == least)).to(tl.int32)
+        more = (kept & (scaled > minimum)).to(tl.int32)
+        same = (kept & (scaled == minimum)).to(tl.int32)
         num_more = tl.sum(more, axis=0)
         num_same = tl.sum(same, axis=0)
         if num_more + num_same > 0:
-            place = above + tl.cumsum(more, axis=0) - 1
+            target = above + tl.cumsum(more, axis=0) - 1
             tie = ties + tl.cumsum(same, axis=0) - 1
-            place = tl.where(more != 0, place, TILE - 1 - tie)
+            target = tl.where(more != 0, target, TILE - 1 - tie)
             write = (more != 0) | ((same != 0) & (tie < k))
-            tl.store(ids_ptr + place, columns, mask=write)
-            tl.store(values_ptr + place, scaled, mask=write)
+            tl.store(ids_ptr + target, columns, mask=write)
+            tl.store(values_ptr + target, scaled, mask=write)
             above += num_more
             ties += num_same
     return above, tl.minimum(ties, k)

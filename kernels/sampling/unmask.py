@@ -75,12 +75,12 @@ def unmask_triton(
     """`unmask` in one launch: a position's rank counts the positions before it by key."""
     _check(masked, keys, confidence, threshold, entropy, bound)
     rows, length = masked.shape
-    given = (masked, counts, keys, confidence, threshold, entropy, bound)
-    assert all(each is None or each.is_contiguous() for each in given)
+    arguments = (masked, counts, keys, confidence, threshold, entropy, bound)
+    assert all(each is None or each.is_contiguous() for each in arguments)
     out = torch.empty_like(masked)
     if rows:
         # A pointer must be given even where the kernel does not read it.
-        pointers = (masked if each is None else each for each in given)
+        pointers = (masked if each is None else each for each in arguments)
         _unmask[(rows,)](
             *pointers, out, LENGTH=length, WIDTH=triton.next_power_of_2(length),
             KEYED=keys is not None, BY_CONFIDENCE=confidence is not None,

@@ -24,23 +24,23 @@ others."""
 class NgramIndex(NgramTable):
     """An `NgramTable` with its operations."""
 
-    def reset(self, places: Tensor) -> None:
-        """Forget the tokens of the places [R] int64."""
-        self.lengths.index_fill_(0, places, 0)
+    def reset(self, store_rows: Tensor) -> None:
+        """Forget the tokens of the store rows [R] int64."""
+        self.lengths.index_fill_(0, store_rows, 0)
 
-    def append(self, places: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor) -> None:
+    def append(self, store_rows: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor) -> None:
         """Store new tokens of R rows, and index the n-grams before each of them.
 
         So a row's last n-gram is found only when the token after it is known. Tokens beyond max_len
-        are dropped. `places`, `starts` and `counts` are [R], `token_ids` [R, W] int64 in [0, 2³¹)
-        with contiguous columns. A start is the length of the row's place, or less to replace its
-        last tokens. Rows of a count above 0 have different places; a row of count 0 changes
-        nothing.
+        are dropped. `store_rows`, `starts` and `counts` are [R], `token_ids` [R, W] int64 in [0,
+        2³¹) with contiguous columns. A start is the number of tokens that the row has, or less to
+        replace its last tokens. Rows of a count above 0 have different store rows; a row of count 0
+        changes nothing.
         """
         run = ngram_triton.append if self.tokens.is_cuda else append_reference
-        run(self, places, starts, token_ids, counts)
+        run(self, store_rows, starts, token_ids, counts)
 
-    def propose(self, places: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def propose(self, store_rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Draft the next k tokens of B rows: what followed the row's last tokens before.
 
         n goes from max_n down to min_n. For each n the table is asked where the row's last n tokens
@@ -53,11 +53,11 @@ class NgramIndex(NgramTable):
         num_drafts [B] int32.
         """
         run = ngram_triton.propose if self.tokens.is_cuda else propose_reference
-        return run(self, places, k)
+        return run(self, store_rows, k)
 
 
 def append_reference(
-    table: NgramTable, places: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor
+    table: NgramTable, store_rows: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor
 ) -> None:
     """`NgramIndex.append` in PyTorch."""
     if not token_ids.numel():
@@ -69,39 +69,41 @@ def append_reference(
     positions = starts.unsqueeze(1) + step
 
     older = starts.unsqueeze(1) + torch.arange(-table.max_n, 0, device=device)
-    older = table.tokens[places.unsqueeze(1), older.clamp(0, max_len - 1)].long()
+    older = table.tokens[store_rows.unsqueeze(1), older.clamp(0, max_len - 1)].long()
     history = torch.cat((older, token_ids), 1).unfold(1, table.max_n, 1)[:, :width]
-    buckets = _buckets(table, history.flip(-1), places.unsqueeze(1))
+    buckets = _buckets(table, history.flip(-1), store_rows.unsqueeze(1))
     known = new & (positions >= _key_lengths(table, device).view(-1, 1, 1))
-    stamp = table.clock[0].clamp(max=table.last_stamp) << (table.place_bits + table.position_bits)
-    packed = stamp | (places.unsqueeze(1) << table.position_bits) | positions
+    stamp = table.clock[0].clamp(max=table.last_stamp) << (table.row_bits + table.position_bits)
+    packed = stamp | (store_rows.unsqueeze(1) << table.position_bits) | positions
     table.entries.scatter_reduce_(
         0, buckets.flatten(), torch.where(known, packed, 0).flatten(), "amax"
     )
 
-    targets = places.unsqueeze(1) * max_len + positions
+    targets = store_rows.unsqueeze(1) * max_len + positions
     table.tokens.view(-1)[targets[new]] = token_ids[new].int()
     grown = counts > 0
-    table.lengths[places[grown]] = (starts + counts)[grown].int()
+    table.lengths[store_rows[grown]] = (starts + counts)[grown].int()
     table.clock[0] += 1
 
 
-def propose_reference(table: NgramTable, places: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def propose_reference(table: NgramTable, store_rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`NgramIndex.propose` in PyTorch."""
-    device = places.device
-    lengths = table.lengths[places].long()
+    device = store_rows.device
+    lengths = table.lengths[store_rows].long()
     back = torch.arange(1, table.max_n + 1, device=device)
-    recent = table.tokens[places.unsqueeze(1), (lengths.unsqueeze(1) - back).clamp(min=0)].long()
+    recent = table.tokens[
+        store_rows.unsqueeze(1), (lengths.unsqueeze(1) - back).clamp(min=0)
+    ].long()
 
     # Candidates [keys, B]. The first one that holds is taken.
     key_lengths = _key_lengths(table, device).unsqueeze(1)
-    entries = table.entries[_buckets(table, recent, places)]
+    entries = table.entries[_buckets(table, recent, store_rows)]
     positions = entries & ((1 << table.position_bits) - 1)
-    sources = (entries >> table.position_bits) & ((1 << table.place_bits) - 1)
+    sources = (entries >> table.position_bits) & ((1 << table.row_bits) - 1)
     holds = (lengths >= key_lengths) & (positions >= key_lengths)
     holds &= positions < table.lengths[sources]
-    own = sources == places
-    holds[:: 1 + table.pool] &= own[:: 1 + table.pool]
+    is_own = sources == store_rows
+    holds[:: 1 + table.pool] &= is_own[:: 1 + table.pool]
     before = (positions.unsqueeze(-1) - back).clamp(min=0)
     equal = table.tokens[sources.unsqueeze(-1), before] == recent
     holds &= (equal | (back > key_lengths.unsqueeze(-1))).all(-1)
@@ -109,7 +111,7 @@ def propose_reference(table: NgramTable, places: Tensor, k: int) -> tuple[Tensor
 
     source, position = sources.gather(0, first).squeeze(0), positions.gather(0, first).squeeze(0)
     period = (table.lengths[source] - position).clamp(min=1)
-    num_drafts = torch.where(source == places, k, period.clamp(max=k)) * holds.any(0)
+    num_drafts = torch.where(source == store_rows, k, period.clamp(max=k)) * holds.any(0)
     ahead = torch.arange(k, device=device)
     following = position.unsqueeze(1) + ahead % period.unsqueeze(1)
     last = torch.where(lengths > 0, recent[:, 0], 0).unsqueeze(1)
@@ -124,11 +126,11 @@ def _key_lengths(table: NgramTable, device: torch.device) -> Tensor:
     return sizes.repeat_interleave(1 + table.pool)
 
 
-def _buckets(table: NgramTable, recent: Tensor, places: Tensor) -> Tensor:
+def _buckets(table: NgramTable, recent: Tensor, store_rows: Tensor) -> Tensor:
     """Compute where in `entries` the keys of n-grams stand, [keys, *shape].
 
-    `recent` [*shape, max_n] has the tokens before a position, the last first; `places` broadcasts
-    to shape.
+    `recent` [*shape, max_n] has the tokens before a position, the last first; `store_rows` can be
+    broadcast to shape.
     """
     tokens = recent + 1
     state = torch.zeros_like(tokens[..., 0])
@@ -138,10 +140,10 @@ def _buckets(table: NgramTable, recent: Tensor, places: Tensor) -> Tensor:
         state = state ^ ((state >> 33) & _LOW31)
         states.append(state)
     ngrams = torch.stack(states[table.min_n - 1 :][::-1])
-    sizes = torch.arange(table.max_n, table.min_n - 1, -1, device=places.device)
-    shared = sizes.view(-1, *[1] * places.dim())
-    own = (places + 1) * 16 + shared
-    salts = torch.stack((own, shared.expand_as(own)) if table.pool else (own,), 1)
+    sizes = torch.arange(table.max_n, table.min_n - 1, -1, device=store_rows.device)
+    shared = sizes.view(-1, *[1] * store_rows.dim())
+    own_salt = (store_rows + 1) * 16 + shared
+    salts = torch.stack((own_salt, shared.expand_as(own_salt)) if table.pool else (own_salt,), 1)
     keys = (ngrams.unsqueeze(1) + salts) * FINISH
     keys = (keys ^ ((keys >> 33) & _LOW31)) & (len(table.entries) - 1)
     return keys.flatten(0, 1)

@@ -23,22 +23,22 @@ _LARGEST_N = 8
 class NgramTable:
     """The tokens of up to S rows, H at most of each, and where their n-grams occurred.
 
-    A row has a place from 0 to S - 1, which another row gets when it has ended. A hash table maps
-    an n-gram to the position of its most recent occurrence, with one entry per hash and no chains.
-    What it says is compared with `tokens`, so stale entries need not be removed, and a draft always
-    continues a true occurrence.
+    A row has a *store row* from 0 to S - 1, which another row gets when it has ended. A hash table
+    maps an n-gram to the position of its most recent occurrence, with one entry per hash and no
+    chains. What it says is compared with `tokens`, so stale entries need not be removed, and a
+    draft always continues a true occurrence.
 
-    An entry is, from the highest bit, a stamp, a place and the position after the n-gram, or 0. Of
-    two entries the larger stays: of the later call, then of the larger place and position. With 31
-    bits for place and position (512 places of 4M tokens) stamps last for 2³² calls of `append`;
-    from then on all calls count as equally recent.
+    An entry is, from the highest bit, a stamp, a store row and the position after the n-gram, or 0.
+    Of two entries the larger stays: of the later call, then of the larger store row and position.
+    With 31 bits for store row and position (512 rows of 4M tokens) stamps last for 2³² calls of
+    `append`; from then on all calls count as equally recent.
 
     Results are functions of the calls so far, on any device, since entries are written by an atomic
     maximum. All calls belong on one stream, and none waits for the host. The tensors keep their
     addresses, as CUDA graphs need.
     """
 
-    tokens: Tensor  # [S, H] int32; undefined from a place's length on
+    tokens: Tensor  # [S, H] int32; undefined from a row's length on
     lengths: Tensor  # [S] int32
     entries: Tensor  # [size] int64, size a power of two
     clock: Tensor  # [2] int64: calls of `append`, and begun programs of the present one
@@ -49,7 +49,7 @@ class NgramTable:
     @classmethod
     def allocate(
         cls,
-        num_places: int,
+        num_rows: int,
         max_len: int,
         min_n: int,
         max_n: int,
@@ -59,18 +59,18 @@ class NgramTable:
     ) -> Self:
         """Allocate an empty table.
 
-        It has two entries for each n-gram that its full places can hold: at least 4 · S · H and
-        2¹⁰, at most 2²⁴ (128 MiB) or `most_entries`, a power of two. If that is too few, recent
-        n-grams displace older ones.
+        It has two entries for each n-gram that its S rows can hold when they are full: at least 4 ·
+        S · H and 2¹⁰, at most 2²⁴ (128 MiB) or `most_entries`, a power of two. If that is too few,
+        recent n-grams displace older ones.
         """
         assert 1 <= min_n <= max_n <= _LARGEST_N
         keys = (max_n - min_n + 1) * (1 + pool)
-        wanted = 2 * max(keys, 2) * num_places * max_len
+        wanted = 2 * max(keys, 2) * num_rows * max_len
         size = min(max(1 << (wanted - 1).bit_length(), _LEAST_ENTRIES), _MOST_ENTRIES)
         size = min(size, most_entries or size)
         return cls(
-            tokens=torch.zeros(num_places, max_len, dtype=torch.int32, device=device),
-            lengths=torch.zeros(num_places, dtype=torch.int32, device=device),
+            tokens=torch.zeros(num_rows, max_len, dtype=torch.int32, device=device),
+            lengths=torch.zeros(num_rows, dtype=torch.int32, device=device),
             entries=torch.zeros(size, dtype=torch.int64, device=device),
             clock=torch.zeros(2, dtype=torch.int64, device=device),
             min_n=min_n,
@@ -84,11 +84,11 @@ class NgramTable:
         return (self.tokens.shape[1] - 1).bit_length()
 
     @property
-    def place_bits(self) -> int:
-        """The bits of an entry that hold the place."""
+    def row_bits(self) -> int:
+        """The bits of an entry that hold the store row."""
         return (self.tokens.shape[0] - 1).bit_length()
 
     @property
     def last_stamp(self) -> int:
         """The largest stamp that an entry can hold. All calls from this one on have it."""
-        return int((1 << (63 - self.position_bits - self.place_bits)) - 1)
+        return int((1 << (63 - self.position_bits - self.row_bits)) - 1)

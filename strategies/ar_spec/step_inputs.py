@@ -175,13 +175,13 @@ class SpecStepInputs(StepInputs):
         self._repeated.clear()
 
     def _store_prompts(
-        self, rows: JoiningRows, places: npt.NDArray[np.int64], entries: Tensor
+        self, rows: JoiningRows, store_indices: npt.NDArray[np.int64], entries: Tensor
     ) -> None:
-        """Put the tokens that the prefill has read into the token store. `places` and `entries` are
-        [B] int64, their indices in the token store, on the host and on the device."""
+        """Put the tokens that the prefill has read into the token store. `store_indices` and
+        `entries`, both [B] int64, are the rows' indices in it, on the host and on the device."""
         lens = rows.context_lens
         token_ids = np.zeros((len(lens), int(lens.max())), np.int64)
-        known = zip(token_ids, rows.seqs, lens.tolist(), places.tolist(), strict=True)
+        known = zip(token_ids, rows.seqs, lens.tolist(), store_indices.tolist(), strict=True)
         for ids, seq, length, entry in known:
             ids[:length] = seq.token_ids[:length]
             if self._indexed and seq.spans:

@@ -85,7 +85,7 @@ def decide_writes(
         )
         guided, guided_unmasked, own_edits, conflicts = (
             upload(each, torch.bool, output.logits.device)
-            for each in (taken.rows, taken.places, taken.edited, taken.conflicts)
+            for each in (taken.rows, taken.unmasks, taken.edited, taken.conflicts)
         )
         unmasked = torch.where(
             guided.unsqueeze(1), guided_unmasked, rules.unmasked(*of_step, drawn)

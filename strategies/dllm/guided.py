@@ -41,7 +41,7 @@ class Taken:
     # [B] bool, the rows that have a constraint and have not ended. The other rows follow the
     # ordinary unmasking rule.
     rows: npt.NDArray[np.bool_]
-    places: npt.NDArray[np.bool_]  # [B, L] bool, the positions of these rows that the step unmasks
+    unmasks: npt.NDArray[np.bool_]  # [B, L] bool, the positions of these rows that the step fills
     edited: npt.NDArray[np.bool_]  # [B, L] bool, those whose tokens it replaces
     # [B] bool, the rows in which no token was left at the position that had to draw one under the
     # mask.
@@ -101,7 +101,7 @@ class _Run:
             self.force()
             index = len(self.token_ids)
 
-    def edit(self, old_ids: list[int], drawn: list[int], places: list[int]) -> list[int]:
+    def edit(self, old_ids: list[int], drawn: list[int], positions: list[int]) -> list[int]:
         """Replace tokens of the block by drawn ones where the constraint allows it; returns the
         places of those that it allows. If the row ends in the block then, take whatever is drawn
         behind that.
@@ -109,11 +109,11 @@ class _Run:
         Args:
             old_ids: the token at each position that an earlier step has unmasked; elsewhere -1.
             drawn: the token that was drawn at each position.
-            places: where the rule replaces tokens, from left to right.
+            positions: where the rule replaces tokens, from left to right.
         """
         first = self.start - sum(token_id >= 0 for token_id in old_ids)
         tokens, allowed = [*old_ids[first : self.start], *self.token_ids], list[int]()
-        for position in places:
+        for position in positions:
             index = position - first
             other = [*tokens[:index], drawn[position], *tokens[index + 1 :]]
             if self._walk_from(index, other):
@@ -185,7 +185,7 @@ def denoise(
     if drawing or editing:
         _take_drawn(drawn, permit(drawn), edit(drawn) if editing else (), runs, taken)
     for run in runs:
-        taken.places[run.row, run.start : run.start + len(run.token_ids)] = True
+        taken.unmasks[run.row, run.start : run.start + len(run.token_ids)] = True
     return _with_forced(drawn, runs, length, masks, draw), taken
 
 
@@ -199,7 +199,7 @@ def _take_drawn(
         permitted: [B, L] bool, the positions that the unmasking rule lets be taken.
         edits: what `edit` of `denoise` has said, or nothing.
     """
-    shape = taken.places.shape
+    shape = taken.unmasks.shape
     conflict = drawn.failed.new_zeros(()).expand_as(drawn.failed)
     flags = (
         permitted.flatten(),

@@ -56,13 +56,13 @@ def _steps_so_far(seq: Sequence) -> int:
 
 
 def commit_inputs(
-    blocks: BlockRows, positions: Tensor, newest: ModelInputs, places: Tensor, room: int
+    blocks: BlockRows, positions: Tensor, newest: ModelInputs, indices: Tensor, room: int
 ) -> ModelInputs:
     """What the forward reads of complete blocks that commit in it beside others, as `room` rows.
-    `places` [B] says which of these is each row's, and `room` that it has none."""
-    count, device = newest.num_rows, places.device
+    `indices` [B] says which of these is each row's, and `room` that it has none."""
+    count, device = newest.num_rows, indices.device
     chosen = torch.full((room + 1,), count, device=device)
-    chosen.scatter_(0, places, torch.arange(count, device=device))
+    chosen.scatter_(0, indices, torch.arange(count, device=device))
     rows = chosen[:room]
     none = (rows == count).unsqueeze(1)
     rows = rows.clamp(max=count - 1)

@@ -96,8 +96,8 @@ def images_of(model: OpenedModel, max_pixels: int | None) -> RowImages | None:
     vision = model.config.vision
     if vision is None or not (has_pillow() and has_processor(model.path)):
         return None
-    sizes = image_sizes(model.path, vision.rules.pixels_per_token, max_pixels, vision.colours)
-    return RowImages(ImageFolder(Path(), anywhere=True), sizes, vision.rules.image_token_id)
+    sizes = image_sizes(model.path, vision, max_pixels)
+    return RowImages(ImageFolder(Path(), anywhere=True), sizes, vision.rules)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,10 @@ class PromptIds:
         if prompt.kind == "text":
             assert self.tokenizer is not None
             # Without `verbose=False` it warns of long texts, which the engine refuses itself.
-            ids = list(self.tokenizer.encode(prompt.value, verbose=False))
+            text = prompt.value
+            if prompt.images is not None and self.images is not None:
+                text = self.images.marked(text, self.tokenizer)
+            ids = list(self.tokenizer.encode(text, verbose=False))
         if not (sources := sources_of(prompt.images)):
             return ids, ()
         if self.images is None:

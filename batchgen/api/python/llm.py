@@ -224,8 +224,8 @@ class LLM:
         Raises:
             ValueError: the parameters cannot be honoured, or an argument is wrong.
         """
-        given = {"params": params, "n": n, "lora": lora, "progress": progress}
-        return self._generate(prompts, arguments_of("LLM.generate", given, others))
+        options = {"params": params, "n": n, "lora": lora, "progress": progress}
+        return self._generate(prompts, arguments_of("LLM.generate", options, others))
 
     @overload
     def chat(
@@ -400,14 +400,14 @@ class LLM:
             raise ValueError("score generates nothing: leave out n and max_new_tokens")
         options["max_new_tokens"] = 0
         params = SamplingParams(**options)
-        asked, given = read_prompts(prompts), read_answers(answers)
-        pairs = pairs_of(asked, given)
+        prompt_list, answer_list = read_prompts(prompts), read_answers(answers)
+        pairs = pairs_of(prompt_list, answer_list)
         self.engine  # noqa: B018  (raises an error if it was closed)
         ids = PromptIds(self.tokenizer, template_kwargs or {}, self._images)
-        ids.check(asked[0])
-        shown = sys.stderr.isatty() if progress is None else progress
-        scores = score_answers(self._streams, ids, pairs, params.request, shown)
-        return scores[0] if asked[1] and given[1] else scores
+        ids.check(prompt_list[0])
+        show_progress = sys.stderr.isatty() if progress is None else progress
+        scores = score_answers(self._streams, ids, pairs, params.request, show_progress)
+        return scores[0] if prompt_list[1] and answer_list[1] else scores
 
     def embed(
         self,
@@ -500,8 +500,8 @@ class LLM:
         params = call.params_of(len(read))
         is_read = all(of_row.pooling is not None for of_row in params)
         ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images, is_read)
-        shown = sys.stderr.isatty() if call.progress is None else call.progress
-        outputs = generate_outputs(self._streams, read, params, ids, with_bar=shown)
+        show_progress = sys.stderr.isatty() if call.progress is None else call.progress
+        outputs = generate_outputs(self._streams, read, params, ids, with_bar=show_progress)
         return outputs[0] if is_one else outputs
 
 

@@ -139,8 +139,8 @@ def _details(row: ArmRow, column: str, rows: int) -> list[str]:
 def _listed(flipped: Sequence[PairedQuestion], column: str, rows: int) -> list[str]:
     from batchgen.util.text.text_table import number_text, percent_text
 
-    shown = percent_text if column == "mark" else number_text
-    lines = [f"  {q.row_id}  {shown(q.a)} → {shown(q.b)}" for q in flipped[:rows]]
+    as_text = percent_text if column == "mark" else number_text
+    lines = [f"  {q.row_id}  {as_text(q.a)} → {as_text(q.b)}" for q in flipped[:rows]]
     if len(flipped) > rows:
         lines.append(f"  … {len(flipped) - rows:,} more: --rows N shows them")
     return lines

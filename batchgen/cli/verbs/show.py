@@ -70,13 +70,13 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     chosen = of_sample(view.rows(), args.sample)
     limit = args.rows if args.rows is not None or args.json else SHOWN_ROWS
-    shown = view.print(islice(chosen, limit))
+    num_printed = view.print(islice(chosen, limit))
     if args.json:
         return 0
     if next(chosen, None) is not None:
-        these = "The first row" if shown == 1 else f"The first {shown} rows"
+        these = "The first row" if num_printed == 1 else f"The first {num_printed} rows"
         print(f"\n{these}; --rows N shows more, --row ID one of them whole.")
-    elif not shown:
+    elif not num_printed:
         print("\nThere are no finished rows yet." if args.sample is None else "\nThere are none.")
     return 0
 
@@ -116,9 +116,9 @@ def _print_errors(reader: JobFolderReader, sample: int | None, *, as_json: bool)
     for row in of_sample(rows, sample):
         if (error := row.pop("error")) is not None:
             counts[error["type"]] += 1
-            shown = first.setdefault(error["type"], [])
-            if len(shown) < SHOWN_MESSAGES:
-                shown.append(row | {"message": error["message"]})
+            examples = first.setdefault(error["type"], [])
+            if len(examples) < SHOWN_MESSAGES:
+                examples.append(row | {"message": error["message"]})
     for type, number in counts.most_common():
         if as_json:
             print(json_text({"type": type, "rows": number, "first": first[type]}))

@@ -91,13 +91,13 @@ def lines(status: Status, num_shards: int | None) -> list[str]:
 def _facts(worker: WorkerState) -> tuple[str, ...]:
     attempt, beat = worker.attempt, worker.beat
     shards = [str(shard) for shard in worker.shards] + [f"copy of {s}" for s in worker.backups]
-    shown = ", ".join(shards[:4]) + (" …" if len(shards) > 4 else "")
+    shard_text = ", ".join(shards[:4]) + (" …" if len(shards) > 4 else "")
     loading = worker.state == "running" and not attempt.get("memory")
     return (
         str(beat["worker"]),
         worker.name,
         "loading" if loading else worker.state,
-        shown or "–",
+        shard_text or "–",
         f"{attempt.get('rows', 0):,}",
         f"{worker.tokens_per_s:,.0f}",
         f"{duration(worker.silent, 0)} ago",

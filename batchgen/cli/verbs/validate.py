@@ -97,8 +97,8 @@ def validate(folder: str | Path) -> Report:
     reader = open_folder(str(folder), "validate")
     config, output = _config(reader)
     text, column = output["text_column"], constraint_column(config)
-    behind = output.get("reasoning_end") is not None
-    checks, report = _Checks(config, column, behind), Report(CHECKED_BY[config.kind])
+    has_reasoning = output.get("reasoning_end") is not None
+    checks, report = _Checks(config, column, has_reasoning), Report(CHECKED_BY[config.kind])
     for row in _rows(reader, text, column):
         outcome, reason = _outcome(row, row[text], checks)
         report.add(outcome, f"row {row['row_id']}, sample {row['sample_index']}", reason)
@@ -131,10 +131,14 @@ class _Checks:
         behind: whether texts begin behind the marker `start_after`.
     """
 
-    def __init__(self, config: AnyConstraintConfig, column: str | None, behind: bool) -> None:
+    def __init__(
+        self, config: AnyConstraintConfig, column: str | None, after_reasoning: bool
+    ) -> None:
         self._config, self._column = config, column
-        self._of_job = lru_cache(1)(lambda: make_check(config, job_value(config), behind=behind))
-        self._of_cell = lru_cache(MAX_CACHED)(partial(_cell_check, config, behind))
+        self._of_job = lru_cache(1)(
+            lambda: make_check(config, job_value(config), after_reasoning=after_reasoning)
+        )
+        self._of_cell = lru_cache(MAX_CACHED)(partial(_cell_check, config, after_reasoning))
 
     def of(self, row: Mapping[str, Any]) -> Check | None:
         """The check of a row, or None if the row has no constraint.
@@ -151,12 +155,14 @@ class _Checks:
             raise Unchecked(f"column {self._column!r}: {error}") from None
 
 
-def _cell_check(config: AnyConstraintConfig, behind: bool, text: str) -> Check:
+def _cell_check(config: AnyConstraintConfig, after_reasoning: bool, text: str) -> Check:
     """The check of a constraint that a row holds as text."""
     if config.kind == "choice":
-        return make_check(config, choices_of(text), behind=behind)
+        return make_check(config, choices_of(text), after_reasoning=after_reasoning)
     is_json = config.kind in ("json_schema", "structural_tag")
-    return make_check(config, parse_json(text) if is_json else text, behind=behind)
+    return make_check(
+        config, parse_json(text) if is_json else text, after_reasoning=after_reasoning
+    )
 
 
 def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, str | None]:
@@ -183,13 +189,15 @@ def _config(reader: JobFolderReader) -> tuple[AnyConstraintConfig, dict[str, Any
 
     They are read from the manifest, because people may edit config.yaml.
     """
-    shown = reader.storage.display_name
+    display_name = reader.storage.display_name
     identity = reader.manifest["identity"]
     config = constraint_config(identity.get("constraint", {"kind": "none"}))
     if isinstance(config, NoConstraintConfig):
         rows = "" if "column" not in identity.get("sampling", {}) else " for all rows"
-        raise ConfigError(f"the job in {shown} has no constraint{rows}: there is nothing to check")
-    refuse_incomplete(reader, shown)
+        raise ConfigError(
+            f"the job in {display_name} has no constraint{rows}: there is nothing to check"
+        )
+    refuse_incomplete(reader, display_name)
     return config, identity["output"]
 
 

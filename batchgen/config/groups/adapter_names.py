@@ -31,13 +31,13 @@ def named_places(adapters: LoRA) -> dict[str, str]:
     if isinstance(adapters, Mapping):
         pairs = list(adapters.items())
     else:
-        places = [adapters] if isinstance(adapters, str) else adapters
-        pairs = [(_last_part(place), place) for place in places]
+        locations = [adapters] if isinstance(adapters, str) else adapters
+        pairs = [(_last_part(path), path) for path in locations]
     paths: dict[str, str] = {}
-    for name, place in pairs:
+    for name, path in pairs:
         if name in paths:
             raise ConfigError(
-                f"lora has two adapters named {name} ({paths[name]} and {place}): name them, as in "
+                f"lora has two adapters named {name} ({paths[name]} and {path}): name them, as in "
                 "{first: PATH, second: PATH}"
             )
         if re.fullmatch(r"[\w.+:-]+", name) is None:
@@ -45,12 +45,12 @@ def named_places(adapters: LoRA) -> dict[str, str]:
                 f"lora: an adapter's name has letters, digits, _, ., +, : and -, got {name!r}: "
                 "name it, as in {name: PATH}"
             )
-        if (name == BASE) != (place == BASE):
+        if (name == BASE) != (path == BASE):
             raise ConfigError(
                 f"lora: {BASE} is the model without an adapter, so no adapter can have that "
-                f"name; got {name}: {place}"
+                f"name; got {name}: {path}"
             )
-        paths[name] = place
+        paths[name] = path
     return paths
 
 

@@ -80,14 +80,14 @@ def sampling_values(
 
 def sampling_text(values: Mapping[str, Mapping[str, Any]]) -> str:
     """The values of `sampling_values` in one line, and where they come from."""
-    shown = []
+    parts = []
     for key, of in values.items():
         text = f"{key}={of['value']}"
         if of["model"] is not None:
             is_same = of["value"] == of["model"]
             text += " (the model's)" if is_same else f" (the model recommends {of['model']})"
-        shown.append(text)
-    return ", ".join(shown)
+        parts.append(text)
+    return ", ".join(parts)
 
 
 def recommendation(sampling: Mapping[str, Any], of_model: Mapping[str, float]) -> str | None:

@@ -108,8 +108,13 @@ def decode_escapes(text: str, *, quoted: bool = False) -> str:
     def meaning(match: re.Match[str]) -> str:
         if match[1] or match[2]:
             return chr(int(match[1] or match[2], 16))
-        behind = text[match.end() : match.end() + 1]
-        if not quoted and match[3] in _MEANINGS and behind.isascii() and behind.islower():
+        next_character = text[match.end() : match.end() + 1]
+        if (
+            not quoted
+            and match[3] in _MEANINGS
+            and next_character.isascii()
+            and next_character.islower()
+        ):
             word = re.match(r"\\[a-z]+", text[match.start() :])
             assert word is not None
             raise UnclearEscape(

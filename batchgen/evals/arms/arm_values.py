@@ -185,8 +185,8 @@ def shown_value(column: str) -> Callable[[float | None], str]:
 def _bounds(table: ArmTable, score: Interval | None) -> str:
     if score is None or math.isnan(score.low):
         return ""
-    shown = shown_value(table.column)
-    return f"{shown(score.low)} to {shown(score.high)}"
+    as_text = shown_value(table.column)
+    return f"{as_text(score.low)} to {as_text(score.high)}"
 
 
 def _difference(table: ArmTable, interval: Interval | None) -> str:
@@ -206,10 +206,10 @@ def _what(row: ArmRow) -> str:
     if _names_settings(row) or row.arm.name in row.arm.settings.values():
         return ""
     settings = row.arm.settings.items()
-    shown = [f"{short_key(key)}={_short_value(key, value)}" for key, value in settings]
-    kept = [text for at, text in enumerate(shown) if len(", ".join(shown[: at + 1])) <= _SETTINGS]
-    kept = kept or [both_ends(shown[0], _SETTINGS)]
-    more = len(shown) - len(kept)
+    texts = [f"{short_key(key)}={_short_value(key, value)}" for key, value in settings]
+    kept = [text for at, text in enumerate(texts) if len(", ".join(texts[: at + 1])) <= _SETTINGS]
+    kept = kept or [both_ends(texts[0], _SETTINGS)]
+    more = len(texts) - len(kept)
     return ", ".join(kept) + (f" and {more} more" if more else "")
 
 

@@ -90,8 +90,8 @@ def frontier_lines(frontier: Frontier) -> list[str]:
         for at in range(line(point.high), line(point.low) + 1):
             grid[at][index] = "│"
         grid[line(point.score.estimate)][index] = point.letter[-1]
-    shown = shown_value(frontier.column)
-    marks = {line(v): shown(v) for v in (high - margin, (low + high) / 2, low + margin)}
+    as_text = shown_value(frontier.column)
+    marks = {line(v): as_text(v) for v in (high - margin, (low + high) / 2, low + margin)}
     side = max(map(len, marks.values()))
     lines = [f"{marks.get(at, ''):>{side}} ┤{''.join(row).rstrip()}" for at, row in enumerate(grid)]
     first, last = number_text(points[0].x), number_text(points[-1].x)

@@ -95,13 +95,13 @@ class GradedShards(ABC):
         number: int,
         columns: Sequence[str],
         grades: Sequence[str] = (),
-        places: npt.NDArray[np.int64] | None = None,
+        indices: npt.NDArray[np.int64] | None = None,
     ) -> Iterator[tuple[pa.Table, pa.Table]]:
         """Some columns of a shard, and of its grades, in tables of at most BATCH rows.
 
         Args:
             columns: which columns; others may be there besides.
-            places: which of its rows, ascending; None for all.
+            indices: which of its rows, ascending; None for all.
 
         Raises:
             ConfigError: the grades cannot be used.
@@ -111,25 +111,25 @@ class GradedShards(ABC):
         graded = self._graded(number, grades) if grades else None
         names = [*columns, *KEYS] if grades else columns
         names = [*dict.fromkeys(names)] or self.schema.names[:1]
-        places = np.arange(shard.ends[-1]) if places is None else places
+        indices = np.arange(shard.ends[-1]) if indices is None else indices
         with CheckedFile(self._source(DATA, number)) as file:
             if file.content_digest() != shard.digest:
                 raise JobError(
                     f"{self.user_path} has changed while it was read: run the same command again"
                 )
             for group, end in enumerate(shard.ends):
-                start, stop = np.searchsorted(places, [first, end])
-                for rows, at in _taken(file, group, names, places[start:stop], first):
+                start, stop = np.searchsorted(indices, [first, end])
+                for rows, at in _taken(file, group, names, indices[start:stop], first):
                     yield rows, self._beside(rows, at, graded, grades)
                 first = end
 
     def _beside(
-        self, rows: pa.Table, places: pa.Array, graded: pa.Table | None, names: Sequence[str]
+        self, rows: pa.Table, indices: pa.Array, graded: pa.Table | None, names: Sequence[str]
     ) -> pa.Table:
         """Some columns of the grades of rows at some places; no columns without grades."""
         if graded is None:
             return pa.table({})
-        grades = graded.take(places)
+        grades = graded.take(indices)
         if (row_keys(grades) != row_keys(rows)).any():
             raise self._unusable("some belong to other rows")
         return grades.select(names)
@@ -226,19 +226,19 @@ def _taken(
     file: CheckedFile,
     group: int,
     names: Sequence[str],
-    places: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.int64],
     first: int,
 ) -> Iterator[tuple[pa.Table, pa.Array]]:
     """The rows at some places of a row group, which begins at `first`, and the places of each
     table."""
     at = 0
-    for batch in file.batches(BATCH, names, [group]) if len(places) else ():
-        stop = int(np.searchsorted(places, first + batch.num_rows))
+    for batch in file.batches(BATCH, names, [group]) if len(indices) else ():
+        stop = int(np.searchsorted(indices, first + batch.num_rows))
         if at < stop:
             rows = pa.Table.from_batches([batch])
             if stop - at < batch.num_rows:
-                rows = rows.take(pa.array(places[at:stop] - first))
-            yield rows, pa.array(places[at:stop])
+                rows = rows.take(pa.array(indices[at:stop] - first))
+            yield rows, pa.array(indices[at:stop])
         first, at = first + batch.num_rows, stop
-        if at == len(places):
+        if at == len(indices):
             return

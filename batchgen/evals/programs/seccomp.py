@@ -100,15 +100,15 @@ def seccomp_filter(machine: str) -> bytes:
             f"RunTests: programs run only on {' and '.join(_ARCHITECTURES)}, and this machine is "
             f"{machine}"
         )
-    architecture, place = _ARCHITECTURES[machine]
-    forbidden = [numbers[place] for numbers in _CALLS.values() if numbers[place] is not None]
+    architecture, offset = _ARCHITECTURES[machine]
+    forbidden = [numbers[offset] for numbers in _CALLS.values() if numbers[offset] is not None]
     # Each line: operation, value, and whether to go on, to allow, to kill or to say "not there",
     # where the value fits and where it does not.
     lines = [(_LOAD, _ARCHITECTURE_AT, "", ""), (_EQUAL, architecture, "", "kill")]
     lines += [(_LOAD, _NUMBER_AT, "", ""), (_AT_LEAST, _X32, "kill", "")]
     lines += [(_EQUAL, number or 0, "kill", "") for number in forbidden]
     # Threads are made by clone; the C library tries clone3 first, whose arguments are hidden.
-    lines += [(_EQUAL, _CLONE3, "missing", ""), (_EQUAL, _CLONE[place], "", "allow")]
+    lines += [(_EQUAL, _CLONE3, "missing", ""), (_EQUAL, _CLONE[offset], "", "allow")]
     lines += [(_LOAD, _FIRST_ARGUMENT_AT, "", ""), (_HAS_BITS, _CLONE_THREAD, "allow", "kill")]
     ends = {"allow": len(lines), "kill": len(lines) + 1, "missing": len(lines) + 2}
     code = b""

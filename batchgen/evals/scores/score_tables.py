@@ -54,11 +54,11 @@ def _rows(subset: str, scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def score_cells(scores: JobScores) -> list[tuple[str, ...]]:
     """Texts of these values, without rates, and without what says no more than the score."""
     some = scores.score or next(iter(scores.adapters.values()), {})
-    shown = score_value(some)
+    as_text = score_value(some)
     return [
         (
             *(row[name] for name in header(scores) if name in (_ADAPTER, "subset", "metric")),
-            *("" if row[key] is None else shown(row[key]) for key in ("value", "low", "high")),
+            *("" if row[key] is None else as_text(row[key]) for key in ("value", "low", "high")),
             f"{row['questions']:,}",
         )
         for row in score_table_rows(scores)

@@ -111,7 +111,7 @@ def _so_far(job: GradedJob, table: pa.Table, tokens: Any, *, bounded: bool) -> d
 
 def so_far_lines(scores: Mapping[str, Any]) -> list[Line]:
     """Return lines that say how many answers a score covers and how biased it may be."""
-    values, shown = scores["so_far"], score_value(scores)
+    values, as_text = scores["so_far"], score_value(scores)
     answers, total = values["answers"], values["of"]
     text = counted(answers, "answer")
     if total is not None:
@@ -124,11 +124,11 @@ def so_far_lines(scores: Mapping[str, Any]) -> list[Line]:
             (
                 "biased",
                 f"short answers end first: those of up to {values['tokens']:,} tokens have "
-                f"{shown(values['shorter'])}, the longer half {shown(values['longer'])}",
+                f"{as_text(values['shorter'])}, the longer half {as_text(values['longer'])}",
             )
         )
     if "bounds" in values:
-        low, high = (shown(bound) for bound in values["bounds"])
+        low, high = (as_text(bound) for bound in values["bounds"])
         lines.append(
             ("of all", f"{low} to {high}, if all missing answers were wrong, or all right")
         )

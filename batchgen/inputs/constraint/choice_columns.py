@@ -1,4 +1,4 @@
-"""The columns for scored choices, and the token ids of choices."""
+"""The output columns of scored choices, and the token ids of a row's choices."""
 
 import json
 from collections.abc import Callable
@@ -21,5 +21,5 @@ def choice_ids(
     not None; an empty list for a row without choices."""
     if constraint is None or constraint.kind != "choice":
         return []
-    behind = [] if end is None else [end]
-    return [encode(choice) + behind for choice in json.loads(constraint.text)]
+    suffix = [] if end is None else [end]
+    return [encode(choice) + suffix for choice in json.loads(constraint.text)]

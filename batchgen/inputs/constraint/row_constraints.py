@@ -1,4 +1,4 @@
-"""The constraint that a column of the data set holds for each row."""
+"""Reads each row's own constraint from a column of the data set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchgen.inputs.dataset.dataset_columns import named_path, value_at
 from batchgen.inputs.dataset.source import Row
 
 MAX_CACHED = 4096
-"""How many different cells of the column are kept with the constraints that were made of them."""
+"""The number of different cells whose constraints are cached."""
 _MUST_HOLD = {
     "json_schema": "JSON text or a struct",
     "regex": "text",
@@ -31,11 +31,11 @@ _MUST_HOLD = {
 
 
 class RowConstraints:
-    """Tells what the output of each row must look like, where a column of the data set says it."""
+    """Makes the constraint of each row from the column of the data set that describes it."""
 
     def __init__(self, config: ConstraintConfig, features: Mapping[str, Any]) -> None:
-        """`features` says what the library datasets takes the columns to hold. ConfigError if the
-        data set does not have the column that the job names."""
+        """`features` are the types of the columns, as `datasets` infers them. Raises ConfigError if
+        the data set lacks the column that the job names."""
         self._column = constraint_column(config)
         self._kind = config.kind
         if self._column is None:
@@ -46,8 +46,8 @@ class RowConstraints:
         self._made = lru_cache(MAX_CACHED)(TimedConstraints(config).make)
 
     def of(self, row: Row) -> Constraint | None:
-        """The constraint that a row has of its own, None if it has none; RequestError
-        (bad_constraint) for a cell that holds none."""
+        """The row's own constraint; None if its cell is empty. Raises RequestError (bad_constraint)
+        for a cell that holds no valid constraint."""
         if self._column is None:
             return None
         try:
@@ -58,11 +58,12 @@ class RowConstraints:
 
 
 def cell_text(kind: str, cell: Any) -> str | None:
-    """What the constraint column holds for one row, as text; None if it holds nothing. A list of
+    """The content of a row's cell in the constraint column, as text; None if it is empty. A list of
     choices, a schema and a tag become JSON text.
 
     Raises:
-        ConstraintError: the cell is neither text nor what else may stand there for this kind.
+        ConstraintError: the cell is neither text nor another value that this kind of constraint
+            allows.
     """
     if cell is None or isinstance(cell, str):
         return cell

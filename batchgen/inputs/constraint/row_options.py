@@ -1,4 +1,4 @@
-"""Sampling options that a row brings along, under our names or those of OpenAI's API."""
+"""Reads a row's own sampling options, under our names or those of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAME_OPTIONS = {
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
 }
-"""Names of other programs that mean one of ours."""
+"""Other programs' names of our options."""
 IGNORED_OPTIONS = (
     *("model", "user", "metadata", "store", "stream", "stream_options", "service_tier"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -37,7 +37,7 @@ HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
 }
-"""Keys that may have these values, which change nothing, and no others."""
+"""Keys that may only have these values, which change nothing."""
 _HINTS = get_type_hints(SharedSampling)
 OPTIONS = tuple(_HINTS)
 """Our names of the options that a row may have."""

@@ -1,4 +1,4 @@
-"""The parameters of each row's requests: the job's, with what the row has of its own."""
+"""The parameters of each row's requests: those of the job, changed by the row's own options."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ CheckParams = Callable[[RequestParams], None]
 
 
 class RowParams:
-    """Tells how each row is sampled. The seed is the job's, or the row's own instead of it, from
-    which each sample gets its own."""
+    """Makes the sampling parameters of each row. The seed is the job's, or the row's own instead of
+    it, from which each sample gets its own."""
 
     def __init__(self, config: JobConfig, features: Mapping[str, Any], check: CheckParams) -> None:
-        """Read what a job says of all rows; `features` are the columns of its data set.
+        """Read the parameters that all rows of the job share; `features` are the columns of its
+        data set.
 
         Raises:
             ConfigError: the data set does not have the column of constraints, or that of options.

@@ -1,5 +1,6 @@
-"""Whether a finished text keeps to its constraint. Other libraries than the engine's say so where
-there are any.
+"""Checks whether finished texts satisfy their constraint, for `batchgen validate`.
+
+The checks do not trust the engine: they use other libraries where there are any.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CHECKED_BY = {
     "grammar": "a fresh matcher of xgrammar, which the engine uses too",
     "structural_tag": "a fresh matcher of xgrammar, which the engine uses too",
 }
-"""Kind of constraint → what checks its texts, for people."""
+"""The name of the checker for each kind of constraint, as users see it."""
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
@@ -44,12 +45,13 @@ class Unchecked(Exception):
     """A text cannot be checked. The message says why."""
 
 
-def make_check(config: AnyConstraintConfig, value: Any, *, behind: bool = False) -> Check:
-    """The check of texts against a constraint, or `Unchecked` if the checker cannot read it.
+def make_check(config: AnyConstraintConfig, value: Any, *, after_reasoning: bool = False) -> Check:
+    """Make the check of texts against a constraint. Raises `Unchecked` if the checker cannot read
+    the constraint.
 
     `value` is what the job or the row gives for it: a schema or a tag as parsed JSON, the choices,
-    the pattern, or the EBNF. None stands for any JSON object. With `behind` the texts begin behind
-    the marker `start_after`, which is not in them.
+    the pattern, or the EBNF. None stands for any JSON object. With `after_reasoning` the texts
+    begin after the marker `start_after`, which is not in them.
     """
     if isinstance(config, (JsonSchemaConstraintConfig, JsonConstraintConfig)):
         schema = {"type": "object"} if value is None else value
@@ -67,7 +69,7 @@ def make_check(config: AnyConstraintConfig, value: Any, *, behind: bool = False)
         check = _matcher_check(lambda compiler: compiler.compile_structural_tag(json.dumps(value)))
     if config.start_after is None:
         return check
-    return partial(_any_gap, check) if behind else _behind(config.start_after, check)
+    return partial(_any_gap, check) if after_reasoning else _behind(config.start_after, check)
 
 
 def _behind(marker: str, check: Check) -> Check:

@@ -1,4 +1,4 @@
-"""Checks constraints of strangers within a bound of time.
+"""Checks constraints from a data set, which may be hostile, within a time limit.
 
 Most constraints are checked at once. One whose check may take long runs in a process of its own,
 because nothing else ends a search of Python's `re`, which also keeps all other threads waiting.
@@ -14,16 +14,17 @@ from batchgen.evals.graders.grading_pool import WorkerPool
 from batchgen.evals.graders.step import GradeFailure
 
 MOST_SECONDS = 10.0
-"""The longest time that the check of one constraint may take."""
+"""The longest time, in seconds, that the check of one constraint may take."""
 _MOST_BYTES = 2 << 30
 """The address space of the process."""
 _QUICK_LENGTH = 4096
 _SLOW_WORDS = ("$ref", "pattern", "\\")
-"""What can make the check of a short schema slow, and what can write these words otherwise."""
+"""Texts in a schema that may make its check slow; the backslash may hide the others in an
+escape."""
 
 
 class TimedConstraints:
-    """Makes constraints of the texts that a column holds."""
+    """Makes constraints from the texts of a column."""
 
     def __init__(self, config: AnyConstraintConfig) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Rows from nothing: `dataset=count`."""
+"""Rows without a data set: `dataset=count` makes N rows that are only numbered."""
 
 from __future__ import annotations
 

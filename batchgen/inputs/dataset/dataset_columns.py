@@ -11,8 +11,8 @@ from batchgen.util.shorten import some_names
 
 
 def column_path(name: str, features: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The keys that lead from a row to the value that a name with dots means: the name of the
-    column, then the keys inside its structs; None if there is no such column.
+    """The keys that lead from a row to the value that a dotted name means: the name of the column,
+    then the keys inside its structs; None if there is no such column.
 
     A column that has dots in its own name goes before what lies inside another one.
     """
@@ -36,8 +36,8 @@ def named_path(key: str, name: str, features: Mapping[str, Any]) -> tuple[str, .
 
 
 def feature_at(feature: Any, keys: list[str] | tuple[str, ...]) -> Any:
-    """What lies below some keys of a feature, None if nothing can; below JSON of several types it
-    is JSON."""
+    """The feature below some keys of a feature; None if there cannot be one. Below JSON of several
+    types it is JSON."""
     if not keys:
         return feature
     from datasets.features import Json  # takes seconds, and mistakes are told before it is needed
@@ -58,7 +58,7 @@ def value_at(fields: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def json_cell(value: Any) -> Any:
-    """The JSON of a cell, of which a text is parsed.
+    """The JSON value of a cell; text is parsed.
 
     Raises:
         ValueError: the cell holds text that is no JSON, or names a key twice.

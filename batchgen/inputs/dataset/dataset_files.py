@@ -1,4 +1,7 @@
-"""Opens the data set at `dataset.path`: local files and folders, or the hub."""
+"""Loads the data set at `dataset.path`: local files and folders, or a data set of the hub.
+
+`row_source.open_dataset` calls `load_split` and reads rows from the result.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import content_digests, fingerprint_text
 
 _READING_VERSION = 2
-"""Increased when the same files give other rows than in an older version of batchgen."""
+"""Increased when a version of batchgen reads other rows from the same files."""
 _CACHE_VERSION = "rows-4"
-"""Changed when the cache keeps rows in another form than that of an older version."""
+"""Changed when a version of batchgen stores rows in the cache in another form."""
 _LOGGERS = ("datasets", "huggingface_hub")
 """The loggers of datasets and of what it loads with."""
 _FILE_KEYS = {"config_name", "data_files", "data_dir", "default"}
@@ -52,7 +55,7 @@ class LoadedDataset:
 
 
 def load_split(config: DatasetConfig) -> LoadedDataset:
-    """The split that the configuration names.
+    """Load the split that the configuration names.
 
     Unless they are streamed, local files are converted once into Arrow files in the cache of
     datasets. The folder there is named by their content, so that a file which has changed is never
@@ -163,8 +166,8 @@ def _load_folder(folder: Path, config: DatasetConfig) -> LoadedDataset:
 
 
 def _declared(folder: Path) -> Literal["nothing", "only files", "more"]:
-    """What the README.md of a folder says of its rows: nothing, in which files they are, or also
-    what these hold or how they are read."""
+    """What the README.md of a folder declares about its rows: nothing, their files, or also the
+    types or options for reading."""
     readme = folder / "README.md"
     try:
         card = DatasetCard.load(readme).data.to_dict() if readme.is_file() else {}

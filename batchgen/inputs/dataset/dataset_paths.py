@@ -1,4 +1,5 @@
-"""The files that `dataset.path` names. It loads none of the libraries of the data."""
+"""Finds the files that `dataset.path` names. Importing this loads none of the libraries for
+data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the columns of a data set hold."""
+"""Classifies the types of columns (`datasets` features): plain values, images, or values with
+bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that run with each of several adapters."""
+"""Repeats each row of a source once for each of several adapters (`model.lora`)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class GridSource(SourceOver):
         return {**self._source.passthrough(row.base), ADAPTER: row.fields[ADAPTER]}
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """What is read of the rows of the source that come before `stop`, see `Source`."""
+        """The columns read from the underlying source for the rows before `stop`, see `Source`."""
         return self._source.tables(-(-stop // self._times), size)
 
     def open_index(

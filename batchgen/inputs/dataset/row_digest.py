@@ -1,4 +1,7 @@
-"""Digests of the rows of a data set, which tell whether rows were only added to it."""
+"""Digests of the rows of a data set. They show whether rows were only added to it.
+
+The manifest keeps them, so that a job can be resumed with a data set that has grown.
+"""
 
 from __future__ import annotations
 

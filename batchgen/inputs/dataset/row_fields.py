@@ -1,4 +1,4 @@
-"""Reads the fields of rows from the Arrow tables of a data set."""
+"""Converts rows from stored Arrow tables into the fields that templates and steps see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchgen.util.text.row_json import value_reader
 
 
 class RowFields(Protocol):
-    """How the rows of a data set are kept.
+    """The way in which a data set stores its rows.
 
     Attributes:
         columns: the stored columns that the fields are read from, by their names in the data set.
@@ -33,10 +33,11 @@ class RowFields(Protocol):
 
 
 class ArrowFields:
-    """Rows in Arrow columns.
+    """Reads rows that are stored in Arrow columns.
 
     JSON text is parsed. Null fields of structs are left out, because Arrow gives every struct of a
-    column the fields of all of them."""
+    column the fields of all of them.
+    """
 
     def __init__(self, features: Features) -> None:
         self.columns = list(features)
@@ -66,7 +67,7 @@ class ArrowFields:
 
 
 class JsonFields:
-    """Rows that are stored as one JSON text each."""
+    """Reads rows that are stored as one JSON text each."""
 
     columns = (ROW_TEXT,)
 
@@ -97,7 +98,8 @@ def _read(
 
 
 def _has_padding(array: pa.Array) -> bool:
-    """Whether a struct in an array has a null field, found without looking into each value."""
+    """Whether a struct in an array has a null field that the others lack; decided by counting
+    nulls."""
     kind = array.type
     if pa.types.is_struct(kind):
         parts = array.flatten()  # null where the struct is

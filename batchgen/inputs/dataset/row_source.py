@@ -1,4 +1,4 @@
-"""Reads the rows of a job's data set, one by one and in order."""
+"""Reads the rows of a job's data set in order, from files or the hub: the main `Source`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIRST_ROWS = 1000  # rows from which the features of a stream without features a
 
 
 def open_dataset(config: DatasetConfig, images: Collection[str] = ()) -> RowSource:
-    """The data set that the configuration names, after all checks that need no pass over a stream.
+    """Open the data set that the configuration names, and check what needs no pass over a stream.
     Columns of images are read if they are in `images`, and are not copied to the output.
 
     Raises:

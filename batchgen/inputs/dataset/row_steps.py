@@ -1,4 +1,4 @@
-"""A data set with the columns that the steps of `rows` add to it."""
+"""A `Source` whose rows get further columns from steps of `rows` that keep every row."""
 
 from __future__ import annotations
 

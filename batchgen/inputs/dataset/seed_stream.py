@@ -1,4 +1,4 @@
-"""Which of many streams of random numbers a job draws from."""
+"""Chooses a job's stream of random numbers, so that jobs of a chain draw different ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from batchgen.inputs.dataset.source import ReadJob
 
 
 def depth_of(jobs: Sequence[ReadJob]) -> int:
-    """How many jobs stand behind each other before the one that reads these; 0 without any."""
+    """The length of the chain of jobs before the one that reads these jobs; 0 without any."""
     return max((job.depth for job in jobs), default=0)
 
 
 def stream_of(name: str | None, jobs: Sequence[ReadJob]) -> str | None:
-    """The name of a job's stream: the one it was given, else by its depth, so that a judge does not
-    draw the numbers of what it judges. None for the stream of jobs that read no other one."""
+    """The name of a job's stream: `name` if it is set, else one that follows from the job's depth,
+    so that a judge does not draw the same numbers as the job that it judges. None for jobs that
+    read no other one."""
     depth = depth_of(jobs)
     return name if name is not None or not depth else f"depth {depth}"
 

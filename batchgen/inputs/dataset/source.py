@@ -1,4 +1,9 @@
-"""What a job needs of the rows that it reads, wherever they come from."""
+"""The interface between a job and its rows: `Source`, whatever the rows come from.
+
+Implementations are a data set (`row_source`), counted rows, row steps over another source
+(`row_steps`, `indexed_source`), several adapters (`grid_source`) and answers of other jobs
+(`upstream/job_source`).
+"""
 
 from __future__ import annotations
 
@@ -40,11 +45,12 @@ class ReadJob:
     """Another job whose rows are read.
 
     Attributes:
-        name: what tells it from others that are read: the last names of its folder's path.
-        digest: of its identity, which growing does not change; 32 hex digits.
-        depth: how many jobs stand behind each other up to it: 1 if it reads no job itself.
-        costs: what the jobs that stand behind each other took, it the last one.
-        identity: what its manifest says that decides its rows, by group and key.
+        name: a name that tells it from other jobs that are read: the last parts of its folder's
+            path.
+        digest: a digest of its identity, 32 hex digits; it stays the same when the job grows.
+        depth: the length of the chain of jobs that ends with it: 1 if it reads no job itself.
+        costs: the costs of the jobs of this chain, its own last.
+        identity: the part of its manifest that decides its rows, by group and key.
     """
 
     name: str
@@ -56,14 +62,14 @@ class ReadJob:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How many rows are left after a choice among rows, such as `dataset.where`."""
+    """The number of rows that are left after a filter, such as `dataset.where`."""
 
     choice: str
     rows: int
 
 
 def funnel_line(funnel: Sequence[Left]) -> str:
-    """How many rows each choice has left, in one line."""
+    """A line with the number of rows left after each filter."""
     first, *others = funnel
     return " → ".join(
         [f"{first.rows:,} {first.choice}", *(f"{o.choice} {o.rows:,}" for o in others)]
@@ -81,7 +87,7 @@ class Source(ABC):
 
     Attributes:
         columns: the names of all columns that templates may use.
-        features: what the columns hold, in the terms of datasets.
+        features: the types of the columns, as `datasets` features.
         schema: the columns that are copied to the output.
     """
 
@@ -92,22 +98,23 @@ class Source(ABC):
     @property
     @abstractmethod
     def num_rows(self) -> int | None:
-        """How many rows there are; None for a stream, and as long as more may come."""
+        """The number of rows; None for a stream, and as long as more may come."""
 
     @property
     def num_ready(self) -> int | None:
-        """How many rows are there, as far as is known; None for a stream."""
+        """The number of rows that can be read now; None for a stream."""
         return self.num_rows
 
     @property
     def ends(self) -> Sequence[int]:
-        """Behind which of the rows that are there each stretch ends in which they came, which is
-        the same in every process; not of a stream."""
+        """For rows that arrive in stretches (shards of a running job), the number of rows up to the
+        end of each stretch; equal in every process. Not for a stream."""
         return [self.num_ready or 0]
 
     @property
     def follows(self) -> bool:
-        """Whether the rows are of a job that was followed, whether or not it has ended."""
+        """Whether the rows come from a job that may still run or was still running when it was
+        opened."""
         return False
 
     @property
@@ -122,12 +129,12 @@ class Source(ABC):
 
     @property
     def funnel(self) -> tuple[Left, ...]:
-        """How many rows there were first, and how many each choice among them has left."""
+        """The number of rows at first, and after each filter."""
         return ()
 
     @property
     def data(self) -> Source:
-        """The rows of the data set, of which the manifest keeps number and digests."""
+        """The rows of the data set itself, whose number and digests the manifest keeps."""
         return self
 
     @abstractmethod
@@ -145,18 +152,18 @@ class Source(ABC):
 
     @abstractmethod
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """What is read of the rows before `stop`, in tables of `size` rows, of which the last one
-        may have fewer; not of a stream."""
+        """The columns that are read of the rows before `stop`, in tables of `size` rows (the last
+        may have fewer). Not for a stream."""
 
     def learn(self, may_write: Callable[[], bool] = lambda: False) -> bool:
-        """Find out what has come since the last call; returns whether there was something.
+        """Find out which rows have arrived since the last call; return whether there are any.
 
         Args:
-            may_write: whether this process is the one that writes down in the reader's folder
-                where rows come from. It is asked only if there is something to write.
+            may_write: whether this process is the one that writes the row index into the reader's
+                folder; called only if there is something to write.
 
         Raises:
-            ConfigError: no row is left of all.
+            ConfigError: no row is left after the filters.
             JobError: a file is damaged, or is another one than before.
         """
         return False
@@ -164,13 +171,13 @@ class Source(ABC):
     def open_index(  # noqa: B027
         self, storage: Storage, *, alone: bool, finished: Callable[[], int] = lambda: 0
     ) -> None:
-        """Have the row index in a job's folder, if steps choose among the rows: make it, add new
-        rows to it, or read it.
+        """Prepare the row index in a job's folder, if row steps choose among the rows: make it,
+        extend it, or read it.
 
         Args:
             alone: whether no other worker runs in the folder.
-            finished: up to which number rows of the job are finished; it is asked if the data set
-                has become shorter.
+            finished: returns the number of the job's first rows up to the last finished one; called
+                if the data set has become shorter.
 
         Raises:
             ConfigError: the steps leave no row, or a step cannot start.
@@ -178,16 +185,16 @@ class Source(ABC):
         """
 
     def find_index(self, storage: Storage | None) -> None:  # noqa: B027
-        """Have the row index without writing into the job's folder: read the one that is there, or
-        make one in a temporary folder."""
+        """Prepare the row index without writing into the job's folder: read the one that is there,
+        or make one in a temporary folder."""
 
     def close(self) -> None:  # noqa: B027
-        """Delete what is of no use without this object."""
+        """Delete temporary files."""
 
 
 class SourceOver(Source):
-    """The base of a `Source` that makes its rows of another one's, one for one or more, and says of
-    them what that says."""
+    """Base class of a `Source` that makes its rows from those of another source, to which it
+    delegates the rest."""
 
     def __init__(self, source: Source) -> None:
         """Create a source over another one."""
@@ -207,7 +214,7 @@ class SourceOver(Source):
 
     @property
     def fingerprint(self) -> str:
-        """That of the other source: what is made of it is part of the job's configuration."""
+        """That of the other source; the changes to its rows are part of the job's configuration."""
         return self._source.fingerprint
 
     @property

@@ -1,4 +1,4 @@
-"""What the fields of output columns say of the columns of the data set."""
+"""Keeps the types (`datasets` features) of copied columns in the metadata of output columns."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class DecodeAhead:
 
     At most `most` images are decoded and not yet taken, so memory stays flat however many rows
     wait. An image that is asked for before its turn is decoded at once by the one who asks, and so
-    is one that is asked for again. An image that nobody holds any longer gives its place back.
+    is one that is asked for again. An image that is no longer referenced is removed from the queue.
     """
 
     def __init__(self, threads: int, limit: int) -> None:
@@ -59,18 +59,19 @@ class DecodeAhead:
             self._fill()
 
     def take(self, pixels: AheadPixels) -> Future[Pixels] | None:
-        """What was begun for an image, which gives its place back; None if nothing was."""
+        """The decoding that was begun for an image, whose place in the queue becomes free; None if
+        none was begun."""
         with self._lock:
             pixels.taken = True
-            future, place = pixels.future, pixels.place
+            future, index = pixels.future, pixels.place
             pixels.future = pixels.place = None
-            if place is not None:
-                place()
+            if index is not None:
+                index()
             return future
 
 
 class AheadPixels:
-    """Gives the pixels of one image, decoded before or now."""
+    """Returns the pixels of one image, decoding it now unless that has been done ahead."""
 
     def __init__(self, ahead: DecodeAhead, decode: Decode) -> None:
         self._ahead, self.decode = ahead, decode

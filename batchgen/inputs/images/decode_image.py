@@ -1,4 +1,4 @@
-"""Reads the headers of image files, and decodes them to pixels. Pillow does the work."""
+"""Reads the sizes of image files, and decodes them to pixels, with Pillow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from batchgen.util.errors import ConfigError
 if TYPE_CHECKING:
     from PIL import Image as Pillow
 
+Resampling = Literal["BICUBIC", "BILINEAR"]
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The formats that are read. Others that Pillow knows start programs, such as EPS, or are rare."""
 MOST_PIXELS = 100_000_000
@@ -65,11 +66,13 @@ def decoding_bytes(height: int, width: int) -> int:
     return _BYTES_PER_PIXEL * (height * width + 2 * _BAND_PIXELS)
 
 
-def decode_image(data: bytes, height: int, width: int) -> Pixels:
+def decode_image(
+    data: bytes, height: int, width: int, resampling: Resampling = "BICUBIC"
+) -> Pixels:
     """The pixels of an image, upright, on white where it is transparent, and scaled to a size.
 
     Of an animated image it is the first frame. Values of 16 bits keep their upper 8. The scaling is
-    Pillow's bicubic one, as transformers' processors on Pillow have it.
+    Pillow's, as transformers' processors on Pillow have it.
 
     Raises:
         RequestError: bad_image: the file is damaged, or of a kind that has no colours.
@@ -85,7 +88,7 @@ def decode_image(data: bytes, height: int, width: int) -> Pixels:
         if turn in _TURNS:
             image = image.transpose(pillow.Transpose[_TURNS[turn]])
         if image.size != (width, height):
-            image = image.resize((width, height), pillow.Resampling.BICUBIC)
+            image = image.resize((width, height), pillow.Resampling[resampling])
         return np.array(image)  # a copy that can be written to, as torch wants it
 
 
@@ -96,7 +99,9 @@ def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Pillow about what it reads all the same
+            warnings.simplefilter(
+                "ignore"
+            )  # warnings of Pillow about images that it reads all the same
             file = io.BytesIO(data) if isinstance(data, bytes) else data
             with pillow.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MOST_PIXELS:
@@ -117,7 +122,7 @@ def _opened(data: bytes | BinaryIO) -> Iterator[Pillow.Image]:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """What Pillow raises for damaged files, as its documentation and its plugins have it."""
+    """The errors that Pillow raises for damaged files."""
     import struct
 
     from PIL import Image as pillow

@@ -11,16 +11,17 @@ MOST_MEMORY = 2 << 30
 
 
 class DecodeMemory:
-    """Lets threads go on as long as what they hold together fits into `most` bytes."""
+    """Limits the memory that all threads hold together to `limit` bytes."""
 
     def __init__(self, limit: int = MOST_MEMORY) -> None:
         self._most = self._free = limit
-        self._turn = threading.Lock()  # who waits for much is not passed by others for ever
+        self._turn = threading.Lock()  # so that a thread that needs much is not overtaken for ever
         self._change = threading.Condition()
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Wait for `size` bytes, and hold them; what is larger than all bytes waits for all."""
+        """Wait for `size` bytes, and hold them within the context; a size above the limit waits for
+        the whole limit."""
         size = min(size, self._most)
         with self._turn, self._change:
             self._change.wait_for(lambda: self._free >= size)

@@ -1,15 +1,18 @@
-"""The size to which a model resizes an image, which depends on the image's size alone."""
+"""Computes the size to which a model resizes an image, from the image's size alone."""
 
 from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.vision.vision_config import HALVES, Colours
+from batchgen.engine.vision.vision_config import AxialConfig, VisionConfig
+from batchgen.inputs.images.decode_image import Resampling
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
@@ -19,40 +22,77 @@ MOST_RATIO = 200
 _MOST_SIDE = 1 << 16
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _READING = "1"
-"""Increased when the same file gives other pixels than in an older version of batchgen."""
+"""Increased when a version of batchgen makes other pixels from the same file."""
 _BICUBIC = 3
+_BUDGETS = (70, 140, 280, 560, 1120)
+"""How many tokens Gemma 4's processor may give an image at most."""
 _EXPECTED: dict[str, Any] = {
     "do_resize": True,
     "do_rescale": True,
     "do_normalize": True,
     "resample": _BICUBIC,
 }
-"""What the engine does to images; a processor that says otherwise is refused."""
+"""The processing that the engine does; a processor with other values is refused."""
 
 
 @dataclass(frozen=True, slots=True)
-class ImageSizes:
+class ImageSizes(ABC):
     """The limits of the sizes to which images are resized.
 
     Attributes:
         side: the pixels of a token's side; heights and widths are multiples of it.
-        least: the fewest pixels of an image.
         max_pixels: the most pixels of an image in this job.
         most_of_model: the most pixels of an image that the model's processor allows.
     """
 
     side: int
-    least: int
     max_pixels: int
     most_of_model: int
 
+    @abstractmethod
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width to which an image of this size is resized, as by Qwen's
-        `smart_resize`: about the same ratio and within the limits.
+        """The height and width to which an image of this size is resized.
 
         Raises:
-            RequestError: bad_image_size: a side is zero, or over 200 times the other one.
+            RequestError: bad_image_size: the model takes no image of this size.
         """
+
+    @property
+    @abstractmethod
+    def numbers(self) -> tuple[object, ...]:
+        """All that decides the size of an image besides its own."""
+
+    @property
+    def resampling(self) -> Resampling:
+        """How images are scaled, as Pillow names it."""
+        return "BICUBIC"
+
+    def tokens(self, height: int, width: int) -> int:
+        """The number of tokens of an image that was resized to this size."""
+        return (height // self.side) * (width // self.side)
+
+    def scales_down(self, height: int, width: int) -> bool:
+        """Whether `max_pixels` leaves an image of this size fewer pixels than the model allows."""
+        return self.max_pixels < self.most_of_model and height * width > self.max_pixels
+
+    def fingerprint(self, pillow: str) -> str:
+        """A digest of all that decides the pixels besides the file; `pillow` is the version of
+        Pillow."""
+        return fingerprint_text("images", _READING, pillow, *map(str, self.numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class AreaSizes(ImageSizes):
+    """Sizes of about the same ratio and within limits of the area, as by Qwen's `smart_resize`.
+
+    Attributes:
+        min_pixels: the fewest pixels of an image.
+    """
+
+    min_pixels: int
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """See `ImageSizes.size`: no side may be zero, or over 200 times the other one."""
         if min(height, width) < 1 or max(height, width) > MOST_RATIO * min(height, width):
             raise RequestError(
                 "bad_image_size",
@@ -66,55 +106,70 @@ class ImageSizes:
             rows, columns = (
                 max(side, math.floor(length / beta / side) * side) for length in (height, width)
             )
-        elif rows * columns < self.least:
-            beta = math.sqrt(self.least / scale)
+        elif rows * columns < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / scale)
             rows, columns = (math.ceil(length * beta / side) * side for length in (height, width))
         return rows, columns
 
-    def tokens(self, height: int, width: int) -> int:
-        """The number of tokens of an image that was resized to this size."""
-        return (height // self.side) * (width // self.side)
-
-    def scales_down(self, height: int, width: int) -> bool:
-        """Whether `max_pixels` leaves an image of this size fewer pixels than the model allows."""
-        return self.max_pixels < self.most_of_model and height * width > self.max_pixels
-
-    def fingerprint(self, pillow: str) -> str:
-        """A digest of all that decides the pixels besides the file; `pillow` is the version of
-        Pillow."""
-        numbers = (self.side, self.least, self.max_pixels)
-        return fingerprint_text("images", _READING, pillow, *map(str, numbers))
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        return self.side, self.min_pixels, self.max_pixels
 
 
-def image_sizes(
-    folder: Path, side: int, max_pixels: int | None, colours: Colours = HALVES
-) -> ImageSizes:
-    """The limits that the processor in a model's folder has, if a token stands for a square of
-    `side`×`side` pixels.
+@dataclass(frozen=True, slots=True)
+class BudgetSizes(ImageSizes):
+    """The largest sizes of about the same ratio that `max_pixels` have room for (Gemma 4). Small
+    images are scaled up to it. One that is too long for its ratio has one row or column of tokens.
+    """
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """See `ImageSizes.size`: no side may be zero."""
+        if min(height, width) < 1:
+            raise RequestError(
+                "bad_image_size",
+                f"the image has {width}×{height} pixels: each side must have at least 1",
+            )
+        side, factor = self.side, math.sqrt(self.max_pixels / (height * width))
+        rows, columns = (math.floor(factor * length / side) for length in (height, width))
+        longest = self.max_pixels // side**2
+        if not rows:
+            rows, columns = 1, min(width // height, longest)
+        elif not columns:
+            rows, columns = min(height // width, longest), 1
+        return rows * side, columns * side
+
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        return "budget", self.side, self.max_pixels
+
+
+def image_sizes(folder: Path, vision: VisionConfig, max_pixels: int | None) -> ImageSizes:
+    """The limits that the processor in a model's folder has.
 
     Raises:
         ConfigError: the folder has no description of its processor, or one of a processor that does
-            something else, or `prompt.max_pixels` is less than one token.
+            something else, or `prompt.max_pixels` is not possible.
     """
     file, processor = _processor(folder)
+    if isinstance(vision, AxialConfig):
+        return _budget_sizes(file, processor, vision, max_pixels)
+    return _area_sizes(file, processor, vision, max_pixels)
+
+
+def _area_sizes(
+    file: Path, processor: dict[str, Any], vision: VisionConfig, max_pixels: int | None
+) -> AreaSizes:
+    """Read the limits of Qwen's processor."""
+    side, colours = vision.rules.pixels_per_token, vision.colours
     model_colours = {"image_mean": [*colours.mean], "image_std": [*colours.std]}
-    for key, expected in (_EXPECTED | model_colours).items():
-        if (value := processor.get(key, expected)) != expected:
-            raise ConfigError(
-                f"model.path: {file.name} says {key}={value!r:.60}; supported: {expected!r}"
-            )
-    parts = (processor.get("patch_size", 0), processor.get("merge_size", 0))
-    if processor.get("patch_size") is not None and math.prod(parts) != side:
-        raise ConfigError(
-            f"model.path: {file.name} says patches of {parts[0]} pixels, {parts[1]} to a token's "
-            f"side, and config.json says tokens of {side} pixels: they must agree"
-        )
+    _check(file, processor, _EXPECTED | model_colours)
+    _check_patches(file, processor, "merge_size", vision)
     size = processor.get("size") or {}
-    least = size.get("shortest_edge", processor.get("min_pixels", 65536))
+    smallest = size.get("shortest_edge", processor.get("min_pixels", 65536))
     largest = size.get("longest_edge", processor.get("max_pixels", 16777216))
     if (
-        not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (least, largest))
-        or least > largest
+        not all(type(n) is int and 0 < n <= _MOST_SIDE**2 for n in (smallest, largest))
+        or smallest > largest
     ):
         raise ConfigError(
             f"model.path: {file.name}: size is {size!r:.100}, and its shortest_edge and "
@@ -126,7 +181,58 @@ def image_sizes(
             f"pixels: give {side**2} or more"
         )
     limit = min(largest, DEFAULT_TOKENS * side**2 if max_pixels is None else max_pixels)
-    return ImageSizes(side, min(least, limit), limit, largest)
+    return AreaSizes(side, limit, largest, min(smallest, limit))
+
+
+def _budget_sizes(
+    file: Path, processor: dict[str, Any], vision: AxialConfig, max_pixels: int | None
+) -> BudgetSizes:
+    """Read the budget of Gemma 4's processor. `max_pixels` chooses among those that the model was
+    trained for."""
+    _check(file, processor, _EXPECTED | {"do_normalize": False})
+    _check_patches(file, processor, "pooling_kernel_size", vision)
+    area, budget = vision.rules.pixels_per_token**2, processor.get("max_soft_tokens", 280)
+    if budget not in _BUDGETS:
+        raise ConfigError(
+            f"model.path: {file.name} says max_soft_tokens={budget!r:.60}; supported are "
+            f"{', '.join(map(str, _BUDGETS))}"
+        )
+    if max_pixels is not None:
+        fitting = [tokens for tokens in _BUDGETS if tokens * area <= max_pixels]
+        if not fitting:
+            raise ConfigError(
+                f"prompt.max_pixels={max_pixels} is less than the smallest budget of this model, "
+                f"{_BUDGETS[0]} tokens: give {_BUDGETS[0] * area} or more"
+            )
+        budget = fitting[-1]
+    if budget * vision.merge_size > vision.table_size:
+        raise ConfigError(
+            f"model.path: config.json says position_embedding_size={vision.table_size}, and an "
+            f"image of {budget} tokens may have {budget * vision.merge_size} patches in a row"
+        )
+    return BudgetSizes(vision.rules.pixels_per_token, budget * area, budget * area)
+
+
+def _check(file: Path, processor: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuse a processor that has other values for these keys."""
+    for key, value in expected.items():
+        if (found := processor.get(key, value)) != value:
+            raise ConfigError(
+                f"model.path: {file.name} says {key}={found!r:.60}; supported: {value!r}"
+            )
+
+
+def _check_patches(
+    file: Path, processor: Mapping[str, Any], merge_key: str, vision: VisionConfig
+) -> None:
+    """Refuse a processor whose tokens are of another size than the model's."""
+    side = vision.rules.pixels_per_token
+    parts = (processor.get("patch_size"), processor.get(merge_key, 0))
+    if parts[0] is not None and math.prod(parts) != side:
+        raise ConfigError(
+            f"model.path: {file.name} says patches of {parts[0]} pixels, {parts[1]} to a token's "
+            f"side, and config.json says tokens of {side} pixels: they must agree"
+        )
 
 
 def has_processor(folder: Path) -> bool:

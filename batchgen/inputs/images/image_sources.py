@@ -1,4 +1,4 @@
-"""Where the images of a row are: in the row itself, or in files below one folder."""
+"""Finds the images of a row: inside the row itself, or in files below one folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ImageSource:
 
 
 def sources_of(value: Any) -> list[ImageSource]:
-    """The images that a value names: null is none, and a list holds several.
+    """The images in a value: null means none, and a list means several.
 
     A value is bytes, a text, an image of Pillow, or a mapping with `bytes` and `path` as datasets
     has it. A text is a data: URL, a file: URL or a path.

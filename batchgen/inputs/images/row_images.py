@@ -1,4 +1,4 @@
-"""The images of a row: which they are, how large they get, and what the engine is given of them."""
+"""Makes the images of a row for the engine and the output: sizes, token counts and digests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.device.host_limits import usable_cores
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.vision.image import DIGEST_BYTES, Image, Pixels
+from batchgen.engine.vision.image_span import ImageRules
 from batchgen.inputs.images.decode_ahead import DecodeAhead
 from batchgen.inputs.images.decode_image import (
     decode_image,
@@ -26,9 +27,12 @@ from batchgen.inputs.images.image_sizes import ImageSizes
 from batchgen.inputs.images.image_sources import ImageFolder, ImageSource
 from batchgen.inputs.images.thumbnails import Thumbnails
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 FILE_DIGEST_BYTES = 16
 MOST_IMAGES = 32
-"""The most images of a row where nothing else is said."""
+"""The most images of a row if `prompt.max_images` is not set."""
 _DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})", re.ASCII)
 """A data: URL; JSON may write a slash with a backslash."""
 
@@ -37,8 +41,8 @@ _DATA_URL = re.compile(r"(data:image\\?/[\w.+-]{1,40});base64,([\w+/\\-]*={0,2})
 class RowImage:
     """An image of a row, for the engine and for the output.
 
-    `path` is what the row names it by, None without a name; `file_digest` is over the bytes of its
-    file, as hex digits.
+    `path` is its name in the row, None without one; `file_digest` is over the bytes of its file, as
+    hex digits.
     """
 
     image: Image
@@ -48,7 +52,7 @@ class RowImage:
 
     @property
     def reference(self) -> dict[str, Any]:
-        """What the output says of it."""
+        """The entry of the image in the output column."""
         return {
             "path": self.path,
             "digest": self.file_digest,
@@ -59,11 +63,11 @@ class RowImage:
 
 
 class RowImages:
-    """Makes images for the engine of what rows name.
+    """Makes images for the engine from those that rows name.
 
     Args:
-        image_token_id: the token that stands for an image in a prompt, once for each of its tokens.
-        most: the most images of a row.
+        rules: how prompts hold images.
+        limit: the most images of a row.
 
     Attributes:
         thumbnails: small pictures of the images that were decoded.
@@ -73,12 +77,13 @@ class RowImages:
         self,
         folder: ImageFolder,
         sizes: ImageSizes,
-        image_token_id: int,
+        rules: ImageRules,
         limit: int = MOST_IMAGES,
     ) -> None:
         self._folder, self._sizes, self._most = folder, sizes, limit
         self.thumbnails = Thumbnails()
-        self.image_token_id = image_token_id
+        self.image_token_id = rules.image_token_id
+        self._rules = rules
         self.fingerprint = sizes.fingerprint(pillow_version())
         threads = min(8, usable_cores())
         self._memory = DecodeMemory()
@@ -107,6 +112,21 @@ class RowImages:
         """The names, sizes and times of change of the files that a row names."""
         stats = ((name, self._folder.find(name).stat()) for name in file_names(sources))
         return [f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in stats]
+
+    @property
+    def mark_id(self) -> int:
+        """The token that a chat template writes for an image."""
+        mark = self._rules.mark_id
+        return self._rules.image_token_id if mark is None else mark
+
+    def marked(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+        """A prompt in which each mark of an image has become the start, image and end tokens."""
+        rules = self._rules
+        if rules.mark_id is None:
+            return text
+        ids = (rules.start_token_id, rules.image_token_id, rules.end_token_id)
+        whole = "".join(str(tokenizer.decode([token])) for token in ids)
+        return text.replace(str(tokenizer.decode([rules.mark_id])), whole)
 
     def expanded(self, ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Expand the one token of each image in a prompt to as many as the image takes.
@@ -190,12 +210,12 @@ class RowImages:
         self, read: Callable[[], bytes], height: int, width: int, file_digest: str, memory: int
     ) -> Pixels:
         with self._memory.hold(memory):
-            pixels = decode_image(read(), height, width)
+            pixels = decode_image(read(), height, width, self._sizes.resampling)
             self.thumbnails.add(file_digest, pixels)
             return pixels
 
     def _tell(self, height: int, width: int) -> None:
-        """Say once that images are scaled down."""
+        """Tell the user once that images are scaled down."""
         if self._told or not self._sizes.scales_down(height, width):
             return
         self._told = True

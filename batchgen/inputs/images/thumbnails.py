@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SIDE = 112
 """The most pixels of a side."""
 MOST_BYTES = 3 << 20
-"""The most that one worker keeps, in base64; the images that come first are kept."""
+"""The most bytes of base64 that one worker keeps; the first images are kept."""
 _MOST_EACH = 16 << 10
 _JPEG = re.compile(r"/9j/[A-Za-z0-9+/]*={0,2}", re.ASCII)
 """Base64 of what begins as a JPEG file does."""
@@ -73,8 +73,8 @@ class Thumbnails:
 
 
 def read_thumbnails(folder: Path) -> dict[str, str]:
-    """The pictures that a job's folder has, as base64 of JPEG files, by the images' digests. What
-    is damaged, or no such picture, is left out."""
+    """Read the pictures in a job's folder: base64 of JPEG files, by the images' digests. Damaged
+    entries are left out."""
     thumbnails: dict[str, str] = {}
     below = folder / THUMBNAILS
     files = sorted(below.glob("*.json")) if below.is_dir() and not below.is_symlink() else []

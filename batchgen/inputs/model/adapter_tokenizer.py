@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template that an adapter's folder may have besides its factors."""
+"""Reads the tokenizer and chat template that an adapter's folder may have besides its weights."""
 
 from __future__ import annotations
 

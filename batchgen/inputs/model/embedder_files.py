@@ -1,4 +1,4 @@
-"""Reads how a checkpoint in the layout of sentence-transformers makes embeddings."""
+"""Reads from a sentence-transformers checkpoint how it makes embeddings."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from batchgen.engine.interface.hidden_columns import Pooling
 from batchgen.util.shorten import some_names
 
 MODULES = "modules.json"
-"""Lists what follows the decoder; its presence tells an embedder without lm_head."""
+"""The file that lists the modules after the decoder; it exists only in embedding models."""
 _KINDS = ("Transformer", "Pooling", "Normalize")
-"""The modules that can be done, in their only order."""
+"""The modules that are supported, in the only order in which they may come."""
 _POOLINGS: Mapping[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean", "pooling_mode_lasttoken": "lasttoken",
 }  # fmt: skip
-"""How older files say it: a flag for each way."""
+"""The flags of older files, one for each way of pooling."""
 
 
 def pooling_file(path: Path) -> str | None:
-    """The file of a model's folder that says how it pools; None if modules.json has no Pooling.
+    """The file in a model's folder that says how it pools; None if modules.json lists no Pooling.
 
     Raises:
-        ValueError: modules.json is damaged, or names a place that is not a folder of the model's.
+        ValueError: modules.json is damaged, or names a path outside the model's folder.
     """
     for kind, folder in _modules(path):
         if kind == "Pooling":
@@ -41,7 +41,7 @@ def pooling_file(path: Path) -> str | None:
 
 
 def check_modules(path: Path) -> None:
-    """Raise ValueError if a model's folder lists modules that cannot be done."""
+    """Raise ValueError if a model's folder lists modules that are not supported."""
     kinds = [kind for kind, _ in _modules(path)]
     if kinds != [*_KINDS[: len(kinds)]]:
         raise ValueError(
@@ -58,7 +58,7 @@ def normalises(path: Path) -> bool | None:
 
 
 def checkpoint_pooling(path: Path) -> Pooling | None:
-    """How a model's folder says that embeddings are pooled; None if it does not.
+    """The way in which a model's folder says that embeddings are pooled; None if it does not say.
 
     Raises:
         ValueError: it is another way than those of `Pooling`, or a file is damaged or missing.
@@ -95,7 +95,7 @@ def checkpoint_pooling(path: Path) -> Pooling | None:
 
 
 def _modules(path: Path) -> Sequence[tuple[str, str]]:
-    """The kind and the place of each module; none without a file."""
+    """The kind and the path of each module; none without a file."""
     file = path / MODULES
     if not file.is_file():
         return ()

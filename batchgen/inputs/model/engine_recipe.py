@@ -41,7 +41,8 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class EngineRecipe:
-    """All that an engine is made of, which pickle can send to the processes of other ranks.
+    """Everything from which an engine is made. It can be pickled, so that other ranks' processes
+    make the same engine.
 
     Attributes:
         others: the strategy's other models that have checkpoints of their own, by name.
@@ -142,7 +143,7 @@ class EngineRecipe:
         return compiling_kernels(device_of(self.device), self._plan)
 
     def _plan(self) -> tuple[list[ModelUse], ResolvedConfig]:
-        """Return what `planned_uses` does, of models without values."""
+        """Return the result of `planned_uses` for models without values."""
         device, dtype = device_of(self.device), self.model.dtype(self.dtype, self.device)
         units = units_of(device, dtype)
         heads = strategy_heads(self.strategy, self.model)
@@ -183,7 +184,7 @@ class Ranks:
     Attributes:
         recipe: the engine of each of them.
         parallel: the ranks as this process sees them.
-        leader: what the engine of this process needs to know of the others; None if it is alone.
+        leader: the connection of this process's engine to the others; None if it is alone.
     """
 
     def __init__(self, recipe: EngineRecipe, processes: RankProcesses | None) -> None:

@@ -1,4 +1,5 @@
-"""What a job needs of an engine."""
+"""The interface of the engine that jobs use: `LLMEngine`, or a port of an engine that jobs
+share."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class Engine(Protocol):
         ...
 
     def begun(self, request_id: Any, start: int = 0) -> Begun | None:
-        """What one of these has generated from the token `start` on; None if that is not all there
-        just now."""
+        """The output of such a request from the token `start` on; None if some of it is not
+        available yet."""
         ...
 
     @property
@@ -70,7 +71,7 @@ class Engine(Protocol):
 
     @property
     def stats(self) -> DataclassInstance:
-        """What the engine has counted since it started; metrics.json shows it."""
+        """The counts of the engine since it started, for metrics.json."""
         ...
 
     @property
@@ -89,7 +90,7 @@ class Engine(Protocol):
         ...
 
     def measure_costs(self) -> None:
-        """Begin to measure what requests take of the device; see `take_costs`."""
+        """Begin to measure the device time of requests; see `take_costs`."""
         ...
 
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
@@ -97,5 +98,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop what works in the background; nothing waits for it."""
+        """Stop background work without waiting for it."""
         ...

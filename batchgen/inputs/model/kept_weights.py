@@ -1,4 +1,4 @@
-"""Weights that jobs of one process load once, though each has an engine of its own."""
+"""Keeps a model's weights in memory between jobs of one process that use the same model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 class KeptWeights:
-    """The model that was loaded last, with its weights on their device. It is packed for its first
-    engine, and stays so; the caches are those of an engine, and go with it."""
+    """Holds the model that was loaded last, with its weights on their device. They are packed for
+    the first engine, and stay packed. Caches belong to an engine and are freed with it."""
 
     def __init__(self) -> None:
         self._made_of: object = None
         self._model: CausalLM | None = None
 
     def load(self, made_of: object, load: Callable[[], CausalLM]) -> CausalLM:
-        """The model: the one that is there if it is made of the same, else a new one, for which
-        the old one makes room."""
+        """Return the kept model if it was made from an equal recipe, else load a new one after
+        freeing the old one."""
         gc.collect()  # the engine of the job before has references in a circle
         if self._model is None or self._made_of != made_of:
             self._model = None
@@ -28,5 +28,5 @@ class KeptWeights:
         return self._model
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: a process that a launcher starts loads its own."""
+        """Pickle nothing: a process that a launcher starts loads its own weights."""
         return {"_made_of": None, "_model": None}

@@ -32,7 +32,8 @@ _OTHER_FILES = (
     "chat_template*",
 )
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
-"""What says how large images may be; the job's fingerprint of its images has what counts of it."""
+"""The files that say how large images may be. They are not digested here, because the digests of a
+job's images contain what matters of them."""
 
 
 def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -76,7 +77,7 @@ def model_files(path: Path) -> list[Path]:
 
 
 def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) -> Path:
-    """Download what is missing here of a hub model, or of one .gguf file of it."""
+    """Download the missing files of a hub model, or one .gguf file of it."""
     model = f"model {repo}" + (f" at revision {revision}" if revision else "")
     try:
         if file is not None:
@@ -116,8 +117,8 @@ def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) 
 
 
 def _fetch_pooling(repo: str, folder: Path) -> None:
-    """Download what says how an embedder pools, of the commit that a folder of the hub's cache has.
-    Without it a job that needs it is refused later, and others go on."""
+    """Download the files that say how an embedder pools, at the commit of a folder in the hub's
+    cache. Without it a job that needs it is refused later, and others go on."""
     try:
         if (name := pooling_file(folder)) is not None:
             hf_hub_download(repo, name, revision=folder.name)

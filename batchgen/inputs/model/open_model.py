@@ -49,10 +49,10 @@ class OpenedModel:
         load_format: how the weights are loaded, as for `load_model`.
         quantization: what is done to the weights while they load, as for `load_model`.
         with_vision: whether the tower that reads images is loaded, too.
-        adapters: those that stand beside the weights, by their names.
+        adapters: the adapters, by their names.
         folds: whether the only adapter is added to the weights when they are loaded.
         adapter_template: whether tokenizer and chat template are those of the only adapter.
-        default_adapter: that of rows which ask for none; None: they have none.
+        default_adapter: the adapter of rows that ask for none; None means no adapter.
     """
 
     path: Path
@@ -103,8 +103,9 @@ class OpenedModel:
         return chosen_form(self.config, self.quantization, units)
 
     def weights_text(self, dtype: torch.dtype, device: DeviceName) -> str | None:
-        """In which format the weights are on a device, if that is not the model's dtype, and what
-        the checkpoint was made to compute with and the device does not."""
+        """A text with the format of the weights on a device, if that is not the model's dtype, and
+        with the formats of activations or caches that the checkpoint expects and the device does
+        not use."""
         form, packed = self.form(units_of(device_of(device), dtype)), self.config.form
         instead = self._unused_text(packed, dtype) if isinstance(packed, PackedFormat) else ""
         if form is None:
@@ -114,8 +115,8 @@ class OpenedModel:
         return f"{'' if form.native else 'dequantised '}{format_name(form)}{instead}"
 
     def _unused_text(self, packed: PackedFormat, dtype: torch.dtype) -> str:
-        """What a checkpoint was made to compute with besides its weights and the engine does not,
-        each behind a semicolon."""
+        """The formats of activations or caches that a checkpoint expects and the engine does not
+        use, each after a semicolon."""
         name = str(dtype).removeprefix("torch.")
         kept = "FP8" if self.config.kv_cache_dtype == "fp8" else name
         kinds = (("activations", name, packed.activations), ("KV cache", kept, packed.kv_cache))

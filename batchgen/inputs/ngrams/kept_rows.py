@@ -1,4 +1,4 @@
-"""Rows that a step remembers: a table of hashes in memory, and all else in a file on the disk."""
+"""The memory of the steps that remove duplicates: a hash table of rows, and a file for the rest."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from collections.abc import Iterator
 import numpy as np
 
 _SLACK = 1024
-"""Slots behind the last one at which a search begins. Searches do not go on at the first slot."""
+"""Extra slots at the end of the table, so that a search never has to wrap around to the first
+slot."""
 _FULL, _GROWTH = 0.8, 1.5
 _MASK = 2**32 - 1
 
 
 class HashTable:
-    """Which rows have a hash of 64 bits, in 8 bytes for each, and 10 to 15 with the room to grow.
+    """A table from 64-bit hashes to rows, with 8 bytes for each row, or 10 to 15 with the room to
+    grow.
 
-    Only 32 bits of a hash are kept, so rows are found besides that have another hash, about one in
-    four billion.
+    Only 32 bits of a hash are kept, so about one lookup in four billion also returns rows with
+    another hash.
     """
 
     def __init__(self) -> None:
@@ -78,13 +80,14 @@ class HashTable:
         self._view()
 
     def _view(self) -> None:
-        """Views that give and take Python's integers, several times as fast as those of numpy."""
+        """Memory views of the arrays, which read and write single integers several times as fast as
+        numpy."""
         self._tags_view, self._rows_view = self._tags.data, self._rows.data
 
 
 class SpillFile:
-    """Bytes of rows, by their number from 0 on, in a file that has no name; 8 bytes of memory for
-    each."""
+    """Stores the bytes of rows in a temporary file without a name, with 8 bytes of memory for each
+    row."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="batchgen-rows-")
@@ -104,7 +107,7 @@ class SpillFile:
         return len(self._ends) - 2
 
     def read(self, number: int) -> bytes:
-        """What was added as row `number`."""
+        """The bytes of row `number`."""
         start, end = self._ends[number], self._ends[number + 1]
         self._at_end = False
         self._file.seek(start)

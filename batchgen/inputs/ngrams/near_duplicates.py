@@ -1,9 +1,9 @@
-"""Finds texts that are nearly the same as one before, by MinHash with one permutation.
+"""Finds texts that are nearly equal to an earlier one, by one-permutation MinHash.
 
-The hashes of a text's word n-grams fall into K bins by their upper bits, and each bin keeps the
-smallest one; an empty bin takes the value of another, drawn by its number alone. Two texts agree in
-a bin with the probability of their Jaccard similarity. The bins are grouped into 8 bands of r, and
-texts that agree in a whole band are compared in full.
+The hashes of a text's word n-grams are divided into K bins by their upper bits, and the smallest
+hash of each bin is kept; an empty bin takes the value of another bin, which depends on the bin's
+number alone. The probability that two texts agree in a bin is their Jaccard similarity. The bins
+form 8 bands of r bins. Texts that agree in a whole band are then compared in full.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from batchgen.inputs.ngrams.word_ngrams import Hashes, jaccard, mixed
 
 BANDS = 8
 FOUND = 0.95
-"""The share of pairs with a similarity of just `near` that agree in a band, at least."""
+"""The least share of pairs with a similarity of just `near` that agree in a band."""
 _MOST_BINS = 128
 _MOST_COMPARED = 64
-"""With how many texts one is compared in full. More agree with it only where most of a text is the
-same in very many."""
+"""The most texts with which one is compared in full. More can agree only if very many texts have
+most of their words in common."""
 _DRAWS = 64
 _EMPTY = np.uint64(2**64 - 1)
 
 
 class Near(NamedTuple):
-    """A text before: its name, and how similar it is."""
+    """An earlier text: its name, and its similarity."""
 
     name: str
     similarity: float
 
 
 def band_rows(near: float) -> int:
-    """The bins of a band, with which FOUND of the pairs with this similarity are found."""
-    least = 1 - (1 - FOUND) ** (1 / BANDS)  # the probability that one band must agree with
+    """The number of bins in a band with which the share FOUND of pairs with this similarity is
+    found."""
+    probability = 1 - (1 - FOUND) ** (1 / BANDS)  # the probability that one band must agree with
     limit = _MOST_BINS // BANDS
-    return limit if near >= 1 else max(1, min(limit, int(math.log(least) / math.log(near))))
+    return limit if near >= 1 else max(1, min(limit, int(math.log(probability) / math.log(near))))
 
 
 class NearDuplicates:
-    """The texts that were kept so far, in some 100 bytes of memory for each; their n-grams are on
-    the disk, 8 bytes for each."""
+    """The texts that were kept so far, with about 100 bytes of memory for each; their n-grams are
+    on the disk, 8 bytes for each."""
 
     def __init__(self, near: float) -> None:
         self._near, self._rows = near, band_rows(near)
@@ -62,7 +63,8 @@ class NearDuplicates:
         return self._table.num_bytes + 8 * len(self._kept)
 
     def earlier(self, hashes: Hashes, name: str) -> Near | None:
-        """The first text that was kept and is as near; if there is none, this one is kept.
+        """The first kept text that is similar enough; if there is none, keep this one and return
+        None.
 
         `hashes` are its n-grams, sorted and each once. A text without any is kept and near none.
         """

@@ -1,4 +1,4 @@
-"""Word n-grams of texts as numbers: what texts have in common is found by these."""
+"""Word n-grams of texts as 64-bit hashes, to find what texts have in common."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _runs(each: Hashes, n: int) -> Hashes:
 
 
 def mixed(values: Hashes) -> Hashes:
-    """Values that differ in any bit become values that differ in about half of theirs."""
+    """Mix values so that a change of any bit changes about half of the bits."""
     values = (values ^ (values >> np.uint64(30))) * _MIX
     return values ^ (values >> np.uint64(31))
 
 
 def jaccard(a: Hashes, b: Hashes) -> float:
-    """How many of the elements of two sets (sorted, each once) are in both; two empty sets are
-    equal."""
+    """The Jaccard similarity of two sets (sorted, each element once): common elements over all
+    elements. Two empty sets are equal."""
     if not len(a) and not len(b):
         return 1.0
     both = len(np.intersect1d(a, b, assume_unique=True))

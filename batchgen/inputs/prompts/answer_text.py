@@ -1,4 +1,4 @@
-"""The answer of a row that is scored: a template of its text, its token ids, or a trajectory."""
+"""Makes the given answers of rows that are scored: from a template, token ids, or a trajectory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Answer(Protocol):
-    """A way to make the answers of rows."""
+    """The interface of what makes the answers of rows."""
 
     def of(self, row: Row) -> GivenAnswer:
         """The answer of a row, of at least one token. Raises RequestError (missing_field,
@@ -124,7 +124,7 @@ class Replay:
             self._tail = [_Steps("", n, columns) for n in (TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN)]
 
     def of(self, row: Row) -> Trajectory:
-        """What a row replays."""
+        """The trajectory that a row replays."""
         steps = self._steps.of(row)
         if steps is None:
             raise RequestError("bad_step_map", f"column {self._steps.column!r} is null")
@@ -164,7 +164,7 @@ def _fitting(ids: list[int], room: int) -> list[int]:
 
 
 def _of_answer(error: RequestError) -> RequestError:
-    """What is wrong with tokens, said of an answer instead of a prompt."""
+    """Reword an error about a prompt's tokens as one about an answer's."""
     if error.type != "empty_prompt":
         return error
     return RequestError("empty_answer", "the answer has no tokens")

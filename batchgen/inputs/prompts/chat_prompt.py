@@ -1,4 +1,4 @@
-"""Prompts that are conversations, in the chat format of the model."""
+"""Makes prompts that are conversations, in the chat format of the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 _STAND_IN = "zqz"
-"""The content of a message without one while it is rendered, so that its place is found."""
+"""Stands for an empty content while a message is rendered, so that its position in the text is
+found."""
 EFFORTS = ("low", "medium", "high")
 """The reasoning efforts that models of Harmony were trained with; the template takes any text."""
 
@@ -105,7 +106,7 @@ class ChatPrompt:
 
     @property
     def images(self) -> RowImages | None:
-        """What makes the images of rows; None if these have none."""
+        """Makes the images of rows; None if rows have none."""
         return None if self._places is None else self._places.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
@@ -120,6 +121,8 @@ class ChatPrompt:
                 for text in texts_of(message):
                     self._tokens.refuse_long(text)  # before it is copied for each mark
         text = self._rendered(messages, self._tools(row))
+        if self._places is not None:
+            text = self._places.images.marked(text, self._tokenizer)
         return self._tokens.of(text, add_special_tokens=False), sources
 
     def _placed(self, row: Row) -> tuple[Messages, list[ImageSource]]:
@@ -267,7 +270,7 @@ class ChatPrompt:
             self._render(messages)
             if self._places is not None and "user" in roles:
                 text = self._render([{"role": "user", "content": image}])
-                mark = str(self._tokenizer.decode([self._places.images.image_token_id]))
+                mark = str(self._tokenizer.decode([self._places.images.mark_id]))
                 refuse_template_without_images(text, mark)
         except RENDER_ERRORS as error:
             why = " ".join(str(error).split())

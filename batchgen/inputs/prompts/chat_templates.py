@@ -1,7 +1,7 @@
-"""Chat templates come with models and are written by strangers: they render in a sandbox
-with bounds, and on a day that the job knows. transformers offers no way to choose the environment
-of chat templates, and its own has no bounds, so its function that compiles them is replaced, once
-for the process.
+"""Renders chat templates, which strangers write, in a sandbox with limits and with a fixed date.
+
+transformers offers no way to choose the environment of chat templates, and its own has no limits.
+Therefore its function that compiles templates is replaced, once for the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.utils import chat_template_utils
 from batchgen.util.templates.template_sandbox import BoundedEnvironment
 
 _COMPILED = 128
-"""Chat templates that are kept compiled."""
+"""The number of compiled chat templates that are cached."""
 _DAY: ContextVar[datetime | None] = ContextVar("_DAY", default=None)
 
 

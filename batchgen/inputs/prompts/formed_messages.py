@@ -1,4 +1,4 @@
-"""Messages in one of the forms that chat templates take."""
+"""Converts messages into one of the forms that chat templates accept; see `message_forms`."""
 
 from __future__ import annotations
 

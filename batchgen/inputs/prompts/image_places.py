@@ -1,4 +1,4 @@
-"""Puts the images of a row into its conversation."""
+"""Puts the images of a row into its conversation, where the chat template expects them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USUAL_COLUMNS = ("image", "images")
 
 
 class ImagePlaces:
-    """Finds the images of rows and their places in the messages.
+    """Finds the images of rows and the messages in which they belong.
 
     A part that names its image has that one. Parts that name none have those of the row's column or
     of `prompt.images`, in order. Without any part these stand before the first user message.

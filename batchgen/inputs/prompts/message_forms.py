@@ -1,9 +1,9 @@
-"""Which form of messages a chat template takes, and what it leaves out of them.
+"""Finds out in which form a chat template takes messages, and what it leaves out of them.
 
-Templates were trained on one of two forms of a tool call's arguments, an object or its text in
-JSON, and write the other one wrong in silence. And a template may leave out whole messages: roles
-that it does not know, tool calls, tools. Both are found by rendering a conversation of the same
-shape whose texts are words that are in no template, once for each shape.
+Templates were trained with tool-call arguments as objects or as JSON text, and silently write the
+other form wrong. A template may also drop whole messages: unknown roles, tool calls, tools. Both
+are detected by rendering a conversation of the same shape whose texts are words that occur in no
+template. This is done once for each shape of conversation.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ ADVICE = (
     "prompt.template_kwargs={chat_template: …}"
 )
 _MOST_SHAPES = 4096
-"""Shapes of conversations that are kept. Most data sets have a few; others are looked at again."""
+"""The number of shapes whose forms are cached. Most data sets have a few."""
 _QUOTED = re.compile(r"""'((?:[^'\\\n]|\\.){2,80})'|"((?:[^"\\\n]|\\.){2,80})\"""")
 
 
 class MessageForms:
-    """Puts messages into the form that a chat template takes, and refuses what it leaves out.
+    """Converts messages into the form that a chat template takes, and refuses those that it would
+    leave out.
 
     Args:
         render: the text of a conversation; raises RENDER_ERRORS if the template takes none such.
@@ -72,8 +73,8 @@ class MessageForms:
         for index, message in enumerate(messages):
             for content in texts_of(message):
                 if content.strip() not in text and not self._is_kept(content, message, text):
-                    shown = beginning(content, 60)
-                    raise _left_out(f"or changes {_named(index, message)}, {shown!r}")
+                    excerpt = beginning(content, 60)
+                    raise _left_out(f"or changes {_named(index, message)}, {excerpt!r}")
 
     def left_out(self, messages: Messages) -> tuple[int, str] | None:
         """The index of a message that the template leaves out, and which it is in words; None if

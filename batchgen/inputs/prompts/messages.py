@@ -1,4 +1,4 @@
-"""The messages of a conversation, checked and in one form, whatever form the data have them in."""
+"""Checks the messages of a conversation, and converts the forms that data sets use into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Prompts of the bodies of OpenAI's batch files: a conversation, or a text or token ids."""
+"""Makes prompts from the request bodies of OpenAI's batch files: conversations, texts or token
+ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes token ids of texts, and refuses texts too long to be tokenised."""
+"""Tokenises the texts of prompts, and refuses texts that are too long to be tokenised."""
 
 from __future__ import annotations
 

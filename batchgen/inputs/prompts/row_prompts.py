@@ -1,4 +1,7 @@
-"""Makes the prompt of a row: the token ids that the model reads first."""
+"""Makes the prompt of a row: the token ids that the model reads first.
+
+`build_prompt` chooses among a text template, a conversation, token ids and OpenAI bodies.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _MOST_SHOWN = 1000
 
 
 class Prompt(Protocol):
-    """A way to make prompts of rows."""
+    """The interface of what makes the prompts of rows."""
 
     @property
     def day(self) -> str | None:
@@ -106,8 +109,8 @@ def build_prompt(
 
 
 def prompt_room(max_model_len: int, max_new_tokens: int) -> int:
-    """How many tokens a prompt may have. Raises RequestError (prompt_too_long) if the answer may
-    have all."""
+    """The most tokens that a prompt may have. Raises RequestError (prompt_too_long) if the answer
+    may have all."""
     if max_new_tokens >= max_model_len:
         raise RequestError(
             "prompt_too_long",
@@ -148,13 +151,13 @@ def constant_prompt_refusal(key: str, prompt: Prompt, row: Row) -> str:
         text = prompt.text(row) or ""
     except RequestError as error:
         text = f"({error})"
-    shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    excerpt = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
     names = list(row.fields)
     column = next((name for name in names if name in text), names[0] if names else "name")
     return (
         f"{key} uses no column, so all rows would get one and the same prompt: write {{{{ "
         f"{column} }}}} for the column {column} ({key}_file=… for the file of a template); set "
-        f"prompt.constant=true if that is intended. The prompt:\n{shown}"
+        f"prompt.constant=true if that is intended. The prompt:\n{excerpt}"
     )
 
 

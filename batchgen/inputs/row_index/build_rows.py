@@ -1,4 +1,4 @@
-"""Makes the steps of `rows`, which a configuration names by short names or by their classes."""
+"""Makes the row steps that a configuration names in `rows`, by short names or by their classes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def build_rows(configs: Sequence[StepConfig]) -> tuple[Step, ...]:
 
 
 def changes_rows(steps: Sequence[Step]) -> bool:
-    """Whether some step changes which rows there are; others only add columns."""
+    """Whether some step drops, splits or adds rows; other steps only add columns."""
     return any(isinstance(step, TableStep) for step in steps)
 
 
 def step_fingerprints(configs: Sequence[StepConfig], steps: Sequence[Step]) -> dict[str, str]:
-    """Versions of the steps and the content of what they read, by names for people."""
+    """Versions of the steps and digests of the files that they read, by names for people."""
     fingerprints = {}
     for number, (step, config) in enumerate(zip(steps, configs, strict=True)):
         name = lasting_step_name(config.target)

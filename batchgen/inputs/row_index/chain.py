@@ -1,4 +1,4 @@
-"""The steps of `rows` one after the other: from rows of the data set to rows of the job."""
+"""Runs the steps of `rows` one after the other: rows of the data set become rows of the job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_EXAMPLES = 3
 
 
 class Failure(NamedTuple):
-    """Why a step has no answer for a row, as the output has it."""
+    """The error of a row in which a step failed, as the output has it."""
 
     type: str
     message: str
@@ -37,8 +37,9 @@ class IndexRow:
 
     Attributes:
         index: the position of the data set's row that it comes from.
-        path: the `k` of each step that makes several rows of one; 0 after a failure.
-        stored: what steps made of it that cannot be made again from the data set, by name.
+        path: for each step that makes several rows of one, the row's number among them; 0 after a
+            failure.
+        stored: values from steps that cannot be computed again from the data set, by name.
         failure: why it is an error row, if it is one.
     """
 
@@ -59,15 +60,15 @@ class _Item:
 
 
 class Chain:
-    """Checked steps and what they make of columns.
+    """The checked steps of a job and the columns that result from them.
 
     Attributes:
-        features: what all columns hold behind the last step.
-        made: what the columns hold that steps add or replace.
-        stored: what the row index keeps of a row.
+        features: the types of all columns after the last step.
+        made: the types of the columns that steps add or replace.
+        stored: the types of the values that the row index keeps of a row.
         uncopied: the columns that are not copied to the output.
         columns: for each step the names of those that it makes, and of what is stored of it.
-        levels: how many numbers `#k` ids get.
+        levels: how many suffixes `#k` an id gets.
         has_state: whether steps remember rows.
     """
 
@@ -100,7 +101,7 @@ class Chain:
         self.has_state = any(isinstance(step, TableStep) and step.has_state for step in steps)
 
     def start(self, tokenizer: Any = None) -> ChainPass:
-        """The steps at the first row of the data set."""
+        """Begin a pass through the data set at its first row."""
         passes: list[Pass | RowStep] = []
         for name, step, features in zip(self.names, self.steps, self._features, strict=True):
             try:
@@ -127,11 +128,11 @@ class Chain:
 
 
 class ChainPass:
-    """Steps on their way through the rows of a data set, which `take` is given in order.
+    """One pass of the steps through the rows of a data set; `take` must get them in order.
 
     Attributes:
-        counts: what became of rows at each step so far.
-        dropped: the rows that were taken out and not fetched yet; the caller empties it.
+        counts: the counts of each step so far.
+        dropped: dropped rows; the caller empties the list.
     """
 
     def __init__(self, chain: Chain, passes: Sequence[Pass | RowStep]) -> None:
@@ -142,7 +143,7 @@ class ChainPass:
 
     @property
     def full(self) -> bool:
-        """Whether no later row can come through."""
+        """Whether every later row would be dropped."""
         return any(
             running.full  # type: ignore[union-attr]
             for running, table in zip(self._passes, self._tables, strict=True)
@@ -165,7 +166,7 @@ class ChainPass:
         return [IndexRow(row.index, item.path, item.stored, item.failure) for item in items]
 
     def close(self) -> None:
-        """Give up what the steps hold."""
+        """Free what the steps hold."""
         for running, table in zip(self._passes, self._tables, strict=True):
             if table is not None:
                 running.close()  # type: ignore[union-attr]
@@ -233,12 +234,12 @@ def failure_of(failure: Failure | None) -> RequestError | None:
 
 
 def _below(item: _Item, k: int) -> _Item:
-    """Row number `k` of those that a step made of one."""
+    """The row with the number `k` among those that a step made of one."""
     return _Item(item.fields, (*item.path, k), item.stored, item.failure)
 
 
 def _step_columns(step: Step, features: Features) -> tuple[Features, Features]:
-    """The columns that a step makes, and what of it is stored."""
+    """The columns that a step makes, and those of its values that the index stores."""
     if isinstance(step, TableStep):
         return step.made(features), step.stored(features)
     return Features.from_arrow_schema(arrow_schema(step.writes)), Features({})

@@ -1,9 +1,9 @@
-"""The row index in a job's folder: where each of the job's rows comes from, and what was dropped.
+"""The files of the row index in a job's folder: the origin of each row, and the dropped rows.
 
-rows.json                    how many rows there are behind each step; written last
+rows.json                    the number of rows after each step; written last
 rows/part-00000.parquet …    for each row of the job: row_index (in the data set), path, made
-                             (what steps made that is not in the data set), error
-rows/dropped-00000.parquet … for each row that a step took out: row_id, step, reason
+                             (values of steps that are not in the data set), error
+rows/dropped-00000.parquet … for each dropped row: row_id, step, reason
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class IndexFolder:
         return self.path / f"dropped-{number:05d}.parquet"
 
     def writing(self, path: Path, schema: pa.Schema) -> IndexFile:
-        """A file of the index that is to be written."""
+        """Begin a file of the index."""
         return IndexFile(path, schema, self._upload)
 
     def rows_table(self, rows: Sequence[IndexRow], names: Sequence[str]) -> pa.Table:
@@ -102,7 +102,8 @@ class IndexFolder:
 
 
 class IndexFile:
-    """A file of the index on its way. It is there as a whole, or not if it has no rows."""
+    """A file of the index that is being written. It appears as a whole, or not at all if it has no
+    rows."""
 
     def __init__(self, path: Path, schema: pa.Schema, upload: Callable[[Path], None]) -> None:
         self._path, self._schema, self._upload = path, schema, upload

@@ -1,4 +1,4 @@
-"""A data set of which steps choose, split and join the rows."""
+"""A `Source` whose row steps drop, split or join the rows of a data set; it needs the row index."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class IndexedRow(Row):
 
 
 class IndexedSource(Source):
-    """The rows that steps make of a data set's.
+    """The rows that row steps make from those of a data set.
 
     Random access needs the row index: `open_index` or `find_index` come before rows are counted or
     read by number. It grows with the data set. One worker at a time adds to it, and writes
-    rows.json behind the parts; the others read that again and again. A worker that stood still
-    meanwhile may write an older rows.json once more: whoever has seen more of the index keeps what
-    it has seen.
+    rows.json behind the parts; the others read that again and again. A worker that was paused may
+    write an older rows.json once more; workers that have seen more of the index keep what they have
+    seen.
 
     A stream has none, and every reader runs the steps again from the first row on; because steps
     are prefix-stable, all find the same rows.
@@ -104,7 +104,7 @@ class IndexedSource(Source):
 
     @property
     def facts(self) -> IndexFacts | None:
-        """What became of the rows; None without an index."""
+        """The counts of rows at each step; None without an index."""
         return None if self._reader is None else self._reader.facts
 
     @property
@@ -186,8 +186,8 @@ class IndexedSource(Source):
         return self._data.num_rows is not None and self._covered == self._data.num_rows
 
     def _read(self) -> bool:
-        """Take up the index that is there, if it has more than this process knows; returns whether
-        there is one that can be used."""
+        """Read the index in the folder, if it has more rows than this process knows; return whether
+        there is a usable one."""
         assert self._storage is not None
         facts = IndexFacts.parse(self._storage.read(self._storage.path / ROW_INDEX))
         if facts is None or facts.key != self._key:

@@ -1,4 +1,4 @@
-"""Makes the row index of a job, stretch by stretch of its data set."""
+"""Makes the row index of a job, one stretch of the data set after another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN_SECONDS = 10.0
 
 @dataclass
 class _Making:
-    """The pass through the rows: what is made and not written yet."""
+    """A pass through the rows: what was made and not written yet."""
 
     chain: Chain
     running: ChainPass
@@ -52,12 +52,12 @@ class _Making:
 
 
 class IndexGrowth:
-    """Adds to an index what each further stretch of rows gives, in parts of its own. So a part is
-    the same whoever made it, and two processes that make it at once do no harm. Memory does not
-    grow with the rows, but for what steps remember.
+    """Extends an index with the rows of each further stretch, in files of its own. So a file is the
+    same whichever process made it, and two processes may make it at the same time. Memory does not
+    grow with the rows, except for what steps remember.
 
     Attributes:
-        facts: what rows.json is to say.
+        facts: the new content of rows.json.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class IndexGrowth:
 
 
 def _catch_up(chain: Chain, running: ChainPass, source: Source, facts: IndexFacts) -> None:
-    """Bring the steps to where they stood behind the rows of an index."""
+    """Bring the steps into the state that they had after the rows of an index."""
     if not chain.has_state:
         running.counts = [replace(count, examples=list(count.examples)) for count in facts.steps]
         return

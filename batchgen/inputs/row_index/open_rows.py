@@ -1,4 +1,4 @@
-"""The rows of a job: those of its data set, behind the steps of `rows`."""
+"""Applies the row steps of a configuration to a data set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchgen.util.fingerprint import fingerprint_text
 def behind_steps(
     data: Source, configs: Sequence[StepConfig], dataset: Mapping[str, Any], tokenizer: Any
 ) -> tuple[Source, Mapping[str, str]]:
-    """The rows behind the steps, and digests of what the steps depend on besides their options.
+    """The rows after the steps, and digests of what the steps depend on besides their options.
 
     `dataset` are the keys of the data set that decide what its rows are. ConfigError for a mistake
     in a step, or for a column that is not there.

@@ -1,4 +1,5 @@
-"""The step that takes out rows which share a passage with another data set, such as a benchmark."""
+"""The row step `Against` drops rows that share a passage with another data set, such as a
+benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that keep some of the rows: those for which a condition holds, few of a kind, a share."""
+"""The row steps `Filter`, `Balance` and `Keep`: by a condition, a few of each kind, or a share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step that cuts long texts into pieces of a number of tokens."""
+"""The row step `Chunk` cuts long texts into pieces of a number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step that takes out rows which say what one before has said."""
+"""The row step `Dedupe` drops rows that repeat an earlier one, exactly or nearly."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ class _Near:
 
 
 _ROUNDING, _OF_KEPT = 1e-4, 1e-6
-"""How far products in float32 may be from exact ones, and these from cosines, as what is kept is
-rounded to float32: a cosine of 1 takes out equal vectors."""
+"""The largest error of a product in float32, and that of a cosine of stored vectors, which are
+rounded to float32. So `cosine: 1` drops equal vectors."""
 
 
 class _Vectors:

@@ -1,4 +1,4 @@
-"""The step that adds columns of another table to the rows with the same key."""
+"""The row step `Join` adds columns of another table to the rows with the same key."""
 
 from __future__ import annotations
 

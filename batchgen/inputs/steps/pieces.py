@@ -1,4 +1,5 @@
-"""Steps that add pieces to rows, such as personas and styles: by chance, or all combinations."""
+"""The row steps `Pick` and `Cross` add pieces such as personas: by chance, or in all
+combinations."""
 
 from __future__ import annotations
 

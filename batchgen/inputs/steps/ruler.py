@@ -1,4 +1,4 @@
-"""The step that makes texts of a chosen length with facts to be found in them."""
+"""The row step `Ruler` makes long texts in which facts are hidden, with questions about them."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class Ruler(TableStep):
             raise ConfigError("give at least one task and one length")
         if self.reserve < 0:
             raise ConfigError(f"reserve must be at least 0, got {self.reserve}")
-        least = _LEAST + self.reserve
-        if short := [one for one in self.lengths if type(one) is not int or one < least]:
-            raise ConfigError(f"lengths must be whole numbers from {least} on: {short[0]!r}")
+        minimum = _LEAST + self.reserve
+        if short := [one for one in self.lengths if type(one) is not int or one < minimum]:
+            raise ConfigError(f"lengths must be whole numbers from {minimum} on: {short[0]!r}")
 
     def made(self, features: Features) -> Features:
         """What a row holds."""

@@ -1,6 +1,6 @@
-"""The texts of RULER's tasks that are generated, from a source of chance.
+"""Generates the texts of RULER's tasks from a random generator, for the row step `Ruler`.
 
-Hsieh et al. 2024, arXiv 2404.06654, as lm-eval 0.4.13 has them (lm_eval/tasks/ruler: niah_utils.py,
+Hsieh et al. 2024, arXiv 2404.06654, as in lm-eval 0.4.13 (lm_eval/tasks/ruler: niah_utils.py,
 prepare_niah.py, cwe_utils.py, fwe_utils.py, vt_utils.py). Words and prose are our own.
 """
 

@@ -1,4 +1,4 @@
-"""Another table that a step reads beside the rows: files, a data set of the hub, a job's folder."""
+"""Opens another table for a row step: files, a data set of the hub, or a job's folder."""
 
 from __future__ import annotations
 

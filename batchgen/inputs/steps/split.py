@@ -1,4 +1,4 @@
-"""The step that makes a row of each item of a list."""
+"""The row step `Explode` makes a row of each item of a list."""
 
 from __future__ import annotations
 

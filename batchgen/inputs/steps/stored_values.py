@@ -1,4 +1,4 @@
-"""Values of columns as Arrow keeps them: JSON of several types is text there."""
+"""Converts values of columns to and from Arrow: JSON of several types is stored as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a step of `rows` is that changes which rows there are."""
+"""The interface of row steps that drop, split or add rows (`TableStep`); users derive their own
+from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Values of rows as keys: equal values give equal texts, whatever their type is."""
+"""Reads values of rows, and turns them into keys: equal values give equal texts, whatever their
+type."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Reads Parquet and Arrow files, each of which may have other types, so that a value stays what its
-own file says."""
+"""Reads Parquet and Arrow files whose types may differ, without changing the value of any row."""
 
 from __future__ import annotations
 

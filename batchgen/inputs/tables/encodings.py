@@ -1,4 +1,5 @@
-"""Text files of any encoding: where their bytes break it, and their text in UTF-8."""
+"""Reads text files of any encoding: converts them to UTF-8, and finds bytes that break the
+encoding."""
 
 from __future__ import annotations
 

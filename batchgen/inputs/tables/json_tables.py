@@ -1,5 +1,5 @@
-"""Reads JSON lines as the texts of their rows, each of which is parsed for itself, and finds the
-types that columns need which hold the values of all rows."""
+"""Reads JSON lines as the texts of their rows, and finds types for columns that hold all rows'
+values."""
 
 from __future__ import annotations
 
@@ -80,15 +80,16 @@ def json_tables(files: Sequence[Path]) -> Iterator[pa.Table]:
 
 
 def parse_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows that texts from `json_tables` are, whose columns `json_columns` has looked at."""
+    """Parse rows from the texts that `json_tables` yields, after `json_columns` has checked
+    them."""
     with _without_collections():
         rows: list[dict[str, Any]] = json.loads(f"[{','.join(texts)}]")
     return rows
 
 
 def json_columns(files: Sequence[Path], cache: Path) -> JsonColumns:
-    """What the columns of all rows are, each of which is looked at once: the folder `cache`, which
-    belongs to these very files, keeps it.
+    """Find the columns of all rows in one pass over the files. The result is kept in the folder
+    `cache`, which belongs to exactly these files.
 
     Raises:
         ValueError, RecursionError: a row is no JSON object, or has a key twice.

@@ -1,5 +1,5 @@
-"""Values of JSON in Arrow columns: what type a column of them needs, and values of several types as
-JSON text."""
+"""Finds the Arrow type that holds the JSON values of a column; values of mixed types become
+text."""
 
 from __future__ import annotations
 

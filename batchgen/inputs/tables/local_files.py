@@ -1,4 +1,5 @@
-"""Chooses what reads the files of a format: batchgen's own readers for text, else datasets'."""
+"""Chooses the reader for a file format: batchgen's own readers for text, else those of
+`datasets`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 def check_reading(config: DatasetConfig, kind: str) -> None:
-    """Refuse keys that mean nothing for files of a format."""
+    """Raise ConfigError for keys that have no meaning for files of a format."""
     for key in config.reading:
         if kind not in (TEXT_FORMATS if key == "encoding" else _DELIMITERS):
             what = "text files" if key == "encoding" else ".csv and .tsv files"
@@ -34,7 +35,7 @@ def check_reading(config: DatasetConfig, kind: str) -> None:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """What reads the rows of files.
+    """The reader of some files.
 
     Attributes:
         json: the columns of rows that it leaves as JSON text.

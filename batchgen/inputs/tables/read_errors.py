@@ -1,4 +1,4 @@
-"""The errors that readers of data raise, as messages for users."""
+"""Turns the errors of libraries that read data into messages for users."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ they cannot read. A StopIteration means that a file has no rows."""
 
 
 def unreadable_table(error: BaseException, files: Sequence[Path]) -> ConfigError:
-    """An error that says what is wrong with which file, and with JSON lines in which line."""
+    """Make an error that names the file, what is wrong with it, and for JSON lines the line."""
     cause, cache = root_cause(error), str(datasets.config.HF_DATASETS_CACHE)
     if isinstance(cause, ConfigError):  # our own readers say what is wrong, and datasets wraps it
         return ConfigError(str(cause))

@@ -1,4 +1,4 @@
-"""Rows that are piped into the command, kept in a file."""
+"""Keeps rows that are piped into the command in a file, so that the job can be resumed."""
 
 from __future__ import annotations
 

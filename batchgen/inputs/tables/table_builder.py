@@ -1,4 +1,4 @@
-"""Hands tables that batchgen reads itself to datasets, which caches or streams them."""
+"""Hands tables that batchgen has read itself to `datasets`, which caches or streams them."""
 
 from __future__ import annotations
 

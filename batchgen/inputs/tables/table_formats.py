@@ -1,4 +1,4 @@
-"""The formats of local files, and where a file breaks its format."""
+"""Recognises the formats of local files, and finds where a file breaks its format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ FORMATS = {
 }
 SUPPORTED = ", ".join(FORMATS)
 TEXT_FORMATS = ("json", "csv", "tsv", "txt")
-"""Those that are text, which may be compressed (.gz) and may have another encoding than UTF-8."""
+"""The text formats; their files may be compressed (.gz) and may have another encoding than
+UTF-8."""
 
 
 MOST_COLUMNS = 10_000
@@ -99,7 +100,8 @@ def is_json_lines(file: Path) -> bool | None:
 
 
 def check_width(columns: int, file: Path | str) -> None:
-    """Refuse a data set with more columns than can be read: much takes time quadratic in them."""
+    """Raise ConfigError for a data set with too many columns, because much takes time quadratic in
+    their number."""
     if columns > MOST_COLUMNS:
         raise ConfigError(
             f"dataset.path: {file} has {columns:,} columns, and at most {MOST_COLUMNS:,} can be "

@@ -1,4 +1,4 @@
-"""Reads CSV files and plain text as Arrow tables in which text stays the text that it is."""
+"""Reads CSV files and plain text as Arrow tables without guessing types: text stays as it is."""
 
 from __future__ import annotations
 
@@ -210,10 +210,10 @@ def _with_clear_escapes(
     clear = re.compile(rf"{re.escape(escape)}(?:[{re.escape(special)}]|\r(?!\n))")
     for number, line in enumerate(lines, 1):
         if escape in line and (index := clear.sub("", line).find(escape)) >= 0:
-            behind = clear.sub("", line)[index + 1 : index + 2]
+            following = clear.sub("", line)[index + 1 : index + 2]
             raise ConfigError(
                 f"dataset.path: {file}, line {number}: dataset.escape_char {escape} comes before "
-                f"{behind!r}: it belongs before a delimiter, a quote, a line end or itself; "
+                f"{following!r}: it belongs before a delimiter, a quote, a line end or itself; "
                 f"write {escape}{escape} for the character, or set dataset.escape_char=null"
             )
         yield line

@@ -1,5 +1,5 @@
-"""Chooses which answers of other jobs become rows: by `dataset.errors`, `where`, `best` and
-`rows`."""
+"""Chooses which answers of other jobs become rows: the keys `errors`, `where`, `best` and `rows` of
+`dataset=job`."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class AnswerSelector:
             ConfigError: two rows have one id.
             JobError: answers are not in order.
         """
-        columns_of = {name: self._columns.places[name][number] for name in self._rows}
+        columns_of = {name: self._columns.source_names[name][number] for name in self._rows}
         columns = list(dict.fromkeys([*_KEPT, *columns_of.values(), *job.id_columns]))
         for table, grades in job.answers(range(position.answer, job.total), columns, self._grades):
             keys = row_keys(table)

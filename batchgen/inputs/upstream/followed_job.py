@@ -1,4 +1,4 @@
-"""A job whose rows another job reads while it still runs."""
+"""A running job whose rows another job reads as they are finished (`dataset.follow`)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ from batchgen.util.fingerprint import fingerprint_text
 
 @dataclass(frozen=True)
 class Promise:
-    """What a job will write, as is known before its rows are there.
+    """What is known of a job's output before its rows exist.
 
     Attributes:
         manifest: the one that it will have, without digests of rows.
         schema: the columns of its rows.
         post: the steps that grade them.
-        is_of_folder: whether the job's folder says so, and not a job that is to begin.
+        is_of_folder: whether this was read from the job's folder, and not derived from a job that
+            has not begun.
     """
 
     manifest: Mapping[str, Any]
@@ -57,7 +58,7 @@ class Promise:
 
     @classmethod
     def found(cls, reader: JobFolderReader) -> Promise | None:
-        """What a job's folder says; None as long as none of its shards is finished.
+        """Read it from a job's folder; None as long as none of its shards is finished.
 
         Raises:
             ConfigError: steps that grade it are none of batchgen's own.
@@ -78,11 +79,11 @@ class Promise:
 
 
 class FollowedJob(GradedShards):
-    """A job that may run. Its shards are taken up in their order, each once it is whole.
+    """A job that may still run. Its shards are read in order, each as soon as it is complete.
 
     Attributes:
         read, text_column: see `OtherJob`.
-        is_complete: whether the job is, and all its shards are taken up.
+        is_complete: whether the job is complete and all its shards were read.
         needs_grades: whether shards wait for their grades. It is set before the first `learn`.
     """
 
@@ -121,8 +122,8 @@ class FollowedJob(GradedShards):
         """Those of shards that were taken up were looked at."""
 
     def learn(self) -> bool:
-        """Take up the next shard if it is ready; returns whether it was. `is_complete` is set when
-        no more will come.
+        """Read the next shard if it is ready; return whether it was. Sets `is_complete` when no
+        more will come.
 
         Raises:
             ConfigError: the job has ended, and its grades are of other steps than it says.

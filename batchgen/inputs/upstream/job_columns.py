@@ -1,4 +1,4 @@
-"""Which columns the rows of other jobs have here, under which names, and where each comes from."""
+"""The columns of other jobs' rows: their names in the reading job, and where each comes from."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from batchgen.storage.shards.row_order import KEYS
 from batchgen.util.errors import ConfigError
 
 SOURCE = "source"
-"""The output column that says of which answer a row is made."""
+"""The output column that names the answer from which a row is made."""
 SAMPLE_INDEX = "sample_index"
-"""What expressions over an answer see besides its columns."""
+"""The variable of expressions over an answer that is not one of its columns."""
 _SOURCE_MARK = b"batchgen.source"
 SOURCE_FIELD = pa.field(
     SOURCE,
@@ -40,7 +40,7 @@ class JobColumns:
 
     Attributes:
         fields: all that stand in the rows, in the order of the files.
-        places: by name, how the column is called in each of the jobs.
+        source_names: for each name here, the column's name in each of the jobs.
         given: those that the other jobs copied from their data sets.
         by_token: those with a value per token, which nobody reads who does not name them.
         text: the generated text.
@@ -48,7 +48,7 @@ class JobColumns:
     """
 
     fields: dict[str, pa.Field]
-    places: dict[str, tuple[str, ...]]
+    source_names: dict[str, tuple[str, ...]]
     passthrough: tuple[str, ...]
     by_token: frozenset[str]
     text: str
@@ -120,7 +120,7 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
         )
     return JobColumns(
         shared,
-        {name: tuple(o.places[name][0] for o in each) for name in shared},
+        {name: tuple(o.source_names[name][0] for o in each) for name in shared},
         tuple(name for name in first.passthrough if name in shared),
         first.by_token & shared.keys(),
         first.text,
@@ -147,7 +147,7 @@ def _of_job(job: ReadableJob, config: DatasetConfig) -> JobColumns:
     )
 
 
-def _new_names(job: ReadableJob, config: DatasetConfig, places: Sequence[str]) -> dict[str, str]:
+def _new_names(job: ReadableJob, config: DatasetConfig, columns: Sequence[str]) -> dict[str, str]:
     """The columns that get other names, by `dataset.rename` and `dataset.text_as`."""
     rename, text_as = dict(config.rename or {}), config.text_as
     if taken := [name for name in (*rename.values(), text_as) if name in ("row_id", *KEYS)]:
@@ -162,7 +162,7 @@ def _new_names(job: ReadableJob, config: DatasetConfig, places: Sequence[str]) -
             f"dataset.rename: {job.text_column!r} is the generated text, which dataset.text_as "
             "names: leave it out of one of the two"
         )
-    if text_as in places and text_as not in rename:
+    if text_as in columns and text_as not in rename:
         raise ConfigError(
             f"dataset.text_as={text_as} is the name of another column of {job.user_path}: choose "
             f"another name, or rename that column ('dataset.rename={{{text_as}: NAME}}')"

@@ -1,4 +1,4 @@
-"""The rows of a job that are answers of other jobs."""
+"""A `Source` whose rows are answers of other jobs (`dataset=job`)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class JobSource(Source):
         self._graded = self._choice.reads_grades or bool(self._grades)
         for job in jobs:
             job.needs_grades = self._graded
-        self._places = [ReadPosition() for _ in jobs]
+        self._read_positions = [ReadPosition() for _ in jobs]
         # What was chosen, in parts, each with the number of its job, and behind which row it ends.
         self._chosen: list[tuple[int, Chosen]] = []
         self._ends: list[int] = []
@@ -108,7 +108,9 @@ class JobSource(Source):
         if self._is_complete or time.monotonic() < self._next_look:
             return False
         has_more = False
-        for number, (job, position) in enumerate(zip(self._jobs, self._places, strict=True)):
+        for number, (job, position) in enumerate(
+            zip(self._jobs, self._read_positions, strict=True)
+        ):
             while job.learn():
                 chosen = self._choice.of(job, number, position)
                 self._chosen.append((number, chosen))
@@ -267,7 +269,7 @@ class JobSource(Source):
     def _answers(self, number: int, answers: Ints) -> Iterator[pa.Table]:
         """What is read of some answers of a job, under the names that the columns have here."""
         job, known = self._jobs[number], self._columns
-        column_of = {name: known.places[name][number] for name in self._read}
+        column_of = {name: known.source_names[name][number] for name in self._read}
         columns = list(dict.fromkeys([*job.id_columns, job.text_column, *column_of.values()]))
         prefix = self._prefix(job)
         for table, grades in job.answers(answers, columns, self._grades):
@@ -287,8 +289,8 @@ def _nothing_left(jobs: Sequence[ReadableJob], choice: AnswerSelector) -> str:
     names = ", ".join(job.user_path for job in jobs)
     steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)
     examples = "".join(f"\n  {example}" for example in choice.examples)
-    shown = f"; dataset.where dropped, for example:{examples}" if examples else ""
-    return f"dataset.path: no row of {names} is left ({steps}){shown}"
+    example_text = f"; dataset.where dropped, for example:{examples}" if examples else ""
+    return f"dataset.path: no row of {names} is left ({steps}){example_text}"
 
 
 def _each(read: Callable[[Any], Any], values: list[Any]) -> list[Any]:

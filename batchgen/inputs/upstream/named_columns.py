@@ -1,4 +1,4 @@
-"""Which columns of its rows a job reads, as far as its configuration tells."""
+"""Finds which columns of its rows a job reads, by the names in its configuration."""
 
 from __future__ import annotations
 

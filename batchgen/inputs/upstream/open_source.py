@@ -1,4 +1,4 @@
-"""Opens the rows of a job, whatever `dataset.kind` they are of."""
+"""Opens the rows of a job for any `dataset.kind`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_source(
     wait: bool = False,
     images: Collection[str] = (),
 ) -> Source:
-    """The rows that the configuration names, with all checks that need no pass over a stream.
+    """Open the rows that the configuration names, and check what needs no pass over a stream.
     `images` are the columns that may hold images.
 
     `promised` and `wait` are for a job that is followed; see `follow_job`.
@@ -59,7 +59,7 @@ def open_source(
 
 
 def _described(source: Source) -> str:
-    """What was read of other jobs, and what each choice has left."""
+    """A text with the jobs that are read and the number of rows left after each filter."""
     if not source.funnel:
         return "no answers"
     first, *others = source.funnel

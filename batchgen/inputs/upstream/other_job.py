@@ -24,7 +24,7 @@ class OtherJob(FinishedShards):
     Attributes:
         read: what the manifest of a reader keeps of it.
         text_column: the column of generated text.
-        is_complete: whether all its shards are taken up, which the first `learn` does.
+        is_complete: whether its shards were read, which the first `learn` does.
         needs_grades: whether the grades are used. It is set before the first `learn`.
     """
 
@@ -40,8 +40,8 @@ class OtherJob(FinishedShards):
         self.is_complete = self.needs_grades = False
 
     def learn(self) -> bool:
-        """Take up all shards; returns whether that was new. ConfigError if grades are needed and
-        cannot be used."""
+        """Read all shards, at the first call; return whether anything was new. ConfigError if
+        grades are needed and cannot be used."""
         if self.is_complete:
             return False
         if self.needs_grades:

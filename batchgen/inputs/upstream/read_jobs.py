@@ -1,4 +1,4 @@
-"""Finds the jobs that `dataset.path` names."""
+"""Finds the jobs that `dataset.path` names with `dataset=job`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What an earlier run has shown: how long answers get, and how fast the device really is."""
+"""Learns from an earlier run how long answers get, and how fast the device really is.
+
+`batchgen plan` passes the result to `forecast` (see `plan.like`).
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,16 @@ Ints = npt.NDArray[np.int64]
 _MOST_READ = 200_000
 """The most rows of an earlier job that are read."""
 _LEAST_SECONDS = 0.2
-"""A run that took less says nothing of the speed."""
+"""A shorter run says nothing about the speed."""
 _PLAUSIBLE = 20.0
-"""A run that is this many times faster or slower than the model says was on another device."""
+"""A run that differs from the estimate by more than this factor was on another device."""
 _COUNTS = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_rows")
 
 
 @dataclass(frozen=True, slots=True)
 class RunCounts:
-    """What an engine counted in a run, as `EngineStats`; `seconds` are those without loading."""
+    """The counts of an engine in a run, as in `EngineStats`; `seconds` exclude the loading of
+    weights."""
 
     seconds: float
     rows: int
@@ -38,7 +42,7 @@ class RunCounts:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a run has shown, with the tokens of its prompts and answers.
+    """Measurements of an earlier run, with the token counts of its prompts and answers.
 
     `source` names the run, `counts` is None if it was on another device or of another model, and
     `start_s` are the seconds until its first step.
@@ -59,7 +63,7 @@ class Calibration:
         return max((counts.generated - counts.rows) / counts.decode_rows, 0.05)
 
     def factor(self, cost: StepCost, width: int) -> float | None:
-        """How many times longer the run took than the model says; None if that is not known."""
+        """How many times longer the run took than `cost` estimates; None if that is not known."""
         counts = self.counts
         if counts is None or counts.seconds < _LEAST_SECONDS or not counts.decode_steps:
             return None
@@ -75,7 +79,7 @@ class Calibration:
 
 
 def seen_in(folder: Path, same: Mapping[str, Any], on_gpu: bool, name: str) -> Calibration | None:
-    """What the job in a folder has shown; None if none of its rows has an answer.
+    """Read the measurements of the job in a folder; None if none of its rows has an answer.
 
     Its speed counts only if it ran on the same kind of device and `same`, the groups that decide
     the speed, are as in its config.yaml. `name` is what to call the folder.

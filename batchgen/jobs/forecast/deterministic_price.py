@@ -1,5 +1,4 @@
-"""What `engine.deterministic` costs on a GPU, as it was measured: docs/benchmarks/determinism.md,
-H200."""
+"""The measured cost of `engine.deterministic` on a GPU (docs/benchmarks/determinism.md, H200)."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from typing import NamedTuple
 
 
 class Price(NamedTuple):
-    """How many times as long steps take, likely, and what was measured, in words."""
+    """The likely factor by which steps take longer, and the measurement behind it in words."""
 
     times: float
     text: str

@@ -1,4 +1,4 @@
-"""What devices can do: GPUs by their published figures, and this CPU as it is measured."""
+"""The speeds of devices: published figures of GPUs, and measurements of this machine's CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 _PRODUCT = (128, 1024, 4096)
-"""Rows, inputs and outputs of the product that is measured, which is one of a large decode step."""
+"""The sizes (rows, in features, out features) of the measured product, as in a large decode
+step."""
 _FEW_ROWS = 16
 """CPU forwards are padded to a multiple of 16 tokens; one of only 16 is slower for each token."""
 _LEAST_SHARE = 0.25
@@ -24,7 +25,7 @@ _STREAM_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device can do: bytes per second that it reads from its memory, and operations per
+    """The speed of a device: bytes per second that it reads from its memory, and operations per
     second of matrix products in 16 bits and in float32.
 
     `few_rows` is the share of that rate which products of 16 rows reach, `memory` is 0 for a CPU,

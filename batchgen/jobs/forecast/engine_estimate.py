@@ -1,4 +1,5 @@
-"""The engine that a job would have: its models without weights, its settings and its memory."""
+"""Builds the engine that a job would have, without weights: its models, settings and memory
+plan."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineEstimate:
-    """What an engine would be: its models on the device `meta`, its settings with the defaults of
-    the device, and the sizes of the target."""
+    """An engine that was not built: its models on the device `meta`, its settings with the device's
+    defaults, and the sizes of the target."""
 
     uses: dict[str, ModelUse]
     settings: ResolvedConfig
@@ -39,7 +40,7 @@ class EngineEstimate:
     file_bytes: int  # of the target's weights as the checkpoint holds them; 0 if that is not here
 
     def memory(self, gpu_bytes: int | None) -> MemoryPlan:
-        """The memory plan to expect, as `expected_memory` says and refuses."""
+        """The memory plan to expect; raises ValueError as `expected_memory` does."""
         return expected_memory(list(self.uses.values()), self.settings, gpu_bytes)
 
     @property
@@ -49,8 +50,8 @@ class EngineEstimate:
 
     @property
     def weights_text(self) -> str:
-        """How large the weights of all models are, and in which form those of a target are that a
-        checkpoint has in another than FP8."""
+        """A text with the size of all models' weights, and the format of the target's if it is
+        quantised other than in FP8."""
         model, text = self.uses[TARGET].model, size_text(self.weight_bytes)
         assert isinstance(model, CausalLM)
         packed, parameters = model.config.form, model.parameters()
@@ -63,7 +64,8 @@ class EngineEstimate:
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes in the paged caches of all models, but for layers with a window."""
+        """The bytes of a token in the paged caches of all models, without layers that have a
+        window."""
         return cache_token_bytes(list(self.uses.values()))
 
     @property
@@ -73,13 +75,14 @@ class EngineEstimate:
 
     @property
     def window_bytes(self) -> int:
-        """What a window of tokens takes in the layers that have one; 0 without such layers."""
+        """The bytes of a whole window of tokens in the layers that have one; 0 without such
+        layers."""
         models = [use.model for use in self.uses.values()]
         return self.window * sum(window_token_bytes(m.cache_specs, m.dtype) for m in models)
 
     @property
     def row_bytes(self) -> int:
-        """The states and records of a row over all models; 0 without recurrent layers."""
+        """The bytes of a row's states and records over all models; 0 without recurrent layers."""
         return sum(
             row_bytes(use.model.cache_specs, max(use.widths), self.settings.fold)
             for use in self.uses.values()

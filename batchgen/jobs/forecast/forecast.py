@@ -1,4 +1,8 @@
-"""How long a job will take, as (low, likely, bound), with what is assumed for it."""
+"""Estimates how long a job will take: a low, a likely and an upper figure, with the assumptions.
+
+`batchgen plan` prints the result. `step_cost` gives the time of a forward, `run_time` adds up the
+forwards of a whole job.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +17,32 @@ from batchgen.jobs.forecast.step_cost import StepCost
 from batchgen.util.duration import duration
 
 _FASTER, _SLOWER = {True: 0.75, False: 0.6}, {True: 1.5, False: 2.0}
-"""The model of a step was right within these factors where it was compared with runs, on a GPU and
-on a CPU, which other programs make slower at times; speed that a run has shown is taken as within
-_STEADY."""
+"""Measured runs were within these factors of the estimate, on a GPU and on a CPU, which other
+programs may slow down. The measured speed of an earlier run counts as right within _STEADY."""
 _STEADY = 1.15
 _LOAD_RATE = {True: 1e9, False: 0.25e9}
-"""Bytes of weights per second that are read and packed, on a GPU and on a CPU."""
+"""Bytes of weights that are read and packed per second, on a GPU and on a CPU."""
 _START_S = {True: 2.0, False: 1.5}
-"""Seconds of a start that do not depend on the weights, on a GPU and on a CPU."""
+"""The part of the start-up time, in seconds, that does not depend on the weights, on a GPU and on a
+CPU."""
 _COMPILE_S = 2.9
-"""Seconds that compiling a GPU's kernels adds to a start and to the first steps."""
+"""Seconds that the compilation of a GPU's kernels adds to the start and the first steps."""
 _NOT_COMPILED = "kernels are compiled first, as on every new machine"
 _LOAD_FLOPS = 100e9
-"""The rate of products of the CPU that _LOAD_RATE is of; on one that is slower or busy, loading
-takes longer too."""
+"""The speed of products, in operations per second, of the CPU on which _LOAD_RATE was measured;
+loading scales with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A figure that is not known yet: hardly below `low`, hardly above `bound`."""
+    """An estimate: it will hardly be below `low` or above `bound`."""
 
     low: float
     likely: float
     bound: float
 
     def times(self, factor: float) -> Range:
-        """All three times a factor."""
+        """All three figures times a factor."""
         return Range(self.low * factor, self.likely * factor, self.bound * factor)
 
     def plus(self, other: Range) -> Range:
@@ -48,10 +52,10 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a job will take, with what is assumed for it, each a sentence without its full stop.
+    """The estimate of a job. Each assumption is a sentence without its full stop.
 
-    `seconds` go from the loading of the weights to the last row, `start_s` of them until the first
-    step. Prompt tokens count once for each sample.
+    `seconds` is the time from the loading of the weights to the last row, and `start_s` the part of
+    it before the first step. Prompt tokens count once for each sample.
     """
 
     seconds: Range
@@ -75,13 +79,21 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a job has to do: `rows` with `samples` answers each, and [N] tokens of some of the
-    prompts.
+    """The work of a job that is to be estimated.
 
-    With `exact` every answer has `longest` tokens. A row gets `least` to `width` tokens in a
-    forward; `least` is 0 for block diffusion. Of the answers there are `spread` times as many where
-    their number is not known. `compiled` says that an earlier start has compiled a GPU's kernels.
-    Steps take `price` times as long as those of the engine that the constants are of.
+    Attributes:
+        prompts: [N] tokens of some of the prompts.
+        rows, samples: the rows to compute, and the answers of each.
+        longest: the most tokens of an answer; with `exact` every answer has that many.
+        width, min_width: the most and the fewest tokens that a row gets in a forward; the latter is
+            0 for block diffusion.
+        capacity: how many rows and tokens the engine holds.
+        weight_bytes: the bytes of all weights.
+        seen: measurements of an earlier run; None without one.
+        compiled: whether an earlier start has already compiled a GPU's kernels.
+        price: the factor by which steps take longer, as `engine.deterministic` makes them.
+        notes: further assumptions, as sentences.
+        spread: factors on the number of answers where it is not known.
     """
 
     prompts: Ints
@@ -90,7 +102,7 @@ class Work:
     longest: int
     exact: bool
     width: int
-    least: int
+    min_width: int
     capacity: Capacity
     weight_bytes: int
     seen: Calibration | None = None
@@ -139,7 +151,8 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
 
 
 def _answers(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
-    """The lengths of short, likely and longest answers, and what they are taken from."""
+    """The lengths of answers in the low, likely and upper case, and the source of these lengths in
+    words."""
     longest = np.array([work.longest], np.int64)
     if work.exact:
         return (longest, longest, longest), f"every answer has {work.longest:,} tokens (ignore_eos)"
@@ -181,7 +194,8 @@ def _assumed(longest: int, share: float) -> Ints:
 
 
 def _per_forward(work: Work) -> tuple[tuple[float, float, float], str]:
-    """Tokens that a row gets in a forward in the three cases, and what they are taken from."""
+    """The tokens that a row gets in a forward in the three cases, and the source of these numbers
+    in words."""
     width = work.width
     if width == 1:
         return (1.0, 1.0, 1.0), ""
@@ -191,8 +205,8 @@ def _per_forward(work: Work) -> tuple[tuple[float, float, float], str]:
             measured,
             measured,
         ), f"a row gets {measured:.2f} tokens per forward, as in that job"
-    bound = 1.0 if work.least else width / (width + 1)
-    likely = 1 + (width - 1) / (4 if work.least else 2)
+    bound = 1.0 if work.min_width else width / (width + 1)
+    likely = 1 + (width - 1) / (4 if work.min_width else 2)
     text = (
         f"a row gets {width} (low), {likely:.2g} (likely), {bound:.2g} (bound) tokens per forward"
     )
@@ -200,7 +214,7 @@ def _per_forward(work: Work) -> tuple[tuple[float, float, float], str]:
 
 
 def _start(cost: StepCost, work: Work) -> Range:
-    """Seconds until the first step, and those that compiling adds later."""
+    """The seconds until the first step, and those that compilation adds later."""
     if work.seen is not None and work.seen.start_s is not None:
         return Range(0.7, 1, 1.5).times(work.seen.start_s)
     gpu = cost.device.is_gpu
@@ -213,7 +227,7 @@ def _start(cost: StepCost, work: Work) -> Range:
 
 
 def _of_speed(cost: StepCost, work: Work, factor: float | None) -> str:
-    """What the speed is taken from."""
+    """The source of the speed in words."""
     if factor is not None:
         assert work.seen is not None
         seconds = 0.0 if work.seen.counts is None else work.seen.counts.seconds

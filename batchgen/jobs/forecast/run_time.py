@@ -1,4 +1,4 @@
-"""How long a job's forwards take: full batches, and the tail in which no rows wait any more."""
+"""Adds up the forwards of a job: full batches, then the tail in which no more rows wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.jobs.forecast.step_cost import StepCost
 
 Ints = npt.NDArray[np.int64]
 _REFILL_SHARE = 8
-"""Prompts are read once an eighth of the places are free, as `Scheduler` does."""
+"""Prompts are read once an eighth of the batch slots are free, as `Scheduler` does."""
 
 
 _GOLDEN_RATIO = 0.6180339887498949  # its multiples modulo 1 lie evenly
@@ -19,7 +19,7 @@ _GOLDEN_RATIO = 0.6180339887498949  # its multiples modulo 1 lie evenly
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the engine has room for: rows at once, tokens of the paged cache, and tokens of one
+    """The capacity of the engine: rows at once, tokens of the paged cache, and tokens of one
     prefill.
 
     The first `prefix` tokens of every prompt are in the cache from the first row on; `samples` rows
@@ -57,14 +57,14 @@ def run_time(
     samples, in tokens.
 
     A row runs while the cache holds it with its whole answer. It takes as many steps as it has
-    tokens, or fewer with several `per_forward`; a forward reads `width` tokens of it. All places
-    are taken until nothing waits; then the rows that run end one after the other.
+    tokens, or fewer with several `per_forward`; a forward reads `width` tokens of it. The batch
+    stays full until no row waits; then the running rows end one after the other.
     """
     prompt, answer = float(prompts.mean()), float(np.maximum(answers, 1).mean())
     rows = int(max(min(capacity.rows, total, capacity.tokens // (prompt + answer)), 1))
     lasting = np.sort(np.maximum(np.ceil(answers / per_forward), 1))
     tail = _tail(lasting, rows, waited=total > rows)
-    refilled = rows - (-(-rows // _REFILL_SHARE) - 1) / 2  # places that are taken on average
+    refilled = rows - (-(-rows // _REFILL_SHARE) - 1) / 2  # rows that run on average
     full = max(total * float(lasting.mean()) - float(tail.sum()), 0.0) / refilled
     context = prompt + answer / 2
     decode = full * cost.decode(refilled, refilled * context, width)

@@ -1,4 +1,4 @@
-"""How many samples the rows of a job have, as far as that is known before they are drawn."""
+"""Estimates how many samples the rows of a job will have, before they are drawn."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from batchgen.storage.shards.enough import Enough
 
 
 class MeasuredSamples(NamedTuple):
-    """How many rows of a job have all their samples, how many samples these are, and how many of a
-    row had to be valid, or how narrow its interval had to be."""
+    """Counts from a job with `sampling.until`: `rows` rows have all their samples, which are
+    `samples` in all; a row needed `valid` valid ones, or an interval at most `width` wide."""
 
     rows: int = 0
     samples: int = 0
@@ -20,7 +20,7 @@ class MeasuredSamples(NamedTuple):
 
 
 class SamplesPerRow(NamedTuple):
-    """How many samples a row has, and how that is known, if it is not simply a fixed number."""
+    """The number of samples of a row; `known_by` says where it comes from if it is not fixed."""
 
     number: Range
     known_by: str | None = None

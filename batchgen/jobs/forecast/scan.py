@@ -1,4 +1,7 @@
-"""Goes through the rows of a job: how long prompts are, and which rows will have no answer."""
+"""Reads the rows of a job before it runs: lengths of prompts, and rows that cannot have an answer.
+
+`batchgen plan` and `--dry-run` print the result; no weights are needed.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,12 @@ _NAMED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a job does with a row before it reaches the model; its calls raise RequestError.
+    """The steps from a row to its request, as the job would make them; they raise RequestError for
+    a bad row.
 
-    `fit` cuts or refuses a prompt that leaves an answer no room. `room` is what the job's longest
-    answer leaves for a prompt. `image_token_id` is the token that stands for images, None where
-    rows have none.
+    `fit` cuts or refuses a prompt that leaves an answer no room. `room` is the most tokens of a
+    prompt beside the job's longest answer. `image_token_id` is the token that stands for images,
+    None where rows have none.
     """
 
     source: Source
@@ -83,19 +87,20 @@ def job_reading(config: JobConfig, opened: OpenedJob) -> Reading:
 
 @dataclass
 class RowTally:
-    """Some rows: why the first is bad, if it is; how many; and index and id of some."""
+    """A count of rows, with the index and id of some of them, and the error of the first one if
+    they are bad."""
 
     message: str = ""
     count: int = 0
     rows: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
-        """Note one more."""
+        """Count one more row."""
         self.count += 1
         self.rows.append((row.index, row.id))
 
     def keep_first(self) -> None:
-        """Forget all but the first rows, but not how many there were."""
+        """Forget all but the first rows, and keep the count."""
         self.rows = sorted(self.rows)[:_NAMED]
 
 
@@ -112,7 +117,7 @@ class ReadRow:
 
 @dataclass
 class Scan:
-    """What was found in the rows that were looked at.
+    """The results of a scan.
 
     `num_rows` is None for a stream whose end was not reached. `lengths` [R] are the tokens of all
     good rows by index, `longest` has index, id and tokens. `sample` and `longest` are in order.

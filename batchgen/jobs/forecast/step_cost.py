@@ -1,7 +1,7 @@
-"""How long forwards take: bytes that are read, products, and a fixed time per layer.
+"""Estimates the time of a forward: bytes read, matrix products, and a fixed time per layer.
 
-It is a roofline (Williams et al. 2009) with a share of the device's rates that the engine was seen
-to reach, and what it does not know is corrected by `StepCost.scaled` once a run was measured.
+This is a roofline model (Williams et al. 2009) with the share of the device's rates that the engine
+was measured to reach. `StepCost.scaled` corrects it once a run was measured.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FULL_RATE_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What decides the time of a model's forwards, on one of its ranks, in numbers of values unless
-    it says bytes.
+    """The sizes of a model, on one of its ranks, that decide the time of a forward. They are
+    numbers of values unless the name says bytes.
 
     Attributes:
         dense: weights of layers that every token is multiplied by; a value has `dense_bytes`.
@@ -104,9 +104,8 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """Shares of the device's rates that the engine reached on one H100
-    (docs/benchmarks/models.md), and seconds of a layer, of a step and of a logit that is sampled
-    from."""
+    """Shares of the device's rates that the engine reached on an H100 (docs/benchmarks/models.md),
+    and the fixed seconds of a layer, of a step and of a logit that is sampled from."""
 
     bandwidth: float
     products: float

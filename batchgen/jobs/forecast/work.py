@@ -1,4 +1,4 @@
-"""From an opened job to the work that `forecast` estimates."""
+"""Turns an opened job into the `Work` that `forecast` estimates."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from batchgen.jobs.resolve.opened_job import OpenedJob
 
 _MEASURE_S = 0.2
-"""For how long each of a CPU's rates is measured."""
+"""Seconds for which each of a CPU's rates is measured."""
 _COMPARED = 50
-"""Prompts of which it is seen what all begin with."""
+"""The number of prompts that are compared to find their common prefix."""
 
 
 def here(config: JobConfig, dtype: torch.dtype) -> Device | None:
-    """The device that a job runs on here; None if it is a GPU that is not known."""
+    """The device on which a job would run on this machine; None for a GPU that is not in the
+    table."""
     name = config.engine.device
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         return this_gpu()
@@ -50,7 +51,8 @@ def job_work(
     seen: Calibration | None = None,
     compiled: bool = True,
 ) -> Work:
-    """What a job has to do, with `rows` to compute, `samples` of each; the rest is as in `Work`."""
+    """Describe the work of a job with `rows` rows to compute and `samples` answers of each; other
+    arguments are those of `Work`."""
     settings, sampling = room.settings, config.sampling
     block = settings.block_size
     prompts = [read.ids for read in scan.sample[:_COMPARED]]
@@ -78,7 +80,7 @@ def job_work(
         longest=scan.longest_answer or sampling.max_new_tokens,
         exact=sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids),
         width=room.width,
-        least=opened.strategy.least_tokens,
+        min_width=opened.strategy.least_tokens,
         capacity=capacity,
         weight_bytes=room.weight_bytes,
         seen=seen,
@@ -95,7 +97,7 @@ def same_speed(config: JobConfig) -> dict[str, Any]:
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with."""
+    """The number of tokens with which all prompts begin."""
     if not prompts:
         return 0
     first, *others = prompts

@@ -1,4 +1,7 @@
-"""Records what running rows have generated, so that what was begun goes on after a stop."""
+"""Records what running rows have generated, so that a stopped job continues them where they were.
+
+`storage/shards/begun_rows.py` keeps the records; this module decides when to write them and which.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,18 @@ from batchgen.util.errors import FolderLost, JobError
 from batchgen.util.request_id import RequestId
 
 STOP_SECONDS = 5.0
-"""How long a stop may take to record rows. Those that are left go on from their last record."""
+"""Seconds that a stop may take to record rows. The others continue from their last record."""
 _SHARE = 0.01
-"""The share of the time between two records that they may take."""
+"""The share of the running time that writing records may take."""
 _BATCH_BYTES = 4 * 2**20
 
 
 class BegunAnswers:
-    """Records the rows that a worker has begun, every so often and at a stop, and finds what was
-    recorded of rows that it begins.
+    """Records the running rows of a worker, at intervals and at a stop, and finds records of rows
+    that it begins.
 
     Records take `_SHARE` of the time at most, and those of a stop `STOP_SECONDS`. Rows with the
-    most tokens that are in no record come first, and what does not fit is left out.
+    most unrecorded tokens come first; what does not fit into the time is left out.
     """
 
     def __init__(self, engine: Engine, writer: OutputWriter, keys: RowKeys, every: float) -> None:
@@ -38,7 +41,8 @@ class BegunAnswers:
         self._known: dict[Hashable, int] = {}  # tokens in any record
 
     def find(self, request_id: RequestId, request: RowRequest) -> Begun | None:
-        """What was recorded of a request that begins; None if nothing was, or of another one."""
+        """The record of a request that begins; None if there is none, or only one of a different
+        request."""
         if not self._every:
             return None
         row, sample = request_id.row, request_id.sample
@@ -59,9 +63,9 @@ class BegunAnswers:
     def save(
         self, request_of: Callable[[RequestId], RowRequest], seconds: float | None = None
     ) -> int:
-        """Record what the requests of the engine have generated since their last records, within a
-        number of seconds, or `_SHARE` of the time; `request_of` says what a request asked for.
-        Returns of how many requests there are records then."""
+        """Record what the requests in the engine have generated since their last records, within a
+        number of seconds, or `_SHARE` of the time. `request_of` returns the request of an id.
+        Returns the number of requests that have records then."""
         if not self._every:
             return 0
         self._last = time.monotonic()

@@ -1,4 +1,4 @@
-"""Scores the choices of rows: how likely the model finds each of them behind the prompt."""
+"""Scores the choices of multiple-choice rows: the likelihood of each choice after the prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 
 SCORED = RequestParams(max_new_tokens=0)
-"""What is asked of a choice: a request of its own that shares the row's prompt."""
+"""The parameters of a choice's request: its tokens are scored after the row's prompt."""
 
 
 def with_scores(ended: Sequence[RequestOutput]) -> RequestOutput:

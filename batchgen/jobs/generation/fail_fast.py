@@ -1,5 +1,5 @@
-"""Stops a job in which the first rows, or all of few, fail in the same way: the mistake is not in
-the rows."""
+"""Stops a job early if its first rows all fail in the same way: then the mistake is not in the
+rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Turns rows into requests of the engine, and finished requests into rows of the output."""
+"""Runs rows through the engine: makes requests of rows, and output rows of finished requests.
+
+`run/computed_rows.py` creates a `Generation` for each attempt of a job.
+"""
 
 import dataclasses
 import time
@@ -52,9 +55,9 @@ class Generation:
         reuse: RowReuse | None = None,
         job: str = "",
     ) -> None:
-        """Prepare to run rows. `request` says what the requests of a row ask for, or raises
-        RequestError; `split` leaves the answer alone in an output's text; `waves` says
-        which samples begin when; `job` names it among those that share the engine."""
+        """Prepare to run rows. `request` makes the request of a row, or raises RequestError;
+        `split` separates the answer from an output's other text; `waves` decides when samples
+        begin; `job` is the job's name among those that share the engine."""
         self._job = job
         self._source = source
         self._request, self._split = request, split
@@ -83,9 +86,9 @@ class Generation:
         progress: Progress,
         watch: Callable[[], None] = lambda: None,
     ) -> Turns[bool]:
-        """Generate until all rows are written, by this worker or others; False if a signal came
-        first, or the budget was spent. `watch` is called now and then, and may end the job with an
-        error."""
+        """Generate until all rows are written, by this worker or others; return False if a signal
+        came first, or the budget was spent. `watch` is called now and then; an error that it raises
+        ends the job."""
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
@@ -134,7 +137,7 @@ class Generation:
         return True
 
     def _save_begun(self, seconds: float | None = None) -> None:
-        """Record what the rows in flight have generated, unless all rows may be failing."""
+        """Record the tokens of the rows in flight, unless all rows may be failing."""
         if self._first.holds_rows:
             return
         attempt, requests = self._metrics.attempt, self._in_flight
@@ -143,7 +146,7 @@ class Generation:
         )
 
     def _end_costs(self) -> None:
-        """Write what requests cost, those that have not ended too."""
+        """Write the costs of requests, unfinished ones included."""
         self._costs.add(self._engine.take_costs(wait=True))
         self._costs.save()
 

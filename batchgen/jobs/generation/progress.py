@@ -1,4 +1,4 @@
-"""What a job shows on the terminal while it runs: a bar, first errors, some answers."""
+"""The display of a running job on the terminal: a bar, first errors, some answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PROMPT_TOKENS = 64  # the last ones of a prompt, more than SHOWN_PROMPT charact
 
 class Progress:
     """Shows how far the job is: a bar over the output rows, or a line every 30 seconds if there is
-    no terminal, below the first error of each type and, now and then, a finished answer."""
+    no terminal, below the first error of each type and, at intervals, a finished answer."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Progress:
             stream: stderr, if it is None.
             longest: the most tokens of an answer.
             batch_share: the time of a decode step of one row over that of a full one.
-            title: stands before everything that is shown; the step of a pipeline.
-            score: what the answers so far score; None of a job that does not grade.
+            title: printed before everything; the name of a pipeline's step.
+            score: returns the score of the answers so far; None for a job without grading.
         """
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
@@ -102,7 +102,7 @@ class Progress:
         self._bar.close()
 
     def add(self, finished: Sequence[FinishedRow]) -> None:
-        """Count finished rows, and show what the terminal has not seen of them."""
+        """Count finished rows, and show new kinds of errors and sample answers among them."""
         self._rows += len(finished)
         self._bar.update(len(finished))
         self._copied += sum(row.is_copied for row in finished)

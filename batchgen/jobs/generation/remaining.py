@@ -1,5 +1,7 @@
-"""How long the answers that are still to come will be, from those that are finished and those that
-run: what the time left of a running job is made of."""
+"""Estimates how many tokens a running job still has to generate, and how long that takes.
+
+The lengths of future answers are estimated from those that are finished and those that run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _GRID = 65
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """Tokens that are still to come.
+    """The tokens that are still to be generated.
 
     Attributes:
         tokens: those that all running and waiting rows will generate.
@@ -37,9 +39,9 @@ class AnswerLengths:
     The mean of the finished rows is too small while long ones still run. So running rows count as
     rows of at least their present length: the product-limit estimator of Kaplan and Meier (1958).
     At each length at which rows have finished, it multiplies the share of longer answers by the
-    share of rows of that length or more that went on. It asks that rows start in an order that
-    knows nothing of lengths, as the data set's. Beyond the longest row, answers end with the mean
-    probability per token of the last fifth of the lengths so far, up to `longest` tokens.
+    share of rows of that length or more that went on. It assumes that rows start in an order
+    unrelated to their lengths, such as the data set's. Beyond the longest row, answers end with the
+    mean probability per token of the last fifth of the lengths so far, up to `longest` tokens.
     """
 
     def __init__(self, longest: int) -> None:

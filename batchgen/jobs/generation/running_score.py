@@ -1,5 +1,5 @@
-"""The mean mark of the answers that have finished so far, for bar and trackers of a job that
-grades."""
+"""The mean mark of the answers that have finished so far, for the progress bar and trackers of a
+job that grades."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from batchgen.util.text.row_json import json_readers
 from batchgen.util.text.text_table import number_text, percent_text
 
 _SHARE, _ALWAYS = 0.01, 0.05
-"""The share of the time that grading for the bar may take, and seconds that it may take anyway.
-Answers beyond that are left out of the running score."""
+"""The share of the running time that this grading may take, and the seconds that it may take in any
+case. Answers beyond that are left out of the running score."""
 _SHARE_BESIDE, _FIRST, _MOST = 0.05, 20.0, 32
 """Limits of steps that need a process: the share of its time, after how many seconds it begins, and
 how many answers it gets at once."""
@@ -33,27 +33,27 @@ _LOOK_SECONDS = 5.0
 
 
 class RunningScore(Protocol):
-    """What bar and trackers say of the answers so far."""
+    """The score of the answers so far, for the progress bar and trackers."""
 
     def add(self, finished: Sequence[FinishedRow]) -> None:
-        """Take rows that have finished."""
+        """Add rows that have finished."""
 
     def mean(self) -> float | None:
         """The mean mark; None as long as there is none."""
 
     def text(self) -> str:
-        """The mean mark for people; empty as long as there is none."""
+        """The mean mark as text; empty as long as there is none."""
 
     def close(self) -> None:
-        """End what grades."""
+        """Stop grading."""
 
 
 def running_score(config: JobConfig, schema: OutputSchema, folder: Path) -> RunningScore | None:
-    """The running score of a job; None of one without.
+    """Make the running score of a job; None if it does not grade.
 
-    Answers are graded as they finish, as many as a small share of the time allows. Grades by steps
-    that take long, or read what only the rows of a shard have, are read of the published shards,
-    which a process beside the job grades meanwhile.
+    Answers are graded as they finish, as many as a small share of the time allows. Grades of slow
+    steps, and of steps that need the other rows of a shard, are read from published shards, which
+    another process grades meanwhile.
     """
     column = config.score.column
     chain = StepChain(post_steps(config.post))

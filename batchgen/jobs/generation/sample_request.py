@@ -11,9 +11,16 @@ from batchgen.storage.shards.output_schema import FinishedRow
 
 @dataclass(slots=True)
 class SampleRequest:
-    """One sample of one row, from before it is queued until it is finished; `request` is the error
-    of a row that has no prompt. `ended` is what has ended of the sample and its choices, where
-    choices are scored. `begun_tokens` is how many tokens earlier attempts had generated."""
+    """One sample of one row, from before it is queued until it is finished.
+
+    Attributes:
+        row_id, row_index, sample_index: which sample of which row it is.
+        fields: the columns that are copied from the data set.
+        request: what the engine is asked; the error of a row that has no prompt.
+        key: the digest by which later jobs find the row; None if the job keeps no keys.
+        ended: the finished parts of the sample, where choices are scored with it.
+        begun_tokens: the number of its tokens that earlier attempts had generated.
+    """
 
     row_id: str
     row_index: int
@@ -25,7 +32,7 @@ class SampleRequest:
     begun_tokens: int = 0
 
     def of_sample(self, stream: str | None) -> RowRequest:
-        """What the request asks for, with its own seed in a job's `stream`."""
+        """The request with the sample's own seed in a job's `stream`."""
         assert isinstance(self.request, RowRequest)
         return self.request.of_sample(self.row_id, self.sample_index, stream)
 

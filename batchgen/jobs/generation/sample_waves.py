@@ -1,4 +1,8 @@
-"""Begins further samples of rows until enough are valid, in jobs with `sampling.until`."""
+"""Decides which samples of a row begin when, in jobs that sample until enough are valid.
+
+`EverySample` is the same interface for other jobs. See `storage/shards/enough.py` for what is
+enough.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ class EverySample:
     """All samples of a row are begun at once, and are finished when the engine says so."""
 
     pending = 0
-    """How many samples the engine has finished and `finished` has not."""
+    """The number of samples that the engine has finished and `finished` has not returned yet."""
 
     def tasks(
         self, todo: Iterator[tuple[Row, list[int]] | None], has_room: Callable[[], bool]
@@ -27,18 +31,18 @@ class EverySample:
         return todo
 
     def finished(self, rows: list[FinishedRow]) -> list[FinishedRow]:
-        """Take what the engine has finished, and give what can be written."""
+        """Take rows that the engine has finished; return those that can be written."""
         return rows
 
     def rest(self) -> list[FinishedRow]:
-        """What can be written once everything is known of what was taken."""
+        """Wait for all rows that were taken; return those that can be written."""
         return []
 
     def written(self, rows: Sequence[FinishedRow]) -> None:
-        """Learn what was written, or was not needed any more."""
+        """Note which rows were written, or are no longer needed."""
 
     def close(self) -> None:
-        """Stop what works in the background."""
+        """Stop background work."""
 
 
 @dataclass

@@ -141,7 +141,7 @@ class ShardQueue:
         return row_ids
 
     def _rows(self) -> Iterator[tuple[Row, list[int]] | None]:
-        """What the queue yields, task by task."""
+        """Yield the rows task by task."""
         while True:
             task = self._task()
             if task.kind == "over":
@@ -152,7 +152,8 @@ class ShardQueue:
                 yield from self._rows_of(task)
 
     def _task(self) -> Task:
-        """What to do next: `wait` without asking the other workers if their answer is known."""
+        """The next task. It is `wait`, without a look at the other workers, if their state cannot
+        have changed."""
         self._sweep()
         if self._alone is not None and self._writer.is_open(self._alone):
             return Task("wait")
@@ -207,7 +208,7 @@ class ShardQueue:
         self._worker.begin(self._writer.complete_shards, num_shards)
 
     def _sweep(self) -> None:
-        """Report the shards in which nothing is left to do for this worker, and forget them."""
+        """Report the shards in which this worker has nothing left to do, and forget them."""
         for shard in list(self._taken):
             if not self._writer.is_open(shard):
                 self._worker.has_completed(shard)

@@ -1,4 +1,4 @@
-"""What a job has used of its budget, over all workers and attempts."""
+"""Tracks how much of its budget a job has used, over all workers and attempts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Attempts = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Used:
-    """What attempts have used: `tokens` of finished rows, `seconds` in which at least one worker
+    """The use of some attempts: `tokens` of finished rows, `seconds` in which at least one worker
     ran, and `device_seconds` of all devices together."""
 
     tokens: int = 0
@@ -31,8 +31,8 @@ class Used:
 
     @classmethod
     def of(cls, attempts: Attempts) -> Used:
-        """What the attempts have used together. The time of a process that computes several jobs
-        at once counts once."""
+        """The use of several attempts together. The time of a process that computes several jobs at
+        once counts once."""
         tokens = sum(one["prompt_tokens"] + one["generated_tokens"] for one in attempts)
         spans_by_process = defaultdict(list)
         for number, attempt in enumerate(attempts):
@@ -59,8 +59,8 @@ class Used:
 class Spending:
     """Watches the budget of a job for one of its workers.
 
-    What the other workers have used is read from metrics.json, which the first worker writes. So a
-    worker reads one file every SAVE_SECONDS, and knows the others' use about half a minute late.
+    The use of other workers is read from metrics.json, which the first worker writes. So a worker
+    reads one file every SAVE_SECONDS, and knows the others' use about half a minute late.
     """
 
     def __init__(
@@ -75,7 +75,10 @@ class Spending:
         self._budget, self._metrics, self._storage = budget, metrics, storage
         self._elsewhere = elsewhere
         self._read = Used()  # what all workers had used when metrics.json was last read
-        self._read_at, self._read_tokens = -math.inf, 0  # when that was; this worker's tokens then
+        self._read_at, self._read_tokens = (
+            -math.inf,
+            0,
+        )  # the time of that; this worker's tokens at that time
         if budget.limits:
             metrics.budget = self.facts
 
@@ -89,7 +92,7 @@ class Spending:
         return any(used[key] >= limit for key, limit in limits.items())
 
     def facts(self) -> dict[str, dict[str, float]]:
-        """What is used and what the limit is, by the keys of the budget."""
+        """The use and the limit, by the keys of the budget."""
         used = self._used.by_limit(self._budget)
         return {
             key: {"used": round(used[key], 4), "limit": limit}
@@ -108,7 +111,7 @@ class Spending:
 
     @property
     def _used(self) -> Used:
-        """What all workers had used when metrics.json was last read, and this worker since."""
+        """The use of all workers when metrics.json was last read, and of this worker since."""
         attempt, now = self._metrics.attempt, time.monotonic()
         tokens = attempt.prompt_tokens + attempt.generated_tokens
         if now - self._read_at >= SAVE_SECONDS:
@@ -121,7 +124,7 @@ class Spending:
         )
 
     def _read_all(self) -> Used:
-        """What all workers have used: this one by its own count, others by metrics.json."""
+        """The use of all workers: this one by its own count, others by metrics.json."""
         content = self._storage.read(self._storage.path / "metrics.json")
         attempts = [] if content is None else json.loads(content)["attempts"]
         attempt = {**asdict(self._metrics.attempt), "wall_s": self._metrics.age}

@@ -1,4 +1,4 @@
-"""Jobs as generators of turns, so that one loop can run several of them at the same time."""
+"""Jobs as generators of turns, so that one loop can run several jobs in one engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Turns = Generator[float, None, T]
-"""What a job does until it has its result. It yields 0 where its requests need a step of the
-engine, and else for how many seconds it has nothing to do."""
+"""A job as a generator that returns its result. It yields 0 when its requests need a step of the
+engine, and else the seconds for which it has nothing to do."""
 
 
 def alone(turns: Turns[T]) -> T:
-    """The result of turns that nothing else runs beside."""
+    """Run the turns of a single job to the end; return its result."""
     while True:
         try:
             seconds = next(turns)

@@ -1,4 +1,5 @@
-"""Which finished samples fulfil `sampling.until.where`, with the grades that the job ends with."""
+"""Decides which finished samples fulfil `sampling.until.where`, by grading them while the job
+runs."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class ValidWhere:
 
     Attributes:
         steps: those of the job's steps up to the last one that the expression reads.
-        described: these with their versions, as plain values: samples follow from them.
+        described: the steps with their versions, as plain values, because the samples depend on
+            them.
     """
 
     expression: RowExpression
@@ -63,7 +65,8 @@ class ValidWhere:
         return any(step.isolated for step in self.steps)
 
     def rows(self, finished: Sequence[FinishedRow]) -> list[dict[str, Any]]:
-        """What steps and expression read of finished samples, as it will be read of the shards."""
+        """The columns of finished samples that the steps and the expression read, in the form that
+        shards will have."""
         names = [*ROW_KEYS, self.schema.text_column, *self._fields(), *self.seen.data]
         read = self.seen.read_by(self.expression).data
         kept = {*ROW_KEYS, self.schema.text_column, *self._fields(), *read}
@@ -103,7 +106,7 @@ def _num_read(post: Sequence[PostStep], grades: frozenset[str]) -> int:
 
 
 class Judge:
-    """Finds out which samples are valid, in a thread if that may take long."""
+    """Judges which samples are valid, in a thread if that may take long."""
 
     def __init__(self, where: ValidWhere, config: ScoreConfig) -> None:
         self._where = where
@@ -118,11 +121,11 @@ class Judge:
 
     @property
     def pending(self) -> int:
-        """How many samples were given and not given back."""
+        """The number of samples that were taken and not returned yet."""
         return self._num_waiting + len(self._judged)
 
     def judged(self, finished: Sequence[FinishedRow]) -> list[FinishedRow]:
-        """Take finished samples, and give back those that are judged by now, with `valid`."""
+        """Take finished samples; return those that are judged by now, with `valid` set."""
         if self._thread is None:
             return self._judge(finished)
         self._waiting += finished
@@ -136,7 +139,7 @@ class Judge:
         return judged
 
     def rest(self) -> list[FinishedRow]:
-        """Wait for all samples that were not given back."""
+        """Wait for all samples that were not returned yet, and return them."""
         judged = self.judged(())
         while self._num_waiting:
             self._futures[0].exception()  # waits; `judged` raises it

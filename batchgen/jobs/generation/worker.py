@@ -1,4 +1,7 @@
-"""This process as one of the workers of a job's folder."""
+"""This process as one of the workers of a job: its heartbeat, its leases, its next shard.
+
+It runs `storage/leases/lease_protocol.py` over the job's storage.
+"""
 
 from __future__ import annotations
 
@@ -42,25 +45,26 @@ from batchgen.storage.stores.job_storage import Storage
 
 _OLDER = f"{LEASES}/older.json"
 _TAIL = 5
-"""How much more often a worker looks around when no shard is left to begin."""
+"""The factor by which a worker reads the others' progress more often when no shard is left to
+begin."""
 How = Literal["complete", "stopped", "failed"]
 
 
 class Worker:
-    """A worker: its number, its heartbeat, its leases, and what it sees of the others. `session` is
-    a text that it shares with the workers beside which it runs."""
+    """A worker: its number, its heartbeat, its leases, and its view of the others. `session` is a
+    text that is equal for all workers that run at the same time."""
 
     def __init__(
         self,
         folder: Path,
         config: WorkersConfig,
-        least: int,
+        min_number: int,
         storage: Storage | None = None,
         *,
         joins: bool = False,
     ) -> None:
-        """Become a worker with a number of at least `least`; it makes the folders unless it
-        `joins`.
+        """Become a worker with a number of at least `min_number`; make the folders unless it
+        `joins` others.
 
         Raises:
             FolderGone: the workers that this one was to join have completed the job.
@@ -73,7 +77,7 @@ class Worker:
         self._config = config
         self._watch = FailureDetector(config.stale_after, time.monotonic, is_gone)
         self.number = self._do(
-            join_workers(least, lambda number: encoded(about, number, 0, None, {}), randbelow)
+            join_workers(min_number, lambda number: encoded(about, number, 0, None, {}), randbelow)
         )
         self._member = Member(self.number, self._watch, randbelow)
         self._heartbeat = Heartbeat(self.number, config.heartbeat, about, self.store.do)
@@ -88,7 +92,7 @@ class Worker:
         self.session: str = json.loads(session)
 
     def end(self, how: How | None) -> None:
-        """Tell the others that this worker has ended, and how; None: there are no others left."""
+        """Tell the others that this worker has ended, and how; None if there are no others left."""
         self._heartbeat.end(how)
 
     def begin(
@@ -104,7 +108,7 @@ class Worker:
         return self._member.num_shards
 
     def look(self) -> None:
-        """See what the others have done, if it is time to."""
+        """Read the progress of the others, if it is time to."""
         self._next_look = time.monotonic() + self.look_seconds
         try:
             self._do(self._member.look())
@@ -113,14 +117,14 @@ class Worker:
 
     @property
     def look_seconds(self) -> float:
-        """How many seconds lie between two looks."""
+        """The seconds between two calls of `look` that read the others' progress."""
         return self._config.heartbeat / (_TAIL if self._in_tail else 1)
 
     def is_time_to_look(self) -> bool:
         return time.monotonic() >= self._next_look
 
     def next_task(self, idle: bool) -> Task:
-        """What to do next, see `Member.next_task`."""
+        """The next task, see `Member.next_task`."""
         self._next_look = time.monotonic() + self.look_seconds
         try:
             task = self._do(self._member.next_task(idle))
@@ -146,11 +150,11 @@ class Worker:
             return True
 
     def has_completed(self, shard: int) -> None:
-        """Note that nothing of a shard is left to do for this worker."""
+        """Note that this worker has nothing left to do in a shard."""
         self._member.complete.add(shard)
 
     def quarantined(self) -> dict[int, tuple[int, ...]]:
-        """The shards that nobody takes any more, each with the workers that it has ended."""
+        """The shards in quarantine, each with the workers that crashed on it."""
         workers = {}
         for shard in sorted(self._member.board.quarantined):
             content = self.store.do(Read(mark_name(shard, "quarantined")))
@@ -170,7 +174,7 @@ class Worker:
             return True
 
     def claim_finish(self) -> bool:
-        """Whether it is this worker that grades, scores and completes the job.
+        """Try to become the worker that grades, scores and completes the job; return whether it is.
 
         If the leases are gone, another worker has completed it. That worker writes metrics.json
         once more, over what others have written late. If it was killed before, as is supposed
@@ -193,19 +197,19 @@ class Worker:
             return False
 
     def tell(self, facts: Mapping[str, Any]) -> None:
-        """Have these facts in the heartbeat, where the others see them."""
+        """Put these facts into the heartbeat, where the others read them."""
         self._heartbeat.facts = facts
 
     def beat(self) -> None:
-        """Let the others see at once what was reported."""
+        """Write the heartbeat at once."""
         self._heartbeat.beat()
 
     def tell_older(self, older: ResumeState) -> None:
-        """Tell workers that join what was there when this worker, the first one, came."""
+        """Tell workers that join later which rows this worker, the first one, found finished."""
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
     def older(self) -> ResumeState:
-        """What the first worker has reported. Raises FolderGone if the job was completed
+        """The rows that the first worker found finished. Raises FolderGone if the job was completed
         meanwhile."""
         content = self.store.do(Read(_OLDER))
         if content is None:
@@ -225,7 +229,7 @@ class Worker:
         return True
 
     def others(self) -> list[dict[str, Any]]:
-        """The last heartbeats of all other workers, with `dead`: whether that worker is."""
+        """The last heartbeats of all other workers; `dead` says whether the worker is dead."""
         beats = []
         for number in self._numbers():
             content = self.store.do(Read(worker_name(number)))

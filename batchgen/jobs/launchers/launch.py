@@ -1,4 +1,7 @@
-"""Hands a job to the launcher that its configuration names."""
+"""Hands a job to the launcher that its configuration names.
+
+`launch` is called by the command, `check_launcher` when the job is resolved.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ def launch(config: JobConfig) -> Launched:
 
 
 def check_launcher(config: JobConfig, *, here: bool = False) -> Launcher | None:
-    """The job's launcher, if it has one, after what can be refused without a look at machines: it
-    lacks its package, or the job cannot have several workers. With `here`, the launcher looks at
-    this one."""
+    """The job's launcher; None if it has none. Raises ConfigError if the launcher's package is
+    missing, or the job cannot have several workers. With `here`, the launcher also checks this
+    machine."""
     launcher = job_launcher(config)
     if launcher is None:
         return None

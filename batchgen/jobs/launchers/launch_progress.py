@@ -1,4 +1,4 @@
-"""What a launcher shows while its workers run: one bar for all of them."""
+"""The display of a launcher while its workers run: one progress bar for all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LaunchProgress:
             total=1,
         )
         self._begun = self._shown = time.monotonic()
-        self._first: int | None = None  # rows that were there when the first worker told of them
+        self._first: int | None = None  # rows that were finished when the first worker reported
         self.print(f"{title}; batchgen status {folder.path} shows what each worker does")
 
     def __enter__(self) -> Self:

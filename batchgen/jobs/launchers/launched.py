@@ -1,7 +1,7 @@
-"""What a launcher sees of its job's folder, and the folder `OUT/logs/ray-…` that it makes there.
+"""A launcher's view of its job's folder, and the folder `OUT/logs/ray-…` that it makes there.
 
-That folder has the job file of the workers and what they print. That a worker on another machine
-can read its job file there shows that it sees the job's output folder, too.
+That folder has the job file of the workers and what they print. A worker on another machine that
+can read its job file there can see the job's output folder, too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ SPENT = 4
 
 
 class LaunchedFolder:
-    """What a launcher sees of the folder of its job.
+    """A launcher's view of its job's folder.
 
-    While it shares the folder's lock with the workers, one that is started again joins the others
-    even if all have ended meanwhile: so the job remembers which shards have ended workers.
+    It shares the folder's lock with the workers. So a worker that is started again joins the same
+    session even if all others have ended meanwhile, and the job remembers on which shards workers
+    crashed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +85,7 @@ class LaunchedFolder:
 
 
 def counted_rows(beats: Iterable[Mapping[str, Any]]) -> tuple[int, int | None]:
-    """How many rows are finished by all heartbeats, and how many there are, if that is known."""
+    """The number of finished rows, by all heartbeats, and of all rows, if that is known."""
     telling = [beat for beat in beats if "totals" in beat]
     total = next((beat["attempt"]["rows_total"] for beat in telling), None)
     return sum(beat["totals"]["rows"] for beat in telling), total
@@ -117,7 +118,7 @@ def make_logs(out: Path, launcher: str) -> Path:
 
 
 def remove_logs(logs: Path) -> None:
-    """Delete the logs of a launch that nobody needs any more."""
+    """Delete the logs of a launch, once they are not needed any more."""
     shutil.rmtree(logs, ignore_errors=True)
     if not any(logs.parent.iterdir()):
         logs.parent.rmdir()

@@ -37,7 +37,7 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalLauncher(Launcher):
-    """Processes on this machine."""
+    """The launcher `local`: worker processes on this machine."""
 
     name = "local"
 

@@ -1,4 +1,4 @@
-"""A worker as a process of its own, and how such a process ended."""
+"""A worker as a child process, and how such a process ended."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.storage.leases.heartbeat import LAUNCHER
 
 Output = tuple[Path, Path]
-"""The files that get what a worker prints to stdout and stderr."""
+"""The files for a worker's stdout and stderr."""
 Command = Callable[[Path, int], Sequence[str]]
-"""The arguments of a worker's interpreter, from the job's file and the worker's place."""
+"""Makes the arguments of a worker's Python interpreter, from the job's file and the worker's
+index."""
 
 _ROOT = Path(__file__).parents[3]
 """The folder that the package batchgen is in."""
@@ -37,7 +38,7 @@ class End:
 
 
 class StartedWorker(Protocol):
-    """A worker that was started, wherever it runs."""
+    """A worker that was started, on any machine."""
 
     def has_begun(self) -> bool:
         """Whether it runs or has run. One that has not still waits for a machine."""
@@ -48,7 +49,7 @@ class StartedWorker(Protocol):
         ...
 
     def stop(self, number: int) -> None:
-        """Let it end in order, as if it got this signal. It is called once."""
+        """Ask it to end in order, as if it got this signal. Called once."""
         ...
 
 
@@ -103,13 +104,13 @@ class WorkerProcess:
 
 
 def output_files(folder: Path, index: int) -> Output:
-    """The files in a folder for what the worker of a place prints."""
+    """The files in a folder for the output of the worker with this index."""
     return folder / f"{index}.out", folder / f"{index}.err"
 
 
 def worker_arguments(job: Path, index: int) -> list[str]:
-    """The arguments with which the Python interpreter is the worker of a place; `job` is a file
-    with the text of `worker_job`, which is as trusted as the job was."""
+    """The arguments with which the Python interpreter runs the worker with this index. `job` is a
+    file with the text of `worker_job`; it is trusted as much as the job was."""
     # Python would look for batchgen in the working directory first, where it may well be another
     # one; where this one is there, nothing else may say where it is.
     safe = [] if Path.cwd() == _ROOT else ["-P"]

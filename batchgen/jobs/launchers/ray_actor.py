@@ -95,8 +95,8 @@ class ActorProcess:
     def __init__(
         self, job: ActorJob, options: Mapping[str, Any], heart: Heart, is_first: bool
     ) -> None:
-        """With `is_first`, no worker has run in this place before: then a node that cannot run
-        workers is a mistake; later it is a loss."""
+        """With `is_first`, no worker has run with this index before: then a node that cannot run
+        workers is a user's mistake; later it counts as a lost worker."""
         self._is_first = is_first
         self._heart = heart
         self._actor: Any = ray.remote(WorkerActor).options(max_concurrency=2, **options).remote(job)

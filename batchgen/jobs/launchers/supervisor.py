@@ -1,4 +1,4 @@
-"""Watches the workers that a launcher starts: one job, one bar, one exit code."""
+"""Supervises the workers that a launcher starts: one job, one progress bar, one exit code."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.2
 _LAST_LINES = 15
 _GRACE_SECONDS = 30.0
-"""How long workers have to see that the job is complete, before they are stopped."""
+"""Seconds that workers have to see that the job is complete, before they are stopped."""
 
 
 @dataclass
 class WorkerSlot:
-    """A worker's place, in which one process after the other may run, with the files that get what
-    it prints to stdout and stderr.
+    """One of the workers, run by one process after another if it is restarted; `output` are the
+    files for its stdout and stderr.
 
-    `stopped` says that the present process was told to stop, `came_late` that it ended because the
-    others had completed the job; `end` is that of the last process, None while it runs.
+    `stopped` says that the present process was asked to stop, `came_late` that it ended because the
+    others had completed the job; `end` is how the last process ended, None while it runs.
     """
 
     number: int
@@ -67,7 +67,7 @@ class WorkerSlot:
         return ended and not (is_fine or self.stopped or self.came_late)
 
     def printed(self, stream: int) -> str:
-        """What its processes have printed to stdout (0) or stderr (1)."""
+        """The output of its processes on stdout (0) or stderr (1)."""
         path = self.output[stream]
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
@@ -79,7 +79,7 @@ class WorkerSlot:
 
 
 class Supervisor:
-    """Starts the workers, starts those again that were killed, and stops all of them."""
+    """Starts the workers, restarts those that were killed, and stops all of them at the end."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class Supervisor:
 
         with StopSignals() as signals:
             signals.deferred = True
-            with LaunchProgress(self._folder, self._title) as shown:
+            with LaunchProgress(self._folder, self._title) as progress:
                 try:
                     for slot in self._slots:
                         self._start(slot)
-                    self._watch(signals, shown)
+                    self._watch(signals, progress)
                 finally:
                     self._stop(signal.SIGTERM)
                     self._folder.release()
@@ -137,7 +137,7 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def _look(self, slot: WorkerSlot, output: LaunchProgress) -> None:
-        """See whether the process of a place has ended, and start it again if that may help."""
+        """Check whether the process of a worker has ended, and start it again if that may help."""
         slot.end = slot.process.poll()
         if slot.end is None or slot.is_clean or slot.stopped:
             return
@@ -154,7 +154,8 @@ class Supervisor:
             self._start(slot)
 
     def _stop_the_needless(self) -> None:
-        """Once the job is complete, stop who waits for a machine, and later all who still run."""
+        """Once the job is complete, stop the workers that wait for a machine, and later those that
+        still run."""
         if not any(slot.is_clean for slot in self._slots):
             return
         now = time.monotonic()
@@ -204,7 +205,7 @@ class Supervisor:
 
 
 def _print_last_lines(slots: Sequence[WorkerSlot]) -> None:
-    """Show what workers that failed have printed at last."""
+    """Print the last lines of output of the workers that failed."""
     for slot in slots:
         how = "has not ended" if slot.end is None else slot.end.how
         lines = slot.printed(1).splitlines()[-_LAST_LINES:]

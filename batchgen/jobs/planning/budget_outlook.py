@@ -1,4 +1,4 @@
-"""Whether a job's budget will suffice."""
+"""Predicts for `batchgen plan` whether a job's budget will suffice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from batchgen.storage.stores.open_storage import job_metrics
 
 @dataclass(frozen=True)
 class Outlook:
-    """One limit of the budget, what was used of it before, and what the job will need further."""
+    """One limit of the budget, the part that earlier attempts used, and what the job still
+    needs."""
 
     key: str
     limit: float
@@ -50,6 +51,6 @@ def outlooks(config: JobConfig, expected: Forecast, used: Used) -> list[Outlook]
 
 
 def used_before(config: JobConfig) -> Used:
-    """What earlier attempts of the job have used."""
+    """The use of the budget by earlier attempts of the job."""
     figures = job_metrics(config.output.dir) if config.budget.limits else None
     return Used() if figures is None else Used.of(figures["attempts"])

@@ -1,4 +1,4 @@
-"""How many bytes a job will write."""
+"""Estimates how many bytes a job will write, and checks the free disk space."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXT_BYTES = 2.0
 _ROW_BYTES = 150.0
 """Bytes of the other values of a row, such as its id and what it copies from the data set."""
 _SHARD_BYTES = 4000.0
-"""Bytes of a shard's schema and of what it says of its columns."""
+"""Bytes of a shard's schema and metadata."""
 _OPEN_SHARDS = 2
 """Shards that are incomplete at a time, as rows finish out of order."""
 _JOURNAL = 3.0
@@ -79,6 +79,6 @@ def disk_use(
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free on the disk of a folder that need not be there yet."""
+    """The free bytes on the disk of a folder that need not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     return shutil.disk_usage(there).free

@@ -1,4 +1,4 @@
-"""`batchgen … --dry-run`: a short plan, of what a job sends to the model and how it runs."""
+"""`batchgen … --dry-run`: prints the first prompts of a job and a short plan."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def _show_rows(config: JobConfig, opened: OpenedJob, reading: Reading) -> Scan:
             continue
         cut = f", cut from {read.whole:,}" if read.whole > len(read.ids) else ""
         print(f"{row_title(row)}: {len(read.ids):,} tokens{cut}")
-        shown = shown_prompt(read.ids, opened.model.tokenizer)
-        print(shown)
-        signs = signs or not SIGNS.isdisjoint(shown)
+        prompt_text = shown_prompt(read.ids, opened.model.tokenizer)
+        print(prompt_text)
+        signs = signs or not SIGNS.isdisjoint(prompt_text)
         if is_shown:
             print(f"constraint  {_shown_constraint(read.params.constraint)}")
         print()
@@ -143,7 +143,7 @@ def _model(config: JobConfig, opened: OpenedJob) -> str:
 
 
 def _sampling(config: JobConfig, opened: OpenedJob) -> str:
-    """The values that are not their defaults, and those that every job is asked about."""
+    """The values that differ from their defaults, and those that matter for every job."""
     from batchgen.jobs.resolve.job_model import model_sampling  # it loads torch
 
     sampling = asdict(config.sampling)
@@ -189,7 +189,7 @@ def _dataset(config: JobConfig, number: int | None, measured: MeasuredSamples) -
 
 
 def _funnel(source: Source) -> dict[str, str]:
-    """How many rows each choice among them leaves."""
+    """The number of rows that each filter leaves."""
     from batchgen.inputs.dataset.source import funnel_line
 
     return {"steps": funnel_line(source.funnel)} if source.funnel else {}

@@ -1,4 +1,5 @@
-"""What a job would find in its output folder; nothing is changed there."""
+"""Inspects the output folder for a plan: would the job start, resume, or be refused? Nothing is
+changed."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 
 class FolderState(NamedTuple):
-    """What a job would do with its folder, in words, how many of its answers are there, and what is
-    known of the rows that have all their samples, in jobs with `sampling.until`."""
+    """What a job would do with its folder, in words; the number of answers that are done; and, in
+    jobs with `sampling.until`, counts of the rows that have all their samples."""
 
     text: str
     done: int = 0
@@ -48,8 +49,8 @@ class FolderState(NamedTuple):
 
 
 def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
-    """Say what the job would do with its folder. Raises ConfigError if it would be refused for what
-    is there.
+    """Find out what the job would do with its folder. Raises ConfigError if the job would be
+    refused because of what the folder holds.
 
     The files of the model are not read, so a model that has changed is not found out here.
     """
@@ -58,8 +59,8 @@ def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
 
 
 def find_rows(config: JobConfig, source: Source) -> None:
-    """Find out which rows steps choose, as far as they do: from the job's folder if it says so, or
-    by running them."""
+    """Find out which rows the row steps choose: from the job's folder if it is known there, else by
+    running them."""
     if source.data is source:
         return
     try:

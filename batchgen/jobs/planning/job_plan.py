@@ -1,4 +1,8 @@
-"""What a job will read, need and cost, as `planner.make_plan` has found it out."""
+"""The plan of a job: what it will read, need and cost.
+
+`planner.make_plan` makes it, `plan_text` prints it, and `batchgen plan --json` prints
+`Plan.summary`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """The different constraints of the rows, how many were compiled, and the kind and text of the
-    one that took longest."""
+    """Counts of the different constraints of the rows and of those that were compiled, and the kind
+    and text of the one that took longest to compile."""
 
     distinct: int
     compiled: int = 0
@@ -36,14 +40,28 @@ class Constraints:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was found out about a job.
+    """The plan of a job.
 
-    `prompts` are titles and texts of the first prompts, `room` is that of a prompt in tokens, and
-    `folder` says what lies in the output folder, where `done` answers are; rows have `samples`
-    answers, of which `reuse` says how many are copied. `memory` is None if it does not fit,
-    `forecast` if nothing can run or the device is not known. The job would be refused or is not
-    worth a start for `errors`. `funnel` says how many rows each choice among them leaves, `outlook`
-    whether each limit of the budget will suffice. Making the plan took `seconds`.
+    Attributes:
+        config: the job's configuration.
+        model, data: the model and the data set, in words.
+        scan: what was found in the rows.
+        prompts: titles and texts of the first prompts.
+        room: the most tokens of a prompt beside the job's longest answer.
+        constraints: the constraints of the rows; None if there are none.
+        engine: the engine as it would be built.
+        memory: how the device's memory would be divided; None if the job does not fit.
+        folder: what lies in the output folder, in words; `done` answers of the job are there.
+        reuse: how many answers are copied from older jobs; None if none are.
+        samples: how many answers each row has.
+        forecast: the estimated time; None if nothing can run or the device is not known.
+        disk: the bytes that will be written; None without a forecast.
+        price: the cost in the user's currency; None without `plan.price_per_hour`.
+        errors: reasons why the job would be refused or is not worth a start.
+        warnings: further remarks for the user.
+        seconds: the time that making the plan took.
+        funnel: how many rows are left after each step that chooses among them.
+        outlook: whether each limit of the budget will suffice.
     """
 
     config: JobConfig
@@ -70,7 +88,7 @@ class Plan:
 
     @property
     def at_once(self) -> int:
-        """How many rows run at once, if their answers are as long as is likely."""
+        """The number of rows that run at once if answers have their likely length."""
         if self.memory is None or not len(self.scan.lengths):
             return 0
         tokens = float(self.scan.lengths.mean()) + self.mean_answer
@@ -85,7 +103,8 @@ class Plan:
 
     @property
     def answers(self) -> int:
-        """How many answers are likely still to be computed, of the rows that are known."""
+        """The likely number of answers that are still to be computed, of the rows that are
+        known."""
         rows = self.scan.num_rows or self.scan.looked_at
         reused = 0 if self.reuse is None else self.reuse.answers
         return max(round(rows * self.samples.number.likely) - self.done - reused, 0)

@@ -1,4 +1,4 @@
-"""What is wrong with a job, as far as its plan tells: rows, constraints and disk."""
+"""Errors and warnings of a plan about rows, constraints and disk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compiled_constraints(opened: OpenedJob, config: JobConfig, scan: Scan) -> Co
 
 
 def rows_and_disk(scan: Scan, disk: DiskUse | None, most_bad: float) -> tuple[list[str], list[str]]:
-    """What is wrong with rows and disk: errors, and warnings. A share of bad rows above `most_bad`
+    """Return the errors and the warnings about rows and disk. A share of bad rows above `most_bad`
     is an error."""
     errors, warnings = list[str](), list[str]()
     if scan.looked_at and not len(scan.lengths):

@@ -1,4 +1,4 @@
-"""A plan as lines for people, at most 80 columns wide."""
+"""Prints a plan as lines of at most 80 columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN_IDS = 200
 
 
 def plan_text(plan: Plan) -> str:
-    """All that a plan says."""
+    """The whole text of a plan."""
     lines: list[str] = []
     for title, prompt in plan.prompts:
         lines += [title, *_narrow(prompt), ""]
@@ -102,7 +102,7 @@ def _prompts(scan: Scan, room: int) -> str:
 
 
 def image_share(scan: Scan) -> str:
-    """How much of the prompts are images, in a line of its own; empty where there are none."""
+    """A line with the share of prompt tokens that are images; empty if there are none."""
     if not scan.image_tokens:
         return ""
     share = scan.image_tokens / max(int(scan.lengths.sum()), 1)
@@ -111,9 +111,9 @@ def image_share(scan: Scan) -> str:
 
 def _bad(scan: Scan) -> Iterator[str]:
     for type, bad in scan.bad.items():
-        shown = bad.rows[:_ROWS_OF_TYPE]
-        rows = ", ".join(str(i) if id == str(i) else f"{i} ({id})" for i, id in shown)
-        more = ", …" if bad.count > len(shown) else ""
+        examples = bad.rows[:_ROWS_OF_TYPE]
+        rows = ", ".join(str(i) if id == str(i) else f"{i} ({id})" for i, id in examples)
+        more = ", …" if bad.count > len(examples) else ""
         yield f"{bad.count:,} with {type}: rows {rows}{more}\n{beginning(bad.message, 200)}"
 
 
@@ -191,7 +191,7 @@ def _three(value: Range, format_value: object) -> str:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    """The name, and beside it the lines of the text."""
+    """An entry: the name on the left, the lines of the text on the right."""
     lines = [line for part in text.split("\n") for line in wrapped(part, WIDTH - _NAME - 2)]
     names = [name] + [""] * (len(lines) - 1)
     return [f"{n:<{_NAME}}  {line}".rstrip() for n, line in zip(names, lines, strict=True)]
@@ -220,8 +220,8 @@ def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) 
     backslash is a backslash; a line break is one.
     """
     if tokenizer is None:
-        shown = " ".join(map(str, ids[:_SHOWN_IDS]))
-        return f"│ {shown}{' …' if len(ids) > _SHOWN_IDS else ''}"
+        id_text = " ".join(map(str, ids[:_SHOWN_IDS]))
+        return f"│ {id_text}{' …' if len(ids) > _SHOWN_IDS else ''}"
     text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
     text = _REPEATED.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", text)
     parts = [text]

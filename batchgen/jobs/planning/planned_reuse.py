@@ -1,4 +1,4 @@
-"""How many rows a job will copy from older jobs instead of computing them."""
+"""Counts, for a plan, the answers that a job will copy from older jobs (`output.reuse`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from batchgen.storage.stores.open_storage import open_storage
 
 @dataclass(frozen=True)
 class PlannedReuse:
-    """How many answers will be copied, of how many rows that were looked at; these are all rows if
-    it `is_exact`, and else a sample, from which the number is reckoned."""
+    """The number of answers that will be copied, judged from the rows that were `looked_at`. These
+    are all rows if the number `is_exact`; otherwise they are a sample, from which it is
+    extrapolated."""
 
     answers: int
     looked_at: int
@@ -39,8 +40,8 @@ class PlannedReuse:
 
 
 def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedReuse | None:
-    """What a job will copy from `output.reuse`; None if it names no folders, or none with rows.
-    Answers that the job's own folder has already do not count."""
+    """Count the answers that a job will copy from the folders in `output.reuse`; None if it names
+    no folders, or none with rows. Answers that are already in the job's own folder do not count."""
     if not (folders := config.output.reuse):
         return None
     config, opened = lasting(config, opened), opened.with_fingerprints()
@@ -64,7 +65,7 @@ def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedRe
 
 
 class _Copied:
-    """Says how many answers of a row are copied."""
+    """Looks up rows of the job in older jobs."""
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class _Copied:
             self._own = KeyIndex([read_keys(storage)] if is_there else [])
 
     def answers(self, row: Row) -> int:
-        """The samples of a row that are copied: those that an older job has, and this one lacks.
-        Where samples begin in waves, these are the ones before the first that is missing."""
+        """The number of samples of a row that will be copied: those that an older job has and this
+        one lacks. With `sampling.until` only samples before the first missing one count."""
         try:
             request = self._request(row)
         except RequestError:

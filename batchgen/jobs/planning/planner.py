@@ -1,4 +1,4 @@
-"""Makes the plan of a job, in seconds and without its weights."""
+"""Makes the plan of a job for `batchgen plan`: in seconds, without loading weights."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SHOWN_PROMPTS = 2
 
 @contextmanager
 def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, Reading]]:
-    """What a job runs on and how its rows are read. Raises ConfigError for what a run refuses
-    before it looks into its folder."""
+    """Open a job as a run would, and prepare to read its rows. Raises ConfigError for what a run
+    refuses before it looks into its folder."""
     from batchgen.jobs.resolve.open_job import open_job
     from batchgen.jobs.run.checked_rows import check_rows
 
@@ -60,12 +60,13 @@ def opened_rows(config: JobConfig) -> Iterator[tuple[OpenedJob, Reading]]:
 
 
 def output_folder(config: JobConfig, opened: OpenedJob) -> tuple[FolderState, ConfigError | None]:
-    """What lies in the output folder, and why the job is refused for that, if it is."""
+    """The state of the output folder, and the reason why the job would be refused because of it, if
+    there is one."""
     from batchgen.jobs.planning.folder_state import FolderState, folder_state
 
     try:
         return folder_state(config, opened), None
-    except ConfigError as error:  # the rows are worth a look all the same
+    except ConfigError as error:  # rows are checked all the same
         return FolderState(f"{config.output.dir}: refused"), error
 
 
@@ -198,7 +199,7 @@ class _Planner:
         return forecast(StepCost(engine.sizes, device, self._opened.model.config.vocab_size), work)
 
     def _calibration(self, device: Device) -> Calibration | None:
-        """What an earlier job has shown, or the same one so far."""
+        """Measurements of the job `plan.like`, or of earlier attempts of this one."""
         from batchgen.jobs.forecast.calibration import seen_in
 
         config, like = self._config, self._settings.like
@@ -210,7 +211,7 @@ class _Planner:
             if calibration is None:
                 raise ConfigError(f"plan.like={like}: none of its rows has an answer yet")
             return calibration
-        if is_url(config.output.dir):  # what an earlier attempt took is not fetched for this
+        if is_url(config.output.dir):  # measurements in an object store are not downloaded for this
             return None
         folder = Path(config.output.dir)
         is_there = (folder / "manifest.json").is_file() and (folder / "metrics.json").is_file()

@@ -1,4 +1,4 @@
-"""What the answers of a job consist of: its columns and its constraint."""
+"""Checks and prepares what the answers of a job consist of: output columns and constraints."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from batchgen.util.errors import ConfigError, mistakes_in
 from batchgen.util.text.text_table import size_text
 
 _USUAL_TOKENS = 500
-"""The tokens of rows of which a warning of large shards speaks, prompt included."""
+"""The tokens of a row, prompt included, for which shard sizes are estimated in a warning."""
 _LARGE_SHARD = 2**31
-"""The bytes from which on a shard is large."""
+"""The bytes from which a shard counts as large."""
 
 
 def select_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
-    """Those of some columns that have one of these names."""
+    """The columns with one of these names."""
     return [column for column in columns if column.name in names]
 
 
@@ -42,7 +42,7 @@ def check_answer_columns(
     of_model: Sequence[OutputColumn],
     architecture: str,
 ) -> None:
-    """Refuse columns that neither strategy nor model have."""
+    """Raise ConfigError for columns that neither the strategy nor the model can produce."""
     declared = (ENTROPY, *strategy.columns, *of_model)
     known = [*COMMON_COLUMNS, *(column.name for column in declared)]
     for name in columns:

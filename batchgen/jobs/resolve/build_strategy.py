@@ -1,4 +1,4 @@
-"""Makes the decoding strategy that a configuration names."""
+"""Makes the decoding strategy that a configuration names (`decoding._target_`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.util.errors import ConfigError, mistakes_in
 
 _SAID_BY_CLASS = ("name", "step_inputs", "decide")
-"""Attributes that every strategy's own class has: what the base class cannot say for it."""
+"""Attributes that every strategy must define itself."""
 _BASE = "batchgen.engine.strategy.Strategy"
 """The base class under the name that users know it by."""
 

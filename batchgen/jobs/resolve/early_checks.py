@@ -1,7 +1,8 @@
-"""Finds the usual mistakes of a job before torch and the libraries of the data are loaded.
+"""Finds common mistakes in a job before torch and the libraries for data are loaded.
 
-All of it is checked again when the job is opened, and more exactly. What takes longer than moments
-is left to that."""
+Everything is checked again, and more exactly, when the job is opened. Checks that take longer than
+a moment are left to that.
+"""
 
 from __future__ import annotations
 

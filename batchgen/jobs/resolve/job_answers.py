@@ -1,4 +1,5 @@
-"""What tells the answers of a job's rows from what the model says besides, and the day of a job."""
+"""Chooses how a job separates answers from the model's other text, and the date that prompts
+name."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from batchgen.util.errors import ConfigError, JobError
 
 
 def answers_of(config: JobConfig, model: OpenedModel) -> ReasoningMarkers | HarmonyChannels | None:
-    """What tells answers from the rest; None if the text is all that a row says.
+    """Make what separates answers from thoughts and channels; None if the whole text is the answer.
 
     Raises:
-        ConfigError: the job asks for something that does not go with how its model answers.
+        ConfigError: the job asks for something that does not fit the way its model answers.
     """
     start, end = config.output.reasoning_start, config.output.reasoning_end
     if end is not None:

@@ -1,4 +1,4 @@
-"""Whether the rows of a job have images, and what makes them for the engine."""
+"""Finds out whether the rows of a job have images, and makes what loads them for the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from batchgen.inputs.dataset.source import Source
 
 _PEEKED = 100
-"""Rows that are looked at, to find out whether conversations have images."""
+"""The number of rows that are read to find out whether conversations have images."""
 
 
 def image_columns(config: JobConfig, model: OpenedModel) -> Collection[str]:
@@ -48,8 +48,8 @@ def image_columns(config: JobConfig, model: OpenedModel) -> Collection[str]:
 
 
 def row_images(config: JobConfig, model: OpenedModel, source: Source) -> RowImages | None:
-    """What makes the images of the job's rows; None if rows have none, or the model reads none:
-    then a row with images becomes an error row.
+    """Make what loads the images of the job's rows; None if rows have none, or the model reads
+    none. In the latter case a row with images becomes an error row.
 
     Raises:
         ConfigError: all conversations have images, and the model reads none; Pillow is not there;
@@ -74,8 +74,8 @@ def row_images(config: JobConfig, model: OpenedModel, source: Source) -> RowImag
             return None
     return RowImages(
         ImageFolder(_root(config.dataset, prompt.image_root)),
-        image_sizes(model.path, vision.rules.pixels_per_token, prompt.max_pixels, vision.colours),
-        vision.rules.image_token_id,
+        image_sizes(model.path, vision, prompt.max_pixels),
+        vision.rules,
         prompt.max_images or MOST_IMAGES,
     )
 
@@ -97,7 +97,7 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
         return []
     key = "prompt.body_column" if body else "prompt.messages_column"
     path = named_path(key, column, source.features)
-    # Of a job that is followed there may be no more rows yet.
+    # A job that this one follows may not have more rows yet.
     rows = islice(source.rows(), 1 if source.follows else _PEEKED)
 
     def messages(value: Any) -> Any:

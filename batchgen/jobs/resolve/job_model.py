@@ -1,4 +1,4 @@
-"""The model of a job, before its weights are read: opened, its dtype, and digests of it."""
+"""Opens the model of a job without its weights: configuration, dtype, and digests of its files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def open_job_model(config: JobConfig) -> OpenedModel:
 
 
 def model_sampling(path: Path) -> Mapping[str, float]:
-    """What the model in this folder recommends for sampling; nothing if its file is damaged, which
-    is a mistake only for who asks for these values."""
+    """The sampling options that the model in this folder recommends. Empty if the file is damaged;
+    only jobs that ask for these options refuse that."""
     try:
         return recommended(path)
     except ConfigError:

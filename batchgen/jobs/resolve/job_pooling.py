@@ -1,4 +1,5 @@
-"""How a job's embeddings are made where its configuration leaves it to the checkpoint."""
+"""Fills in how a job's embeddings are pooled, from the checkpoint, where the configuration does not
+say."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from batchgen.util.errors import ConfigError, JobError, mistakes_in
 
 
 def with_pooling(config: JobConfig, path: Path) -> JobConfig:
-    """The configuration with what the checkpoint at `path` says of embeddings, as far as the job
-    writes them and does not say it. A folder that was begun without that goes on without it."""
+    """The configuration with the pooling options of the checkpoint at `path`, if the job writes
+    embeddings and does not set them itself. A folder that was begun without these options continues
+    without them."""
     output = config.output
     unset = [key for key in ("pooling", "normalise") if getattr(output, key) is None]
     if EMBEDDING not in output.columns or not unset:

@@ -1,4 +1,4 @@
-"""How long the rows of a job will be, as its first ones say."""
+"""Estimates from the first rows how many tokens the rows of a job will have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _LOOKED_AT = 64
 _LONGER = 4
-"""How many times the longest prompt of these rows others may be."""
+"""The factor by which other prompts may be longer than the longest of these."""
 
 
 def likely_row_tokens(

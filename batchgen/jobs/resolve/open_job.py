@@ -1,4 +1,5 @@
-"""Makes the parts of a job from its configuration; no other file puts them together."""
+"""Opens a job: makes all its parts from its configuration, and refuses mistakes before weights
+load."""
 
 from __future__ import annotations
 
@@ -61,16 +62,15 @@ if TYPE_CHECKING:
 
 
 def resolve_job(config: JobConfig) -> OpenedJob:
-    """Open and check all that a job runs on, except the weights: those load when rows need them."""
+    """Open and check a job. The weights are loaded later, when rows need them."""
     return open_job(config, wait=True).with_fingerprints()
 
 
 def open_job(
     config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
 ) -> OpenedJob:
-    """Open and check all that a job runs on, without reading a file of weights. Raises ConfigError
-    for a mistake. `promised` and `wait` are for rows of a job that still runs, see
-    `open_source`."""
+    """Open and check a job without reading its weights. Raises ConfigError for a mistake.
+    `promised` and `wait` are for rows of a job that still runs, see `open_source`."""
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
@@ -199,7 +199,7 @@ def _check_chunks(config: JobConfig, strategy: Strategy, model: OpenedModel) -> 
 def _answer(
     config: JobConfig, model: OpenedModel, source: Source, max_model_len: int
 ) -> Answer | None:
-    """What makes the answers of rows that are scored; None if rows have none."""
+    """Make what tokenises the given answers of rows that are scored; None if rows generate."""
     answer = build_answer(
         config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
     )
@@ -215,7 +215,7 @@ def _prompt(
     max_model_len: int,
     images: RowImages | None,
 ) -> Prompt:
-    """What makes the rows' prompts."""
+    """Make what builds the rows' prompts."""
     from batchgen.jobs.resolve.job_answers import day_of  # it loads pyarrow
 
     prompt = build_prompt(
@@ -263,8 +263,8 @@ def _open_rows(
     wait: bool,
     images: Collection[str],
 ) -> tuple[Source, Mapping[str, str]]:
-    """The rows behind their steps, with the columns that post steps read, and the digests of what
-    the steps read."""
+    """The rows after the row steps, with the columns that post steps read, and digests of the files
+    that the steps read."""
     from batchgen.evals.graders.build_steps import check_machine
     from batchgen.inputs.row_index.open_rows import behind_steps
     from batchgen.inputs.upstream.open_source import open_source

@@ -1,4 +1,4 @@
-"""A job with its models, opened and checked, before weights load."""
+"""The implementation of `ResolvedJob` for jobs with models of their own: it builds their engine."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class OpenedJob(ResolvedJob):
     """A job with its models, opened and checked, before a file of weights is read.
 
     Attributes:
-        config: with which it was opened.
+        config: the configuration with which it was opened.
         model: the target.
         others: the strategy's other models that have checkpoints of their own, by name.
         context_columns: the columns of context scope that the job asks for.
         compiler: compiles the rows' constraints; None if there are none.
-        dtype: that of weights and activations.
+        dtype: the dtype of weights and activations.
         step_fingerprints: versions of the steps of `rows`, and digests of what they read.
         row_tokens: the fewest and the most tokens that rows are likely to have, for models with
             sliding windows; None for others, and where nobody can know.
@@ -155,8 +155,8 @@ class OpenedJob(ResolvedJob):
         return self.kept.load((*of_model, config.engine.device, config.engine.deterministic), load)
 
     def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
-        """What the engine of this job is made of if it serves other jobs as well, with the same
-        models, strategy and engine."""
+        """The settings of this job's engine if it serves other jobs as well, with the same models,
+        strategy and engine options."""
         of_model = model_class(self.model.config.architecture, self.model.path)
         names = {name for config in others for name in config.output.columns}
         known = of_model.declared_columns(self.model.config)
@@ -168,13 +168,13 @@ class OpenedJob(ResolvedJob):
         return dataclasses.replace(self, model=model, context_columns=columns)
 
     def engine_config(self, config: JobConfig) -> EngineConfig:
-        """The settings of the engine, with what is known of the rows."""
+        """The settings of the engine, with the likely lengths of the rows."""
         return dataclasses.replace(
             config.engine, row_tokens=config.engine.row_tokens or self.row_tokens
         )
 
     def recipe(self, config: JobConfig) -> EngineRecipe:
-        """What the job's engine is made of."""
+        """The recipe from which the job's engine is built."""
         return EngineRecipe(
             self.model,
             self.others,

@@ -1,4 +1,4 @@
-"""Whether a job that replays the answers of another one decodes as that one did."""
+"""Checks that a job which replays the answers of another job decodes as that one did."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_replay(config: JobConfig, jobs: Sequence[ReadJob]) -> bool:
 
 
 def _deciding(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides which distributions a job's tokens are drawn from, by the keys of users."""
+    """The settings that decide the distributions of a job's tokens, by key."""
     strategy, sampling = groups.get("strategy", {}), groups.get("sampling", {})
     values = {f"strategy.{key}": v for key, v in strategy.items() if key not in _TOKENS_ALIKE}
     values |= {f"sampling.{key}": sampling.get(key) for key in _SAMPLING}

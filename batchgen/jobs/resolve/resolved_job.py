@@ -1,4 +1,5 @@
-"""What a run needs of a job: everything but the weights, opened and checked."""
+"""The interface between resolving a job and running it: an opened and checked job without
+weights."""
 
 from __future__ import annotations
 
@@ -32,22 +33,23 @@ class ResolvedJob:
     Attributes:
         source: the rows.
         prompt: makes the token ids of a row.
-        max_model_len: how many tokens prompt and answer may have together.
+        max_model_len: the most tokens of prompt and answer together.
         columns: the per-token columns that the engine returns for this job's parameters.
-        fingerprints: digests of what decides the answers besides configuration and data set, by
-            name: the files of the models, the dtype, the constraint.
+        fingerprints: digests, by name, of what decides the answers besides configuration and data
+            set: the files of the models, the dtype, the constraint.
         strategy: declares counts per row, which become columns, and lines for the job's summary.
         bos_id: the id with which the tokenizer begins a text; a prompt that is cut keeps it.
         answer: makes the token ids of the answer that is scored; None if rows generate.
-        pooling, normalise: what `output` says of embeddings, and where it does not, the checkpoint;
+        pooling, normalise: how embeddings are made: as `output` says, else as the checkpoint says;
             None if neither does.
         images: makes the images of rows; None if these have none.
-        reasoning: tells answers from what the model says besides; None if the text is all of it.
+        reasoning: separates answers from the model's other text; None if the whole text is the
+            answer.
         model_sampling: what the model recommends for sampling, by key.
         decode: the text of token ids, to show prompts to people; None without a tokenizer.
         decode_all: the text with special tokens, to show single tokens.
-        name: which of the jobs that share an engine this is; empty for one alone.
-        port: gives the engine that other jobs share; None for an engine of its own.
+        name: the job's name among those that share an engine; empty for a job alone.
+        port: returns the engine that it shares with other jobs; None for an engine of its own.
         grades_at_once: whether shards are graded as soon as they are there, because other jobs wait
             for the grades; only in a folder of this machine.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
@@ -105,7 +107,8 @@ class ResolvedJob:
 
     @property
     def split(self) -> Callable[[RequestOutput], SplitOutput]:
-        """What leaves the answer alone in an output's text, and makes the columns `beside` it."""
+        """Makes the function that separates the answer from an output's other text, which becomes
+        the columns `beside` it."""
         if self.reasoning is not None:
             return self.reasoning.split
         from batchgen.storage.shards.output_schema import SplitOutput  # it loads pyarrow
@@ -113,11 +116,12 @@ class ResolvedJob:
         return SplitOutput
 
     def contract(self) -> Mapping[str, str]:
-        """What decides the bits of rows besides models, data and configuration, by name."""
+        """The facts, by name, that decide the bits of rows besides models, data and
+        configuration."""
         return {}
 
     def close(self) -> None:
-        """End what works in the background, and delete what is of no use without this object."""
+        """Stop background work, and delete temporary files."""
         if self.images is not None:
             self.images.close()
         self.source.close()

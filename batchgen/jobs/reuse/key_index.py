@@ -1,4 +1,4 @@
-"""Which row of older jobs was made by a key."""
+"""An index in memory from keys of rows to where older jobs have these rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from batchgen.jobs.reuse.key_log import Records
 
 _HALVES = np.dtype([("high", ">u8"), ("low", ">u8")])
 BYTES_PER_ROW = 36
-"""What a row of an older job takes in memory: its key, its place, the checksum of its tokens."""
+"""The memory for a row of an older job: its key, its location, the checksum of its tokens."""
 
 
 class RowLocation(NamedTuple):
-    """Where a row lies: the number of its job, its shard, its keys there, and the checksum of its
-    tokens."""
+    """The location of a row: the index of its job, its shard, its row and sample index there, and
+    the checksum of its tokens."""
 
     job: int
     shard: int
@@ -27,11 +27,12 @@ class RowLocation(NamedTuple):
 
 
 class KeyIndex:
-    """The places of all rows of several jobs, by their keys. Memory holds BYTES_PER_ROW a row."""
+    """The locations of all rows of several jobs, by their keys. Memory holds BYTES_PER_ROW a
+    row."""
 
     def __init__(self, jobs: Sequence[Mapping[int, Records]]) -> None:
-        """Make the index of what `read_keys` has found in each job. Of rows with one key that of
-        the first job counts."""
+        """Make the index from the result of `read_keys` for each job. Of rows with equal keys that
+        of the first job counts."""
         parts = [
             (job, shard, records)
             for job, shards in enumerate(jobs)
@@ -55,7 +56,7 @@ class KeyIndex:
         return len(self._high)
 
     def find(self, key: bytes) -> list[RowLocation]:
-        """The places of the rows with this key, those of the first jobs first."""
+        """The locations of the rows with this key, those in the first jobs first."""
         high, low = int.from_bytes(key[:8]), int.from_bytes(key[8:])
         locations = []
         at = int(np.searchsorted(self._high, np.uint64(high)))

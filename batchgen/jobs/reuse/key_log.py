@@ -1,4 +1,4 @@
-"""The folder `keys` of a job, which says by which key each finished row was made.
+"""The folder `keys` of a job: the key of each finished row, by which later jobs find rows to copy.
 
 Each worker appends to one file for each of its shards, such as `part-00003.5b2f9c01.keys`; the
 second part is the worker's alone. A file is a sequence of records of 36 bytes, little endian:
@@ -56,7 +56,7 @@ class KeyLog:
             raise _unwritable(self._folder, error) from error
 
     def append(self, rows: Iterable[FinishedRow]) -> None:
-        """Keep the keys of rows that were written. Rows without an answer have none."""
+        """Append the keys of rows that were written. Rows without an answer have none."""
         shards: dict[int, list[bytes]] = {}
         for row in rows:
             if row.key is not None and row.failure is None and row.output is not None:

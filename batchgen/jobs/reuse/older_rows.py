@@ -1,4 +1,4 @@
-"""Reads single rows of an older job, as outputs of the engine that made them."""
+"""Reads single rows of an older job, in the form in which the engine would return them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from batchgen.util.request_id import RequestId
 
 _OPEN_SHARDS, _KEPT_BATCHES = 4, 4
 _BACK = 64
-"""How many rows before the one that is asked for are read too, where rows are read backwards."""
+"""The number of rows before the wanted one that are read with it, if rows are read backwards."""
 _MADE_ANEW = {
     *("row_id", "row_index", "sample_index", "error", "num_prompt_tokens", "num_generated_tokens"),
     *(PROMPT_TOKEN_IDS, PROMPT_IMAGES, ANSWER_TOKEN_IDS, PARSED),
@@ -66,8 +66,8 @@ class OlderRows:
     def output(
         self, location: RowLocation, request_id: RequestId, request: RowRequest
     ) -> SplitOutput | None:
-        """The row at a place, as it was split, for a request of which it is the answer; None if
-        another row is there, or none.
+        """The row at a location, as the answer to a request; None if there is no row or a different
+        one.
 
         Raises:
             JobError: the file is damaged.

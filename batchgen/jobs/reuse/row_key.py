@@ -1,4 +1,7 @@
-"""The key of a row: a digest of all that decides its tokens."""
+"""The key of a row: a digest of everything that decides its tokens.
+
+Rows with equal keys have equal tokens, so `row_reuse` copies them from older jobs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from batchgen.storage.stores.manifest import OF_ADAPTER, OF_ADAPTERS
 
 KEY_BYTES = 16
 _ONLY_COLUMNS = ("logprobs", "top_logprobs", "columns")
-"""Parameters that say which columns there are; whether a row has them its schema says."""
+"""Parameters that only choose output columns. They are not part of a key, because the schema says
+which columns a row has."""
 _FIRST = frozenset(
     (
         *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
@@ -27,8 +31,9 @@ _FIRST = frozenset(
         *("ignore_eos", "seed", "logprobs_mode", "constraint"),
     )
 )
-"""Parameters that keys have at any value, since those of version 0.1.0 have them. All others are in
-a key only at another value than their default; this set gets no new ones."""
+"""Parameters that are in every key, as in version 0.1.0. All others are in a key only if they
+differ from their default, so that keys of older versions stay valid. Nothing is ever added to this
+set."""
 _DEFAULTS = asdict(RequestParams())
 _OF_ROWS = ("version of ", "rows[")
 """What the names of fingerprints begin with that are of steps of `rows`: these decide which prompts
@@ -42,7 +47,7 @@ class RowKeys:
     def __init__(
         self, config: JobConfig, fingerprints: Mapping[str, str], max_model_len: int
     ) -> None:
-        """Digest what all rows share; `fingerprints` are those of `ResolvedJob`."""
+        """Digest the parts that all rows share; `fingerprints` are those of `ResolvedJob`."""
         models = [name for name in fingerprints if name.endswith("_model")]
         groups, output = config_identity(config, models), config.output
         deciding = {

@@ -1,4 +1,4 @@
-"""Keeps the keys of a job's rows, and copies rows of older jobs that were made by the same ones."""
+"""Copies rows that older jobs have computed with equal keys, and keeps the keys of new rows."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RowReuse:
         return self._older.copy(key, request_id, request)
 
     def keep(self, rows: Sequence[FinishedRow]) -> None:
-        """Keep the keys of rows that were written now."""
+        """Keep the keys of rows that were just written."""
         self._log.append(rows)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ def row_reuse(
     schema: OutputSchema,
     storage: Storage,
 ) -> RowReuse | None:
-    """What a job keeps and copies; None if it does neither (`output.reuse`)."""
+    """Make a job's `RowReuse`; None if it neither keeps keys nor copies rows (`output.reuse`)."""
     folders = config.output.reuse
     if folders is None:
         return None

@@ -1,4 +1,5 @@
-"""Finds the row of a data set that is another than when a job computed it."""
+"""Finds the first row of a data set that has changed since a job computed it, for an error
+message."""
 
 from __future__ import annotations
 
@@ -36,8 +37,7 @@ class Rows(Protocol):
 
 
 def changed_row(storage: Storage, source: Rows, first: int, last: int) -> str | None:
-    """The first finished row, from `first` to `last`, that the data set now has otherwise, in
-    words.
+    """Name the first finished row, from index `first` to `last`, that has changed in the data set.
 
     None if there is no such row: it is not finished, or differs in columns that are not copied.
     """

@@ -1,4 +1,5 @@
-"""What a job makes of each row, and how its folder says which job it is."""
+"""Prepares what a job needs for each row: its request, its output columns, and the job's
+manifest."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ from batchgen.util.errors import ConfigError
 
 
 class CheckedRows(NamedTuple):
-    """What a job makes of each row: what its requests ask for, and its output columns."""
+    """The function that makes the request of a row, and the output columns of the job."""
 
     request: Callable[[Row], RowRequest]
     schema: OutputSchema
-    where: ValidWhere | None  # which samples are valid, if rows are sampled until enough are
+    where: ValidWhere | None  # decides which samples are valid, with `sampling.until`
 
 
 def check_rows(config: JobConfig, parts: ResolvedJob) -> CheckedRows:
-    """Make what is needed for each row; this refuses what can be refused without the folder.
+    """Check what can be checked without the folder, and make what is needed for each row.
 
     Raises:
         ConfigError: prompts have no room, the rows lack the column of their constraints or options,
@@ -111,10 +112,10 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
             raise row.failure
         params = row_params.sampling(row)
         answer = None if parts.answer is None else parts.answer.of(row)
-        behind = params.max_new_tokens if answer is None else len(answer)
+        num_behind = params.max_new_tokens if answer is None else len(answer)
         params = row_params.constrained(row, params)
         choices = parts.choices(params.constraint)
-        room = prompt_room(parts.max_model_len, max([behind, *map(len, choices)]))
+        room = prompt_room(parts.max_model_len, max([num_behind, *map(len, choices)]))
         ids, images = parts.prompt.asked(row)
         too_long = "error" if images else config.prompt.too_long
         ids = fit_prompt(ids, room, too_long, parts.bos_id)
@@ -124,8 +125,8 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
 
 
 def lasting(config: JobConfig, parts: ResolvedJob) -> JobConfig:
-    """The configuration with what the job keeps from its start on: how embeddings are pooled, and
-    the day that prompts name."""
+    """The configuration with the values that are fixed when the job starts: how embeddings are
+    pooled, and the date that prompts name."""
     output = config.output
     if parts.pooling is not None:
         output = replace(output, pooling=parts.pooling)
@@ -139,7 +140,7 @@ def lasting(config: JobConfig, parts: ResolvedJob) -> JobConfig:
 
 
 def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> Manifest:
-    """The manifest of a job as it is asked for, without digests of its rows."""
+    """The manifest of a job as it is requested now, without digests of its rows."""
     config = lasting(config, parts)
     from batchgen.jobs.run.image_files import (
         content_fingerprint,  # it loads the libraries of the data

@@ -1,4 +1,5 @@
-"""Computes the rows of a job that are not done: from the weights to the last row."""
+"""Computes the unfinished rows of a job: loads the weights and runs `Generation` to the last
+row."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def _progress(attempt: JobAttempt, engine: Engine) -> Progress:
 
 
 def _waves(attempt: JobAttempt) -> EverySample:
-    """What says which samples of a row begin when."""
+    """Make what decides when the samples of a row begin."""
     if attempt.rows.where is None:
         return EverySample()
     return SampleWaves(Judge(attempt.rows.where, attempt.config.score), attempt.writer)

@@ -1,4 +1,5 @@
-"""Grades and scores of a job whose rows are all there, and what its folder's files say of them."""
+"""Grades and scores a job whose rows are all computed, and updates the files that show the
+result."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def grade_and_score(
 ) -> Turns[JobScores]:
     """Grade the rows of a job as its configuration says, and score them, if a step gives marks.
 
-    Marks of earlier grades that change are named on stderr. What the `queue` has begun is waited
-    for. If a signal comes first, JobStopped is raised, and what is graded stays.
+    Marks of earlier grades that change are named on stderr. Shards that the `queue` is already
+    grading are waited for. If a signal comes first, JobStopped is raised, and what is graded stays.
     """
     if not config.post:
         return score_job(samples) if config.is_scored else JobScores()

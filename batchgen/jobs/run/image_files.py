@@ -1,4 +1,4 @@
-"""The files that rows name as their images, which belong to the content of the rows."""
+"""The image files that rows name: their content counts as part of the rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PEEKED = 16
 
 
 class ImageFiles:
-    """The files that the rows of a data set name. A row whose images cannot be found has none, as
-    it gets an error in any case."""
+    """The image files that the rows of a data set name. A row whose images cannot be found counts
+    as one without any, because it becomes an error row anyway."""
 
     def __init__(
         self, data: Source, images: RowImages, sources: Callable[[Row], list[ImageSource]]
@@ -31,7 +31,7 @@ class ImageFiles:
 
     @staticmethod
     def of(source: Source, prompt: Prompt) -> ImageFiles | None:
-        """The files of a job's rows; None if these name none, as far as the first ones tell."""
+        """The files of a job's rows; None if the first rows name none."""
         if not isinstance(prompt, ChatPrompt | BodyPrompt) or prompt.images is None:
             return None
         data = source.data

@@ -1,4 +1,4 @@
-"""One worker's attempt at a job: what it has opened, and what it tells of itself."""
+"""One worker's attempt at a job, from the open folder to its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from batchgen.util.signals import JobStopped, StopSignals
 
 
 class JobAttempt:
-    """What one worker's run of a job works with, from the open folder to its result."""
+    """The objects that one worker's run of a job shares, and how the run reports its end."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class JobAttempt:
         writer: OutputWriter,
         signals: StopSignals,
     ) -> None:
-        """Write down how the job is made, unless other workers run in the folder."""
+        """Write the job's configuration and manifest, unless other workers run in the folder."""
         self.config, self.parts, self.rows = config, parts, rows
         self.folder, self.worker, self.writer = folder, worker, writer
         self.signals = signals
@@ -74,8 +74,9 @@ class JobAttempt:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Save in metrics.json how the job ended, and tell with an error what is safe."""
-        metrics, shown = self.metrics, self.folder.storage.display_name
+        """Within the context, save in metrics.json how the job ended, and add to an error which
+        rows are safe."""
+        metrics, display_name = self.metrics, self.folder.storage.display_name
         metrics.save("running")
         try:
             yield
@@ -87,7 +88,7 @@ class JobAttempt:
                 raise
             # The same command would only repeat a mistake that shows when the engine is built.
             if metrics.attempt.rows or not isinstance(error, (ConfigError, AllRowsFailed)):
-                error.add_note(f"Finished rows are safe. {how_to_resume(shown)}")
+                error.add_note(f"Finished rows are safe. {how_to_resume(display_name)}")
             # On a full disk this fails too. The first error must stay the one that the user sees.
             with contextlib.suppress(JobError):
                 metrics.save("failed")
@@ -98,17 +99,21 @@ class JobAttempt:
         self.writer.flush()
         self.metrics.save("stopped")
         done = self.metrics.attempt.rows + self.metrics.attempt.rows_resumed
-        shown, recorded = self.folder.storage.display_name, self.metrics.attempt.rows_recorded
+        display_name, recorded = (
+            self.folder.storage.display_name,
+            self.metrics.attempt.rows_recorded,
+        )
         begun = f" and {recorded:,} begun" if recorded else ""
         if self.signals.received is None and self.spending.is_spent:
             message = (
-                f"{self.spending.text()}\nStopped with {done:,} answers done{begun} in {shown}."
+                f"{self.spending.text()}\n"
+                f"Stopped with {done:,} answers done{begun} in {display_name}."
             )
             return JobResult(0, None, message, is_spent=True)
-        message = f"Stopped with {done:,} answers done{begun}. {how_to_resume(shown)}"
+        message = f"Stopped with {done:,} answers done{begun}. {how_to_resume(display_name)}"
         return JobResult(0, self.signals.received, message)
 
 
 def how_to_resume(display_name: str) -> str:
-    """What to do about a job that was stopped."""
+    """The sentence that says how to resume a stopped job."""
     return f"The output so far is in {display_name}; run the same command to resume."

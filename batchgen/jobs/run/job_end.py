@@ -1,4 +1,4 @@
-"""How a job ends: complete by this worker, complete by another one, or complete before it began."""
+"""The end of a job: completed by this worker, by another one, or already complete before."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def complete(
     if elsewhere is not None:  # this worker was paused, and another has done the same
         return elsewhere
 
-    shown = storage.display_name
+    display_name = storage.display_name
     metrics.tally = _count_shards(config, parts, folder)
     steps = metrics.costs(_name(storage))
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
@@ -99,8 +99,8 @@ def complete(
         questions=questions,
     )
     funnel = [(left.choice, left.rows) for left in parts.source.data.funnel]
-    card = dataset_card(about, fingerprints, schema.arrow, shown, funnel)
-    storage.write(folder.path / "README.md", graded_card(card, folder.path, shown))
+    card = dataset_card(about, fingerprints, schema.arrow, display_name, funnel)
+    storage.write(folder.path / "README.md", graded_card(card, folder.path, display_name))
     metrics.save("complete")
     folder.remove_journal()
     metrics.keep()
@@ -117,12 +117,12 @@ def complete(
         sampling=sampling,
         questions=questions,
     )
-    message = end_table(job, shown, parts.strategy, report)
+    message = end_table(job, display_name, parts.strategy, report)
     return JobResult(totals.error_rows, None, message)
 
 
 def _name(storage: Storage) -> str:
-    """What the job is called among others: the last name of its folder's path."""
+    """The job's short name: the last part of its folder's path."""
     return storage.display_name.rstrip("/").rpartition("/")[2]
 
 
@@ -141,7 +141,7 @@ def already_complete(
         wants_report = config.output.report and not is_up_to_date(storage)  # scores may be new
         report = _report(parts, folder) if wants_report else None
     message = "This job is complete already; nothing was computed.\n"
-    shown = storage.display_name
+    display_name = storage.display_name
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
     figures = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
     steps = all_steps(figures, _name(storage))
@@ -154,15 +154,15 @@ def already_complete(
         costs=steps,
         questions=questions,
     )
-    table = end_table(job, shown, parts.strategy, report)
+    table = end_table(job, display_name, parts.strategy, report)
     return JobResult(totals.error_rows, None, message + table)
 
 
 def _report(parts: ResolvedJob, folder: JobFolder) -> str | None:
     """Make the job's report; returns what people call it, None if it could not be made."""
-    shown = folder.storage.display_name
-    path = try_report(folder.path, parts.decode_all, shown)
-    return None if path is None else f"{shown}/{REPORT}"
+    display_name = folder.storage.display_name
+    path = try_report(folder.path, parts.decode_all, display_name)
+    return None if path is None else f"{display_name}/{REPORT}"
 
 
 def _count_shards(config: JobConfig, parts: ResolvedJob, folder: JobFolder) -> Tally:

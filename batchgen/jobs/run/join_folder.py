@@ -1,4 +1,5 @@
-"""A process in a job's folder: the folder, the process as a worker, and what it writes with."""
+"""Opens a job's folder for this process: the locked folder, this worker, and the writer of its
+rows."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ whose steps choose among the rows, which are gone through then."""
 
 
 def open_job_folder(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> JobFolder:
-    """The job's folder, locked, once it is sure that it is this job's, or can become it."""
+    """Lock the job's folder, and make sure that it holds this job or can become it."""
     storage, source = open_storage(config.output.dir, config.workers), parts.source
     data, indexed = source.data, source.data is not source
     data.learn()

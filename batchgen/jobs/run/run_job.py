@@ -1,4 +1,7 @@
-"""Runs a job: every row of the data set gets into the output folder exactly once."""
+"""Runs a job: writes every row of the data set into the output folder exactly once.
+
+This is the top of the package: the command, `batchgen.run_job` and pipelines call `execute_job`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _JOIN_TRIES = 5
 
 
 def execute_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
-    """Run a job to its end, or go on with one that was stopped or killed.
+    """Run a job to its end, or resume one that was stopped or killed.
 
     Everything that can be refused is refused before the weights load. A first SIGINT or SIGTERM
     stops the job cleanly, a second one at once.
@@ -155,7 +158,7 @@ def _wait_for_others(attempt: JobAttempt) -> Turns[JobResult | None]:
 
 
 def _refuse_quarantined(todo: ShardQueue, worker: Worker) -> None:
-    """End a job in which all is done but shards that have ended workers again and again."""
+    """End a job in which only shards are left on which workers crashed again and again."""
     lines = []
     ended = worker.quarantined()
     for shard, rows in todo.quarantined_rows().items():

@@ -19,8 +19,8 @@ from batchgen.util.signals import JobStopped, StopSignals
 
 @dataclass(frozen=True)
 class SharingJob:
-    """A job that runs in the engine of others; its own engine is not built. `around`
-    may do more around its turns."""
+    """A job that shares an engine with others. `around` wraps its turns and may do more before and
+    after them."""
 
     config: JobConfig
     parts: ResolvedJob

@@ -1,4 +1,4 @@
-"""One engine for several jobs, each of which sees it as its own."""
+"""One engine for several jobs: each job gets a port that looks like an engine of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DivisibleEngine(Engine, Protocol):
-    """What several jobs need of an engine that they share."""
+    """The methods of an engine that several jobs need to share it."""
 
     @property
     def running_ids(self) -> list[Any]:
@@ -51,7 +51,7 @@ class SharedEngine:
         return self._ports[name]
 
     def _collect_costs(self, wait: bool) -> None:
-        """Hand each job what its requests cost."""
+        """Hand each job the costs of its requests."""
         assert self._engine is not None
         for request_id, seconds in self._engine.take_costs(wait=wait):
             assert isinstance(request_id, RequestId)
@@ -79,9 +79,9 @@ class EnginePort:
     """A shared engine as one job sees it: its requests, and of the tokens those of its own.
 
     Attributes:
-        name: of the job, which is in the ids of all its requests.
+        name: the job's name, which is part of the ids of its requests.
         waiting: the ids of the job's requests that are in the engine.
-        costs: what requests of the job cost, until the job takes it.
+        costs: costs of the job's requests, until the job takes them.
     """
 
     def __init__(

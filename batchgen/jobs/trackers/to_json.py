@@ -1,5 +1,5 @@
-"""Progress as a line of JSON a minute on standard output, for trackers that batchgen does not
-know."""
+"""A tracker that prints the progress as a line of JSON a minute, for programs that batchgen does
+not know."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class _Lines:
 
 
 def begin(run: Run) -> Tracker:
-    """Lines of the run of a job; the last values come at the end, whenever that is."""
+    """Begin to print the lines of a job's run; the last values are printed at its end."""
     return _Lines(run)

@@ -1,5 +1,5 @@
-"""Progress to trackio, which keeps it in files on this machine (TRACKIO_DIR) unless its own
-variables name a Space or a server."""
+"""A tracker that sends the progress to trackio. That keeps it in files on this machine
+(TRACKIO_DIR) unless trackio's environment variables name a Space or a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from batchgen.jobs.trackers.trackers import LibraryRun, Run, Tracker
 
 
 def begin(run: Run) -> Tracker:
-    """The run of a job, which goes on if it is there. Nothing of the machine is sent."""
+    """Begin the run of a job, or continue it if trackio has it. Nothing about the machine is
+    sent."""
     import trackio
 
     tracked_run = trackio.init(

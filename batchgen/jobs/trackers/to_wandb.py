@@ -1,5 +1,5 @@
-"""Progress to Weights & Biases, whose key and mode are in its own variables and files
-(`wandb login`, WANDB_MODE=offline)."""
+"""A tracker that sends the progress to Weights & Biases. Key and mode come from its own environment
+variables and files (`wandb login`, WANDB_MODE=offline)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from batchgen.jobs.trackers.trackers import LibraryRun, Run, Tracker
 
 
 def begin(run: Run) -> Tracker:
-    """The run of a job, which goes on if it is there. Nothing of the machine, of the command, of
-    the code, of packages and of what is printed is sent."""
+    """Begin the run of a job, or continue it if wandb has it. Nothing is sent about the machine,
+    the command, the code, the packages or the printed output."""
     import wandb
 
     settings = wandb.Settings(

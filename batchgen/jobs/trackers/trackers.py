@@ -1,4 +1,4 @@
-"""Tells trackers of experiments how far a job is and what it scores, without waiting for them."""
+"""Reports a job's progress and scores to experiment trackers, without waiting for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SENT = (
 
 
 class Run(NamedTuple):
-    """What trackers call a job: a name for people, and an id that it keeps when it goes on."""
+    """A tracker's name for a job: `name` is for people, and `id` stays the same when the job is
+    resumed."""
 
     project: str
     name: str
@@ -28,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Tracker(Protocol):
-    """A place that takes values. All calls come from one thread."""
+    """The interface of a tracker. All calls come from one thread."""
 
     def log(self, values: Mapping[str, float]) -> None:
         """Take some values, by their names."""

@@ -33,6 +33,6 @@ def mathml(source: str, *, display: bool = False) -> Markup:
         except TooDeepError:
             pass
         else:
-            shown = ' display="block"' if display else ""
-            return Markup(f"<math{shown}>{content}</math>")
+            attributes = ' display="block"' if display else ""
+            return Markup(f"<math{attributes}>{content}</math>")
     return Markup("<code>{}</code>").format(visible(source))

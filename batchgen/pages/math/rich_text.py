@@ -78,10 +78,10 @@ def rich_text(text: str, limit: int | None = None, spans: Sequence[Span] = ()) -
     ranges = kept(len(text), limit, spans)
     if sum(end - start for start, end in ranges) > MOST_RENDERED:
         return None
-    parts, is_rich, shown = [], False, 0
+    parts, is_rich, end_of_text = [], False, 0
     for start, end in ranges:
-        if start > shown:
-            parts.append(GAP.format(f"{start - shown:,}"))
+        if start > end_of_text:
+            parts.append(GAP.format(f"{start - end_of_text:,}"))
         inside = [
             Span(span.start - start, span.end - start, span.name)
             for span in spans
@@ -90,7 +90,7 @@ def rich_text(text: str, limit: int | None = None, spans: Sequence[Span] = ()) -
         html, rich = _render(text[start:end], inside)
         parts.append(html)
         is_rich |= rich
-        shown = end
+        end_of_text = end
     return Markup("").join(parts) if is_rich else None
 
 
@@ -158,10 +158,10 @@ def _after(offsets: Sequence[int], i: int) -> int | None:
     return offsets[at] if at < len(offsets) else None
 
 
-def _is_formula(kind: str, inside: str, behind: str) -> bool:
+def _is_formula(kind: str, inside: str, after: str) -> bool:
     if len(inside) > MOST_CHARACTERS or not inside.strip() or "\n\n" in inside:
         return False
-    return kind != "$" or not (inside[0].isspace() or inside[-1].isspace() or behind.isdecimal())
+    return kind != "$" or not (inside[0].isspace() or inside[-1].isspace() or after.isdecimal())
 
 
 def _render(text: str, spans: Sequence[Span]) -> tuple[Markup, bool]:

@@ -119,13 +119,13 @@ def numbers(
     of: int | None = None,
 ) -> Chart:
     """How often each small number occurs, as shares of `of`, or of all."""
-    shown = {n: counts[n] for n in sorted(counts)[:_MOST_COLUMNS]}
+    bars = {n: counts[n] for n in sorted(counts)[:_MOST_COLUMNS]}
     total = of or sum(counts.values()) or 1
-    first, last = min(shown), max(shown)
-    frame = Frame.of((first - 0.5, last + 0.5), (0, max(shown.values()) / total * 1.05))
+    first, last = min(bars), max(bars)
+    frame = Frame.of((first - 0.5, last + 0.5), (0, max(bars.values()) / total * 1.05))
     parts = frame.draw(x_name, y_name, whole, percent)
-    parts += [frame.column(n - 0.38, n + 0.38, count / total) for n, count in shown.items()]
-    rows = [(f"{n}", f"{count:,}", percent(count / total)) for n, count in shown.items()]
+    parts += [frame.column(n - 0.38, n + 0.38, count / total) for n, count in bars.items()]
+    rows = [(f"{n}", f"{count:,}", percent(count / total)) for n, count in bars.items()]
     description = f"{title}: " + ", ".join(f"{n}: {share}" for n, _, share in rows[:20])
     return Chart(title, note, drawing(parts, description), (x_name, "count", "share"), rows)
 

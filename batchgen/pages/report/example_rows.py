@@ -108,11 +108,13 @@ def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> Ex
         row_id, gist = shortened(facts.row_id, _LONGEST_ID), facts.gist(page.columns.text)
         kinds = _kinds(facts, reasons[key])
         variants.append((ExampleRow(anchor(key), row_id, facts, kinds, gist, Markup("")), htmls))
-    sizes = [[len((shown.row_id + html).encode()) for html in htmls] for shown, htmls in variants]
+    sizes = [
+        [len((example.row_id + html).encode()) for html in htmls] for example, htmls in variants
+    ]
     levels, dropped = _fit(sizes, room)
     rows = [
-        replace(shown, html=htmls[level])
-        for (shown, htmls), level in zip(variants, levels, strict=True)
+        replace(example, html=htmls[level])
+        for (example, htmls), level in zip(variants, levels, strict=True)
         if level is not None
     ]
     rows.sort(key=lambda row: _order(row.kinds))

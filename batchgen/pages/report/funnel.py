@@ -83,8 +83,8 @@ class StepCounts:
             self.rows,
             *((self.answers, self.errors, self.kept) if self.is_begun else ()),
         ]
-        shown = ["–" if number is None else f"{number:,}" for number in numbers]
-        return (self.name, *shown, *["–"] * (len(HEADER) - 2 - len(shown)), self.state)
+        texts = ["–" if number is None else f"{number:,}" for number in numbers]
+        return (self.name, *texts, *["–"] * (len(HEADER) - 2 - len(texts)), self.state)
 
 
 def funnel(out: str, folders: Mapping[str, str]) -> list[StepCounts]:

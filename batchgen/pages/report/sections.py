@@ -48,8 +48,8 @@ def headline(job: JobSummary, report: Collected) -> list[Fact]:
     """The numbers at the top of the page."""
     facts, totals = [], job.totals
     if job.score is not None and job.mean_mark is not None:
-        name, shown = job.score.get("column", "score"), score_value(job.score)
-        facts.append(Fact(name, shown(job.mean_mark), _two_intervals(job.score["avg"], shown)))
+        name, as_text = job.score.get("column", "score"), score_value(job.score)
+        facts.append(Fact(name, as_text(job.mean_mark), _two_intervals(job.score["avg"], as_text)))
     failed = sum(report.errors.values())
     of = [counted(failed, "error")] if failed else []
     if job.questions is not None:
@@ -126,8 +126,8 @@ def _adapters(job: JobSummary) -> Section:
     ]
     if parts:
         note = "With 95% intervals for new questions; batchgen compare OUT --by adapter pairs them."
-        shown = score_value(next(iter(scores.values())))
-        section.charts.append(intervals("Adapters", parts, note, shown))
+        as_text = score_value(next(iter(scores.values())))
+        section.charts.append(intervals("Adapters", parts, note, as_text))
     return section
 
 
@@ -162,13 +162,13 @@ def _scores(
         "With 95% intervals: blue for new questions of the same kind, orange for the same "
         "questions asked again."
     )
-    shown = score_value(score)
-    section.charts.append(intervals("Estimates", estimates, note, shown))
+    as_text = score_value(score)
+    section.charts.append(intervals("Estimates", estimates, note, as_text))
     subsets = list(score.get("subsets", {}).items())
     if subsets:
         parts = [_estimate(n, part["avg"], "population") for n, part in subsets[:_MOST_SUBSETS]]
         note = f"The first {_MOST_SUBSETS} of {len(subsets)}." * (len(subsets) > _MOST_SUBSETS)
-        section.charts.append(intervals("Subsets", parts, note, shown))
+        section.charts.append(intervals("Subsets", parts, note, as_text))
     of_marks = "column" not in score
     if of_marks and report.output.marked.sum() > 1:
         section.charts.append(score_by_length(report.output))

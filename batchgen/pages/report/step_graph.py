@@ -52,9 +52,9 @@ def step_graph(facts: PipelineFacts) -> Chart:
         shape = {"x": box.x, "y": box.y, "width": box.width, "height": _BOX, "rx": 6}
         parts.append(svg_tag("rect", class_=f"box {box.kind}", **shape))
         for index, line in enumerate(box.lines):
-            shown = both_ends(line, max(int((box.width - 12) / _CHARACTER), 4))
+            label = both_ends(line, max(int((box.width - 12) / _CHARACTER), 4))
             at = box.x + box.width / 2, box.y + 20 + 17 * index
-            parts.append(text(shown, *at, "label" if index == 0 else "tick", "middle"))
+            parts.append(text(label, *at, "label" if index == 0 else "tick", "middle"))
     description = "; ".join(
         f"{first}: {second}" + (f", of {', '.join(parents[name])}" if parents[name] else "")
         for name, (first, second, _) in lines.items()

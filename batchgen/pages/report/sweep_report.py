@@ -100,9 +100,13 @@ def frontier_chart(frontier: Frontier) -> Chart:
         names_at.setdefault(at, []).append(point.letter)
     for (x, y), letters in names_at.items():
         parts.append(text(", ".join(letters), x + 7, y + 4, "tick"))
-    shown = shown_value(frontier.column)
+    as_text = shown_value(frontier.column)
     rows = [
-        (f"{p.letter}  {p.name}", number_text(p.x), *map(shown, (p.score.estimate, p.low, p.high)))
+        (
+            f"{p.letter}  {p.name}",
+            number_text(p.x),
+            *map(as_text, (p.score.estimate, p.low, p.high)),
+        )
         for p in points
     ]
     description = f"{what} by {frontier.x}: " + ", ".join(

@@ -49,11 +49,11 @@ class RowText:
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
         """The heading, then a block for each column."""
-        shown = {name: row[name] for name in self.columns if row[name] is not None}
-        margin = max((len(name) for name in shown), default=0) + 2
+        values = {name: row[name] for name in self.columns if row[name] is not None}
+        margin = max((len(name) for name in values), default=0) + 2
         room = max(self.width - _INDENT - margin, _LEAST_ROOM)
         lines = [RowFacts(row).heading]
-        for name, value in shown.items():
+        for name, value in values.items():
             limit = _ANSWER_LINES if name in (self.text_column, "error") else _INPUT_LINES
             texts = wrapped(self._text(name, value), room, None if self.whole_texts else limit)
             labels = [name, *[""] * (len(texts) - 1)]

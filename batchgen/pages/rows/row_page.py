@@ -182,14 +182,14 @@ def _answer(
 ) -> dict[str, Any]:
     """Reasoning and answer, as the template shows them. Jobs that tell them apart have a `column`
     of reasoning; in those of others the reasoning is the beginning of the text."""
-    behind = facts.reasoning_end(text) if column is None else 0
-    reasoning = (text or "")[:behind] if column is None else facts.row[column] or ""
-    spans = [s for s in facts.answers(text) if s.start >= behind]
-    moved = [Span(s.start - behind, s.end - behind, s.name) for s in spans]
+    answer_start = facts.reasoning_end(text) if column is None else 0
+    reasoning = (text or "")[:answer_start] if column is None else facts.row[column] or ""
+    spans = [s for s in facts.answers(text) if s.start >= answer_start]
+    moved = [Span(s.start - answer_start, s.end - answer_start, s.name) for s in spans]
     return {
         "reasoning": _shown(reasoning, limits) if reasoning else None,
         "reasoning_length": len(reasoning),
-        "answer": None if text is None else _shown(text[behind:], limits, moved),
+        "answer": None if text is None else _shown(text[answer_start:], limits, moved),
         "has_marks": bool(moved),
     }
 

@@ -96,12 +96,12 @@ class Messages:
 
     def read(self, ids: Sequence[int]) -> None:
         """Take further ids."""
-        behind = 0
+        rest_start = 0
         for index in [index for index, id in enumerate(ids) if id in self._format]:
-            self.open.last.extend(ids[behind:index])
+            self.open.last.extend(ids[rest_start:index])
             self._take(ids[index])
-            behind = index + 1
-        self.open.last.extend(ids[behind:])
+            rest_start = index + 1
+        self.open.last.extend(ids[rest_start:])
 
     def _take(self, id: int) -> None:
         """Take a token of the format."""
@@ -210,14 +210,14 @@ class HarmonyChannels:
         if message.has_role:
             role, before = _headed(_ROLE, before)
             tool, before = _addressed(before)
-        channel, behind = None, before
+        channel, content_start = None, before
         if message.channel is not None:
-            channel, behind = _named(self._decoded(message.channel))
-            named, behind = _addressed(behind)
+            channel, content_start = _named(self._decoded(message.channel))
+            named, content_start = _addressed(content_start)
             tool = tool or named
         if message.kind is not None:
-            behind += _headed(_KIND, self._decoded(message.kind))[1]
-        text = self._decoded(message.content) if message.content is not None else behind
+            content_start += _headed(_KIND, self._decoded(message.kind))[1]
+        text = self._decoded(message.content) if message.content is not None else content_start
         is_call = message.end == self._tokens.call or (tool is not None and channel != FINAL)
         parts = []
         if message.channel is not None and before.strip():

@@ -83,9 +83,9 @@ class ReasoningMarkers:
         first = self._shown(ids, spelled, len(spelled))[:1]
         lead = first.isspace() and not output.text[:1].isspace()
         before = len(self._shown(ids, spelled, at)) - lead
-        behind = len(self._shown(ids, spelled, at + len(self._end))) - lead
+        answer_start = len(self._shown(ids, spelled, at + len(self._end))) - lead
         thoughts = self._without_start(output.text[: max(before, 0)])
-        answer = replace(output, text=output.text[max(behind, 0) :])
+        answer = replace(output, text=output.text[max(answer_start, 0) :])
         return SplitOutput(answer, {REASONING: thoughts})
 
     def _thinks(self, output: RequestOutput, spelled: bytes) -> bool:
@@ -106,7 +106,7 @@ class ReasoningMarkers:
         """The text of the first `end` bytes of what the tokens spell, without special ones."""
         ends = list(accumulate(len(self._texts[id]) for id in ids))
         whole = bisect_right(ends, end)
-        shown = [self._texts[id] for id in ids[:whole] if id not in self._special]
+        texts = [self._texts[id] for id in ids[:whole] if id not in self._special]
         if whole < len(ids) and ids[whole] not in self._special:
-            shown.append(spelled[ends[whole - 1] if whole else 0 : end])
-        return b"".join(shown).decode("utf-8", "replace")
+            texts.append(spelled[ends[whole - 1] if whole else 0 : end])
+        return b"".join(texts).decode("utf-8", "replace")

@@ -112,10 +112,10 @@ class RowTokens:
             text: str | None = self.view.text(id)
             answer = " a" if index in self._inside else ""
             classes = f"t{self.facts.classes(index)}{answer}"
-            shown = f"{id} " if text is None else _shown(text)
+            label = f"{id} " if text is None else _shown(text)
             step = "" if self.facts.steps is None else f" data-s={self.facts.steps[index]}"
             title = self._title(index)
-            html = f'<span class="{classes}" tabindex=0{step} title="{title}">{shown}</span>'
+            html = f'<span class="{classes}" tabindex=0{step} title="{title}">{label}</span>'
             self._html[index] = html
         return html
 

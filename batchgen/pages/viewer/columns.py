@@ -68,17 +68,17 @@ def row_columns(
     numbers = [whole_number(query, f"sample_{key}", 0) for key in "ab"]
     chosen = [same_sample(some, number) for some, number in zip(samples, numbers, strict=False)]
     tokens = query.get("tokens", "")
-    shown = [
+    listed = [
         (None if one is None else job.page(tokens=bool(tokens)), one)
         for job, one in zip(jobs, chosen, strict=True)
     ]
-    prompts = [page.prompt(one) if page and one else [] for page, one in shown]
+    prompts = [page.prompt(one) if page and one else [] for page, one in listed]
     is_common = len(prompts) == 2 and bool(prompts[0]) and prompts[0] == prompts[1]
     columns = [
         _column(job, key, some, page, one, tokens, with_prompt=not is_common)
-        for job, key, some, (page, one) in zip(jobs, "ab", samples, shown, strict=False)
+        for job, key, some, (page, one) in zip(jobs, "ab", samples, listed, strict=False)
     ]
-    (page, first), prompt = shown[0], Markup("")
+    (page, first), prompt = listed[0], Markup("")
     if is_common and page is not None and first is not None:
         prompt = page.prompt_html(first, key="ab")
     return SideBySide(columns, prompt, _difference(jobs, chosen))

@@ -90,13 +90,13 @@ def _same_rows(job: JobView, ids: Mapping[int, str]) -> dict[int, list[RowFacts]
     """
     search = Search(job.rows, SampleFilter())
     same = {row: job.samples(t) for row, t in search.rows(list(ids), _columns(job)).items()}
-    same = {row: found for row, found in same.items() if found[0].row_id == ids[row]}
+    same = {row: located for row, located in same.items() if located[0].row_id == ids[row]}
     elsewhere: dict[int, int] = {}
     for row, row_id in ids.items():
         if row not in same and (index := job.ids.find(row_id)) is not None:
             elsewhere[row] = index
-    found = search.rows(sorted(elsewhere.values()), _columns(job))
-    return same | {row: job.samples(found[at]) for row, at in elsewhere.items() if at in found}
+    located = search.rows(sorted(elsewhere.values()), _columns(job))
+    return same | {row: job.samples(located[at]) for row, at in elsewhere.items() if at in located}
 
 
 def _columns(job: JobView) -> list[str]:
@@ -162,13 +162,13 @@ def _in_order(jobs: Sequence[JobView], wanted: SampleFilter, first: int) -> dict
 
 def _ranked(jobs: Sequence[JobView], wanted: SampleFilter, first: int, sort: str) -> dict[str, Any]:
     ranking, later = jobs[0].rankings.of(wanted, sort), first + PER_PAGE
-    entries = ranking.places[first:later]
+    entries = ranking.entries[first:later]
     hits = {entry.row: entry.samples for entry in entries}
     notes = {entry.row: order_text(sort, entry.value) for entry in entries}
     return {
         "lines": row_lines(jobs, Search(jobs[0].rows, wanted), hits, notes),
         "searched": ranking.searched,
-        "later": later if later < len(ranking.places) else None,
+        "later": later if later < len(ranking.entries) else None,
         "earlier": max(first - PER_PAGE, 0) if first else None,
         "ranking": ranking,
         "order": ORDERS[sort],

@@ -97,10 +97,10 @@ def _counts(job: JobSummary, counts: Mapping[str, int], key: str) -> list[Count]
 def _subsets(job: JobView) -> list[Subset]:
     subsets = []
     for name, part in job.subsets.items():
-        shown, average = score_value(part), part["avg"]
-        interval = value_range(average["population"], shown)
+        as_text, average = score_value(part), part["avg"]
+        interval = value_range(average["population"], as_text)
         query = {"subset": name} if job.subset_column else None
-        subsets.append(Subset(name, part["questions"], shown(average["value"]), interval, query))
+        subsets.append(Subset(name, part["questions"], as_text(average["value"]), interval, query))
     return subsets
 
 

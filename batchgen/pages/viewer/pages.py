@@ -139,7 +139,7 @@ class Site:
     def _step_in_order(self, query: Query, wanted: SampleFilter) -> Response:
         """Go to the next row of a sorted list, or to the one before."""
         index, back = whole_number(query, "n"), query.get("to") == "back"
-        entries = self.jobs[0].rankings.of(wanted, query["sort"]).places
+        entries = self.jobs[0].rankings.of(wanted, query["sort"]).entries
         rows = [entry.row for entry in entries]
         if index not in rows:
             raise NotThere(f"Row {index:,} is not in the sorted list any more.")
@@ -166,7 +166,7 @@ class Site:
         except ConfigError as error:
             differing, why = None, str(error)
         first = whole_number(query, "from", 0)
-        shown = [] if differing is None else differing.flipped[first : first + PER_PAGE]
+        page_rows = [] if differing is None else differing.flipped[first : first + PER_PAGE]
         return self._html(
             "compare",
             views=[overview(job) for job in self.jobs],
@@ -175,7 +175,7 @@ class Site:
             why=why,
             anyway=bool(kept),
             kept=kept,
-            flipped=flips.rows(shown),
+            flipped=flips.rows(page_rows),
             first=first,
             per_page=PER_PAGE,
         )

@@ -1,4 +1,4 @@
-"""What a finished folder comes to, in digests."""
+"""Computes the digests of a finished folder, which lock files state and `rebuild` compares."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
 
 MOST_SHARDS = 24
-"""The number of shards up to which a lock names the digest of each; of more it has the root
-alone."""
+"""The most shards for which a lock names the digest of each; for more it has only the root."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def schema_digest(schema: pa.Schema) -> str:
 
 
 def step_proof(reader: JobFolderReader) -> StepProof:
-    """What a lock says of a complete job."""
+    """The proof of a complete job for a lock file."""
     manifest = Manifest.parse(
         (reader.path / "manifest.json").read_bytes(), reader.storage.display_name
     )
@@ -87,7 +86,7 @@ def step_proof(reader: JobFolderReader) -> StepProof:
 
 
 def without_places(fingerprints: Mapping[str, str]) -> dict[str, str]:
-    """Fingerprints by what they are of, without the paths of what steps of `rows` have read."""
+    """Fingerprints by name, without the paths of the files that row steps have read."""
     cleaned: dict[str, str] = {}
     for name, digest in sorted(fingerprints.items()):
         what, _, location = name.partition(" ")

@@ -1,8 +1,9 @@
-"""Lock files: what made a data set and what it must come to, in a few kB.
+"""Lock files: how a data set was made and the digests of the result, in a few kB.
 
-A lock file is a pipeline file with `steps`, of which each has all keys that decide its rows, and
-with `proof`: for each step digests of what it was made of and of what it made. Nothing in it runs,
-and what it names is a stranger's word until the user confirms it.
+A lock file is a pipeline file. Its `steps` have all keys that decide their rows, and `proof` has,
+for each step, digests of its inputs and of its rows. `batchgen lock` writes it and `batchgen
+rebuild` makes the rows again. Nothing in a lock file runs, and the paths in it are not trusted
+until the user confirms them.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ class StepProof:
     """Digests of one step, as hex digits.
 
     Attributes:
-        fingerprints: those of the manifest: models, dtype, constraint, steps and what these read.
+        fingerprints: those of the manifest: models, dtype, constraint, steps and the files that
+            these read.
         dataset: the last digest of the rows that were read; None if it cannot be known.
         dataset_rows: how many rows were read; None for a stream.
         columns: a digest of the names and types of the output columns.
         rows: the output rows.
         shards: the number of shards.
-        root: over all rows.
-        shard_roots: over those of each shard, if there are few.
+        root: the Merkle root over all rows.
+        shard_roots: the root of each shard, if there are few.
         files: digests of the bytes of each shard, if there are few.
         grades: the root over the grades; None without any.
     """
@@ -54,23 +56,23 @@ class StepProof:
 
 @dataclass(frozen=True)
 class LockFile:
-    """What a lock file holds.
+    """The content of a lock file.
 
     Attributes:
-        steps: the values of each step as a pipeline file has them, in topological order: each comes
-            behind what it reads; `${` is escaped, as in every file with keys.
+        steps: the values of each step as a pipeline file has them, in topological order; `${` is
+            escaped, as in every file with keys.
         proof: of each step.
         versions: the packages with which the rows were made.
-        places: of the keys in the file, for messages.
+        locations: where each key stands in the file, for messages.
     """
 
     steps: Mapping[str, Mapping[str, Any]]
     proof: Mapping[str, StepProof]
     versions: Mapping[str, str]
-    places: Mapping[str, str] = field(default_factory=dict)
+    locations: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        """What the file holds."""
+        """The text of the file."""
         proof = {
             name: {key: value for key, value in asdict(one).items() if value not in (None, ())}
             for name, one in self.proof.items()

@@ -1,4 +1,4 @@
-"""The jobs that a lock describes, in folders of the user's."""
+"""Turns a lock file into jobs that can be run, in folders that the user chooses."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
 _PACKAGE = "package://"
-"""How places begin that come with batchgen."""
+"""The prefix of paths inside installed packages, such as batchgen."""
 _ENDS = ("path", "_file", "_model", "_root")
 _ADAPTERS = "model.lora"
-"""The key of adapters: a place, a list of places, or places by names."""
+"""The key of adapters: a path, a list of paths, or paths by name."""
 _TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
 _OF_CONSTRAINT = ("schema", "grammar", "tag")
 _TEXT = ("{", "::=")
-"""What a schema or a grammar has that is no path."""
+"""Texts that tell a schema or a grammar from a path."""
 
 
 @dataclass(frozen=True)
 class LockedJobs:
-    """The jobs of a lock: `folders` are where each step writes, and `pipeline` what they are."""
+    """The jobs of a lock: the `pipeline` of its steps, and the `folders` in which they write."""
 
     lock: LockFile
     pipeline: Pipeline
@@ -55,19 +55,19 @@ def locked_jobs(
     *,
     confirmed: bool = False,
 ) -> LockedJobs:
-    """The jobs of the lock in a file, with what was typed.
+    """Make the jobs of a lock file, with the typed arguments.
 
     Args:
         overrides: `output.dir`, and where models and data are, for all steps (`model.path=…`) or
             one (`judge.model.path=…`).
         trusted: what the user trusts, see `--trust`.
-        confirmed: whether the user has confirmed the places that the lock names.
+        confirmed: whether the user has confirmed the paths that the lock names.
 
     Raises:
-        ConfigError: a key is wrong, a place is not confirmed, or code is named that is not
+        ConfigError: a key is wrong, a path is not confirmed, or the file names code that is not
             batchgen's own.
     """
-    values = read_pipeline({STEPS: dict(lock.steps)}, lock.places, overrides)
+    values = read_pipeline({STEPS: dict(lock.steps)}, lock.locations, overrides)
     if is_url(values.out):
         raise ConfigError(
             "output.dir: a lock can only be rebuilt in a folder of this machine: name one"
@@ -86,7 +86,7 @@ def locked_jobs(
 
 
 def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
-    """Refuse to read what a stranger's file names before the user has said so."""
+    """Refuse to read paths that a stranger's file names before the user has confirmed them."""
     left = [
         (f"{name}.{key}", path)
         for name, values in steps.items()
@@ -124,8 +124,8 @@ def _plain(config: JobConfig) -> dict[str, Any]:
 
 
 def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a job reads, by its keys: models, data and files. What comes with batchgen is left
-    out."""
+    """The paths that a job reads, by its keys: models, data and files, without those that come with
+    batchgen."""
     for group, group_values in values.items():
         if group == "rows":
             for index, step in enumerate(group_values if isinstance(group_values, list) else ()):
@@ -137,7 +137,7 @@ def places_read(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _places(value: Any, key: str, is_place: Any) -> Iterator[tuple[str, str]]:
-    """All places in a value and in what it holds."""
+    """All paths in a value and in the values inside it."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _places(item, f"{key}.{name}", is_place)

@@ -1,4 +1,4 @@
-"""Makes the lock of a job, of a chain of jobs or of a pipeline."""
+"""Makes the lock file of a job, of a chain of jobs or of a pipeline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _GROUPS = (
     *("model", "dataset", "rows", "prompt", "sampling", "strategy", "constraint", "engine"),
     *("post", "score", "output"),
 )
-"""What a lock has of a configuration; the rest says how a job runs and not what it writes."""
+"""The groups of a configuration that a lock keeps; the others say how a job runs and not what it
+writes."""
 _NOT_KEPT = {
     "dataset": {"follow"},
     "output": {"dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse"},
@@ -43,7 +44,7 @@ def make_lock(job_path: str) -> LockFile:
     """The lock of a folder, with all jobs whose rows it reads.
 
     Raises:
-        ConfigError: a job is not complete, or one that was read is not there or is another one now.
+        ConfigError: a job is not complete, or one whose rows it read is missing or has changed.
         JobError: a file is damaged.
     """
     out = folder_here(job_path, "batchgen lock")
@@ -59,7 +60,7 @@ def make_lock(job_path: str) -> LockFile:
 
 
 class _Chain:
-    """Jobs that were found so far, each behind those whose rows it reads."""
+    """The jobs that were found so far, each after those whose rows it reads."""
 
     def __init__(self) -> None:
         self.steps: dict[str, dict[str, Any]] = {}
@@ -163,6 +164,6 @@ def _set(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _composed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the values of a job come to. Nothing of it runs."""
+    """The full configuration that the values of a job compose to. No code in it runs."""
     with_folder = {**values, "output": {**values["output"], "dir": "."}}
     return resolved(load_config(compose_groups(with_folder).groups, TYPED))

@@ -1,8 +1,8 @@
-"""One digest over the rows of a folder, whatever its files look like.
+"""A Merkle tree over the rows of a folder: one digest, however the rows are spread over files.
 
-A leaf is a digest of one row: of the names, types and values of its columns, to the bit. A node is
-a digest of two nodes or leaves; of an odd number the last one goes up as it is. The root of a shard
-stands over its rows, and the root of a folder over those of its shards.
+A leaf is a digest of one row: of the names, types and values of its columns, bit by bit. A node is
+a digest of two nodes or leaves; the last one of an odd number moves up unchanged. The root of a
+shard is over its rows, and the root of a folder is over the roots of its shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchgen.storage.shards.checked_file import CheckedFile
 
 Digest = bytes
 SIZE = 32
-"""Bytes of a digest, so that nobody finds two rows with one."""
+"""Bytes of a digest, enough that nobody can find two rows with equal digests."""
 _LEAF, _NODE, _NONE = b"batchgen row", b"batchgen node", b"batchgen none"
 _BATCH = 256
 

@@ -1,4 +1,4 @@
-"""Makes the rows of a lock again, and compares them with what it says."""
+"""Makes the rows of a lock file again, and compares their digests with the file's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _DATASET = "dataset"
 
 @dataclass(frozen=True)
 class RebuiltStep:
-    """A step that was made again: what differs from the lock, in words; None if its rows are equal.
-    `same_bytes` says whether its files are, too."""
+    """A rebuilt step: its `difference` from the lock in words, None if its rows are equal.
+    `same_bytes` says whether its files are equal as well."""
 
     name: str
     rows: int
@@ -40,7 +40,7 @@ def rebuild(jobs: LockedJobs, say: Callable[[str], None]) -> Iterator[RebuiltSte
     are complete there are not run again.
 
     Yields:
-        Each step; at last the number of the signal, if one has stopped a step.
+        Each step, and at last the number of a signal if one has stopped a step.
 
     Raises:
         ConfigError: model or data are not those of the lock. Nothing of that step was computed.
@@ -60,8 +60,7 @@ def rebuild(jobs: LockedJobs, say: Callable[[str], None]) -> Iterator[RebuiltSte
 def opened(
     config: JobConfig, name: str, proof: StepProof
 ) -> Iterator[tuple[JobConfig, ResolvedJob]]:
-    """A job and what it runs on, if models and data are those of the lock. Raises ConfigError if
-    not."""
+    """Open a job. Raises ConfigError unless its models and data are those of the lock."""
     if proof.dataset_rows is not None and config.dataset.kind in ("files", "hub", "demo"):
         # Rows that were added since are not of the set.
         config = replace(config, dataset=replace(config.dataset, limit=proof.dataset_rows))
@@ -104,7 +103,7 @@ def _other_data(parts: ResolvedJob, proof: StepProof, fingerprint: str | None) -
 
 
 def rebuilt_step(name: str, proof: StepProof, digests: FolderDigests) -> RebuiltStep:
-    """A step beside what the lock says of it."""
+    """Compare a step with its proof in the lock."""
     same_bytes = list(proof.files) == digests.files if proof.files else True
     return RebuiltStep(
         name, digests.rows, len(digests.files), _difference(proof, digests), same_bytes

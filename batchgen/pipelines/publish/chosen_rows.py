@@ -1,4 +1,4 @@
-"""Which rows of complete jobs `select` takes, and in which order."""
+"""Chooses the rows of complete jobs that `batchgen select` takes, and their order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchgen.util.text.row_json import json_text
 
 @dataclass(frozen=True)
 class SelectionRequest:
-    """What a user asks for; each text is an expression over the columns of a row."""
+    """The options of `batchgen select`. Each text is an expression over the columns of a row."""
 
     where: str | None = None
     best: str | None = None
@@ -40,7 +40,7 @@ class SelectionRequest:
 
 @dataclass
 class Funnel:
-    """How many rows were left after each step."""
+    """The number of rows that were left after each option."""
 
     steps: list[tuple[str, int]] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class Funnel:
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """[R] Where rows lie, in the order in which they are to be written."""
+    """[R] The locations of rows, in the order in which they are to be written."""
 
     job: npt.NDArray[np.int32]
     shard: npt.NDArray[np.int32]
@@ -69,8 +69,8 @@ def value_digest(value: Any) -> bytes:
 
 
 def choose(jobs: Sequence[FinishedRows], choice: SelectionRequest) -> tuple[WriteOrder, Funnel]:
-    """The rows that a choice takes: those `where` it is true, of each input row the `best` sample,
-    sorted `by` a number, the first of those that agree in `dedupe`, and the `top` of them.
+    """Choose rows: those for which `where` is true, of each input row the `best` sample, sorted
+    `by` a number, the first of those with equal `dedupe`, and the `top` of the result.
 
     Rows with an error are never taken. A tie goes to the row that comes first. Of rows that agree,
     the first in the sorted order stays, so the best. About 40 bytes a row are in memory.
@@ -105,7 +105,8 @@ def choose(jobs: Sequence[FinishedRows], choice: SelectionRequest) -> tuple[Writ
 
 
 class _Kept:
-    """The rows that `where` and `best` leave: where they lie, and what sorts and compares them."""
+    """The rows that `where` and `best` leave: their locations, and the values that sort and compare
+    them."""
 
     def __init__(self) -> None:
         self.job, self.shard, self.place = array("i"), array("i"), array("i")

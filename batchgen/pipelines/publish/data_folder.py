@@ -1,4 +1,8 @@
-"""Folders with Parquet files in `data`, a card and SET_FILE, which appear whole or not at all."""
+"""Writes folders with Parquet files in `data`, a card and SET_FILE, which appear whole or not at
+all.
+
+`select` and `export` use it. SET_FILE (selection.json) says from which jobs the rows came.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,13 @@ ROWS_PER_SHARD = 10 * ROWS_PER_GROUP
 
 
 def request_digest(request: Mapping[str, Any]) -> str:
-    """The digest of what decides the content of a folder."""
+    """The digest of a request, which decides the content of a folder."""
     text = json.dumps(request, sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def new_folder(job_path: str) -> Path:
-    """The folder that a user names for a new set. Raises ConfigError for an object store."""
+    """Check the folder that a user names for a new set. Raises ConfigError for an object store."""
     if is_url(job_path):
         raise ConfigError(
             f"--out {job_path}: a set can only be written to a folder of this machine: name one"
@@ -45,8 +49,8 @@ def new_folder(job_path: str) -> Path:
 
 
 def is_there(path: Path, request: str) -> bool:
-    """Whether a folder has what a request makes. Raises ConfigError if it has anything else,
-    JobError if it has lost some of it."""
+    """Whether a folder already has the result of a request. Raises ConfigError if it has anything
+    else, JobError if it has lost some of it."""
     if not os.path.lexists(path):
         return False
     if path.is_dir() and (path / SET_FILE).is_file() and set_facts(path)["request"] == request:
@@ -64,7 +68,7 @@ def is_there(path: Path, request: str) -> bool:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder beside `path` that gets its name when the body ends without an error.
 
-    What a killed process has left there is deleted. A second process at the same time is refused.
+    Leftovers of a killed process are deleted. A second process at the same time is refused.
     """
     hidden, lock = (path.with_name(f".{path.name}.{end}") for end in ("unfinished", "lock"))
     try:

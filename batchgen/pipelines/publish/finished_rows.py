@@ -1,4 +1,8 @@
-"""The rows of a complete job with their grades, or of a set that `select` or `export` wrote."""
+"""Reads the rows of a complete job with their grades, or those of a set.
+
+A *set* is a folder of rows that `select` or `export` wrote from jobs. Trainer formats, `push`,
+`trace` and `audit` read rows through `FinishedRows`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ SET_FORMAT = 1
 
 @dataclass(frozen=True)
 class LocatedRow:
-    """A row where it lies; `variables` are what expressions and templates see."""
+    """A row with its location; `variables` are the values that expressions and templates see."""
 
     shard: int
     position: int  # in its shard, from 0
@@ -37,20 +41,20 @@ class LocatedRow:
 
 
 def set_row_name(row: LocatedRow) -> str:
-    """How a message names a row, as far as its id was read."""
+    """The name of a row in messages, by its id if that was read."""
     variables = row.variables
     name = variables.get("row_id", variables.get("id"))
     return f"row {row.position} of shard {row.shard}" if name is None else f"row {name!r}"
 
 
 class FinishedRows(FinishedShards):
-    """Rows that will not change any more, in their order.
+    """Rows that will not change any more.
 
     Attributes:
-        user_path: the folder as the user named it.
-        manifest: what a job's manifest.json holds; empty for a set.
-        facts: what a set's SET_FILE holds; None for a job.
-        metrics: what metrics.json holds; empty for a set.
+        user_path: the folder as the user typed it.
+        manifest: the content of a job's manifest.json; empty for a set.
+        facts: the content of a set's SET_FILE; None for a job.
+        metrics: the content of metrics.json; empty for a set.
         config: the configuration by group; of a set, that of its jobs, if they had equal
             prompts, else empty.
     """
@@ -112,7 +116,7 @@ def is_set(job_path: str) -> bool:
 
 
 def open_rows(job_path: str) -> FinishedRows:
-    """The rows of a complete job or of a set, or a ConfigError that says what to do."""
+    """Open the rows of a complete job or of a set. Raises ConfigError, which says what to do."""
     if is_set(job_path):
         return _open_set(job_path, user_path(job_path, "OUT"))
     reader = open_job_reader(job_path)
@@ -122,7 +126,7 @@ def open_rows(job_path: str) -> FinishedRows:
 
 
 def set_facts(path: Path) -> dict[str, Any]:
-    """What the SET_FILE of a folder holds.
+    """Read the SET_FILE of a folder.
 
     Raises:
         ConfigError: a file of the folder is a link.
@@ -144,7 +148,7 @@ def set_facts(path: Path) -> dict[str, Any]:
 
 
 def whole_set(path: Path, user_path: str) -> tuple[dict[str, Any], WholeShards]:
-    """What the SET_FILE of a folder holds, and the shards, which are those that it names.
+    """Read the SET_FILE of a folder, and check that the shards are those that it names.
 
     Raises:
         ConfigError, JobError: see `set_facts` and `whole_shards`, or other rows lie there.

@@ -1,4 +1,4 @@
-"""Pushes a folder to a data set of the hub, commit by commit, so that nothing is there twice."""
+"""Pushes a folder to a data set of the hub, commit by commit, without uploading anything twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 SHARDS_IN_COMMIT = 100
 _TRIES = 8
-"""How often in a row a commit may fail before the push ends."""
+"""The most consecutive failures of a commit before the push ends."""
 _MOST_WAIT = 60.0
 _LOOK_SECONDS = 30.0
 _CONFLICT = 412
@@ -29,9 +29,9 @@ _TRANSIENT = (408, 429, 500, 502, 503, 504)
 class FolderPush:
     """The push of one folder into one repository.
 
-    A commit names its parent, so that two who push at once do not overwrite each other: whoever is
-    late reads again what is there, and goes on. After any failure what is there is read again, so a
-    commit whose answer was lost is not made twice.
+    A commit names its parent, so two processes that push at once do not overwrite each other: the
+    later one reads the repository again and continues. The repository is also read again after any
+    failure, so a commit whose answer was lost is not made twice.
 
     Attributes:
         pushed, commits: how many files and commits were pushed.
@@ -110,8 +110,8 @@ class FolderPush:
         return f"{self._api.endpoint}/datasets/{self._repo}"
 
     def push(self, *, complete: bool) -> None:
-        """Push what is not there yet. The card of an incomplete job says that it is not; of a
-        complete one the repository has exactly these rows at the end.
+        """Push the files that the repository lacks. The card of an incomplete job says that it is
+        incomplete; after the push of a complete one the repository has exactly its rows.
 
         Raises:
             JobError: a file is damaged or missing, or the hub refuses, or fails too often. What
@@ -137,7 +137,7 @@ class FolderPush:
             )
 
     def _push_some(self, complete: bool) -> bool:
-        """Push one commit of what is missing; whether there was something."""
+        """Push one commit of missing files; return whether there were any."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         head = self._head()
@@ -217,7 +217,7 @@ class FolderPush:
         return [item for item in entries if isinstance(item, RepoFile)]
 
     def _patiently(self, work: Callable[[], _T]) -> _T:
-        """Do something that may be tried again from its beginning."""
+        """Call a function that may be repeated, until it succeeds or has failed too often."""
         wait = 1.0
         for left in reversed(range(_TRIES)):
             try:
@@ -238,8 +238,8 @@ class FolderPush:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What calls of the hub raise if the hub or the network fails; failed uploads are a
-    RuntimeError with the cause."""
+    """The errors that calls of the hub raise if the hub or the network fails; failed uploads raise
+    a RuntimeError with the cause."""
     from huggingface_hub import errors
 
     network: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The files of a folder that go to the hub, and whether they are there already."""
+"""Lists the files of a folder that go to the hub, and compares them with those that are there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BESIDE = ("config.yaml", ROW_INDEX)
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file as it is to be in the repository: its path there and here."""
+    """A file to be pushed: its path in the repository and on this machine."""
 
     name: str
     source: Path
@@ -39,17 +39,17 @@ class LocalFile:
         return self.source.stat().st_size
 
     def sha256(self) -> str:
-        """The digest by which the hub knows large files."""
+        """The digest by which the hub identifies large files."""
         with self.source.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def git_blob(self) -> str:
-        """The digest by which git knows small files."""
+        """The digest by which git identifies small files."""
         content = self.source.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
     def check(self) -> None:
-        """Raise JobError unless a file of rows holds what was written into it."""
+        """Raise JobError if a file of rows is damaged."""
         if self.source.suffix == ".parquet":
             with CheckedFile(self.source) as file:
                 file.verify()
@@ -59,7 +59,7 @@ class PushedFolder:
     """A job's folder, which may still grow, or one that `select` or `export` wrote.
 
     Attributes:
-        identity_file: the file that says what the rows are.
+        identity_file: the file that identifies the rows: a job's manifest, or SET_FILE.
     """
 
     def __init__(self, job_path: str) -> None:
@@ -118,8 +118,8 @@ class PushedFolder:
                     yield LocalFile(f"{ROWS}/{name}", self.path / ROWS / name)
 
     def differences(self, there: bytes) -> list[str]:
-        """In what the rows that the identity file of a repository tells of differ from these, a
-        line each; none where they are the same, or these have grown out of them."""
+        """Lines that say how the rows described by a repository's identity file differ from these;
+        none if they are the same, or if these rows continue them."""
         try:
             if self._reader is None:
                 here, other = set_facts(self.path), json.loads(there)

@@ -1,4 +1,4 @@
-"""Values of expressions in rows that are finished; what has none there ends the work."""
+"""Evaluates expressions in finished rows; an expression without a value is an error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def is_true(expression: RowExpression, row: LocatedRow) -> bool:
 
 
 def number_value(expression: RowExpression, row: LocatedRow) -> float | None:
-    """What an expression is in a row, as a number; None for null and for what is not a number. A
-    list of one number is that number, as `class_scores` of a reward model.
+    """The value of an expression in a row, as a number; None for null and for other types. A list
+    of one number is that number, as `class_scores` of a reward model.
 
     Raises:
         ConfigError: it has no value in the row, or one of another type.
@@ -44,7 +44,8 @@ def number_value(expression: RowExpression, row: LocatedRow) -> float | None:
 
 
 def expression_value(expression: RowExpression, row: LocatedRow) -> Any:
-    """What an expression is in a row; ConfigError, which names the row, if it has no value."""
+    """The value of an expression in a row. Raises ConfigError, which names the row, if it has
+    none."""
     try:
         return expression.value(row.variables, str(row.variables.get("row_id", "")))
     except ExpressionFailed as error:
@@ -57,7 +58,8 @@ def expression_value(expression: RowExpression, row: LocatedRow) -> Any:
 def answered_rows(
     rows: FinishedRows, wanted: Wanted, where: RowExpression | None, left_out: Counter[str]
 ) -> Iterator[LocatedRow]:
-    """The rows that have an answer, and of which an expression is true; the others are counted."""
+    """Yield the rows that have an answer and for which an expression is true; count the others in
+    `left_out`."""
     for row in rows.rows(wanted):
         if row.variables.get("error") is not None and not rows.is_set:
             left_out["with an error"] += 1

@@ -1,4 +1,4 @@
-"""A new set of rows out of complete jobs: `batchgen select`."""
+"""Writes a new set from rows of complete jobs: `batchgen select`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True)
 class Selected:
-    """What `select` did: the rows of the set, and how many there were after each step; `is_new` is
-    false if the set was there."""
+    """The result of `select`: the number of rows in the set, and after each option; `is_new` is
+    false if the set was already there."""
 
     rows: int
     funnel: Sequence[tuple[str, int]]

@@ -1,4 +1,4 @@
-"""The card of a set: what its rows are, and the jobs that they came from."""
+"""Writes the data set card of a set: what its rows are, and the jobs that they came from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from batchgen.pipelines.publish.finished_rows import FinishedRows
 from batchgen.storage.folder.how_to_read import CARD_HEADER, how_to_read
 
 _GROUPS = ("model", "dataset", "rows", "prompt", "strategy", "sampling", "constraint", "post")
-"""What a set keeps of the configuration of each job."""
+"""The groups of each job's configuration that a set keeps."""
 _NOT_KEPT = ("row_digests", "history")
 """Parts of a manifest that grow with the rows, or that are for people."""
 
 
 def job_lineage(job: FinishedRows) -> dict[str, Any]:
-    """What a folder remembers of a job, or of a set, that its rows came from."""
+    """The facts that a set keeps of a job, or of another set, from which its rows came."""
     lineage: dict[str, Any] = {"path": job.user_path, "digest": job.digest}
     if job.facts is not None:
         return {**lineage, "set": dict(job.facts)}

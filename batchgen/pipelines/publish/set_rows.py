@@ -1,4 +1,4 @@
-"""The rows of a set that `select` writes: what they hold, and how they get there in any order."""
+"""Writes the rows of a set in any order with bounded memory, and decides which columns it has."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SOURCE_TYPE = pa.struct(
     [("job", pa.string()), ("row_id", pa.string()), ("sample_index", pa.int32())]
 )
 _BUCKETS = 256
-"""How many shards are filled in one pass over the rows."""
+"""The number of shards that are filled in one pass over the rows."""
 _KEYS = ("row_id", "sample_index")
 
 
 @dataclass(frozen=True)
 class SetColumns:
-    """From which columns of a job's rows and grades those of the set are made, by their names in
-    the set; ids end with the number of the sample, unless only one sample of a row is taken."""
+    """The columns of a job's rows and grades that the set takes, by their names in the set. Ids end
+    with the number of the sample, unless only one sample of each row is taken."""
 
     name: str
     data: dict[str, str]
@@ -136,16 +136,16 @@ def set_schema(jobs: Sequence[FinishedRows], columns: Sequence[SetColumns]) -> p
 def set_tables(
     jobs: Sequence[FinishedRows],
     columns: Sequence[SetColumns],
-    places: WriteOrder,
+    order: WriteOrder,
     schema: pa.Schema,
 ) -> Iterator[pa.Table]:
-    """The rows at these places, in their order, a table for each shard of the set."""
-    for start in range(0, max(1, len(places)), _BUCKETS * ROWS_PER_SHARD):
-        stop = min(start + _BUCKETS * ROWS_PER_SHARD, len(places))
+    """The rows in the order in which they are to be written, a table for each shard of the set."""
+    for start in range(0, max(1, len(order)), _BUCKETS * ROWS_PER_SHARD):
+        stop = min(start + _BUCKETS * ROWS_PER_SHARD, len(order))
         with tempfile.TemporaryDirectory(prefix="batchgen-select-") as folder:
             buckets = [_Bucket(Path(folder, str(i)), schema) for i in range(_BUCKETS)]
             ranks = np.arange(start, stop)
-            for table, of in _located(jobs, columns, places, ranks, schema):
+            for table, of in _located(jobs, columns, order, ranks, schema):
                 bucket_of = (of - start) // ROWS_PER_SHARD
                 for number in np.unique(bucket_of):
                     here = np.flatnonzero(bucket_of == number)
@@ -181,18 +181,18 @@ class _Bucket:
 def _located(
     jobs: Sequence[FinishedRows],
     columns: Sequence[SetColumns],
-    places: WriteOrder,
+    order: WriteOrder,
     ranks: Any,
     schema: pa.Schema,
 ) -> Iterator[tuple[pa.Table, Any]]:
-    """The rows with these ranks, as they lie in the jobs, and the rank of each."""
-    keys = np.stack([places.job[ranks], places.shard[ranks]], axis=1)
+    """The rows with these ranks, in the order of the jobs' files, with the rank of each."""
+    keys = np.stack([order.job[ranks], order.shard[ranks]], axis=1)
     for number, shard in np.unique(keys, axis=0).tolist() if len(ranks) else ():
         here = ranks[(keys[:, 0] == number) & (keys[:, 1] == shard)]
-        here = here[np.argsort(places.position[here], kind="stable")]
+        here = here[np.argsort(order.position[here], kind="stable")]
         job, taken, done = jobs[number], columns[number], 0
         names = job.columns.ordered(taken.wanted)
-        for rows, grades in job.tables(shard, *names, places.position[here]):
+        for rows, grades in job.tables(shard, *names, order.position[here]):
             yield _table(rows, grades, taken, schema), here[done : done + len(rows)]
             done += len(rows)
 

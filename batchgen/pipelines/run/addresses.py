@@ -1,8 +1,9 @@
-"""The address of a step: a digest of all that decides its rows.
+"""The address of a pipeline's step: a digest of everything that decides its rows.
 
-Versions of a step keep one address as long as they differ only in keys by which finished rows stay
-valid, such as the number of rows, or in where files lie. Any other change of a step changes its
-address, and those of all steps that read it.
+A step writes into OUT/NAME.ADDRESS, so a changed step gets a new folder. The address stays the same
+if only keys change under which finished rows stay valid (such as the number of rows), or the
+location of files. Any other change of a step changes its address, and those of all steps that read
+it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def addresses(
 
 
 def _decides_rows(step: PipelineStep, prints: Prints) -> Any:
-    """All that decides the rows of a step, except the steps that it reads."""
+    """Everything that decides the rows of a step, except the steps that it reads."""
     # Other steps go by their names: where they lie decides nothing.
     config = step.within({name: name for name in [step.name, *step.reads]})
     models = [name for name in prints if name.endswith("_model")]
@@ -59,8 +60,8 @@ def _decides_rows(step: PipelineStep, prints: Prints) -> Any:
 
 
 def _decides_answers(step: PipelineStep) -> Any:
-    """The settings of a step that do not decide its rows, and so are no part of its address, but
-    change what the steps that read it get: the number of samples, and the grades."""
+    """Settings of a step that are not part of its address, because they do not change its rows, but
+    that change the input of steps that read it: the number of samples, and the grades."""
     groups = _resolved(step.config)
     sampling = {key: groups["sampling"][key] for key in ("n", "until")}
     if sampling["until"]:  # keys at their defaults do not count

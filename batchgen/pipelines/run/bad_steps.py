@@ -1,4 +1,4 @@
-"""Ends a pipeline in which too many rows of a step become errors, before more is computed."""
+"""Stops a pipeline early if too many rows of a step's first shard are errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TooManyErrors(JobError):
 
 
 class ErrorWatch:
-    """Looks at the first finished shard of a step, once there is one."""
+    """Checks the first finished shard of a step, once there is one."""
 
     def __init__(self, step: str, storage: Storage, limit: float) -> None:
         self._step, self._storage, self._most = step, storage, limit

@@ -1,8 +1,8 @@
-"""The key `judge` of a step: a model that judges the answers of another step.
+"""The key `judge` of a pipeline's step: a model that judges the answers of another step.
 
-The key is short for several keys of a job: the prompt of the judge, the constraint on what the
-judge may write, and the `post` steps that read it. The step may set these keys itself, too, which
-replaces them; `--cfg job` shows all.
+`judge` stands for several keys of a job: the prompt of the judge, the constraint on its output, and
+the `post` steps that read the output. The step may set these keys itself, which replaces them;
+`--cfg job` prints the result.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MOST_NUMBERS = 100
 
 @dataclass(frozen=True)
 class _Template:
-    """A ready prompt of a judge.
+    """One of the prompts for judges that come with batchgen.
 
     Attributes:
-        scale: what the judge says: a verdict (choice), a number (score) or which of two is better
-            (pair).
+        scale: the kind of judgement: a verdict (choice), a number (score), or which of two is
+            better (pair).
         question: the column of the question, unless the step names another one.
         target: the column of the right answer, unless the step names another one; None if the
             judge sees no right answer.
@@ -71,7 +71,7 @@ _SCALES = {"choice": "match", "score": "score", "pair": "pair"}
 
 
 def judge_values(value: Any, parents: tuple[str, ...], start: str) -> dict[str, Any]:
-    """The keys of a job that `judge` is short for, as a nested mapping.
+    """The keys of a job that `judge` stands for, as a nested mapping.
 
     Args:
         value: what the step has under `judge`.
@@ -168,14 +168,14 @@ def _bounds(template: _Template, values: Mapping[str, Any], start: str) -> tuple
 def _answers(template: _Template) -> str:
     """The Jinja statements that set variables to the answers that are judged, without the reasoning
     before them: `given`, or `first` and `second` in the order of the row."""
-    behind = ".rpartition('</think>')[2].strip()"
+    after_thoughts = ".rpartition('</think>')[2].strip()"
     if template.scale != "pair":
-        return f"{{%- set given = {_RESPONSE}{behind} %}}"
+        return f"{{%- set given = {_RESPONSE}{after_thoughts} %}}"
     both = f"({_RESPONSE}, {_OTHER})"
     turned = f"({_OTHER}, {_RESPONSE})"
     return (
         f"{{%- set first, second = {both} if {_ORDER} == '{_ORDERS[0]}' else {turned} %}}"
-        f"{{%- set first = first{behind} %}}{{%- set second = second{behind} %}}"
+        f"{{%- set first = first{after_thoughts} %}}{{%- set second = second{after_thoughts} %}}"
     )
 
 

@@ -1,7 +1,8 @@
-"""The key `judge.models`: several judges of the same answers, and what most of them say.
+"""The key `judge.models` of a pipeline's step: several judges of the same answers, and their
+majority.
 
-Each model has a step of its own. That of the last one has the name that the file gives; it reads
-the marks of the others and makes the majority of them.
+Each model becomes a step of its own. The step of the last one has the name from the file; it reads
+the marks of the others and computes the majority.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Writes the exports of a pipeline, pushes what it asks for, and refuses before its first step runs
-what could not be written at its end."""
+"""Writes the exports of a pipeline and pushes results to the hub, after its steps are complete.
+
+Exports that could not be written in the end are refused before the first step runs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ from batchgen.util.temporary import delete_temporaries
 
 
 def make_exports(opened: OpenPipeline) -> list[str]:
-    """Write the exports that are not there as they would be made now; returns a line for each.
+    """Write the exports that are missing or out of date; return a line of text for each.
 
     Raises:
         ConfigError: a file is there that the pipeline has not written.
@@ -59,7 +61,7 @@ def make_exports(opened: OpenPipeline) -> list[str]:
 
 
 def _make_export(one: Export, source: str, record: ExportRecord) -> str:
-    """Write an export unless it is there; returns what is said of it."""
+    """Write an export unless it is up to date; return the line of text about it."""
     rows = open_rows(source)
     request = request_digest({**export_settings(one), "rows": rows.digest})
     path, known = record.folder / one.out, record.exports.get(one.out)
@@ -112,7 +114,7 @@ def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:
 
 
 class PromisedRows(FinishedRows):
-    """The rows that a step will have: their columns, and no row.
+    """The columns of a step that has not run yet, without any rows.
 
     Args:
         more: names of columns that the step takes from tables of other steps.
@@ -153,8 +155,8 @@ def refuse_wrong_exports(opened: OpenPipeline) -> None:
 
 
 def _promised_rows(opened: OpenPipeline) -> dict[str, PromisedRows]:
-    """What is known of the rows of the steps before these run. A step that cannot be opened yet is
-    left out, with those that read it: what is wrong there is said when it is opened."""
+    """The columns of the steps' rows before they run. A step that cannot be opened yet is left out,
+    with those that read it: what is wrong there is said when it is opened."""
     promised: dict[str, PromisedRows] = {}
     promises: dict[str, Promise] = {}
     steps, needed = opened.pipeline.steps, {one.step for one in opened.pipeline.exports}

@@ -1,4 +1,4 @@
-"""Finds and deletes the versions of a pipeline's steps that are not current."""
+"""Finds and deletes the folders of earlier versions of a pipeline's steps: `batchgen clean`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OldVersions:
         self._record: PipelineRecord = record
 
     def found(self) -> list[OldVersion]:
-        """Those whose folders are there, the oldest of each step first."""
+        """The versions whose folders exist, the oldest of each step first."""
         versions = []
         for step, known in self._record.steps.items():
             for address in known.older[::-1]:

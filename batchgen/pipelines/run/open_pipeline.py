@@ -1,4 +1,4 @@
-"""A pipeline in its folder: which version of each step is the current one."""
+"""Opens a pipeline's folder: finds the address of each step, and its current and older versions."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ METRICS = "metrics.json"
 
 
 class OpenPipeline:
-    """A pipeline whose models are known, so that the addresses of all steps are.
+    """A pipeline whose models were found, so that the addresses of all steps are known.
 
     Attributes:
         pipeline: the steps.
-        record: what pipeline.json says from now on.
+        record: the new content of pipeline.json.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -63,7 +63,7 @@ class OpenPipeline:
         return {name: at for name, at in current.items() if at is not None}
 
     def engine_of(self, name: str) -> str:
-        """What the engine of a step is made of: steps with the same can share one."""
+        """The recipe of a step's engine; steps with equal recipes can share one."""
         config = self.pipeline.steps[name].config
         prints = {key: value for key, value in self._prints[name].items() if key != "constraint"}
         group, layers = config.model, config.output.hidden_layers
@@ -89,8 +89,8 @@ class OpenPipeline:
         return replace(config, output=replace(config.output, reuse=reuse))
 
     def attempts_elsewhere(self, name: str) -> Attempts:
-        """The attempts of other steps that have the budget of this one. A budget above the steps is
-        that of all which have no other; versions that are not current do not count."""
+        """The attempts of other steps that share the budget of this one. A budget above the steps
+        is that of all which have no other; versions that are not current do not count."""
         steps = self.pipeline.steps
         budget = steps[name].config.budget
         sharing = [
@@ -108,8 +108,8 @@ class OpenPipeline:
         return self._storage.exists(self._storage.path / name / MANIFEST)
 
     def write(self) -> None:
-        """Say in the folder what is current, and what is run. What other processes have said there
-        meanwhile stays among the versions."""
+        """Write pipeline.json and pipeline.yaml. Versions that other processes have written
+        meanwhile are kept."""
         storage = self._storage
         storage.make_folder(storage.path)
         with locked_record(storage) as self._before:
@@ -119,8 +119,8 @@ class OpenPipeline:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else writes the record or the exports meanwhile. JobError if another configuration
-        has taken the folder since, whose exports are the current ones."""
+        """Keep other processes from writing the record or the exports within the context. JobError
+        if another configuration has taken the folder since, whose exports are the current ones."""
         with locked_record(self._storage) as now:
             mine = {name: self.record.current[name] for name in self.pipeline.steps}
             for name, folder in mine.items():
@@ -173,7 +173,7 @@ class OpenPipeline:
 
 
 def _prints(pipeline: Pipeline) -> dict[str, Prints]:
-    """What the models of each step come to; steps with equal models ask once."""
+    """The fingerprints of each step's models; computed once for steps with equal models."""
     known: dict[str, Prints] = {}
     prints = {}
     for name, step in pipeline.steps.items():

@@ -1,4 +1,7 @@
-"""A pipeline: jobs that read each other, in topological order."""
+"""A pipeline: jobs that read each other's rows, in topological order.
+
+`compose_pipeline` makes it from the values that `pipeline_file` has read.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class PipelineStep:
     Attributes:
         config: the job, which names the folders of other steps by OUT/NAME.
         parents: the steps whose answers are its rows.
-        tables: the steps that its steps of `rows` read, by their places in `rows`.
+        tables: the steps whose tables its row steps read, by the row step's index in `rows`.
         waits: whether it begins when its parents are complete, as the pipeline file says.
     """
 
@@ -96,7 +99,7 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Steps in topological order, and what is made of them."""
+    """The steps in topological order, with the exports and pushes that follow them."""
 
     out: str
     steps: Mapping[str, PipelineStep]
@@ -126,8 +129,8 @@ class Pipeline:
 def compose_pipeline(
     pipeline: PipelineValues, trust: Trust, folders: Sequence[Path] = ()
 ) -> Pipeline:
-    """The pipeline with all its jobs checked. Raises ConfigError for a mistake in one of them, or
-    in what they read of each other. `folders` have further choices."""
+    """Compose the jobs of a pipeline, and check them. Raises ConfigError for a mistake in one of
+    them, or in what they read of each other. `folders` have further choices."""
     out = user_folder(pipeline.out, "output.dir")
     steps = {}
     for name, step in pipeline.steps.items():
@@ -149,8 +152,8 @@ def compose_pipeline(
 
 
 def in_order(reads: Mapping[str, Sequence[str]]) -> list[str]:
-    """The steps so that each comes behind those that it reads, and otherwise as they are given;
-    ConfigError for a circle."""
+    """Order the steps so that each comes after those that it reads, and otherwise stays where it
+    is. Raises ConfigError for a circle."""
     ordered: list[str] = []
     left = dict(reads)
     while left:

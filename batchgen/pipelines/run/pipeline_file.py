@@ -1,6 +1,6 @@
-"""What a pipeline file and the arguments of the command line say of each step.
+"""Reads pipeline files: sorts the values of the file and of typed arguments by step.
 
-A pipeline file is a job file with `steps`: keys above them are defaults of all steps.
+A pipeline file is a job file with `steps`; the keys above them are defaults for all steps.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from batchgen.util.errors import ConfigError
 def ready_pipeline(
     name: str, folders: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What `read_job_file` returns, of a pipeline that comes with batchgen or lies in one of the
-    user's folders. Raises ConfigError if there is none of this name."""
+    """Read a pipeline that comes with batchgen or lies in one of the user's folders, as
+    `read_job_file` does. Raises ConfigError if there is none of this name."""
     known = choices(PIPELINE, folders)
     if name not in known:
         guess = nearest(name, known)
@@ -64,7 +64,8 @@ def read_pipeline(
     overrides: Sequence[str],
     reserved: Collection[str] = (),
 ) -> PipelineValues:
-    """Sort what a file and arguments say. Raises ConfigError for what no step can be.
+    """Sort the values of a file and the typed arguments by step. Raises ConfigError for values that
+    no step can have.
 
     Args:
         reserved: names that no step may have, besides those of groups and keys.
@@ -187,8 +188,8 @@ def _step(
 def _with_judge(
     step_values: dict[str, Any], judged: Any, parents: tuple[str, ...], start: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The keys of a step that judges others, and the step whose answers are its rows. What the
-    step says itself counts; a group of which it makes a choice is all its own."""
+    """The keys of a step that judges others, and the step whose answers are its rows. Keys that the
+    step sets itself take precedence; a group for which it names a choice is not filled in."""
     ready = _flat(judge_values(judged, parents, start), {}, "")
     chosen = {key for key in step_values if key in GROUPS}
     kept = {key: value for key, value in ready.items() if key.partition(".")[0] not in chosen}

@@ -1,4 +1,5 @@
-"""What is said of a pipeline and of each of its steps, in its file and by arguments."""
+"""The values of a pipeline and of its steps before they are composed: what `pipeline_file`
+reads."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ _STEP_KEY = re.compile(r"(\+\+|\+|~|)([\w-]+)\.(.+)", re.DOTALL)
 
 @dataclass
 class GivenStep:
-    """What is said of one step: the steps that it reads, its values as `compose_groups` takes them,
-    the places of its keys in the file, and the arguments `key=value` for it, in their order.
+    """The values of one step: the steps that it reads, its values as `compose_groups` takes them,
+    where its keys stand in the file, and the typed arguments `key=value` for it, in their order.
     `waits` says whether it begins when what it reads is complete."""
 
     name: str
@@ -41,9 +42,9 @@ class GivenStep:
 
 @dataclass
 class PipelineValues:
-    """What is said of a pipeline: its steps by name, the folder, and KEYS that are given. `places`
-    are those of all keys in the file; `typed` are the keys among KEYS that were typed, and `panels`
-    the steps of all judges of a step with several."""
+    """The values of a pipeline: its steps by name, its folder, and those of KEYS that are set.
+    `places` are those of all keys in the file; `typed` are the keys among KEYS that were typed, and
+    `panels` the steps of all judges of a step with several."""
 
     steps: dict[str, GivenStep]
     out: str
@@ -53,12 +54,12 @@ class PipelineValues:
     panels: dict[str, list[str]] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """Where a key of the file stands, as the beginning of a message."""
+        """The location of a key in the file, as the beginning of a message."""
         return f"{self.locations.get(key, key)}: "
 
 
 def add_override(pipeline: PipelineValues, argument: str) -> None:
-    """Give an argument to the steps that it is for."""
+    """Add a typed argument to the steps that it is for."""
     key = argument.partition("=")[0].lstrip("+~")
     group = key.partition(".")[0]
     if key in KEYS:

@@ -1,4 +1,5 @@
-"""The plan of a pipeline and its dry run: of each step, as far as its rows are known."""
+"""Plans a pipeline without running it, for `batchgen plan` and `--dry-run`: each step whose rows
+are known."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from batchgen.util.text.text_table import counted
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What is known of a step before it runs: its plan, or the steps that it waits for and how many
-    rows it has at most, None if that is not known."""
+    """A step before it runs: its plan; or, if its rows are not known yet, the steps that it waits
+    for and the most rows that it can have (None if unknown)."""
 
     name: str
     folder: str
@@ -100,7 +101,7 @@ def plans_text(pipeline: Pipeline, steps: list[PlannedStep]) -> str:
 
 
 def plans_summary(steps: list[PlannedStep]) -> dict[str, Any]:
-    """All of it as plain values, for `--json`."""
+    """The plans as plain values, for `--json`."""
     return {
         "steps": {
             step.name: {
@@ -115,7 +116,7 @@ def plans_summary(steps: list[PlannedStep]) -> dict[str, Any]:
 
 
 def total_seconds(plans: list[Plan]) -> Range | None:
-    """The time of some jobs, one after the other; None if that of one is not known."""
+    """The seconds of jobs that run one after the other; None if one of them is not known."""
     plans = [plan for plan in plans if plan.answers]
     seconds = [plan.forecast.seconds for plan in plans if plan.forecast is not None]
     if not seconds or len(seconds) < len(plans):

@@ -1,4 +1,8 @@
-"""Runs a pipeline to its end, or goes on with one that was stopped or killed."""
+"""Runs a pipeline to its end, or resumes one that was stopped or killed.
+
+This is the top of the package: it opens the pipeline, runs its steps, and writes and pushes
+exports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the steps of a pipeline: those with the same models at the same time, in one engine."""
+"""Runs the steps of a pipeline; steps with equal models run at the same time in one engine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def of_step(name: str, error: ConfigError | JobError) -> ConfigError | JobError:
 
 
 class _Run:
-    """One pass through the steps, none of which gets another version meanwhile."""
+    """One pass through the steps. If the rows of a step have changed, the pass ends and a new one
+    begins."""
 
     def __init__(self, opened: OpenPipeline) -> None:
         self._opened = opened
@@ -82,7 +83,7 @@ class _Run:
         self._promised: dict[str, Promise] = {}
 
     def all(self) -> list[JobResult]:
-        """How each step ended, see `run_pipeline_steps`."""
+        """Run all steps; return how each ended, see `run_pipeline_steps`."""
         while (group := self._groups.next(self._results)) is not None:
             self._run_group(group)
             if any(_is_cut_short(result) for result in self._results.values()):

@@ -1,4 +1,4 @@
-"""Which steps of a pipeline run in one engine, and which of them can begin."""
+"""Groups the steps of a pipeline that can share an engine, and finds those that can begin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchgen.util.paths import is_url
 
 
 class StepGroups:
-    """The steps by what their engine is made of.
+    """The steps of a pipeline, grouped by the recipe of their engine.
 
     Attributes:
         steps: the names of each group, in the order of the pipeline; the key of a group is

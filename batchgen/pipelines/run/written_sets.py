@@ -1,4 +1,4 @@
-"""What `export` and `push` of a pipeline file ask for."""
+"""Reads the keys `export` and `push` of a pipeline file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _OUT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
 _BYTES = ("kd-packed", "rl")
-"""Formats that JSON lines have no place for."""
+"""Formats that cannot be written as JSON lines."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """A set of rows that is written at the end: of which step, the format of a trainer or None for
-    the columns as they are, the name of the file or folder, and options of `batchgen export`."""
+    """A file or folder that is written at the end: the step whose rows it has, the trainer's format
+    (None for unchanged columns), its name, and options of `batchgen export`."""
 
     step: str
     to: str | None
@@ -39,7 +39,7 @@ class Export:
         return {FROM: self.step, **to, "out": self.out, **self.options}
 
     def asked(self) -> ExportRequest:
-        """What is asked for in the format of a trainer. Raises ConfigError for options that do not
+        """The export request for a trainer's format. Raises ConfigError for options that do not
         fit."""
         from batchgen.pipelines.publish.trainers.trainer_rows import (
             ExportRequest,  # it loads pyarrow
@@ -51,7 +51,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Push:
-    """A push to the hub: of which step, or of the folder that an export makes."""
+    """A push to the hub: of a step's folder, or of the folder that an export writes."""
 
     source: str
     repo: str
@@ -169,11 +169,11 @@ def _refuse_unknown_step(step: Any, start: str, steps: Collection[str]) -> None:
 
 
 def _list_of(pipeline: PipelineValues, key: str) -> list[Any]:
-    """What a key gives, as a list; a single thing may stand without one."""
+    """The value of a key as a list; a single entry may stand without one."""
     value = pipeline.keys.get(key)
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def export_settings(export: Export) -> dict[str, Any]:
-    """What decides the rows of an export besides those of its step."""
+    """The settings that decide an export's content besides the rows of its step."""
     return {key: value for key, value in asdict(export).items() if key != "out"}

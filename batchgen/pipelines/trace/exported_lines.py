@@ -1,9 +1,9 @@
-"""Finds the rows that a line of an exported file was made of.
+"""Finds the rows from which a line of an exported file was made.
 
-What a line was made of is said by the record of its export: the metadata of a Parquet file,
-selection.json of a folder, exports.json of a pipeline. By it the lines are made again, and the one
-that equals the line that is asked for tells the rows. A line that was edited since equals none, and
-nothing is said of it.
+Every export has a record of how it was made: the metadata of a Parquet file, selection.json of a
+folder, or exports.json of a pipeline. With it the lines are made again, and the line that equals
+the one in question shows its rows. A line that was edited since equals none, and has no known
+origin.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _READ_BY_LINE = f"{', '.join(JSON_NAMES)} or .parquet"
 
 @dataclass(frozen=True)
 class ExportRecipe:
-    """How a file was made: of which job or set, in which format of trainers, or None for columns as
-    they are, and by which options."""
+    """How a file was made: from which job or set, in which trainer's format (None for unchanged
+    columns), and with which options."""
 
     of: str
     to: str | None
@@ -67,17 +67,17 @@ class Origin:
 
 
 Line = tuple[Mapping[str, Any], Callable[[], list[Origin]]]
-"""A line as it is made again, and what finds the rows that it is made of."""
+"""A line that was made again, and a function that finds the rows from which it was made."""
 
 
 def exported_line(
     path: Path, user_path: str, line: int, of: str | None
 ) -> tuple[TracedLine, list[Origin]]:
-    """A line of an exported file, counted from 1, and the rows that it was made of.
+    """Find a line of an exported file, counted from 1, and the rows from which it was made.
 
     Args:
-        of: the job or set that the file was made of, where it does not say that itself, or where
-            that lies now.
+        of: the job or set from which the file was made, if the file does not say so itself, or if
+            that has moved.
 
     Raises:
         ConfigError: there is no such line, or its origin is unknown.
@@ -221,18 +221,18 @@ def _of_columns(
 
 
 def _origins(rows: FinishedRows, row: Mapping[str, Any]) -> Callable[[], list[Origin]]:
-    """What names a row by its columns."""
+    """The origins of a row, by its columns."""
     if rows.is_set:
         return lambda: [Origin(rows.user_path, row[_ID], None)]
     return lambda: [Origin(rows.user_path, row[_ROW], row[_SAMPLE])]
 
 
 def _at(rows: FinishedRows, addresses: Sequence[tuple[int, int]]) -> list[Origin]:
-    """The rows at some places."""
+    """The rows with these shards and positions."""
     origins = []
     names = [_ID] if rows.is_set else [_ROW, _SAMPLE]
     for shard, index in addresses:
-        for table, _ in rows.tables(shard, names, places=np.array([index])):
+        for table, _ in rows.tables(shard, names, indices=np.array([index])):
             origins += _origins(rows, table.select(names).to_pylist()[0])()
     return origins
 

@@ -1,4 +1,4 @@
-"""Follows rows of jobs back to the rows that they were made of."""
+"""Traces rows of jobs back to the rows from which they were made, through any number of jobs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.templates.row_expression import ExpressionFailed
 
 _MOST_JOBS = 100
-"""Jobs that are followed behind each other."""
+"""The most jobs in a chain that are followed."""
 
 
 class JobTraces:
-    """The way back from rows of a job; `user_path` is its folder as people call it."""
+    """Traces rows of one job; `user_path` is its folder as the user typed it."""
 
     def __init__(self, user_path: str) -> None:
         """Raise ConfigError if the folder is not one of a job."""
@@ -45,8 +45,8 @@ class JobTraces:
         self._dataset: Mapping[str, Any] = dataset
 
     def add(self, trace: Trace, row_id: str, sample: int | None = None) -> None:
-        """Add the samples of a row, or one of them, and all that is before them; what has dropped
-        the row if it is not there.
+        """Add the samples of a row, or one of them, and everything that they were made from; or, if
+        the row is missing, what has dropped it.
 
         Raises:
             ConfigError: nothing is known of such a row.
@@ -69,8 +69,8 @@ class JobTraces:
         self._add_source(trace, rows[0])
 
     def _rows(self, known_by: str) -> list[dict[str, Any]]:
-        """The samples of a row, known by its id; readers of a job that runs each row with several
-        adapters know it by ADAPTER/ID."""
+        """The samples of the row with an id. Readers of a job that runs each row with several
+        adapters name it ADAPTER/ID."""
         rows = list(self.reader.find(known_by))
         if rows or runs_of_row(self.reader.manifest) == 1:
             return rows
@@ -78,7 +78,7 @@ class JobTraces:
         return [row for row in self.reader.find(row_id) if row[ADAPTER] == adapter]
 
     def _add_source(self, trace: Trace, row: Mapping[str, Any]) -> None:
-        """Add what a row was made of."""
+        """Add the rows from which a row was made."""
         if self._dataset.get("kind") != "job":
             index = self._data_index(int(row[KEYS[0]]))
             trace.origins.append(TracedSource(*source_place(self._dataset, index)))
@@ -98,8 +98,8 @@ class JobTraces:
         )
 
     def _upstream(self, row_id: str) -> Iterator[tuple[str, str]]:
-        """The folders of the jobs that may have a row that is known here by this id, and its id
-        there: of several jobs ids begin with the name of one."""
+        """The folders of the jobs that may have a row with this id, and its id there. If several
+        jobs are read, ids begin with the name of one."""
         paths = build(DatasetConfig, dict(self._dataset), "dataset").paths
         folders = jobs_at(paths, self.reader.path)
         for name, folder in folders.items():
@@ -147,7 +147,8 @@ class JobTraces:
         return dict(table.slice(indices[0], 1).to_pylist()[0])
 
     def _add_dropped(self, trace: Trace, row_id: str) -> None:
-        """Add what has dropped a row, a row that it was made of, or an answer that it was."""
+        """Add the reason why a row, or a row or answer from which it would have been made, was
+        dropped."""
         dropped = self._dropped_by_step(row_id) or self._dropped_by_choice(row_id)
         if dropped is not None:
             trace.origins.append(dropped)
@@ -173,7 +174,8 @@ class JobTraces:
         return self._dataset.get("kind") == "job"
 
     def _dropped_by_step(self, row_id: str) -> DropReason | None:
-        """What rows/dropped-*.parquet says of a row or of what it was split from."""
+        """The reason in rows/dropped-*.parquet for a row, or for the row from which it was
+        split."""
         facts = self.reader.row_facts
         if facts is None:
             return None
@@ -187,7 +189,7 @@ class JobTraces:
         return None
 
     def _dropped_by_choice(self, row_id: str) -> DropReason | None:
-        """What of `dataset` has left out an answer of another job."""
+        """The key of `dataset` that has left out an answer of another job, with the reason."""
         if not self._reads_jobs:
             return None
         of_samples = self._dataset.get("rows") in (None, "samples")
@@ -235,8 +237,8 @@ def _why_not(job: str, where: str, rows: Sequence[Mapping[str, Any]]) -> str | N
                 return None
         except ExpressionFailed as error:
             return str(error)
-        shown = {n: row.variables[n] for n in expression.names if n in row.variables}
-        reasons.append(", ".join(f"{name} is {value!r:.60}" for name, value in shown.items()))
+        values = {n: row.variables[n] for n in expression.names if n in row.variables}
+        reasons.append(", ".join(f"{name} is {value!r:.60}" for name, value in values.items()))
     return "; ".join(reasons) or None
 
 
@@ -258,7 +260,7 @@ def _names(source: Any) -> list[str]:
 
 
 def _ancestors(row_id: str) -> Iterator[str]:
-    """An id, and those of what steps have split it from."""
+    """An id, and the ids of the rows from which steps have split it."""
     while True:
         yield row_id
         above, hash_, number = row_id.rpartition("#")

@@ -1,4 +1,5 @@
-"""Where the rows of data sets and of other jobs lie."""
+"""Finds the files in which rows of data sets lie, and the folders of jobs that were moved
+together."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ _LINES = (".jsonl", ".jsonl.gz")
 
 
 def source_place(dataset: Mapping[str, Any], index: int) -> tuple[str, int, str | None, int | None]:
-    """What `TracedSource` says of the row of a data set with this number."""
-    shown = str(dataset.get("path") or dataset.get("kind"))
+    """The `TracedSource` of the row of a data set with this number."""
+    text = str(dataset.get("path") or dataset.get("kind"))
     if split := dataset.get("split"):
-        shown += f", split {split}"
+        text += f", split {split}"
     if dataset.get("kind") != "files" or dataset.get("path") in (None, "-"):
-        return shown, index, None, None
+        return text, index, None, None
     first = 0
     for file in _files(str(dataset["path"])):
         rows = _count(file)
         if rows is None:
-            return shown, index, None, None
+            return text, index, None, None
         if index < first + rows:
-            return shown, index, str(file), index - first
+            return text, index, str(file), index - first
         first += rows
-    return shown, index, None, None
+    return text, index, None, None
 
 
 def _files(path: str) -> list[Path]:
@@ -66,8 +67,8 @@ def _count(file: Path) -> int | None:
 
 
 def places_beside(paths: Sequence[str], reader: Path) -> list[str]:
-    """Where the jobs are that another one names, whose folder is `reader`: there, or, where nothing
-    is, beside that folder, as in a copy of both."""
+    """The paths of the jobs that another job reads, whose folder is `reader`: as that names them,
+    or, if nothing is there, next to that folder, as in a copy of both."""
     above = reader.resolve().parent
     folders = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""Traces a row of a job, of a set or of an exported file."""
+"""Traces a row of a job, of a set or of an exported file back to its sources: `batchgen trace`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trace_row(
 
     Args:
         sample: only this sample of the row.
-        of: what an exported file was made of, where it does not say so.
+        of: the job or set from which an exported file was made, if the file does not say so.
 
     Raises:
         ConfigError: nothing is known of the row, or a job on the way is not there.
@@ -69,7 +69,8 @@ def _add(trace: Trace, user_path: str, row_id: str, sample: int | None) -> None:
 
 
 def _add_of_pipeline(trace: Trace, user_path: str, row_id: str, sample: int | None) -> None:
-    """Add a row of the last step that has it, or else what the last one that knows of it says."""
+    """Add a row of the last step that has it, or else the reason why the last step that knows it
+    has dropped it."""
     record = find_record(user_path)
     assert record is not None
     unknown: ConfigError | None = None
@@ -115,7 +116,7 @@ def origin_in_set(rows: FinishedRows, row: Mapping[str, Any]) -> tuple[str, str,
 
 
 def _of_id(rows: FinishedRows, row_id: str) -> tuple[str, str, int | None]:
-    """What the id of a row of a set says."""
+    """The origin that the id of a row of a set names."""
     assert rows.facts is not None
     jobs = [one["path"] for one in rows.facts["jobs"]]
     job = jobs[0]
@@ -152,8 +153,8 @@ def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
         if values["error"] is not None:
             return DropReason(user_path, row_id, "errors", f"{values['error']['type']} in {folder}")
         if where is not None and not is_true(where, row):
-            shown = {n: values[n] for n in where.names if n in values}
-            why = ", ".join(f"{name} is {value!r:.60}" for name, value in shown.items())
+            read_values = {n: values[n] for n in where.names if n in values}
+            why = ", ".join(f"{name} is {value!r:.60}" for name, value in read_values.items())
             return DropReason(user_path, row_id, f"--where {request['where']}", why)
     if not is_there:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A trace as lines for people, and as JSON."""
+"""Prints a trace as lines for people, or as JSON values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KINDS = {
     DropReason: "dropped",
 }
 _PLACES = ("_start", "_end")
-"""Grades that are places in the text."""
+"""Suffixes of grades that are positions in the text."""
 _INDENT, _LABEL, _LINES = "  ", 24, 3
 
 
@@ -47,8 +47,8 @@ def _lines(origin: Found, whole: bool) -> Iterator[str]:
             yield from _values(origin.content, whole)
         case TracedInSet():
             yield f"{origin.set}: row {origin.row['id']}"
-            shown = {name: value for name, value in origin.row.items() if name != "id"}
-            yield from _values(shown, whole)
+            fields = {name: value for name, value in origin.row.items() if name != "id"}
+            yield from _values(fields, whole)
         case TracedAnswers():
             yield from _answers(origin, whole)
         case TracedSource():
@@ -69,20 +69,20 @@ def _answers(answers: TracedAnswers, whole: bool) -> Iterator[str]:
             columns = [name for name in columns if name in (answers.text_column, "error")]
         text = RowText(columns, terminal_width(), answers.text_column, whole_texts=whole)
         yield from text.lines(row)
-        shown = {f"grades.{n}": v for n, v in grades.items() if not n.endswith(_PLACES)}
-        yield from _values(shown, whole)
+        grade_values = {f"grades.{n}": v for n, v in grades.items() if not n.endswith(_PLACES)}
+        yield from _values(grade_values, whole)
 
 
 def _values(values: Mapping[str, Any], whole: bool) -> Iterator[str]:
-    shown = {name: value for name, value in values.items() if value is not None}
-    margin = min(max((len(name) for name in shown), default=0), _LABEL) + 2
+    present = {name: value for name, value in values.items() if value is not None}
+    margin = min(max((len(name) for name in present), default=0), _LABEL) + 2
     room = max(20, terminal_width() - len(_INDENT) - margin)
-    for name, value in shown.items():
+    for name, value in present.items():
         texts = wrapped(plain_text(value), room, None if whole else _LINES)
         for number, text in enumerate(texts):
             yield f"{_INDENT}{'' if number else name:<{margin}}{text}".rstrip()
 
 
 def trace_values(trace: Trace) -> list[dict[str, Any]]:
-    """The trace as values that JSON has."""
+    """The trace as JSON values."""
     return [{"kind": _KINDS[type(origin)], **asdict(origin)} for origin in trace.origins]

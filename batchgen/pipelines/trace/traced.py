@@ -1,4 +1,4 @@
-"""What is found on the way from a row back to where it came from."""
+"""The result of a trace: what was found on the way from a row back to its sources."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TracedInSet:
 
 @dataclass(frozen=True)
 class TracedSource:
-    """The row of a data set that all began with; numbers are counted from 0.
+    """The row of the data set at the beginning of the chain; numbers are counted from 0.
 
     Attributes:
         data_set: its path or its name.
@@ -61,7 +61,7 @@ class TracedSource:
 
 @dataclass(frozen=True)
 class DropReason:
-    """Why a row is not there: what has left it out, and the reason in words."""
+    """The reason why a row is missing: what has left it out, and why, in words."""
 
     where: str
     row_id: str
@@ -74,7 +74,7 @@ Found = TracedLine | TracedAnswers | TracedInSet | TracedSource | DropReason
 
 @dataclass
 class Trace:
-    """The way back, from what was asked for to the data set, or to what has dropped it."""
+    """A trace: from the requested row back to the data set, or to what has dropped it."""
 
     origins: list[Found] = field(default_factory=list)
 

@@ -1,4 +1,8 @@
-"""What the jobs of a chain cost, step by step, and what that is for each row that was kept."""
+"""The cost of a chain of jobs, each of which reads the rows of the one before.
+
+metrics.json of a job holds the costs of the jobs whose rows it has read (`read_steps`) and its own
+(`own_cost`). Reports and `batchgen status` show them step by step, and per row that was kept.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from batchgen.util.duration import duration
 
 @dataclass(frozen=True)
 class JobCost:
-    """What one job of a chain cost: its seconds of the device, and the rows that it made."""
+    """The cost of one job of a chain: the seconds that a device computed for it, and the rows that
+    it wrote."""
 
     job: str
     device_s: float
@@ -23,7 +28,7 @@ class JobCost:
 
 
 def own_cost(figures: Mapping[str, Any], job: str) -> JobCost | None:
-    """What metrics.json says of its own job; None if nothing was measured."""
+    """The cost that metrics.json reports of its own job; None if nothing was measured."""
     seconds = figures.get("device_s")
     if not isinstance(seconds, int | float) or not seconds:
         return None
@@ -31,7 +36,7 @@ def own_cost(figures: Mapping[str, Any], job: str) -> JobCost | None:
 
 
 def read_steps(figures: Mapping[str, Any]) -> list[JobCost]:
-    """What metrics.json says of the jobs whose rows its job has read, the first one first."""
+    """The costs that metrics.json reports of the jobs whose rows its job has read, in order."""
     return [
         JobCost(str(one["job"]), float(one["device_s"]), int(one["rows"]))
         for one in figures.get("read_jobs") or ()
@@ -39,7 +44,7 @@ def read_steps(figures: Mapping[str, Any]) -> list[JobCost]:
 
 
 def all_steps(figures: Mapping[str, Any], job: str) -> list[JobCost]:
-    """The jobs that were read, each once, and the job itself behind them."""
+    """The costs of the jobs that were read, each once, followed by that of the job itself."""
     costs = own_cost(figures, job)
     return list(dict.fromkeys([*read_steps(figures), *([] if costs is None else [costs])]))
 
@@ -50,7 +55,7 @@ def as_values(steps: Sequence[JobCost]) -> list[dict[str, Any]]:
 
 
 def cost_line(steps: Sequence[JobCost], kept: int, price_per_hour: float | None = None) -> str:
-    """What each step cost, and all of them for each row that was kept at the end."""
+    """A line with the cost of each step, and of all of them per row that was kept at the end."""
     parts = [f"{step.job} {_seconds(step.device_s)}" for step in steps]
     total = sum(step.device_s for step in steps)
     text = " + ".join(parts) if len(parts) > 1 else _seconds(total)
@@ -66,7 +71,7 @@ def cost_line(steps: Sequence[JobCost], kept: int, price_per_hour: float | None 
 
 
 def price_of(seconds: float, price_per_hour: float) -> str:
-    """What seconds of the device cost, in the currency of `price_per_hour`."""
+    """The price of so much time of the device, in the currency of `price_per_hour`."""
     return f"{seconds / 3600 * price_per_hour:,.2f}"
 
 

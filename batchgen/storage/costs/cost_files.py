@@ -1,11 +1,11 @@
-"""The files of the folder `cost`, which say what each row took of the device.
+"""The files of a job's folder `cost`: how many seconds of the device each row took.
 
 cost/part-00000.0001.parquet …   row_index, sample_index, seconds: what worker 1 has measured of
                                  the rows of shard 0
 
-A row may stand in several of them, and its seconds then add up: all that workers have spent on it
-counts, also where two have computed it. Of a job that was killed the seconds since the last save
-are missing, and rows that were copied have none.
+The seconds of a row that several files name add up, because all that workers have spent on it
+counts. After a kill the seconds since the last save are missing. Rows copied from other jobs have
+none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Costs = dict[tuple[int, int], float]
 
 
 def cost_path(folder: Path, shard: int, worker: int) -> Path:
-    """The file of what a worker has measured of a shard's rows."""
+    """The file with what a worker has measured for the rows of a shard."""
     return folder / COST / f"part-{shard:05d}.{worker:04d}.parquet"
 
 
@@ -50,14 +50,15 @@ def cost_files(storage: Storage) -> Iterator[tuple[int, Path]]:
 
 
 def read_costs(storage: Storage, path: Path) -> Costs:
-    """What a file holds. Raises JobError if it is damaged."""
+    """Read one of these files. Raises JobError if it is damaged."""
     table = read_columns(storage.parquet(path), SCHEMA.names)
     keys = zip(*(table[name].to_pylist() for name in KEYS), strict=True)
     return dict(zip(keys, table[SECONDS].to_pylist(), strict=True))
 
 
 def shard_costs(storage: Storage, shard: int) -> Costs:
-    """The seconds of each row of a shard that was measured. Raises JobError for a damaged file."""
+    """The seconds of each row of a shard, summed over the workers. Raises JobError for a damaged
+    file."""
     costs = Costs()
     for number, path in cost_files(storage):
         if number == shard:
@@ -67,7 +68,8 @@ def shard_costs(storage: Storage, shard: int) -> Costs:
 
 
 def write_costs(storage: Storage, path: Path, costs: Mapping[tuple[int, int], float]) -> None:
-    """Write a file whole. Raises OSError or JobError, also if its folder is gone."""
+    """Write one of these files as a whole. Raises OSError or JobError, also if its folder is
+    gone."""
     keys = sorted(costs)
     columns = [[key[0] for key in keys], [key[1] for key in keys], [costs[key] for key in keys]]
     arrays = [pa.array(values, f.type) for values, f in zip(columns, SCHEMA, strict=True)]

@@ -1,4 +1,4 @@
-"""Writes what rows cost while a job runs."""
+"""Writes the costs of rows into the folder `cost` while a job runs; see `cost_files`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SAVE_SECONDS = 30.0
 
 
 class CostRecorder:
-    """Adds up what one worker measures, and writes it shard by shard.
+    """Sums the seconds that one worker measures for each row, and writes them shard by shard.
 
-    Memory holds the rows of shards that have got costs since the last save but one. Where the files
-    cannot be written, the job goes on without them: no row depends on what it cost.
+    Memory holds the shards whose costs changed since the save before the last one. If the files
+    cannot be written, the job goes on without them, because no row depends on its cost.
 
     Attributes:
         seconds: all that this worker has measured in this attempt.
@@ -34,7 +34,8 @@ class CostRecorder:
         storage.make_folder(storage.path / COST)
 
     def add(self, costs: Iterable[tuple[Hashable, float]]) -> None:
-        """Add the seconds of requests, each to its row, whose choices count with it."""
+        """Add the seconds of requests to their rows. The scored choices of a row count as part of
+        it."""
         for request_id, seconds in costs:
             assert isinstance(request_id, RequestId)
             _, row, sample, _ = request_id
@@ -65,7 +66,8 @@ class CostRecorder:
             self._changed.remove(shard)
 
     def _on_disk(self, shard: int) -> Costs:
-        """What an earlier attempt with this worker's number has left, or this one before."""
+        """The costs that this worker, or an earlier attempt with its number, has already
+        written."""
         path = cost_path(self._storage.path, shard, self._worker)
         try:
             return read_costs(self._storage, path) if self._storage.exists(path) else {}

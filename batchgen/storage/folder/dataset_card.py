@@ -1,4 +1,4 @@
-"""The README.md of an output folder: a data set card, which the hub and `load_dataset` read."""
+"""Writes the README.md of a job's folder: a data set card for the hub and for `load_dataset`."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _header() -> str:
 
 
 def unfinished_card(folder: str) -> str:
-    """The card of a job that is not complete, so that `load_dataset` looks for shards alone and
-    does not take the JSON files for data."""
+    """The card of a job that is still running. It makes `load_dataset` look for shards alone, and
+    not take the folder's JSON files for data."""
     return "\n".join([_header(), _UNFINISHED.format(folder=folder) + _reading(folder), ""])
 
 
@@ -85,9 +85,7 @@ def dataset_card(
     folder: str,
     funnel: Sequence[tuple[str, int]] = (),
 ) -> str:
-    """The text of the card of a complete job, given the schema of its shards, the fingerprints of
-    what decides the answers by name, and how many rows each choice among those of the data set has
-    left."""
+    """The card of a complete job."""
     model, dataset, totals = job.group("model"), job.group("dataset"), job.totals
     is_named = dataset.get("path") or dataset.get("kind") == "count"
     source = dataset_name(dataset) if is_named else "the demo rows of batchgen"
@@ -131,15 +129,15 @@ def dataset_card(
 
 
 def _recommended(sampling: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What the model recommends for sampling, beside what the job has."""
+    """The sampling options that the model recommends, next to those of the job."""
     if all(of["model"] is None for of in sampling.values()):
         return []
     return [f"Compared with what the model recommends: {sampling_text(sampling)}"]
 
 
 def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str:
-    """What a card says of the files in `grades`, which have a schema beside the columns of the
-    rows in `data`."""
+    """The section about the files in `grades`. Their schema stands beside that of the rows in
+    `data`."""
     fields = [field for field in schema if field.name not in GRADE_KEYS]
     card_path, keys = as_cards_say(folder), ", ".join(f'"{key}"' for key in GRADE_KEYS)
     rows_at, grades_at = (inside(card_path, name) for name in ("data", "grades"))
@@ -169,7 +167,7 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
 
 
 def with_grade_section(card: str, section: str) -> str:
-    """A card with this section about grades, instead of one that it may have."""
+    """Replace a card's section about grades by this one, or add it."""
     before, _, after = card.partition(_HOW_TO_READ)
     return before.partition(_GRADES)[0] + section + _HOW_TO_READ + after
 
@@ -181,7 +179,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _rows(totals: Totals, questions: int | None) -> list[str]:
-    """How many answers and tokens there are, and how answers ended."""
+    """The number of answers and tokens, and how the answers ended."""
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in totals.finish_reasons.items())
     facts = [
         f"{answers_text(questions, totals.rows)}: {reasons or 'none'}.",
@@ -194,7 +192,7 @@ def _rows(totals: Totals, questions: int | None) -> list[str]:
 
 
 def _steps(job: JobSummary) -> list[str]:
-    """How many rows the steps of `rows` left."""
+    """How many rows each of the job's row steps left."""
     facts = job.row_facts
     if facts is None:
         return []
@@ -209,7 +207,7 @@ def _assignments(values: Mapping[str, Any]) -> list[str]:
 
 
 def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
-    """Which constraint the rows had, and how many kept it."""
+    """The constraint of the rows, and how many answers satisfied it."""
     if not totals.constraint:
         return []
     options = {key: value for key, value in constraint.items() if value and key != "kind"}
@@ -227,7 +225,7 @@ def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
 
 
 def _more(schema: pa.Schema) -> list[str]:
-    """What columns say of themselves besides what stands in the table."""
+    """What columns' metadata say that the table does not show."""
     lines = []
     for field in schema:
         metadata = (field.metadata or {}).items()

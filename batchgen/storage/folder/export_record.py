@@ -1,7 +1,9 @@
-"""The file export/exports.json: of what each export of a pipeline was made, and what it must hold.
+"""The file export/exports.json: what each export of a pipeline was made of, and its digest.
 
-A file is believed only if it has the digest that stands here. The digest is written before the file
-gets its name, so that whatever a kill leaves is either this file or the one before.
+An export is a file or folder that `batchgen export` writes for training, from rows of the pipeline.
+The record tells the pipeline which files are its own, so that it replaces those and no others. The
+digest is written before the file gets its name. So after a kill the file under that name is either
+the new one or the one before, and both have a digest in the record.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ EXPORTS, MADE = "export", "exports.json"
 """The folder of a pipeline's exports, and the file in it that says of what each was made."""
 FORMAT_VERSION = 2
 _OLDEST = 1
-"""A version that had only the request, as the value of each name, and no `format_version`."""
+"""The first format, without `format_version`: each name had only the request as its value."""
 
 
 @dataclass(frozen=True)
 class MadeExport:
-    """What is known of one export.
+    """The record of one export.
 
     Attributes:
         request: a digest of the rows and the options that it was made of.
-        digests: that of the file or folder that was made of them, and of the one that it replaces;
-            empty in a record of the oldest version, which counted all of these names as its own.
+        digests: those of the file or folder itself and of the one that it replaces; empty in a
+            record of the oldest version, in which every file of a recorded name counted as the
+            pipeline's own.
         of: the name of the folder of the step whose rows it has.
         settings: its options, as the pipeline file has them.
     """
@@ -48,7 +51,7 @@ class MadeExport:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """What exports.json in a folder holds: the exports by the names of their files."""
+    """The content of exports.json in a folder: the exports by the names of their files."""
 
     folder: Path
     exports: dict[str, MadeExport]
@@ -75,8 +78,9 @@ class ExportRecord:
             ) from None
 
     def own_digest(self, name: str) -> str | None:
-        """The digest of an export as it is; None if it is not there, or has lost all that it held.
-        ConfigError if something else is in its place."""
+        """The present digest of an export; None if it is missing, or a folder that has lost all its
+        files. Raises ConfigError if there is something of this name that the pipeline has not
+        written."""
         path, known = self.folder / name, self.exports.get(name)
         if path.is_symlink():
             raise ConfigError(f"export: {path} is a link, and exports are never links: remove it")
@@ -91,7 +95,7 @@ class ExportRecord:
         return there
 
     def write(self, name: str, one: MadeExport) -> None:
-        """Say of what an export is made."""
+        """Record what an export is made of."""
         self.exports[name] = one
         exports = {name: asdict(one) for name, one in self.exports.items()}
         values = {"format_version": FORMAT_VERSION, "exports": exports}

@@ -1,4 +1,7 @@
-"""The code that reads the rows of a job's folder, for the common readers."""
+"""Lines of code that read a job's rows with pandas, polars, duckdb and `load_dataset`.
+
+The data set card and the end of a job show them to users.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,19 @@ dataset_info:
 
 
 def as_cards_say(folder: str) -> str:
-    """The folder of a card for those who read the card: the one that they are in, wherever it was
-    moved to; of an object store its URL."""
+    """The folder as the code on a card names it: `.`, since the card may have been moved with its
+    folder, or the URL in an object store."""
     return folder if is_url(folder) else "."
 
 
 def inside(folder: str, name: str) -> str:
-    """The path of something in a folder."""
+    """The path of an entry of a folder."""
     return name if folder == "." else f"{folder.rstrip('/')}/{name}"
 
 
 def how_to_read(folder: str) -> dict[str, str]:
-    """A line of code for each of the common readers; of the folder `.` for who works in it."""
+    """A line of code for each of the common readers; a folder `.` stands for the working
+    directory."""
     data = inside(folder, "data")
     named, files = f'"{folder}"', data
     if is_url(folder):  # polars takes URLs of files only

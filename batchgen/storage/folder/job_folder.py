@@ -1,4 +1,4 @@
-"""The output folder of a job, which belongs to this job alone while it runs."""
+"""Opens the output folder of a job for writing, and keeps other jobs out of it while it is open."""
 
 import contextlib
 from collections.abc import Callable
@@ -40,9 +40,9 @@ class JobFolder:
 
     Attributes:
         exclusive: whether no other worker of the job runs. Then the job may change.
-        least_worker: the number of a new worker is at least this.
+        least_worker: the lowest number that a new worker may have.
         is_new: whether this is the job's first attempt.
-        manifest: as it is written in the folder.
+        manifest: the manifest in the folder.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class JobFolder:
         follows: bool = False,
         lacks_rows: bool = False,
     ) -> None:
-        """Make the folder this job's, or take up the same job where it was left.
+        """Make the folder this job's, or resume the same job in it.
 
-        A job that has grown is the same one. A folder in which no row is finished is any job's.
+        A job that has grown is the same job. A folder without finished rows is free for any job.
 
         Args:
             manifest: that of this job, without digests of its rows, which `digests` computes.
             changed_row: names a row of the data set that has changed.
             overwrite: whether to delete the output of a different job. The same job is always
                 resumed.
-            wait: for how many seconds to wait for another worker that is opening the folder.
-            exclusive: whether the folder is nobody else's, as far as can be known without the lock,
-                which does not reach other machines on every file system.
-            follows: whether rows come while the job runs, so that more of them are no other job.
-            lacks_rows: whether rows may come that the manifest does not count yet, so that fewer of
-                them are no other job.
+            wait: seconds to wait for another worker that is opening the folder.
+            exclusive: whether no other worker uses the folder, judged without the lock, which may
+                not reach other machines.
+            follows: whether rows arrive while the job runs, so that more rows are still the same
+                job.
+            lacks_rows: whether rows may arrive later, so that fewer rows are still the same job.
 
         Raises:
-            ConfigError: the folder cannot be written, holds files that are no job's or another
-                job's output, or is in use. Nothing in it has been changed then.
+            ConfigError: the folder cannot be written, holds foreign files or another job's output,
+                or is in use. Then nothing in it has been changed.
         """
         self.path = path
         self._changed_row, self._row_digests, self._follows = changed_row, digests, follows
@@ -113,14 +113,15 @@ class JobFolder:
         self.close()
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         try:
             self._lock.__exit__()
         finally:
             self.storage.close()
 
     def confirm(self) -> None:
-        """Make sure that nobody has taken the folder exclusively since, or raise JobError."""
+        """Raise JobError if another process has taken the folder exclusively since this one opened
+        it."""
         self._lock.confirm()
 
     def share(self) -> None:
@@ -147,7 +148,7 @@ class JobFolder:
         """Write into the manifest's history how the job has grown, if it has, after `rows` finished
         rows.
 
-        This comes before the first row of the grown job is written. `more` are further lines.
+        This is called before the first row of the grown job is written.
         """
         if self._follows:
             self.settle(self._asked)
@@ -159,7 +160,7 @@ class JobFolder:
             self.update(self.manifest.goes_on(manifest, changed, rows))
 
     def settle(self, requested: Manifest) -> None:
-        """Write what the manifest says of rows that come while the job runs, as it is now."""
+        """Bring the manifest up to date with the rows that have arrived while the job ran."""
         rows = requested.growing.get(ROWS)
         assert isinstance(rows, int)
         written = written_manifest(self.storage) or self.manifest
@@ -171,7 +172,7 @@ class JobFolder:
         self.storage.write(self.path / MANIFEST, manifest.text())
 
     def _join(self, manifest: Manifest, digests: RowDigests) -> None:
-        """Take part in the job of those that have the folder, or raise ConfigError if it is
+        """Join the job of the workers that have the folder open, or raise ConfigError if it is
         another job."""
         written = written_manifest(self.storage)
         if written is None:
@@ -189,7 +190,7 @@ class JobFolder:
         self._asked = manifest
         self.confirm()
         self.least_worker = self._least_worker()
-        for name in OF_WORKERS:  # of workers who all are gone
+        for name in OF_WORKERS:  # of workers that have all ended
             with contextlib.suppress(OSError):
                 self.storage.delete(self.path / name)
         # Objects appear whole: in the working folder of a store there are none of these.
@@ -226,8 +227,8 @@ class JobFolder:
         return is_new
 
     def _least_worker(self) -> int:
-        """A number above those of all that have written here, of which heartbeats alone do not
-        tell."""
+        """A number above those of all workers that have written here. Heartbeats alone do not show
+        them all, because they are deleted when a job ends."""
         beats = names_in(self.storage, WORKERS)
         numbers = [number for name in beats if (number := parse_worker(name)) is not None]
         if names := names_in(self.storage, JOURNAL):

@@ -1,4 +1,7 @@
-"""A job summed up, and as lines for the terminal. Pages and the data set card render it, too."""
+"""Sums up a job, and writes the summary as lines for the terminal.
+
+Reports, the viewer and the data set card render the same `JobSummary`.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,9 @@ _MANY_CUT = 0.05
 
 @dataclass(frozen=True)
 class JobSummary:
-    """What is known of a whole job.
+    """The figures of a whole job.
 
-    The figures of a job that runs may be ten seconds old. What a folder does not tell is empty, 0
-    or None.
+    Those of a running job may be ten seconds old. What a folder does not say is empty, 0 or None.
     """
 
     totals: Totals
@@ -100,8 +102,8 @@ class JobSummary:
 
     @property
     def rows_recorded(self) -> int:
-        """The number of rows that are begun and recorded and not finished, by what the workers of
-        the last attempt said."""
+        """The number of unfinished rows whose tokens so far are recorded, by the reports of the
+        last attempt's workers."""
         session = self.attempt.get("session")
         last = (one for one in self.attempts if one.get("session") == session)
         return sum(one.get("rows_recorded", 0) for one in last)
@@ -113,14 +115,14 @@ class JobSummary:
 
     @property
     def cost(self) -> str | None:
-        """What the jobs up to this one cost, for each row with an answer too; None if nothing was
-        measured."""
+        """The cost of the jobs up to this one, in all and per row with an answer; None if nothing
+        was measured."""
         kept = self.totals.rows - self.totals.error_rows
         return cost_line(self.costs, kept, self.price_per_hour) if self.costs else None
 
     @property
     def price_per_hour(self) -> float | None:
-        """What an hour of its engine's devices costs; None if that is not known."""
+        """The price of an hour of the engine's devices; None if it is not known."""
         price = self.group("budget").get("price_per_hour")
         return None if price is None else price * self.group("engine").get("tensor_parallel", 1)
 
@@ -146,8 +148,8 @@ def tokens_per_s(attempt: Mapping[str, Any]) -> float:
 
 
 def status_line(reader: JobFolderReader, name: str) -> str:
-    """How far a job is, how fast it runs and when it should end; `name` is the folder as the user
-    gave it. Rows of a job that was killed are counted where they lie."""
+    """A line that says how far a job is, how fast it runs and when it should end; `name` is the
+    folder as the user typed it. Rows of a killed job are counted in its files."""
     job = JobSummary.of(reader.metrics)
     rows, errors, total = job.totals.rows, job.totals.error_rows, job.rows_total
     if job.status in ("killed", _NOT_BEGUN):
@@ -174,7 +176,7 @@ def status_line(reader: JobFolderReader, name: str) -> str:
 
 
 def _rows_per_s(attempts: Sequence[Mapping[str, Any]]) -> float:
-    """How many rows the workers that run compute in a second, all together."""
+    """The rows per second of all running workers together."""
     running = [one for one in attempts if one["status"] == "running" and one["generate_s"]]
     rows = [(one["rows"] - one.get("rows_copied", 0), one["generate_s"]) for one in running]
     return sum(float(number / took) for number, took in rows)
@@ -245,8 +247,8 @@ def end_table(
 
 
 def cut_remark(totals: Totals) -> str | None:
-    """What to tell a user many of whose rows were cut before the model began to answer; None for
-    others."""
+    """A remark for a user whose rows were often cut off before the model began to answer; None if
+    few were."""
     cut = sum(totals.cut_in.values()) - totals.cut_in.get("final", 0)
     if cut < _MANY_CUT * totals.rows or not cut:
         return None
@@ -275,14 +277,15 @@ def _times(attempt: Mapping[str, Any]) -> list[Line]:
 
 
 def _outcomes(counts: Mapping[str, int]) -> str:
-    """How the constrained rows ended; ways that none took are left out."""
+    """How many constrained rows ended in each way that occurred."""
     constrained = {n: c for n, c in counts.items() if n not in ("unconstrained", "error")}
-    shown = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
-    return f"{', '.join(shown)} of {sum(constrained.values()):,} constrained rows"
+    texts = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
+    return f"{', '.join(texts)} of {sum(constrained.values()):,} constrained rows"
 
 
 def until_line(totals: Totals) -> str:
-    """How rows ended that are sampled until enough samples are valid, and how many are."""
+    """How many rows of a job with `sampling.until` got enough valid samples, and how the others
+    ended."""
     until = totals.until
     rows = sum(until[name] for name in OUTCOMES)
     text = f"{until['enough']:,} of {counted(rows, 'row')} have enough"

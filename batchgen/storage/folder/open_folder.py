@@ -1,4 +1,4 @@
-"""Opens a job's folder for those who read it."""
+"""Opens a job's folder for reading. All verbs that read a job call these functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from batchgen.util.paths import folder_here, is_url, user_folder, user_path
 
 
 def open_job_reader(user_path: str) -> JobFolderReader:
-    """The reader of a job's folder, which OUT/STEP names too. All who read a job come in by this
-    door, which a complete job passes only with all its shards.
+    """Open a job's folder for reading; OUT/STEP names the folder of a pipeline's step. A job that
+    says it is complete is checked to have all its shards.
 
     Raises:
         ConfigError: the folder is not one of a job; the message names the jobs below it.
@@ -47,7 +47,7 @@ def _open_here(job_path: str) -> JobFolderReader:
 
 
 def open_folder(user_path: str, verb: str) -> JobFolderReader:
-    """The reader of a job's folder for a verb that works on this machine alone."""
+    """Open a job's folder for a verb that works with local folders alone."""
     return open_job_reader(folder_here(user_path, f"batchgen {verb}"))
 
 

@@ -1,8 +1,9 @@
-"""The file pipeline.json: in which folder each step of a pipeline writes, and wrote before.
+"""The file pipeline.json of a pipeline's folder: the folder in which each step writes, and those of
+its earlier versions.
 
-A step's folder is `OUT/NAME.ADDRESS`, where the address follows from what the step is made of
-(`batchgen.pipelines.run.addresses`). The file comes from whoever made the folder: names and
-addresses that could lead elsewhere are refused.
+A step's folder is `OUT/NAME.ADDRESS`. The address is a digest of what the step is made of
+(`batchgen.pipelines.run.addresses`). The file may come from a stranger, so names and addresses that
+could lead out of the pipeline's folder are refused.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ class StepVersions:
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """What pipeline.json holds: the steps, in an order in which each comes behind what it reads."""
+    """The content of pipeline.json: the steps, each after the steps that it reads."""
 
     steps: Mapping[str, StepVersions] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """The record in a file. Raises JobError if it is not one of this program."""
+        """Read the record of a file. Raises JobError if it is damaged or of another version."""
         try:
             values = json.loads(content)
             if values["format_version"] != FORMAT_VERSION:
@@ -75,7 +76,7 @@ class PipelineRecord:
             ) from None
 
     def text(self) -> str:
-        """What the file holds."""
+        """The text of the file."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     @property

@@ -41,10 +41,10 @@ _OWNER = re.compile(r"pid ([0-9]{1,9}) on (.*), since ")
 
 
 class JobFolderReader:
-    """A job's folder, which is neither changed nor locked.
+    """Reads a job's folder, which it neither changes nor locks.
 
     Finished rows are in published shards, or in journals until their shard is complete. If a row is
-    in both, the one that was written last counts. A running job may publish a shard while this
+    in both, the copy that was written last counts. A running job may publish a shard while this
     class reads, which changes nothing in the result. Methods that read rows raise ConfigError for
     unknown columns and JobError for damaged files.
     """
@@ -74,15 +74,15 @@ class JobFolderReader:
     def check(self) -> None:
         """Raise JobError for a job that says it is complete and lacks rows; see `check_job`."""
         manifest = self.manifest  # before the metrics: a job that grows changes these first
-        shown, metrics, facts = self.storage.display_name, self.metrics, self.row_facts
-        self._whole = check_job(self.storage, shown, manifest, metrics, facts)
+        display_name, metrics, facts = self.storage.display_name, self.metrics, self.row_facts
+        self._whole = check_job(self.storage, display_name, manifest, metrics, facts)
 
     @property
     def whole(self) -> WholeShards:
         """The shards of a complete job. Raises ConfigError or JobError as `whole_shards` does."""
         if self._whole is None:
-            shown = self.storage.display_name
-            self._whole = whole_shards(self.storage, shown, self.metrics.get("rows"))
+            display_name = self.storage.display_name
+            self._whole = whole_shards(self.storage, display_name, self.metrics.get("rows"))
             check_job_columns(self.storage, self._whole.schema, self.text_column)
         return self._whole
 
@@ -98,7 +98,7 @@ class JobFolderReader:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What manifest.json holds."""
+        """The content of manifest.json."""
         return asdict(self._manifest())
 
     def _manifest(self) -> Manifest:
@@ -110,12 +110,12 @@ class JobFolderReader:
 
     @property
     def questions(self) -> int | None:
-        """The number of rows of the job; None if it is not known yet."""
+        """The number of input rows of the job, after its row steps; None if it is not known yet."""
         return num_questions(self._manifest(), self.row_facts)
 
     @property
     def row_facts(self) -> IndexFacts | None:
-        """What rows.json says; None if no steps choose among the rows."""
+        """The content of rows.json; None if the job has no row steps."""
         return IndexFacts.parse(self.storage.read(self.path / ROW_INDEX))
 
     @property
@@ -126,7 +126,7 @@ class JobFolderReader:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What metrics.json holds; empty if the job was killed before it was there.
+        """The content of metrics.json; empty if the job was killed before it was written.
 
         In the file a job that was killed still has the status `running`. Here it is `killed` if the
         job ran on this machine. The counts may be up to ten seconds old.
@@ -202,7 +202,7 @@ class JobFolderReader:
         return shard_files(self.path / DATA, names_in(self.storage, DATA))
 
     def _read_if_there(self, path: Path) -> list[pa.RecordBatch] | None:
-        """The whole batches of a journal file, None if the file was deleted."""
+        """Read the whole batches of a journal file; None if the file was deleted."""
         try:
             self.storage.download(path)
             return list(read_file(path))
@@ -226,7 +226,7 @@ class JobFolderReader:
         return 0
 
     def shard(self, number: int) -> ReadShard:
-        """The rows of a shard as they are now.
+        """The rows of a shard as they are at this moment.
 
         The journal files of a shard are deleted after it is published. So if one disappears while
         they are read, all is read again; if none does, no row is missing.
@@ -240,13 +240,15 @@ class JobFolderReader:
             if written is not None:
                 path = shard_path(self.path / DATA, number)
                 is_there = self.storage.exists(path)
-                if not is_there and not journals:  # one without rows was begun, and the disk full
+                if (
+                    not is_there and not journals
+                ):  # a journal without rows: it was begun when the disk was full
                     raise JobError(f"{path} is gone, and the folder has no other copy of its rows")
                 return ReadShard(self.storage.parquet(path) if is_there else None, written)
 
     @property
     def may_run(self) -> bool:
-        """Whether a worker of the job, or the last holder of its lock, may still be there."""
+        """Whether a worker of the job, or the last holder of its lock, may still be running."""
         beats = (name for name in names_in(self.storage, WORKERS) if parse_worker(name) is not None)
         if any(may_live(self.storage.read(self.path / WORKERS / name)) for name in beats):
             return True

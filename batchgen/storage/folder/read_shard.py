@@ -1,4 +1,4 @@
-"""The rows of one shard of a job, which may still run."""
+"""Reads the rows of one shard of a job that may still be running."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class ReadShard:
     ) -> Iterator[pa.RecordBatch]:
         """The rows in order, each once, in batches of about `size` rows. Row groups before
         `first_row`, a `row_index`, are not read."""
-        least = first_key(first_row)
-        start, end = int(np.searchsorted(self._written.keys, least)), len(self._written.keys)
+        first_needed = first_key(first_row)
+        start, end = int(np.searchsorted(self._written.keys, first_needed)), len(self._written.keys)
         wanted = [*dict.fromkeys([*names, *KEYS])]
         if self._published is not None:
             with CheckedFile(self._published) as file:
                 groups = _groups_from(file.metadata, first_row)
                 for batch in file.batches(size, wanted, groups):
                     if first_row:
-                        batch = batch.slice(int(np.searchsorted(row_keys(batch), least)))
+                        batch = batch.slice(int(np.searchsorted(row_keys(batch), first_needed)))
                         if not batch.num_rows:
                             continue
                     stop = start
@@ -78,7 +78,7 @@ def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
 
 
 def may_live(heartbeat: bytes | None) -> bool:
-    """Whether the worker that writes a heartbeat may run: it has not ended, as far as is known."""
+    """Whether the worker of a heartbeat may still be running: nothing says that it has ended."""
     if heartbeat is None:  # the job is complete
         return False
     beat = read_beat(heartbeat)

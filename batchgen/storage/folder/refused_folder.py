@@ -1,4 +1,7 @@
-"""Why a folder cannot be the output folder of a job, or not of this one."""
+"""Reasons for which a folder cannot be the output folder of a job, or not of this one.
+
+`JobFolder` asks these functions before it writes anything.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def unusable(storage: Storage, error: OSError | JobError) -> ConfigError:
 
 
 def has_rows(storage: Storage) -> bool:
-    """Whether a row of the job in a folder may be finished."""
+    """Whether the folder's job may have a finished row."""
     data, journal = storage.path / DATA, storage.path / JOURNAL
     return bool(
         shard_files(data, names_in(storage, DATA))
@@ -47,7 +50,7 @@ def written_manifest(storage: Storage) -> Manifest | None:
 
 
 def refuse_folder(storage: Storage) -> None:
-    """Refuse a folder in which no job can be, whatever the job is. Nothing is changed."""
+    """Raise ConfigError for a folder in which no job at all can write. Nothing is changed."""
     is_new = True
     try:
         refuse_foreign_files(storage)
@@ -80,10 +83,11 @@ def refuse_other_job(
     *,
     overwrite: bool,
 ) -> list[str]:
-    """Refuse a folder with rows of another job, unless `overwrite` allows to delete it.
+    """Raise DifferentJob for a folder with rows of another job, unless `overwrite` allows to delete
+    it.
 
     Returns:
-        Lines that say in what the folder's job differs; none if it is the same.
+        Lines that say how the folder's job differs; none if it is the same job.
     """
     differences = stored.differences(requested, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
@@ -97,8 +101,8 @@ def finished_rows(storage: Storage) -> int:
 
 
 def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
-    """Refuse a data set that ends before a row which is finished. `most_rows` is how many rows it
-    has at most; None if that is not known."""
+    """Raise ConfigError for a data set that ends before a finished row. It has at most `most_rows`
+    rows; None if that is not known."""
     if most_rows is None:
         return
     if (end := finished_rows(storage)) > most_rows:
@@ -110,8 +114,8 @@ def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
 
 
 def refuse_foreign_files(storage: Storage) -> None:
-    """Refuse a folder that has files and no manifest, or has links: no job of ours has written
-    these."""
+    """Raise ConfigError for a folder that has files but no manifest, or that has links: batchgen
+    writes neither."""
     names = set(storage.names(storage.path))
     if storage.in_place:
         refuse_links(storage.path)

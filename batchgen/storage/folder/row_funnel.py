@@ -1,4 +1,4 @@
-"""What rows.json says: how many rows the steps of a job left, and of what they took out."""
+"""The file rows.json of a job's folder: how many rows each row step kept, dropped and failed on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ FORMAT_VERSION = 1
 
 
 class DroppedRow(NamedTuple):
-    """A row that a step took out: its id there, the step's place in `rows`, and why."""
+    """A row that a row step dropped: its id at that step, the step's index in the key `rows`, and
+    the reason."""
 
     id: str
     step: int
@@ -24,7 +25,7 @@ class DroppedRow(NamedTuple):
 
 @dataclass
 class StepCount:
-    """How many rows a step had and what became of them; `examples` are some that it took out."""
+    """How many rows a step read and what became of them; `examples` are some that it dropped."""
 
     name: str
     rows_in: int = 0
@@ -35,13 +36,14 @@ class StepCount:
 
     @property
     def short(self) -> str:
-        """The step's name without its place."""
+        """The step's name without its index."""
         return self.name.partition(" ")[2]
 
 
 @dataclass(frozen=True)
 class IndexPart:
-    """How many rows a part of the index has, and how many were dropped meanwhile."""
+    """The number of rows in a part of the row index, and how many were dropped while it was
+    made."""
 
     rows: int
     dropped: int
@@ -49,16 +51,16 @@ class IndexPart:
 
 @dataclass(frozen=True)
 class IndexFacts:
-    """What rows.json says.
+    """The content of rows.json.
 
     Attributes:
-        key: a digest of the steps and of what they read besides the rows.
+        key: a digest of the steps and of the files that they read besides the rows.
         dataset: the fingerprint of the data set.
         data_rows: how many of its rows are covered.
-        read_rows: how many of them were read; fewer where a step needs no more.
+        read_rows: how many of them were read; fewer if the steps stop early.
         rows: the rows of the job.
         error_rows: those of them in which a step has failed.
-        steps: what became of rows at each step.
+        steps: the counts of each step.
     """
 
     key: str
@@ -73,13 +75,13 @@ class IndexFacts:
 
     @property
     def funnel(self) -> str:
-        """How many rows are left behind each step, in one line."""
+        """One line with the number of rows after each step."""
         left = [f"{step.short} {step.rows_out:,}" for step in self.steps]
         return " → ".join([f"{self.read_rows:,} rows of the data set", *left])
 
     @property
     def nothing_left(self) -> ConfigError:
-        """The error for steps that take out all rows, with some that each of them took out."""
+        """The error for steps that drop all rows, with examples from each step."""
         lines = [f"rows: the steps drop every row: {self.funnel}"]
         for step in self.steps:
             if step.examples:
@@ -89,7 +91,7 @@ class IndexFacts:
 
     @classmethod
     def parse(cls, content: bytes | None) -> Self | None:
-        """The facts in a file; None if it is not there or was written otherwise."""
+        """Parse a file's content; None if there is no file or it has another format."""
         if content is None:
             return None
         try:
@@ -106,7 +108,7 @@ class IndexFacts:
             return None
 
     def text(self) -> str:
-        """What the file holds."""
+        """The text of the file."""
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Finds the folder of a step by its name: OUT/judge is OUT/judge.7c1e9a02fb."""
+"""Finds the folder of a pipeline's step by the step's name: OUT/judge is OUT/judge.7c1e9a02fb."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _WAIT = 3600.0
 
 
 def step_folder(folder: str) -> str:
-    """The folder that is meant by one of a job, a path or a URL see `user_folder`: the current
-    one of the step that the last name is, in a pipeline's folder, and else the folder itself.
+    """The folder that a user means by a path or URL (see `user_folder`). If it is OUT/STEP with OUT
+    a pipeline's folder, that is the current folder of the step; else it is the folder itself.
 
     Raises:
         ConfigError: the pipeline has no such step, or a link in its folder.
@@ -45,7 +45,7 @@ def step_folder(folder: str) -> str:
 
 
 def find_record(out: str) -> PipelineRecord | None:
-    """What pipeline.json in a folder says, a path or a URL; None if it has none. ConfigError if
+    """Read pipeline.json of a folder, a path or a URL; None if it has none. Raises ConfigError if
     something in the folder is a link."""
     if not is_url(out):
         if not (Path(out) / RECORD).is_file():
@@ -67,16 +67,16 @@ def refuse_linked(out: Path) -> None:
 
 
 def read_record(storage: Storage) -> PipelineRecord | None:
-    """What pipeline.json says; None if there is none."""
+    """Read pipeline.json; None if there is none."""
     content = storage.read(storage.path / RECORD)
-    shown = f"{storage.display_name}/{RECORD}"
-    return None if content is None else PipelineRecord.parse(content, shown)
+    file_name = f"{storage.display_name}/{RECORD}"
+    return None if content is None else PipelineRecord.parse(content, file_name)
 
 
 @contextmanager
 def locked_record(storage: Storage) -> Iterator[PipelineRecord]:
-    """What pipeline.json says, empty if there is none; nobody else changes it meanwhile, nor the
-    exports. ConfigError if somebody does so for an hour."""
+    """Read pipeline.json, empty if there is none, and keep other processes from changing it or the
+    exports within the context. Raises ConfigError after waiting an hour for another process."""
     lock = storage.lock(_WAIT)
     try:
         yield read_record(storage) or PipelineRecord()
@@ -85,7 +85,7 @@ def locked_record(storage: Storage) -> Iterator[PipelineRecord]:
 
 
 def is_pipeline(out: str) -> bool:
-    """Whether a folder is that of a pipeline, and not of a job."""
+    """Whether a folder is a pipeline's, and not a job's."""
     if not is_url(out) and (Path(out) / MANIFEST).exists():
         return False
     return find_record(out) is not None

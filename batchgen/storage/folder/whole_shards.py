@@ -1,4 +1,8 @@
-"""Whether a folder still has all rows that were written into it: the door of all its readers."""
+"""Checks that a job's folder still has all rows that were written into it.
+
+Every reader of a job calls `check_job` first (see `open_folder.py`), so that a lost or damaged
+shard is an error and never a smaller result.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,10 @@ class FinishedShard:
     """A shard as it was when its folder was opened.
 
     Attributes:
-        first: how many rows stand in the shards before it.
-        ends: behind which of its rows each of its row groups ends.
-        digest: of all that the file holds; None where only a pass over all its bytes tells it, as
-            in files of older versions.
+        first: the number of rows in the shards before it.
+        ends: for each of its row groups, the number of rows up to its end.
+        digest: a digest of all that the file holds; None if that would take a pass over all its
+            bytes, as in files of older versions.
     """
 
     first: int
@@ -60,17 +64,16 @@ class WholeShards:
 def whole_shards(
     storage: Storage, user_path: str, rows: object, said_by: str = "metrics.json"
 ) -> WholeShards:
-    """Look at the ends of all shards of a complete job, or of a set. What lies before their footers
-    is checked when it is read.
+    """Read the footers of all shards of a complete job, or of a published set. What lies before the
+    footers is checked when it is read.
 
     Args:
-        user_path: the folder, as people call it.
-        rows: how many rows the file `said_by` of the folder says that there are; None if no file
-            says it.
+        user_path: the folder, as the user typed it.
+        rows: the number of rows that the folder's file `said_by` states; None if no file does.
 
     Raises:
         ConfigError: there are no shards.
-        JobError: a shard is missing or damaged, or is one of other rows.
+        JobError: a shard is missing or damaged, or has other rows than it should.
     """
     numbers = shard_numbers(storage, user_path, None)
     shards, schema, first = list[FinishedShard](), pa.schema([]), 0
@@ -119,14 +122,15 @@ def check_job(
     storage: Storage, user_path: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any],
     facts: IndexFacts | None,
 ) -> WholeShards | None:  # fmt: skip
-    """The shards of a job that says it is complete; None for one that is not.
+    """Check the shards of a job that says it is complete, and return them; None for a job that does
+    not.
 
-    A copy that somebody has published may lack metrics.json: then the manifest says how many rows
-    there must be. In an object store, where files appear whole, only the names of the shards are
-    looked at, for each footer is a request.
+    A published copy may lack metrics.json; then the manifest says how many rows there must be. In
+    an object store, where files appear whole, only the names of the shards are checked, because
+    reading a footer is a request.
 
     Args:
-        facts: of the rows that steps have left, if there are steps.
+        facts: the content of rows.json; None without row steps.
 
     Raises:
         ConfigError, JobError: see `whole_shards`.
@@ -164,7 +168,7 @@ def check_job_columns(storage: Storage, schema: pa.Schema, text_column: str) -> 
 
 
 def ends_of(file: CheckedFile) -> tuple[int, ...]:
-    """Behind which of a shard's rows each of its row groups ends."""
+    """For each row group of a shard, the number of rows up to its end."""
     meta = file.metadata
     sizes = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
     return tuple(np.cumsum([0, *sizes]).tolist()[1:] or (0,))

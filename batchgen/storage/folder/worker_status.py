@@ -1,4 +1,4 @@
-"""What each worker of a job does, read from its folder at any time."""
+"""Reads from a job's folder what each of its workers is doing, for `batchgen status`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from batchgen.storage.stores.job_storage import Storage
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What is known of one worker.
+    """The state of one worker.
 
     Attributes:
-        silent: seconds since the last heartbeat was written, by the clock of file system or store.
-        state: `running`; `silent` if it was not heard of for long; `gone` if its process has ended
-            without a word; `unreadable` if its heartbeat is; else how it ended.
-        shards: those that it has begun and nobody has completed.
+        silent: seconds since its last heartbeat, by the clock of the file system or store.
+        state: `running`; `silent` if its heartbeat is old; `gone` if its process has ended without
+            saying so; `unreadable` if its heartbeat cannot be read; else how it ended.
+        shards: those that it has begun and no worker has completed.
         backups: those of which it computes a copy.
     """
 
@@ -58,8 +58,8 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Status:
-    """The workers of a job, and its shards; `quarantined` maps a shard to the workers that it has
-    ended."""
+    """The workers of a job, and its shards; `quarantined` maps a shard to the workers that crashed
+    on it."""
 
     workers: list[WorkerState]
     done: int
@@ -68,8 +68,8 @@ class Status:
 
 
 def read_status(storage: Storage, stale_after: float) -> Status:
-    """The state of a job's workers, none for a complete job; without a heartbeat for `stale_after`
-    seconds a worker is called silent."""
+    """Read the state of a job's workers; a complete job has none. A worker without a heartbeat for
+    `stale_after` seconds counts as silent."""
     board = LeaseTable.of(names_in(storage, LEASES))
     open_shards = {
         shard: epoch
@@ -103,7 +103,7 @@ def read_status(storage: Storage, stale_after: float) -> Status:
 
 
 def _lease(storage: Storage, name: str) -> Lease:
-    """What a lease says; one that cannot be read, or was deleted just now, is nobody's."""
+    """Read a lease; one that cannot be read, or was just deleted, has no owner."""
     return Lease.decoded(storage.read(storage.path / name)) or Lease(0)
 
 

@@ -1,4 +1,4 @@
-"""Tells living workers from dead ones."""
+"""Tells living workers from dead ones, by their heartbeats (see `lease_protocol.py`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from batchgen.storage.leases.store_operations import Names, Operation, Read
 
 
 class FailureDetector:
-    """Judges workers by the content of their heartbeats and by the clock of this process alone.
+    """Decides whether workers are dead, from the content of their heartbeats and this process's
+    clock.
 
-    A worker is dead if it says that it ended, if this machine knows that its process is gone, or if
-    its heartbeat has not changed for `stale_after` seconds. A worker that was paused is alive again
-    with its next heartbeat. Clocks of other machines are never compared.
+    A worker is dead if it says that it ended, if its process ran on this machine and has ended, or
+    if its heartbeat has not changed for `stale_after` seconds. A worker that was paused is alive
+    again with its next heartbeat. Clocks of other machines are never compared.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class FailureDetector:
         return self.stands_still(worker, content)
 
     def stands_still(self, what: object, content: bytes | None) -> bool:
-        """Whether something has had the same content for so long that nobody writes it any more."""
+        """Whether the content of an object has not changed for `stale_after` seconds; `what` names
+        it."""
         now = self._clock()
         last = self._seen.get(what)
         if last is None or last[0] != content:
@@ -50,13 +52,13 @@ class FailureDetector:
         return now - last[1] >= self._stale_after
 
     def how_ended(self, content: bytes | None) -> str | None:
-        """How a worker says that it ended; None if it says nothing."""
+        """How a worker ended, by its last heartbeat; None if that does not say."""
         beat = read_beat(content)
         return None if beat is None else beat["ended"]
 
 
 def read_beat(content: bytes | None) -> dict[str, Any] | None:
-    """What a heartbeat says; None if it is empty, cut off or zeroed, as after a crash."""
+    """Parse a heartbeat; None if it is empty, cut off or zeroed, as after a crash."""
     try:
         values = json.loads(content or b"")
     except (ValueError, RecursionError):
@@ -68,11 +70,11 @@ def read_beat(content: bytes | None) -> dict[str, Any] | None:
 def any_lives(
     do: Callable[[Operation], Any], look_seconds: float, stale_after: float, *, here: bool
 ) -> bool:
-    """Whether a worker of a folder lives.
+    """Whether any worker of a folder is alive.
 
-    A worker on another machine lives if its heartbeat changes within `stale_after` seconds, for
-    which this waits, unless the worker has ended cleanly. `here` also counts workers of this
-    machine.
+    A worker on another machine is alive if its heartbeat changes within `stale_after` seconds. This
+    waits that long, unless the worker has ended cleanly. With `here`, workers on this machine count
+    as well.
     """
     names = [worker_name(n) for name in do(Names(WORKERS)) if (n := parse_worker(name))]
     contents = {name: content for name in names if (content := do(Read(name))) is not None}

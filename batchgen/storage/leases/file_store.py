@@ -1,4 +1,7 @@
-"""Carries out the operations of the protocol in a folder of a file system, local or NFS."""
+"""Carries out the operations of the lease protocol in a folder, local or NFS.
+
+`lease_protocol.py` yields operations on named objects; here an object is a file.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 
 
 class FolderGone(Exception):
-    """The folders of the workers are not there any more: the job is complete."""
+    """The folders of the workers have been deleted, because the job is complete."""
 
 
 class FileStore:
@@ -48,9 +51,9 @@ class FileStore:
         """Create a store.
 
         Args:
-            owner: a text that no other worker has, for the names of temporary files.
-            confirm: makes sure that the folder is still that of this job; called before leases are
-                listed, and before files are published or overwritten.
+            owner: a text unique to this worker, for the names of temporary files.
+            confirm: raises an error unless the folder is still that of this job; called before
+                leases are listed, and before files are published or overwritten.
         """
         self._folder = folder
         self._owner = owner
@@ -58,14 +61,14 @@ class FileStore:
         self.operations: dict[str, int] = {}
 
     def fence(self, session: bytes) -> None:
-        """Nothing is needed: the lock of the folder tells which process may write."""
+        """Do nothing: the lock of the folder already decides which process may write."""
 
     def do(self, operation: Operation) -> Any:
         """Carry out an operation and return its answer.
 
         Raises:
             FolderGone: the folder of the object is not there.
-            FolderLost: the whole job is not.
+            FolderLost: the job's whole folder is not there.
             JobError: a file cannot be written or read.
         """
         kind = type(operation).__name__
@@ -143,11 +146,11 @@ class FileStore:
 
 
 def _link(source: Path, path: Path, temporary: Path) -> bool:
-    """Give a file one more name, if that is free; returns whether it has the name now."""
+    """Give a file one more name, if that name is free; return whether the file has it now."""
     try:
         os.link(source, path)
     except FileExistsError:
-        # On NFS the link may be ours, and the first answer was lost.
+        # On NFS the link may be ours, if the answer to the first try was lost.
         return os.path.samefile(source, path)
     except OSError as error:
         if error.errno not in _NO_LINKS:

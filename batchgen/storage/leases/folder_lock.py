@@ -26,8 +26,8 @@ class FolderLock:
         """Take the lock exclusively, or share it with `join` if it is shared already.
 
         Args:
-            wait: for how many seconds to wait for an exclusive holder, which opens or grades the
-                job.
+            wait: seconds to wait for an exclusive holder, such as a process that opens or grades
+                the job.
 
         Raises:
             ConfigError: another job holds the lock (the message names its process and host), or the
@@ -53,7 +53,7 @@ class FolderLock:
         os.pwrite(self._fd, text.encode(), 0)
 
     def in_use(self) -> ConfigError:
-        """The error for a process that may not share the folder with its holders."""
+        """Make the error for a process that may not share the folder with its present holders."""
         owner = os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
         return ConfigError(
             f"output.dir={self._path.parent} is in use by another job ({owner or 'unknown'}): wait "
@@ -82,7 +82,7 @@ class FolderLock:
         return self.exclusive or (join and self._lock(fcntl.F_RDLCK))
 
     def _lock(self, kind: int) -> bool:
-        """Take the lock, or change its kind; returns whether that was possible at once."""
+        """Take the lock, or change its kind, without waiting; return whether that succeeded."""
         try:
             # struct flock: kind, SEEK_SET, first byte, length (0: up to the end), pid
             whole = struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0)
@@ -104,7 +104,7 @@ class FolderLock:
 
 
 def lost(display_name: str) -> FolderLost:
-    """The error for a folder, called `display_name`, that is not this job's any more."""
+    """Make the error for a folder, called `display_name`, that no longer belongs to this job."""
     return FolderLost(
         f"output.dir={display_name} was deleted or replaced while the job ran: this process has "
         "stopped and writes nothing there. The same command computes again what is missing"

@@ -1,4 +1,4 @@
-"""Makes what was written reach the disk."""
+"""Makes sure that what was written is on the disk."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The thread that rewrites a worker's heartbeat."""
+"""The thread that rewrites a worker's heartbeat, by which other workers see that it is alive."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from batchgen.storage.leases.store_operations import Operation, Overwrite
 from batchgen.util.errors import JobError
 
 LAUNCHER = "BATCHGEN_LAUNCHER"
-"""The environment variable with the launcher's process; the worker ends when that ends."""
+"""The environment variable with the process id of the launcher; the worker ends when that process
+ends."""
 
 
 class Heartbeat:
     """Rewrites `workers/0007.json` every few seconds, in a thread, until the worker ends.
 
-    If the process is paused or its machine is gone, the file stops changing. `facts` is what the
-    file says besides; the main thread replaces it as a whole.
+    If the process is paused or its machine is gone, the file stops changing. `facts` are further
+    entries of the file; the main thread replaces the mapping as a whole.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Heartbeat:
                 self._write(None)
 
     def end(self, how: str | None) -> None:
-        """Say in the file how the worker ended, unless that is None, and stop."""
+        """Write into the file how the worker ended, unless that is None, and stop."""
         with self._lock:
             if self._ends.is_set():
                 return

@@ -1,4 +1,4 @@
-"""The names of the objects by which workers agree, all of them below a job's folder."""
+"""The names of the files or objects through which workers coordinate, all below a job's folder."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 
 LEASES, WORKERS, JOURNAL, DATA = "leases", "workers", "journal", "data"
 FINISHED, BEGUN = ".journal", ".begun"
-"""What the names of a journal's files with finished rows end with, and of those with rows that were
-begun."""
+"""The suffixes of journal files with finished rows, and of those with begun rows."""
 FINISH = -1
-"""Stands instead of a shard for what comes after all shards: grades, scores and the card."""
+"""Stands for a shard number in leases: what comes after all shards, that is grades, scores and the
+card."""
 SESSION = f"{LEASES}/session.json"
-"""Which workers run at the same time; it is there until the job is complete."""
+"""The object that identifies the workers that run at the same time; it exists until the job is
+complete."""
 INDEX, GRADING = -2, -3
-"""Stand instead of a shard for the row index of rows that come while the job runs, and for
-grading shards at once, on which other jobs wait."""
+"""Stand for shard numbers in leases: the row index of rows that arrive while the job runs, and the
+grading of each shard as soon as it is published, for jobs that follow this one."""
 _NAMES = {FINISH: "finish", INDEX: "rows", GRADING: "grades"}
 _LEASE = re.compile(r"([0-9]{5,}|finish|rows|grades)\.([eb])([0-9]{3,})\.json")
 _MARK = re.compile(r"([0-9]{5,})\.(done|quarantined)\.json")
@@ -41,7 +42,7 @@ def published_name(shard: int) -> str:
 
 
 def claim_name(shard: int) -> str:
-    """What a shard becomes that takes the place of an older one."""
+    """The name of the claim on a shard that is to replace an older one."""
     return f"{JOURNAL}/part-{shard:05d}.parquet.claim.tmp"
 
 

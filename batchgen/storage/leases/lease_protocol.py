@@ -4,9 +4,9 @@
   its heartbeat. No other worker writes it.
 - The owner of a shard is the worker that made its lease of the highest epoch,
   `leases/00012.e003.json`. Leases are never changed or deleted while workers run.
-- If the owner of a lease is dead, any worker may make the lease of the next epoch and continue
-  from the journals. A worker that was only slow loses nothing but time, because what two workers
-  compute of a row is equal.
+- If the owner of a lease is dead (`FailureDetector`), any worker may make the lease of the next
+  epoch and continue from the journals. A worker that was only slow loses nothing but time, because
+  what two workers compute of a row is equal.
 - A shard is published by create-if-absent and then marked as `done`. The second worker to publish
   compares its shard with the published one.
 - If no shard is left to begin, a worker executes one that another worker has begun speculatively,
@@ -14,7 +14,7 @@
 - The crash count of a shard is how many workers ended on it. A shard with a crash is taken alone,
   so that the next crash is known to be its own; a shard with three crashes is put in quarantine.
 
-Every function here is a generator of operations (store_operations.py).
+Every function here is a generator of operations, which a store carries out (`store_operations.py`).
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from batchgen.storage.leases.store_operations import (
 )
 
 MOST_ENDED = 3
-"""How many workers a shard may end before nobody takes it any more."""
+"""The number of crashes after which a shard is quarantined."""
 _WIDEST = 256
 _MOST_ASKED = 16
-"""At most this many owners' heartbeats are checked in one look."""
+"""The most owners whose heartbeats are checked in one call of `Member.look`."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker does next.
+    """The next task of a worker.
 
     Attributes:
         kind: `shard`: the missing rows of a shard from the first on. `backup`: those of a shard
-            that another worker has begun, from the last row backwards. `wait`: nothing yet. `over`:
-            nothing any more.
-        ended: the workers whose crash is counted for the shard.
+            that another worker has begun, from the last row backwards. `wait`: ask again later.
+            `over`: the job has no more tasks.
+        ended: the workers whose crashes count for the shard.
     """
 
     kind: Literal["shard", "backup", "wait", "over"]
@@ -73,27 +73,28 @@ class Task:
 
 
 def join_workers(
-    least: int, content: Callable[[int], bytes], draw: Callable[[int], int]
+    min_number: int, content: Callable[[int], bytes], draw: Callable[[int], int]
 ) -> Steps[int]:
-    """Become a worker; returns its number, which is above that of all workers that are there.
+    """Register a new worker; return its number, which is above those of all present workers.
 
     Args:
-        content: the first heartbeat of a worker with this number; no other worker has an equal one.
-        draw: a random number below its argument, so that workers that join at once do not collide.
+        content: makes the first heartbeat for a number; it must be unique to this worker.
+        draw: draws a random number below its argument, so that workers that join at once do not
+            collide.
     """
     width = 1
     while True:
         names = yield from ask(Names(WORKERS))
         numbers = [number for name in names if (number := parse_worker(name)) is not None]
-        number = max([least - 1, *numbers]) + 1 + draw(width)
+        number = max([min_number - 1, *numbers]) + 1 + draw(width)
         if (yield from create(worker_name(number), content(number))):
             return number
         width = min(4 * width, _WIDEST)
 
 
 def publish_leased(shard: int, payload: Payload, worker: int, *, replaces: bool) -> Steps[bool]:
-    """Publish a shard unless another worker has; returns whether the published one equals the
-    payload.
+    """Publish a shard unless another worker has done so; return whether the published one equals
+    the payload.
 
     With `replaces`, the shard takes the place of an older one with fewer rows. Workers then agree
     on a claim first, because create-if-absent cannot exchange an object.
@@ -109,12 +110,13 @@ def publish_leased(shard: int, payload: Payload, worker: int, *, replaces: bool)
 
 
 class Member:
-    """A worker among the others: what it knows of them, and what it does next.
+    """One worker's view of all workers: who owns which shard, and what this worker does next.
 
     Attributes:
-        board: the leases at the last look.
-        complete: shards that need nothing any more, as this worker knows by itself.
-        num_ready: how many shards have all their rows, while the others come; None if all have.
+        board: the leases when `look` was last called.
+        complete: shards that this worker knows to be complete without looking.
+        num_ready: the number of first shards whose input rows have all arrived, while further rows
+            still arrive; None if all rows are there.
     """
 
     def __init__(self, number: int, watch: FailureDetector, draw: Callable[[int], int]) -> None:
@@ -130,12 +132,12 @@ class Member:
         self._first = 0  # every shard before it is finished
 
     def look(self) -> Steps[None]:
-        """See which leases and marks there are. Names that were there at the last look are not read
-        again: there are two for each shard, and a look for each shard."""
+        """Find out which leases and marks there are. Names seen in an earlier call are not read
+        again: there are two for each shard, and a call for each shard."""
         names = frozenset((yield from ask(Names(LEASES))))
         if names >= self._names:
             self.board.add(names - self._names)
-        else:  # somebody has deleted some
+        else:  # some have been deleted
             self.board = LeaseTable.of(names)
         self._names = names
 
@@ -145,7 +147,7 @@ class Member:
         return shard in self.complete or shard in board.done or shard in board.quarantined
 
     def is_over(self) -> bool:
-        """Whether all shards are finished, as far as was seen at the last look."""
+        """Whether all shards were finished when `look` was last called."""
         if self.num_shards is None:
             return False
         while self._first < self.num_shards and self.is_finished(self._first):
@@ -153,7 +155,8 @@ class Member:
         return self._first == self.num_shards
 
     def lost(self, shard: int) -> Steps[bool]:
-        """Whether a shard that was this worker's has become another's, as of the last look."""
+        """Whether a shard of this worker had been taken over by another one when `look` was last
+        called."""
         epoch = self.board.epochs.get(shard, 0)
         if not epoch:
             return False
@@ -161,7 +164,7 @@ class Member:
         return lease is None or lease.worker != self.number
 
     def next_task(self, idle: bool) -> Steps[Task]:
-        """Choose what to do next, and make its lease.
+        """Choose the next task, and make its lease.
 
         Only an `idle` worker, which has no row in flight, takes a shard with a crash or makes a
         backup.
@@ -186,8 +189,8 @@ class Member:
         return Task("over" if self.is_over() else "wait")
 
     def claim(self, what: int) -> Steps[bool]:
-        """Whether it is this worker that does what one worker does for all: FINISH, what comes
-        after all shards; INDEX or GRADING."""
+        """Try to become the one worker that does a task for all: FINISH, what comes after all
+        shards; INDEX or GRADING. Return whether this worker does it."""
         yield from self.look()
         epoch = self.board.epochs.get(what, 0)
         if epoch:
@@ -199,7 +202,7 @@ class Member:
         return (yield from self._make(what, "e", epoch + 1, Lease(self.number)))
 
     def is_dead(self, worker: int) -> Steps[bool]:
-        """Whether a worker has ended, or is taken for dead."""
+        """Whether a worker has ended, or is presumed dead."""
         content = yield from ask(Read(worker_name(worker)))
         return self._watch.is_dead(worker, content)
 
@@ -219,7 +222,7 @@ class Member:
 
     @property
     def _end(self) -> int | None:
-        """How many shards there are that can be begun; None if that is not known."""
+        """The number of shards that can be begun; None if it is not known."""
         return self.num_shards if self.num_ready is None else self.num_ready
 
     def _free(self) -> Iterator[int]:
@@ -230,7 +233,7 @@ class Member:
 
     def _begin(self) -> Steps[Task | None]:
         """Take the first free shard; after each lost race choose among more of the free ones."""
-        self.is_over()  # moves the first one on
+        self.is_over()  # moves on the index of the first free shard
         width = 1
         while free := list(itertools.islice(self._free(), width)):
             shard = free[self._draw(len(free))]
@@ -241,7 +244,7 @@ class Member:
         return None
 
     def _take_over(self, shard: int, lease: Lease | None, idle: bool) -> Steps[Task | None]:
-        """Take a shard of a dead worker, if it may be taken now."""
+        """Take over a shard of a dead worker, if that is allowed now."""
         ended = () if lease is None else lease.ended
         if lease is not None and (yield from self._is_to_blame(shard, lease.worker)):
             ended = (*ended, lease.worker)
@@ -284,8 +287,8 @@ class Member:
         return is_mine
 
     def _lease(self, shard: int, kind: str, epoch: int) -> Steps[Lease | None]:
-        """What a lease says that is there; None see `Lease.decoded`. It never changes once it can
-        be read, so it is read once."""
+        """Read an existing lease; None as in `Lease.decoded`. A lease never changes once it can be
+        read, so it is read once."""
         key = (shard, kind, epoch)
         if key not in self._leases:
             lease = Lease.decoded((yield from ask(Read(lease_name(shard, epoch, kind)))))
@@ -295,8 +298,8 @@ class Member:
         return self._leases[key]
 
     def _is_over(self, shard: int, kind: str, epoch: int) -> Steps[bool]:
-        """Whether the worker of a lease is dead. If nobody knows who it is, the lease is over once
-        it has stayed as it is for as long as a worker may be silent."""
+        """Whether the worker of a lease is dead. A lease that names no worker is over once it has
+        not changed for as long as a worker may be silent."""
         lease = yield from self._lease(shard, kind, epoch)
         if lease is not None:
             return (yield from self.is_dead(lease.worker))

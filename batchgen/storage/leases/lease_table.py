@@ -1,4 +1,4 @@
-"""What a lease says, and what the names of all leases and marks say together."""
+"""The content of a lease, and the state of all shards by the names of leases and marks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchgen.storage.leases.lease_files import (
 
 @dataclass(frozen=True)
 class Lease:
-    """What a lease says: the worker that made it, and the workers whose crash is counted for its
+    """The content of a lease: the worker that made it, and the workers whose crashes count for its
     shard."""
 
     worker: int
@@ -25,8 +25,8 @@ class Lease:
 
     @staticmethod
     def decoded(content: bytes | None) -> Lease | None:
-        """What a lease says. None if nothing can be read of it, so that nobody knows whose it is:
-        it is not whole yet, or its worker died or found the disk full before it was."""
+        """Parse a lease. None if it cannot be read, so that its owner is unknown: it is not written
+        completely yet, or its worker died, or found the disk full, while writing it."""
         try:
             values = json.loads(content or b"")
             return Lease(int(values["worker"]), tuple(map(int, values["ended"])))
@@ -36,7 +36,7 @@ class Lease:
 
 @dataclass
 class LeaseTable:
-    """What the names in `leases` say.
+    """The state of all shards, as the names in the folder `leases` tell it.
 
     Attributes:
         epochs: shard → the highest epoch of its leases.
@@ -55,7 +55,7 @@ class LeaseTable:
         return board
 
     def add(self, names: Iterable[str]) -> None:
-        """Take in what further names say."""
+        """Update the table with further names."""
         for name in names:
             if (lease := parse_lease(name)) is not None:
                 shard, kind, epoch = lease

@@ -25,14 +25,14 @@ from batchgen.storage.leases.store_operations import (
 from batchgen.util.errors import ConfigError, JobError
 
 PATIENCE = 60.0
-"""For how many seconds a request that the store does not answer is repeated."""
+"""Seconds for which a request that the store does not answer is repeated."""
 _BLOCK = 8 * 2**20
 _MOST_PAUSE = 5.0
 T = TypeVar("T")
 
 
 class Objects(Protocol):
-    """The requests that a store answers, each of them atomically.
+    """The requests that an object store must support, each of them atomic.
 
     FileNotFoundError and FileExistsError are answers, PermissionError and ValueError refusals.
     After any other OSError the request may have been carried out or not.
@@ -122,7 +122,8 @@ class ObjectStore:
         self._session = session
 
     def check_session(self) -> None:
-        """Make sure that the session of this worker goes on; without one there is nothing to check.
+        """Raise an error unless the session of this worker still goes on; without a session nothing
+        is checked.
 
         Raises:
             FolderGone: the job is complete.
@@ -141,7 +142,7 @@ class ObjectStore:
             )
 
     def create(self, name: str, payload: Payload) -> bool:
-        """Make an object unless there is one; return whether there is one with this content now."""
+        """Make an object unless there is one; return whether the object now has this content."""
         content = _content(payload)
         try:
             self._call("write", name, lambda: self._objects.create(name, content))
@@ -219,14 +220,14 @@ class ObjectStore:
             return None
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects; those that are not there any more do not matter."""
+        """Delete objects; missing ones are ignored."""
         for name in names:
             with suppress(FileNotFoundError):
                 self._call("delete", name, partial(self._objects.delete, name))
 
     def probe(self, name: str) -> None:
-        """Make sure, with an object of this name, that the store can be written and heeds
-        create-if-absent, or raise ConfigError."""
+        """Write a test object of this name; raise ConfigError unless the store can be written and
+        honours create-if-absent."""
         try:
             first = self.create(name, b"1")
             second = self.create(name, b"2")
@@ -241,9 +242,9 @@ class ObjectStore:
             )
 
     def _call(self, action: str, name: str, request: Callable[[], T]) -> T:
-        """Repeat a request until it is answered, which FileNotFoundError and FileExistsError are,
-        too. Raises JobError, which says that the `action` failed, if it is refused or out of
-        patience."""
+        """Repeat a request until it is answered; FileNotFoundError and FileExistsError are answers.
+        Raises JobError, which says that the `action` failed, if the store refuses it or never
+        answers."""
         deadline = time.monotonic() + self._patience
         pause = 0.1
         while True:

@@ -1,4 +1,5 @@
-"""The files and folders that a job has in its folder, none of which is a link."""
+"""The names of the files and folders that a job writes in its folder, and the check that none is a
+link."""
 
 from __future__ import annotations
 
@@ -13,19 +14,21 @@ from batchgen.util.errors import ConfigError
 
 LOCK = ".lock"
 LOCKS = ".locks"
-"""In an object store; another name, so that a copy of all objects is a folder like any other."""
+"""The locks in an object store; not named `.lock`, so that a downloaded copy is a folder like any
+other."""
 LOGS = "logs"
-"""Where launchers put what workers on other machines print."""
+"""The output of workers that launchers start on other machines."""
 MANIFEST = "manifest.json"
 ROWS = "rows"
-"""Where each row of the job comes from, if steps choose among those of the data set."""
+"""The row index: from which rows of the data set each row of the job comes, if there are row steps.
+"""
 ROW_INDEX = "rows.json"
 KEYS = "keys"
-"""By which keys rows were made, in jobs whose rows later jobs may copy."""
+"""The keys of rows by which later jobs find rows to copy (`output.reuse`)."""
 THUMBNAILS = "thumbnails"
 """Small pictures of the images of rows."""
 OF_WORKERS = (LEASES, WORKERS)
-"""What tells the workers of a job of each other while it runs."""
+"""The folders through which workers know of each other while a job runs."""
 OWN = (
     *(DATA, JOURNAL, "cost", "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
     *(KEYS, THUMBNAILS, "README.md", "config.yaml", "metrics.json", MANIFEST),
@@ -63,7 +66,8 @@ def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
 
 
 def _odd(entries: list[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
-    """What is neither a file nor a folder, among some entries of a folder and all below them."""
+    """Yield what is neither a file nor a folder, among some entries of a folder and all below
+    them."""
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             # A job that goes on deletes its journals; what cannot be read leads nowhere.

@@ -1,4 +1,5 @@
-"""Which process a worker is, so that others on the same machine see at once that it is gone."""
+"""Identifies the process of a worker, so that others on the same machine see at once when it is
+gone."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _UNKNOWN = "running"
 
 @cache
 def machine() -> str:
-    """A text that two processes share if each can see whether the other runs: they have one kernel
-    since its start, and one numbering of processes. A clone of a running machine differs in its
+    """A text that is equal for two processes that can see whether the other one runs: they share
+    one boot of a kernel and one numbering of processes. A clone of a running machine differs in its
     name or in the addresses of its network cards."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -36,9 +37,9 @@ def _cards() -> list[str]:
 
 
 def started(pid: int) -> str | None:
-    """When a process of this machine was started, in the system's own unit; None if it has ended.
+    """The start time of a process of this machine, in clock ticks; None if it has ended.
 
-    A process number may be given again, then with another start. Where the system hides a process
+    A process id may be used again, but then with another start time. If the system hides a process
     of another user, this is `_UNKNOWN`.
     """
     try:
@@ -50,7 +51,7 @@ def started(pid: int) -> str | None:
 
 
 def process_identity() -> dict[str, Any]:
-    """What tells this process from all others, for its heartbeat."""
+    """The entries of a heartbeat that identify this process."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -61,7 +62,7 @@ def process_identity() -> dict[str, Any]:
 
 
 def is_gone(beat: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote a heartbeat ran on this machine and does not any more."""
+    """Whether the process that wrote a heartbeat ran on this machine and has ended."""
     pid = beat.get("pid")
     if beat.get("machine") != machine() or not isinstance(pid, int):
         return False

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 TIMEOUT = 60.0
-"""For how many seconds a request may stand still before it counts as not answered."""
+"""Seconds without progress after which a request counts as not answered."""
 _LONGEST = 3600.0
 _SLOWEST = 2**20
 """The fewest bytes a second that an upload in one request is expected to take."""
@@ -56,7 +56,7 @@ class S3Objects:
                 "most 5 GiB: use a smaller output.rows_per_shard in a new folder"
             )
         store = self._store
-        if len(content) > _LARGE:  # to take long is not to stand still
+        if len(content) > _LARGE:  # a slow upload still makes progress
             store = self._open(timeout=TIMEOUT + len(content) / _SLOWEST)
         with _builtin_errors(name):
             store.put(name, content, mode="create")
@@ -106,12 +106,13 @@ class S3Objects:
 
 
 def connect(url: str) -> ObjectStore:
-    """The store that a URL names, with the keys and the endpoint that the AWS tools would take."""
+    """Open the store that a URL names, with the keys and the endpoint that the AWS tools would
+    use."""
     return ObjectStore(S3Objects(url), url)
 
 
 def _account() -> dict[str, Any]:
-    """What obstore must be given beside the environment, which it reads itself.
+    """The options that obstore needs in addition to environment variables, which it reads itself.
 
     Keys, region, endpoint and certificates in files of the AWS tools, single sign-on and roles of
     machines are left to botocore, which is only imported for them.
@@ -157,7 +158,7 @@ def _account() -> dict[str, Any]:
 
 
 def _keys(session: Any) -> Callable[[], dict[str, Any]]:
-    """What tells obstore the keys of a session of botocore, again and again, as they can expire."""
+    """A provider of the keys of a botocore session; obstore calls it again when they expire."""
     credentials = session.get_credentials()
     if credentials is None:
         raise ValueError(
@@ -179,8 +180,8 @@ def _keys(session: Any) -> Callable[[], dict[str, Any]]:
 
 @contextmanager
 def _builtin_errors(name: str) -> Iterator[None]:
-    """Turn obstore's errors into Python's: an OSError of no other kind means that there was no
-    answer."""
+    """Turn obstore's errors into Python's within the context; a plain OSError means that there was
+    no answer."""
     from obstore import exceptions
 
     try:

@@ -1,8 +1,9 @@
-"""What the protocol of the workers asks of a store, as values that a driver carries out.
+"""The operations that the workers' protocol needs of a store, as values that a driver carries out.
 
-A function of the protocol is a generator: it yields operations and is sent their answers. So it
-holds for any store, and a test can stop, kill or delay a worker between any two operations. An
-object store may leave an operation `Unanswered`: a request that timed out may have happened or not.
+A function of the protocol (`lease_protocol.py`) is a generator: it yields operations and is sent
+their answers. So it works with any store, and a test can stop, kill or delay a worker between any
+two operations. A store may leave an operation `Unanswered`: after a request that timed out nobody
+knows whether it was carried out.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Payload = bytes | Path
-"""What an object shall hold: bytes, or the content of a file that nobody changes any more."""
+"""The content for an object: bytes, or a file that nobody changes any more."""
 
 
 class Unanswered(Exception):
-    """Thrown into a generator if nobody knows whether the operation which it yielded happened."""
+    """Thrown into a generator if nobody knows whether the operation that it yielded was carried
+    out."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ Steps = Generator[Operation, Any, T]
 
 
 def ask(operation: Operation) -> Steps[Any]:
-    """An operation that can be repeated, until it is answered."""
+    """Repeat an operation until it is answered; return the answer."""
     while True:
         try:
             return (yield operation)
@@ -76,8 +78,8 @@ def ask(operation: Operation) -> Steps[Any]:
 def create(name: str, payload: Payload) -> Steps[bool]:
     """Make an object unless there is one; returns whether this call made it.
 
-    An attempt that was not answered may have made it all the same. Then the content tells, which
-    must be that of no other worker, or equal for all of them.
+    An attempt that was not answered may have made it all the same. The content then shows whose it
+    is, so it must be unique to this worker, or equal for all workers.
     """
     unsure = False
     while True:

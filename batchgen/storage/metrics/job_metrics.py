@@ -1,4 +1,5 @@
-"""The file metrics.json, which says what a job did in each of its attempts."""
+"""The file metrics.json of a job: what each of its attempts did, and the figures of the whole
+job."""
 
 from __future__ import annotations
 
@@ -31,29 +32,29 @@ class Attempt:
 
     Attributes:
         rows_resumed: output rows that earlier attempts had written.
-        rows_copied: those of its rows that it has copied from older jobs; no tokens are counted of
-            them.
+        rows_copied: those of its rows that it has copied from older jobs; their tokens are not
+            counted.
         rows_begun: those of its rows that earlier attempts had begun, and that it went on with.
-        tokens_begun: the tokens of these that earlier attempts had generated.
-        rows_recorded: output rows that it has begun and not finished, and of which there are
-            records to go on from.
+        tokens_begun: the tokens of `rows_begun` that earlier attempts had generated.
+        rows_recorded: unfinished output rows whose tokens so far are recorded, so that a later
+            attempt can continue them.
         rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
         rows: output rows that it has computed or copied, with error rows.
-        wall_s: seconds since the attempt began, with the loading of the weights.
+        wall_s: seconds since the attempt began, including the time to load the weights.
         generate_s: seconds since the engine began.
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
         start_s: seconds until the engine began, mostly the loading of the weights.
         session: a text that is the same for workers that ran at the same time.
-        batch_dependence: why a token's bits depend on what else is in the batch, as was found out
-            on this CPU; None if they do not, and on a GPU.
+        batch_dependence: why, on this CPU, a token's bits depend on the rest of the batch; None if
+            they do not, and on a GPU.
         contract: what decided the bits of its rows besides models, data and configuration, by name,
             such as the type of GPU; empty without an engine.
         images: the images of its rows' prompts, once for each sample.
-        image_tokens: the tokens of these, which are prompt tokens, too.
-        devices: between how many its model is divided.
-        device_s: seconds that the engine's steps took of the device.
+        image_tokens: the tokens of these images, which count as prompt tokens.
+        devices: the number of devices that share its model.
+        device_s: seconds of device time that the engine's steps took.
     """
 
     rows_resumed: int
@@ -89,25 +90,25 @@ class Attempt:
 class Metrics:
     """The content of metrics.json.
 
-    It is saved while the job runs, so that it also tells of an attempt that was killed. Each of
-    several workers tells the others its figures, and the first one writes the file.
+    It is saved while the job runs, so that it has the figures of an attempt that was killed, too.
+    Workers report their figures to each other in heartbeats, and the first worker writes the file.
 
     Attributes:
-        attempt: the present one.
+        attempt: the running attempt.
         tally: counts of the rows that are finished, those of earlier attempts too.
         others: what the other workers had reported when this one last looked.
-        in_flight: how many rows run in the engine, without waiting ones.
+        in_flight: the number of rows in the engine that are running, not waiting.
         was_complete: whether an earlier attempt completed the job.
-        score: what the job's marks come to; None without marks.
-        score_so_far: gives the mean mark of the answers that this worker knows the marks of, as
-            long as the job has no score; None without marks.
+        score: the score of the job's marks; None without marks.
+        score_so_far: returns the mean of the marks that this worker knows so far, while the job has
+            no score; None without marks.
         adapter_scores: the same of each adapter that rows run with, by its name.
-        funnel: how many answers of other jobs each choice among them has left, if it reads any.
-        budget: what is used of the job's budget; None without one.
-        timeline: how the job went on over time; of several workers it has only this one.
-        read_jobs: what the jobs cost whose rows are read.
+        funnel: how many answers of other jobs were left after each filter, if it reads any.
+        budget: the used part of the job's budget; None without a budget.
+        timeline: the progress of the job over time; with several workers only that of this one.
+        read_jobs: the costs of the jobs whose rows are read.
         sampling: values of the group `sampling`, and what the model recommends for each.
-        tell: is called with the content of the file whenever this worker has written it.
+        tell: called with the content of the file whenever this worker has written it.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Metrics:
         team: Peers | None = None,
         storage: Storage | None = None,
     ) -> None:
-        """Read what earlier attempts have left."""
+        """Read the figures of earlier attempts."""
         self._path = path
         self._storage = FolderStorage(path.parent) if storage is None else storage
         self._team = team
@@ -153,7 +154,7 @@ class Metrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """How many tokens this attempt has generated in each second that the engine ran."""
+        """The tokens per second that this attempt has generated while its engine ran."""
         computed = self.attempt.generated_tokens - self.attempt.tokens_begun
         return computed / max(self.attempt.generate_s, 1e-9)
 
@@ -230,13 +231,13 @@ class Metrics:
         self.tell(summary)
 
     def costs(self, job: str) -> list[JobCost]:
-        """What the jobs that are read and this one cost, which is called `job`."""
+        """The costs of the jobs whose rows are read, and of this job under the name `job`."""
         cost = {"device_s": _device_s(self._attempts()), "rows": self.tally.totals.rows}
         return all_steps({**cost, "read_jobs": as_values(self.read_jobs)}, job)
 
     def keep(self) -> None:
-        """Write the file again, at the end, if it is not as this worker saved it last: the first
-        worker may have overwritten it with what it knew before the job was complete."""
+        """Write the file again, at the end, if it is not what this worker saved last: the first
+        worker may have overwritten it with figures from before the job was complete."""
         if self._storage.read(self._path) != self._text.encode():
             write_atomic(self._path, self._text)
             self._storage.upload(self._path)
@@ -260,5 +261,5 @@ def peak_rss_mib() -> float:
 
 
 def _device_s(attempts: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds of the device of all attempts; those of older versions say none."""
+    """Seconds of device time of all attempts; attempts of older versions recorded none."""
     return round(sum(float(one.get("device_s", 0.0)) for one in attempts), 6)

@@ -1,4 +1,4 @@
-"""The scores of a job as one value, which is of one score or of one for each adapter."""
+"""The scores of a job: one of all rows, or one for each adapter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class JobScores:
-    """What the marks of a job come to.
+    """The scores that follow from the marks of a job's rows.
 
     Attributes:
         score: of all rows, see `batchgen.evals.scores.scores.compute_scores`; None without marks,

@@ -1,4 +1,4 @@
-"""What metrics.json says of a job whose rows several workers compute."""
+"""Combines the figures of several workers of one job for metrics.json."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 
 class Peers(Protocol):
-    """One worker's access to the figures of the others; workers that run at the same time share
-    `session`."""
+    """One worker's access to the figures of the others. Workers that run at the same time have the
+    same `session`."""
 
     @property
     def number(self) -> int: ...
@@ -17,15 +17,16 @@ class Peers(Protocol):
     def session(self) -> str: ...
 
     def tell(self, facts: Mapping[str, Any]) -> None:
-        """Let the others know this worker's figures."""
+        """Report this worker's figures to the others."""
         ...
 
     def is_first(self) -> bool:
-        """Whether it is this worker that writes metrics.json."""
+        """Whether this worker is the one that writes metrics.json."""
         ...
 
     def others(self) -> Sequence[Mapping[str, Any]]:
-        """What the others have reported, with `dead` and `ended`: how each has ended."""
+        """The figures that the others have reported; `dead` and `ended` say whether and how each
+        has ended."""
         ...
 
 

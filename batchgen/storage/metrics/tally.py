@@ -35,7 +35,7 @@ OUTCOMES = {
 
 
 def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
-    """The one of OUTCOMES that a row has."""
+    """The key of OUTCOMES for a row that ended like this."""
     if finish_reason == "error":
         return "error"
     if satisfied is None:
@@ -50,13 +50,14 @@ class Totals:
     """Counts over all finished rows of a job.
 
     Attributes:
-        finish_reasons: how many rows ended for which reason.
-        errors: how many rows have an error of which type.
+        finish_reasons: the number of rows for each finish reason.
+        errors: the number of rows for each type of error.
         counts: sums of what the strategy counts for each row (`OutputSchema.counts`).
-        constraint: how many rows ended in which of OUTCOMES; empty if the job has no constraint.
-        until: how many input rows ended in which of `shards.enough.OUTCOMES`, as far as their
-            shards are published, and how many samples are `valid`; empty without `sampling.until`.
-        cut_in: how many rows ended by `length` in which channel; empty without channels.
+        constraint: the number of rows for each of OUTCOMES; empty if the job has no constraint.
+        until: of published shards, the number of input rows for each of `shards.enough.OUTCOMES`,
+            and the number of samples that are `valid`; empty without `sampling.until`.
+        cut_in: for each channel the number of rows that ended in it by `length`; empty without
+            channels.
     """
 
     rows: int = 0
@@ -72,12 +73,12 @@ class Totals:
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> Totals:
-        """The totals that metrics.json holds."""
+        """Read the totals from metrics.json."""
         return cls(**{f.name: figures[f.name] for f in fields(cls) if f.name in figures})
 
 
 class Tally:
-    """Counts finished rows, from tables with its `columns` and as they finish."""
+    """Counts finished rows: those of earlier attempts from tables, and new ones as they finish."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Tally:
 
     @property
     def totals(self) -> Totals:
-        """What was counted so far."""
+        """The counts so far."""
         sums = dict(self._sums)
         prompt, generated = sums.pop("num_prompt_tokens"), sums.pop("num_generated_tokens")
         return Totals(

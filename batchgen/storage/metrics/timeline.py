@@ -1,4 +1,4 @@
-"""How a job went on over time, in few numbers."""
+"""The progress of a job over time, in a bounded number of points."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MOST_POINTS = 240
 _FIRST_INTERVAL = 0.25  # seconds
 _IN_LINE = 6  # points
 Point = tuple[float, int, int]
-"""Seconds in which engines have run, output rows that are done, and tokens that were generated."""
+"""Seconds for which engines have run, finished output rows, and generated tokens."""
 
 
 class Timeline:
     """At most MOST_POINTS points of a job, about equally far apart in time.
 
     When there are too many, every second one is dropped, and from then on points come half as
-    often. A job that goes on in another process goes on with the points of the one before.
+    often. A job that is resumed in another process keeps the points of the processes before.
     """
 
     def __init__(self, points: Sequence[Sequence[float]] = (), rows: int = 0) -> None:
@@ -30,7 +30,7 @@ class Timeline:
         self._next = 0.0
 
     def due(self, seconds: float) -> bool:
-        """Whether a point is wanted, `seconds` after the engine of this process began."""
+        """Whether it is time for a new point, `seconds` after the engine of this process began."""
         return seconds >= self._next
 
     def add(self, seconds: float, rows: int, tokens: int) -> None:

@@ -1,4 +1,7 @@
-"""The Arrow type that holds everything which a JSON Schema allows, if there is one."""
+"""Converts a JSON Schema into the Arrow type that holds all values it allows, if there is one.
+
+It gives the column `parsed` its type (`parsed_column.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from batchgen.engine.constraint.json_schema.keywords import ANNOTATIONS, DEFINIT
 _SCALARS = {"integer": pa.int64(), "number": pa.float64(), "string": pa.string()}
 _SCALARS["boolean"] = pa.bool_()
 _ANNOTATIONS = ANNOTATIONS | DEFINITIONS | {"format"}
-"""Keywords that say nothing about the type of a value."""
+"""Keywords that do not affect the type of a value."""
 # Keywords that only say which values of their type are allowed.
 _OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
 _OF_ARRAYS = {"items", "minItems", "maxItems"}
@@ -51,8 +54,8 @@ class _Typing:
         self._fields = 0
 
     def type(self, schema: Any, at: str, refs: tuple[str, ...]) -> pa.DataType:
-        """The type of the part of the schema at a JSON pointer; `refs` has led there, to notice
-        recursion."""
+        """The type of the part of the schema at a JSON pointer; `refs` are the references on the
+        way there, to notice recursion."""
         if not isinstance(schema, Mapping):
             raise _inexact("may be of any type", at)
         self._fields += 1

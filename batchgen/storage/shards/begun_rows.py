@@ -1,9 +1,11 @@
-"""Records of what rows have generated that are begun and not finished.
+"""Records of *begun* rows: the tokens that unfinished rows have generated so far.
 
-Each worker appends them to a file of its own beside its journal file of the shard. A record holds
-the tokens since the last one of its row, with their columns, so a file has each token once. The
-first record of a row in a file begins with the row's first token, also if the row went on from the
-records of an earlier worker. So a file needs no other one, and the longest that any has counts.
+After a kill the job continues such rows from their records instead of generating them again. Each
+worker appends records to a file of its own, beside its journal file of the shard (`journal.py`). A
+record holds the tokens since the last record of the same row, with their columns. The first record
+of a row in a file always begins with the row's first token, even if the row was continued from
+another worker's records. So each file can be read alone, and of several files the one with the most
+tokens of a row counts.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _KEY, _START, _TOKENS = "key", "start", "token_ids"
 
 
 class BegunRow(NamedTuple):
-    """What a sample of a row has generated from the token `start` on; `key` is the sample's."""
+    """One record: the tokens of a sample of a row from the token `start` on. `key` is a digest of
+    the sample's request, so that a changed request does not continue from it."""
 
     row_index: int
     sample_index: int
@@ -40,7 +43,7 @@ class BegunRow(NamedTuple):
 
 
 def begun_schema(schema: OutputSchema) -> pa.Schema:
-    """The schema of the records of a job with these columns."""
+    """The Arrow schema of the records of a job whose output has this schema."""
     fields = [
         *(schema.arrow.field(name).remove_metadata() for name in KEYS),
         pa.field(_KEY, pa.binary()),
@@ -80,8 +83,8 @@ def encode_begun(schema: OutputSchema, rows: Sequence[BegunRow]) -> pa.RecordBat
 
 
 class _Chain(NamedTuple):
-    """The records of a row by one worker, each the place of one in a batch, and how many tokens
-    they have together."""
+    """The records that one worker wrote of a row: `parts` are batches with an index into each, and
+    `length` is the number of tokens in all."""
 
     key: bytes
     length: int
@@ -89,18 +92,17 @@ class _Chain(NamedTuple):
 
 
 class BegunRows:
-    """The records of a shard with these input rows. They stay in the files, which are
-    memory-mapped."""
+    """The records of one shard. Their values stay in the files, which are memory-mapped."""
 
     def __init__(self, rows: range, retried_before: int = 0) -> None:
-        """Begin without any. Rows with errors that are computed again do not go on from records of
-        attempts before `retried_before`."""
+        """Create without records. `rows` are the input rows of the shard. A row that had an error
+        and is computed again does not continue from records of attempts before `retried_before`."""
         self._of_shard, self._retried_before = rows, retried_before
         self._rows: dict[tuple[int, int], dict[int, _Chain]] = {}
 
     def take(self, batch: pa.RecordBatch, attempt: int) -> None:
-        """Take the next records of a file, whose worker has the number `attempt`. Raises
-        ArrowInvalid if they are damaged."""
+        """Add the next records of a file of worker `attempt`. Raises ArrowInvalid if they are
+        damaged."""
         batch.validate(full=True)
         heads = [batch.column(name).to_pylist() for name in (*KEYS, _KEY, _START)]
         lengths = np.diff(batch.column(_TOKENS).offsets.to_numpy())
@@ -119,7 +121,7 @@ class BegunRows:
             chains[attempt] = _Chain(key, length, (*parts, (batch, index)))
 
     def longest(self, opened: OpenShard | None) -> set[int]:
-        """The attempts that have the longest records of rows that are not done."""
+        """The attempts whose files hold the longest records of some unfinished row."""
         numbers = set()
         for (row, sample), chains in self._rows.items():
             if chains and (opened is None or sample in opened.missing(row)):
@@ -135,12 +137,12 @@ class BegunRows:
         *,
         retried: bool,
     ) -> Begun | None:
-        """What a sample of a row has generated, by its longest records with this key, which is
-        asked for only if there are some; `retried` says whether the sample has an error and is
-        computed again."""
-        least = self._retried_before if retried else 0
+        """The tokens that a sample of a row has generated so far: its longest records with the
+        right key. `key` is only called if there are records. `retried` says whether the sample had
+        an error and is computed again. Returns None if there are none."""
+        first_attempt = self._retried_before if retried else 0
         attempts = self._rows.get((row_index, sample), {})
-        chains = [chain for attempt, chain in attempts.items() if attempt >= least]
+        chains = [chain for attempt, chain in attempts.items() if attempt >= first_attempt]
         chains = [chain for chain in chains if chain.key == key()]
         if not chains:
             return None
@@ -159,8 +161,8 @@ class BegunRows:
 
 
 class BegunRecords:
-    """The records of all shards of a job, in the journal. `read` gives those of a shard by all
-    workers."""
+    """Reads and writes the records of all shards of a job. `read` returns the records that all
+    workers have written of a shard."""
 
     def __init__(
         self,
@@ -170,10 +172,11 @@ class BegunRecords:
         storage: Storage,
     ) -> None:
         self._schema, self._journal, self._read, self._storage = schema, journal, read, storage
-        self._rows: dict[int, BegunRows] = {}  # by shard, as far as a row was asked for
+        self._rows: dict[int, BegunRows] = {}  # by shard, once one of its rows was asked for
 
     def drop_superseded(self, complete: Collection[int], opened: Mapping[int, OpenShard]) -> None:
-        """Delete the records of rows that are finished, or have longer ones by later attempts."""
+        """Delete the files whose rows are all finished, or have longer records by other
+        attempts."""
         for number in sorted(self._journal.shards(BEGUN)):
             needed = set[int]()
             if number not in complete:
@@ -184,16 +187,16 @@ class BegunRecords:
         self._journal.refresh()
 
     def forget(self, number: int) -> None:
-        """Read a shard anew when it is asked for again."""
+        """Forget the records of a shard, so that they are read anew when needed."""
         self._rows.pop(number, None)
 
     def drop(self, number: int) -> list[Path]:
-        """Write no more of a shard; returns the files of this worker."""
+        """Write no more records of a shard; return the files of this worker."""
         self.forget(number)
         return self._journal.release(number, BEGUN)
 
     def delete(self, number: int) -> None:
-        """Delete what this worker has recorded of a shard, whose rows are finished."""
+        """Delete this worker's records of a shard whose rows are finished."""
         for path in self.drop(number):
             self._storage.delete(path)
 
@@ -205,15 +208,15 @@ class BegunRecords:
         sample_index: int,
         key: Callable[[], bytes],
     ) -> Begun | None:
-        """What was recorded of a sample of a row of an open shard; see `BegunRows.find`."""
+        """The recorded tokens of a sample in an open shard; see `BegunRows.find`."""
         if (begun := self._rows.get(number)) is None:
             begun = self._rows[number] = self._read(number)
         failed = opened.is_failed(row_index, sample_index)
         return begun.find(row_index, sample_index, key, self._schema, retried=failed)
 
     def write(self, number: int, rows: Sequence[BegunRow]) -> None:
-        """Record what rows of a shard have generated. If another worker has deleted the shard's
-        files, they are finished and need no record."""
+        """Append records of rows of a shard. If another worker has deleted the shard's files, its
+        rows are finished and need no records."""
         with suppress(JournalGone):
             self._journal.append(number, encode_begun(self._schema, rows), BEGUN)
 

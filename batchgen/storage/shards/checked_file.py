@@ -1,10 +1,10 @@
-"""Parquet files of which every byte that is read is checked: shards, and the parts of `grades`.
+"""Parquet files whose every byte is checked when it is read: shards, and the files in `grades`.
 
-The pages of a Parquet file have checksums, but its footer and the heads of its pages have none. So
-between the last row group and the footer, where Parquet allows further bytes and other readers pass
-them over, a file that was sealed holds `uint32 crc32` of each column chunk, row group by row group,
-then `uint32 crc32` of the footer, and `_MARK`; all of it little endian. Files of older versions
-have none of this; the checksums of their pages are checked if they have some.
+The pages of a Parquet file have checksums, but its footer and the headers of its pages have none.
+Therefore `seal` adds checksums between the last row group and the footer, where Parquet allows
+extra bytes and other readers skip them: `uint32 crc32` of each column chunk, row group by row
+group, then `uint32 crc32` of the footer, and `_MARK`; all of it little endian. Files of older
+versions have none of this. The checksums of their pages are checked if they have some.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from batchgen.storage.stores.range_file import RangeFile
 from batchgen.util.errors import JobError
 
 Source = Path | RawIOBase
-"""What a file is read from: a path, or an object whose text is its URL (`Storage.parquet`)."""
+"""The source of a file: a path, or a file object whose `str` is its URL (`Storage.parquet`)."""
 _MARK = b"\xb6sums\x01\r\n"
 _END = struct.Struct("<I4s")  # what is behind the footer: its length, and b"PAR1"
 _AT_ONCE = 2**20
@@ -39,10 +39,10 @@ class DamagedFile(JobError):
 
 
 class CheckedFile:
-    """A Parquet file that is open. What is read from it is what was written.
+    """An open Parquet file. What is read from it is exactly what was written.
 
-    All methods raise `DamagedFile` if it is not, with the row group where it is not, and `JobError`
-    if it cannot be read.
+    All methods raise `DamagedFile`, with the damaged row group, if it is not, and `JobError` if the
+    file cannot be read.
     """
 
     schema: pa.Schema
@@ -105,7 +105,7 @@ class CheckedFile:
             return pa.concat_tables(tables or [self._file.read_row_groups([], names)])
 
     def verify(self) -> None:
-        """Look at every byte of the rows."""
+        """Check every byte of the rows."""
         for group in range(self.metadata.num_row_groups):
             with _damage_reported(self._source, group):
                 self._check(group, None)
@@ -118,12 +118,12 @@ class CheckedFile:
         return str(self._source)
 
     def known_digest(self) -> str | None:
-        """The digest see `content_digest`, if it is known without a pass over all bytes."""
+        """The `content_digest` if it is known without a pass over all bytes, else None."""
         return None if self._sums is None else self.content_digest()
 
     def content_digest(self) -> str:
-        """32 hex digits, which are others if what the file holds is: over the checksums of its
-        chunks, or over all its bytes if it has none."""
+        """A digest of what the file holds, 32 hex digits: over the checksums of its chunks, or over
+        all its bytes if it has none."""
         digest = blake2b(str(self.metadata.num_rows).encode(), digest_size=16)
         if self._sums is not None:
             digest.update(b"".join(self._sums))
@@ -134,10 +134,10 @@ class CheckedFile:
         return digest.hexdigest()
 
     def _check_footer(self) -> int | None:
-        """The place behind the checksums of the chunks; None if the file was not sealed."""
+        """The offset behind the checksums of the chunks; None if the file was not sealed."""
         size, at_end = self._bytes.size, self._bytes.at_end
         if len(at_end) < _END.size or not at_end.endswith(b"PAR1"):
-            return None  # for which pyarrow has a word
+            return None  # which pyarrow reports itself
         length, _ = _END.unpack(at_end[-_END.size :])
         end_of_sums: int = size - _END.size - length - len(_MARK) - 4
         if end_of_sums >= 0:
@@ -176,7 +176,7 @@ class CheckedFile:
 
 
 def read_schema(source: Source) -> pa.Schema:
-    """The columns of a file, and the metadata that was written with them."""
+    """Read the schema of a file, with the metadata that was written with it."""
     with CheckedFile(source) as file:
         return file.schema
 
@@ -195,7 +195,7 @@ def seal(path: Path) -> None:
 
 
 def damaged(source: Source, why: str) -> DamagedFile:
-    """The error for a shard, or a part of the grades, that cannot be used."""
+    """Make the error for a shard, or a file of grades, that is damaged; `why` says how."""
     folder, name = str(source).rpartition("/")[::2]
     job = folder.removesuffix("/grades")
     if job != folder:
@@ -210,7 +210,7 @@ def damaged(source: Source, why: str) -> DamagedFile:
 
 
 def unreadable_file(source: Source, error: OSError) -> JobError:
-    """The error for a file that may be as it should, but that the system does not give."""
+    """Make the error for a file that may be intact, but that the system cannot read."""
     return JobError(
         f"cannot read {source}: {error.strerror or error}. The file itself may be intact: check "
         "the disk or the file server, and run the same command again"
@@ -218,8 +218,8 @@ def unreadable_file(source: Source, error: OSError) -> JobError:
 
 
 class _Bytes(RangeFile):
-    """The bytes of a file for pyarrow; what was just checked comes from memory
-    (`held`, by place)."""
+    """The bytes of a file for pyarrow; chunks that were just checked come from memory (`held`, by
+    offset)."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -258,7 +258,7 @@ class _Bytes(RangeFile):
         try:
             return _pread(self._file, start, length)
         except OSError:
-            self._file = None  # it is opened anew, which helps where a file server lost it
+            self._file = None  # it is opened anew, which helps if a file server lost the handle
             raise
 
 
@@ -285,7 +285,7 @@ def _sum(content: bytes) -> bytes:
 
 @contextmanager
 def _damage_reported(source: Source, group: int | None = None) -> Iterator[None]:
-    """Have errors say which file and which row group they are of."""
+    """Make errors within the context name the file and the row group."""
     where = "" if group is None else f"row group {group}: "
     try:
         yield

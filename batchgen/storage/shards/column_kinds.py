@@ -1,4 +1,4 @@
-"""What columns of the output are known for by their names; reading it loads no pyarrow."""
+"""Facts about output columns that follow from their names. Importing this loads no pyarrow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PROMPT_IMAGES = "prompt_images"
-"""The column that says which images a row had."""
+"""The column that lists the images of a row's prompt."""
 _WITHOUT_SCOPE = ("token_ids", "prompt_token_ids")
 
 

@@ -1,9 +1,9 @@
-"""When a row has enough samples, in jobs with `sampling.until`, and which of them it keeps.
+"""Rejection sampling (`sampling.until`): when a row has enough samples, and which of them it keeps.
 
 A row keeps the samples 0…m, where m is the first of these: the sample that makes `valid` samples
 valid, or with `width` the interval of their share so narrow; the `most`-th sample; or one with an
-error from before the engine, which all samples of the row would have. What was computed beyond m is
-no part of the result, so that this depends on the samples alone and not on which of them ran.
+error from before the engine, which all samples of the row would have. Samples beyond m are not part
+of the result, so the result depends on the samples alone and not on which of them happened to run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ METADATA = b"batchgen.until"
 """The key in a shard's metadata that says by which `Enough` it was published."""
 _Z = 1.959963984540054
 _SLACK = 1e-9
-"""What rounding may add to a product of two counts."""
+"""The largest rounding error of a product of two counts."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ class Enough:
 
     @property
     def metadata(self) -> dict[bytes, bytes]:
-        """What a shard's metadata hold."""
+        """The entry in a shard's metadata."""
         return {METADATA: json.dumps(self.values).encode()}
 
     @property
     def values(self) -> dict[str, Any]:
-        """It as JSON can hold it."""
+        """The settings as JSON values."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @staticmethod
     def of(metadata: Mapping[bytes, bytes] | None) -> Enough | None:
-        """What the metadata of a shard say; None if they say nothing."""
+        """Read the settings from a shard's metadata; None if it has none."""
         try:
             return Enough.decoded(json.loads((metadata or {})[METADATA]))
         except (KeyError, ValueError, TypeError):
@@ -85,7 +85,7 @@ class Enough:
 
     @staticmethod
     def decoded(values: Mapping[str, Any]) -> Enough:
-        """What `values` were made of."""
+        """Make the settings from their JSON `values`."""
         return Enough(values.get("valid"), values["most"], values.get("width"))
 
     @property
@@ -117,7 +117,7 @@ class Enough:
         return np.asarray(valid * (n - valid) <= self._most_mixed[n - 1])
 
     def num_kept(self, done: Bools, valid: Bools, failed: Bools) -> Ints:
-        """How many samples each row keeps, 0 if that is not known yet. [R]
+        """[R] How many samples each row keeps; 0 if that is not known yet.
 
         Args:
             done: [R, most] which samples are there.
@@ -134,8 +134,8 @@ class Enough:
     def wanted(
         self, done: Bools, valid: Bools, begun: Collection[int], rate: float | None = None
     ) -> list[int]:
-        """The samples of one row to begin now: those that it will keep if each sample that is not
-        there yet counts as `rate` valid ones, or for None those that it keeps in any case.
+        """The samples of one row to begin now: those that it will keep if each missing sample
+        counts as `rate` valid ones; with None those that it keeps in any case.
 
         Args:
             done: [most] which samples are there.
@@ -157,7 +157,7 @@ class Enough:
 
 
 def _so_far(flags: Bools, axis: int = 0) -> Ints:
-    """How many are set up to each place."""
+    """How many flags are set up to each index."""
     counts: Ints = np.cumsum(flags, axis=axis, dtype=np.int64)
     return counts
 
@@ -170,22 +170,22 @@ def marks_of(rows: pa.RecordBatch | pa.Table) -> tuple[Bools, Bools]:
 
 
 def enough_text(until: Mapping[str, Any]) -> str:
-    """What the values of `sampling.until` in a configuration ask for, in words."""
+    """Describe the values of `sampling.until` in a configuration in words."""
     if until.get("width") is not None:
         return f"the interval of valid ones is at most {until['width']:g} wide"
     return f"{until['valid']:,} are valid"
 
 
 class KeptRows:
-    """The rows of a shard without what its input rows do not keep, and with the columns that follow
+    """The rows of a shard without the samples that are not kept, and with the columns that follow
     from all samples of a row.
 
     Attributes:
-        places: [K] the places in the order of `RowsInOrder`.
+        indices: [K] the indices of the kept rows in `RowsInOrder`.
     """
 
     def __init__(self, rows: RowsInOrder, enough: Enough) -> None:
-        """Find them among rows of which each is complete."""
+        """Find the kept samples; every row must be complete."""
         marks = rows.table(np.arange(len(rows.keys)), [VALID, OUTCOME])
         valid, failed = marks_of(marks)
         first = np.append(True, np.diff(rows.keys >> 31) != 0)[: len(rows.keys)]
@@ -197,18 +197,19 @@ class KeptRows:
         reached = enough.is_reached(so_far - before, np.minimum(numbers, enough.most))
         ends = reached | failed
         earlier: Ints = np.cumsum(ends) - ends
-        self.places: Ints = np.flatnonzero(earlier == earlier[starts][group])
-        kept = group[self.places]
+        self.indices: Ints = np.flatnonzero(earlier == earlier[starts][group])
+        kept = group[self.indices]
         sizes = np.bincount(kept, minlength=len(starts))
-        valids = np.bincount(kept, valid[self.places], len(starts)).astype(np.int64)
-        fails = np.bincount(kept, failed[self.places], len(starts)) > 0
+        valids = np.bincount(kept, valid[self.indices], len(starts)).astype(np.int64)
+        fails = np.bincount(kept, failed[self.indices], len(starts)) > 0
         self._sizes, self._valids = sizes[kept], valids[kept]
         is_enough = enough.is_reached(valids, np.maximum(sizes, 1))
         outcomes = np.where(fails, 2, np.where(is_enough, 0, 1))
         self._outcomes = outcomes[kept]
 
     def filled(self, table: pa.Table, at: slice) -> pa.Table:
-        """The table of the kept rows `at` these places among them, with their columns filled."""
+        """The table of the kept rows with these indices `at` among them, with their columns
+        filled."""
         values = {
             OUTCOME: pa.array(OUTCOMES).take(pa.array(self._outcomes[at])),
             NUM_VALID: pa.array(self._valids[at], pa.int32()),

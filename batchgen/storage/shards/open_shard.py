@@ -60,7 +60,7 @@ class OpenShard:
         """Note rows that an earlier attempt has written, each over what was known of it. Unless
         `errors_count`, rows with an error are not done."""
         done = pc.not_equal(rows["finish_reason"], "error").to_numpy(zero_copy_only=False)
-        at = self.places(rows)
+        at = self.indices(rows)
         self.done[at] = done | errors_count
         self.failed[at] = ~self.done[at]
         self.num_done = int(self.done.sum())
@@ -83,7 +83,7 @@ class OpenShard:
 
     def add(self, rows: Sequence[FinishedRow], attempt: int) -> None:
         """Note rows that this worker, whose number is `attempt`, has written."""
-        at = self._places_of(rows)
+        at = self._indices_of(rows)
         assert not self.done[at].any(), "a (row, sample) was written twice"
         self.done[at] = True
         self.num_done += len(rows)
@@ -104,14 +104,14 @@ class OpenShard:
             self.begun[index, sample] = True
         return samples
 
-    def places(
+    def indices(
         self, rows: pa.RecordBatch | pa.Table
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The place of each row in `done`."""
         index, sample = (np.asarray(rows[name].to_numpy(), np.int64) for name in KEYS)
         return index - self._first, sample
 
-    def _places_of(
+    def _indices_of(
         self, rows: Sequence[FinishedRow]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         index = np.array([row.row_index for row in rows], np.int64)
@@ -150,11 +150,11 @@ class OpenEnoughShard(OpenShard):
         self, rows: pa.RecordBatch | pa.Table, *, errors_count: bool, attempt: int = 0
     ) -> None:
         super().take(rows, errors_count=errors_count)
-        self._mark(self.places(rows), *marks_of(rows), attempt)
+        self._mark(self.indices(rows), *marks_of(rows), attempt)
 
     def take_others(self, rows: pa.RecordBatch, *, errors_count: bool, attempt: int) -> None:
         super().take_others(rows, errors_count=errors_count, attempt=attempt)
-        self._count(np.unique(self.places(rows)[0]))
+        self._count(np.unique(self.indices(rows)[0]))
 
     def is_by_others(self, row_index: int, sample: int) -> bool:
         """Whether a sample is not needed any more, as others have written it or the row has enough
@@ -166,7 +166,7 @@ class OpenEnoughShard(OpenShard):
         super().add(rows, attempt)
         valid = np.array([row.valid is True for row in rows])
         failed = np.array([row.output is None for row in rows])
-        self._mark(self._places_of(rows), valid, failed, attempt)
+        self._mark(self._indices_of(rows), valid, failed, attempt)
 
     def missing(self, row_index: int) -> list[int]:
         """The samples of a row that are not done and may be needed."""

@@ -85,8 +85,8 @@ class OutputWriter:
         self._published = PublishedShards(
             data, schema, rows_per_shard, samples, num_rows, self._storage, older
         )
-        least, begun = self._round.least_attempt, begun_schema(schema)
-        self._journal = Journal(journal, schema.arrow, least, worker, self._storage, begun)
+        min_attempt, begun = self._round.least_attempt, begun_schema(schema)
+        self._journal = Journal(journal, schema.arrow, min_attempt, worker, self._storage, begun)
         self._publisher = Publisher(
             data, journal, schema, self._round, self._journal.attempt, publish, self._storage
         )
@@ -241,7 +241,7 @@ class OutputWriter:
                 yield read_columns(self._published.source(shard), columns)
         for shard, opened in sorted(self._open.items()):
             if (table := self._written.table(shard, columns)) is not None:
-                yield table.filter(pa.array(opened.done[opened.places(table)])).select(columns)
+                yield table.filter(pa.array(opened.done[opened.indices(table)])).select(columns)
 
     def write(self, rows: Sequence[FinishedRow]) -> list[FinishedRow]:
         """Keep finished rows of any shards, in any order. When this returns, a kill cannot lose

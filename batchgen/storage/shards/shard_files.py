@@ -169,7 +169,7 @@ def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iter
         return
     rows = RowsInOrder(batches)
     kept = None if schema.enough is None else KeptRows(rows, schema.enough)
-    indices = np.arange(len(rows.keys)) if kept is None else kept.places
+    indices = np.arange(len(rows.keys)) if kept is None else kept.indices
     sizes = rows.column("num_generated_tokens") * schema.token_bytes + _ROW_BYTES
     sizes += 4 * rows.column("num_prompt_tokens")
     group_of = np.cumsum(sizes[indices]) // ROW_GROUP_BYTES

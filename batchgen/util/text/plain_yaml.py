@@ -180,8 +180,8 @@ class _Size:
     @staticmethod
     def _check_tag(tag: str | None, where: str) -> None:
         if tag not in (None, "!", *_TAGS):
-            shown = tag.replace(_CORE, "!!") if tag else ""
+            short = tag.replace(_CORE, "!!") if tag else ""
             raise ConfigError(
-                f"{where}: the tag {shown:.80} is not allowed, because only plain values are "
+                f"{where}: the tag {short:.80} is not allowed, because only plain values are "
                 "read: leave it out, or put the text in quotes"
             )

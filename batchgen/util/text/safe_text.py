@@ -58,16 +58,16 @@ def shortened(text: str, limit: int | None, spans: Sequence[Span] = ()) -> Marku
         spans: inside the text; they may overlap.
     """
     cuts = {0, len(text)} | {at for span in spans for at in (span.start, span.end)}
-    parts, shown = [], 0
+    parts, end_of_text = [], 0
     for start, end in kept(len(text), limit, spans):
-        if start > shown:
-            parts.append(GAP.format(f"{start - shown:,}"))
+        if start > end_of_text:
+            parts.append(GAP.format(f"{start - end_of_text:,}"))
         inside = sorted(at for at in cuts if start < at < end)
         for left, right in zip([start, *inside], [*inside, end], strict=True):
             piece = marked(text[left:right])
             names = [span.name for span in spans if span.start <= left and right <= span.end]
             parts.append(SPAN.format(", ".join(names), piece) if names and piece else piece)
-        shown = end
+        end_of_text = end
     return join_html(parts)
 
 

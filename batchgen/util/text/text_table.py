@@ -92,16 +92,16 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     The two intervals are of 95%: for new questions of the same kind, and for the same questions
     asked again. The second is unknown where all samples of each question have one mark.
     """
-    shown = score_value(scores)
-    lines = [(scores.get("column", "score"), _average(scores["avg"], shown))]
+    as_text = score_value(scores)
+    lines = [(scores.get("column", "score"), _average(scores["avg"], as_text))]
     if (chance := scores.get("chance")) is not None:
         lines.append(("chance", f"{percent_text(chance)} of random guesses would be right"))
     if (value_range := scores.get("range")) is not None:
-        lines.append(("range", f"{shown(value_range[0])} to {shown(value_range[1])}"))
+        lines.append(("range", f"{as_text(value_range[0])} to {as_text(value_range[1])}"))
     lines += [*_metrics(scores), *_rates(scores)]
     subsets = scores.get("subsets", {})
     for name, part in zip(_short(list(subsets)), subsets.values(), strict=True):
-        value = f"{shown(part['avg']['value'])}{_bounds(part['avg'], shown)}"
+        value = f"{as_text(part['avg']['value'])}{_bounds(part['avg'], as_text)}"
         lines.append((f"  {name}", f"{value} of {counted(part['questions'], 'question')}"))
     return lines
 
@@ -118,13 +118,13 @@ def _short(names: Sequence[str]) -> list[str]:
     """Each name in one line of at most _NAME characters; names that this makes equal end in their
     place."""
     lines = [" ".join(visible(name).split()) for name in names]
-    shown = [both_ends(line, _NAME) for line in lines]
-    often = Counter(shown)
+    texts = [both_ends(line, _NAME) for line in lines]
+    often = Counter(texts)
     for index, line in enumerate(lines):
-        if often[shown[index]] > 1:
+        if often[texts[index]] > 1:
             mark = f" #{index + 1}"
-            shown[index] = both_ends(line, _NAME - len(mark)) + mark
-    return shown
+            texts[index] = both_ends(line, _NAME - len(mark)) + mark
+    return texts
 
 
 def _average(average: Mapping[str, Any], format_value: Callable[[float | None], str]) -> str:

@@ -112,13 +112,13 @@ def _html(runs: Sequence[_Run]) -> Markup:
             parts += [_ONLY_A.format(marked(a.lstrip()))] * bool(a)
             parts += [_ONLY_B.format(marked(b.lstrip()))] * bool(b)
             continue
-        before, behind = _AROUND * (index > 0), _AROUND * (index < len(runs) - 1)
-        if len(run.a) <= before + behind or len(runs) == 1:
+        before_words, after_words = _AROUND * (index > 0), _AROUND * (index < len(runs) - 1)
+        if len(run.a) <= before_words + after_words or len(runs) == 1:
             parts.append(_text(run.a))
         else:
-            tail = run.a[len(run.a) - behind :]
-            characters = sum(map(len, run.a[before : len(run.a) - behind]))
-            parts += [_text(run.a[:before]), GAP.format(f"{characters:,}"), _text(tail)]
+            tail = run.a[len(run.a) - after_words :]
+            characters = sum(map(len, run.a[before_words : len(run.a) - after_words]))
+            parts += [_text(run.a[:before_words]), GAP.format(f"{characters:,}"), _text(tail)]
     return Markup("").join(parts)
 
 

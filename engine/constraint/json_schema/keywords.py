@@ -77,12 +77,12 @@ def restricts(keyword: str, value: object) -> bool:
 def read_limits(schema: Mapping[str, object], low: str, high: str) -> tuple[int, int | None]:
     """Return the least count that two keywords such as `minItems` and `maxItems` allow, 0 without
     one, and the greatest, `MOST` at most and None without one."""
-    least, greatest = schema.get(low, 0), schema.get(high)
-    assert isinstance(least, int | float)
-    if greatest is None:
-        return int(least), None
-    assert isinstance(greatest, int | float)
-    return int(least), int(min(greatest, MOST))
+    lower, upper = schema.get(low, 0), schema.get(high)
+    assert isinstance(lower, int | float)
+    if upper is None:
+        return int(lower), None
+    assert isinstance(upper, int | float)
+    return int(lower), int(min(upper, MOST))
 
 
 def check_keywords(schema: Mapping[str, object], at: str, root: bool) -> None:

@@ -24,18 +24,18 @@ def width(node: Node) -> tuple[int, int | None]:
         case Chars():
             return 1, 1
         case Repeat(body, low, high):
-            least, most = width(body)
+            shortest, longest = width(body)
             return (
-                least * low,
-                0 if most == 0 else most * high if most and high is not None else None,
+                shortest * low,
+                0 if longest == 0 else longest * high if longest and high is not None else None,
             )
         case Concat(parts):
             widths = [width(part) for part in parts]
-            highs = [most for _, most in widths if most is not None]
+            highs = [longest for _, longest in widths if longest is not None]
             return sum(w[0] for w in widths), sum(highs) if len(highs) == len(widths) else None
         case Either(branches):
             widths = [width(branch) for branch in branches]
-            highs = [most for _, most in widths if most is not None]
+            highs = [longest for _, longest in widths if longest is not None]
             return min(w[0] for w in widths), max(highs) if len(highs) == len(widths) else None
 
 
@@ -45,8 +45,8 @@ def bounded(node: Node, low: int, high: int | None) -> Node | None:
     That needs every match to have such a length already, or at most one part of varying length in
     each outermost branch, which repeats one character class. Otherwise the result is None.
     """
-    least, most = width(node)
-    if least >= low and (high is None or (most is not None and most <= high)):
+    shortest, longest = width(node)
+    if shortest >= low and (high is None or (longest is not None and longest <= high)):
         return node
     match node:
         case Repeat(Chars() as body, fewest, times):
@@ -62,7 +62,7 @@ def bounded(node: Node, low: int, high: int | None) -> Node | None:
             if len(varying) != 1:
                 return None
             [at] = varying
-            fixed = least - width(parts[at])[0]
+            fixed = shortest - width(parts[at])[0]
             rest = None if high is None else high - fixed
             if rest is not None and rest < 0:
                 return None

@@ -67,15 +67,15 @@ def expert_slots(
     weights = rows_of_panels(parameter) if in_panels else parameter
     pieces: list[str] = []
     for expert in range(of):
-        place = expert - first
-        elsewhere = not 0 <= place < len(parameter)
-        weight = parameter.new_empty(0) if elsewhere else weights[place]
+        index = expert - first
+        elsewhere = not 0 <= index < len(parameter)
+        weight = parameter.new_empty(0) if elsewhere else weights[index]
         slices: Sequence[Tensor] = [weight] * len(parts)
         scales: Sequence[Tensor | None] = [None] * len(parts)
         if not elsewhere:
             slices = weight.chunk(len(parts))
             if all_scales is not None:
-                scales = all_scales[place].chunk(len(parts))
+                scales = all_scales[index].chunk(len(parts))
         for part, values, its_scales in zip(parts, slices, scales, strict=True):
             name = f"{path}.{expert}.{part}.weight"
             pieces.append(name)
@@ -118,11 +118,11 @@ def four_bit_slots(
     shard: Shard | None,
 ) -> Iterator[WeightSlot]:
     """Yield the slots of `expert_slots` for weights in 4 bits."""
-    parts, (own, rows, _) = projections.parts, panels.sizes
+    parts, (rank_experts, rows, _) = projections.parts, panels.sizes
     size, pieces = rows // len(parts), list[str]()
     for expert in range(of):
-        place = expert - first
-        elsewhere = not 0 <= place < own
+        rank_index = expert - first
+        elsewhere = not 0 <= rank_index < rank_experts
         for index, part in enumerate(parts):
             name = f"{path}.{expert}.{part}.weight"
             pieces.append(name)
@@ -130,7 +130,7 @@ def four_bit_slots(
                 empty = panels.words.new_empty(0)
                 yield FourBitSlot(empty, (name,), (name,), elsewhere=True)
                 continue
-            its = panels.experts(place, place + 1).rows(index * size, (index + 1) * size)
+            its = panels.experts(rank_index, rank_index + 1).rows(index * size, (index + 1) * size)
             yield FourBitSlot(its.words, (name,), (name,), panels=its)
     source = (f"{path}.{projections.name}.weight",)
     yield FourBitSlot(panels.words, tuple(pieces), source, shard=shard, panels=panels, several=True)

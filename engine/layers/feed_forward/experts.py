@@ -24,7 +24,7 @@ from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
 from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.lora.layer_lora import LayerLoRA, LoRAState
-from batchgen.engine.lora.lora_places import Factors, LoRAPlace, LoRASite
+from batchgen.engine.lora.lora_targets import Factors, LoRASite, LoRATarget
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.parallel.tensor_parallel import PendingParts, Stream
 from batchgen.kernels.four_bit.experts import FourBitExperts
@@ -73,10 +73,10 @@ class Experts(nn.Module):
         self.variant = variant
         self._hidden, self._inner, parallel = hidden_size, intermediate_size, where.parallel
         self._num_experts, self._parallel = num_experts, parallel
-        own = parallel.share("num_experts", num_experts)
-        self._first = parallel.rank * own
+        rank_experts = parallel.share("num_experts", num_experts)
+        self._first = parallel.rank * rank_experts
         rows = len(variant.first) * intermediate_size
-        shapes = (own, rows, hidden_size), (own, hidden_size, intermediate_size)
+        shapes = (rank_experts, rows, hidden_size), (rank_experts, hidden_size, intermediate_size)
         in_panels = keeps_panels(where.device, where.dtype, hidden_size, intermediate_size)
         wide, narrow = (
             panels_shape(*shape, where.dtype) if in_panels else shape for shape in shapes
@@ -87,8 +87,8 @@ class Experts(nn.Module):
         self.down_bias: nn.Parameter | None = None
         if variant.biased:
             make = partial(empty_parameter, device=where.device, dtype=where.dtype)
-            self.gate_up_bias = make(own, rows)
-            self.down_bias = make(own, hidden_size)
+            self.gate_up_bias = make(rank_experts, rows)
+            self.down_bias = make(rank_experts, hidden_size)
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self.form: FP8Format | MXFP4Format | None = None
@@ -149,8 +149,10 @@ class Experts(nn.Module):
             return
         weights = self.gate_up_proj, self.down_proj
         dtype, device = self._dtype, self.down_proj.device
-        found = [four_bit_parameters(form, matrix_sizes(each), dtype, device) for each in weights]
-        wide, narrow = found
+        parameters = [
+            four_bit_parameters(form, matrix_sizes(each), dtype, device) for each in weights
+        ]
+        wide, narrow = parameters
         if wide is None or narrow is None:
             return
         self.gate_up_proj, self.gate_up_scales, gate_up = wide
@@ -191,9 +193,9 @@ class Experts(nn.Module):
         [T, k] and have these adapter slots [T]."""
         adapters, both = None, (self._gate_up_lora, self._down_lora)
         if adapter_slots is not None:
-            wide, narrow = (None if own is None else own.of_experts() for own in both)
-            own_experts = self._num_experts // self._parallel.size
-            adapters = ExpertAdapters(adapter_slots, ids, own_experts, wide, narrow)
+            wide, narrow = (None if lora is None else lora.of_experts() for lora in both)
+            rank_experts = self._num_experts // self._parallel.size
+            adapters = ExpertAdapters(adapter_slots, ids, rank_experts, wide, narrow)
         of = self.variant
         return Epilogues(self.gate_up_bias, self.down_bias, of.clamped, of.function, adapters)
 
@@ -289,9 +291,9 @@ class Experts(nn.Module):
 
     def _own_ids(self, ids: Tensor) -> Tensor:
         """Turn ids into indices among this rank's experts, whose number stands for all others."""
-        own = self._num_experts // self._parallel.size
-        places = ids - self._first
-        return places.masked_fill_((places < 0) | (places >= own), own)
+        rank_experts = self._num_experts // self._parallel.size
+        indices = ids - self._first
+        return indices.masked_fill_((indices < 0) | (indices >= rank_experts), rank_experts)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a slot for each projection of each expert, and one for each kind of all experts."""
@@ -304,9 +306,9 @@ class Experts(nn.Module):
         ):
             packed = self.in_four_bits
             if packed is not None and not isinstance(self.form, MXFP4Format):
-                own = packed[0] if kind.parts == both else packed[1]
+                panels = packed[0] if kind.parts == both else packed[1]
                 of, first = self._num_experts, self._first
-                yield from four_bit_slots(path, kind, own, of=of, first=first, shard=shard)
+                yield from four_bit_slots(path, kind, panels, of=of, first=first, shard=shard)
                 continue
             if isinstance(self.form, MXFP4Format):
                 rows = 2 * self._inner if kind.parts == both else self._hidden
@@ -324,32 +326,34 @@ class Experts(nn.Module):
             )
 
     def lora_sites(self, path: str) -> Iterator[LoRASite]:
-        """Yield both products. The places of a product are those of each expert's projections, and
-        of all projections of each expert together, under the name that the weight of all experts
-        has (`experts.3.gate_up_proj`)."""
-        own, both = self._num_experts // self._parallel.size, self.variant.first
+        """Yield both products. The targets of a product are each expert's projections, and of all
+        projections of each expert together, under the name that the weight of all experts has
+        (`experts.3.gate_up_proj`)."""
+        rank_experts, both = self._num_experts // self._parallel.size, self.variant.first
         for whole, parts in zip(self.names, (both, ("down_proj",)), strict=True):
             _, width, depth = self.sizes(whole)
-            size, places = width // len(parts), list[LoRAPlace]()
+            size, targets = width // len(parts), list[LoRATarget]()
             for index in range(self._num_experts):
-                expert = index - self._first if 0 <= index - self._first < own else None
+                expert = index - self._first if 0 <= index - self._first < rank_experts else None
                 kinds = [(part, i * size, size) for i, part in enumerate(parts)]
                 kinds += [(whole, 0, width)] if len(parts) > 1 else []
                 for name, start, length in kinds:
                     part = LoRAPart(start, length)
-                    places.append(LoRAPlace(f"{path}.{index}.{name}", part, expert=expert))
-            yield LoRASite(tuple(places), width, depth, own, of_experts=True)
+                    targets.append(LoRATarget(f"{path}.{index}.{name}", part, expert=expert))
+            yield LoRASite(tuple(targets), width, depth, rank_experts, of_experts=True)
 
     def add_lora(
         self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
     ) -> None:
         """Let adapters stand beside the products, as `Linear.add_lora` does."""
-        device, found = self.down_proj.device, list[LayerLoRA | None]()
+        device, products = self.down_proj.device, list[LayerLoRA | None]()
         for site in self.lora_sites(path):
             adapted = site.adapted_parts(factors)
-            found.append(LayerLoRA(site, factors, state, self._dtype, device) if adapted else None)
-        self._gate_up_lora, self._down_lora = found
-        self._lora = state if any(found) else None
+            products.append(
+                LayerLoRA(site, factors, state, self._dtype, device) if adapted else None
+            )
+        self._gate_up_lora, self._down_lora = products
+        self._lora = state if any(products) else None
 
     def pack(self, products: CPUProducts) -> None:
         """Convert the loaded weights to the layout for this CPU; they cannot be loaded again then.

@@ -49,8 +49,8 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         parallel, self._gate, self._factors = where.parallel, gate, factors
-        own = parallel.share(size_name, intermediate_size)
-        parts = {"gate_proj": own, "up_proj": own}
+        rank_size = parallel.share(size_name, intermediate_size)
+        parts = {"gate_proj": rank_size, "up_proj": rank_size}
         shards = dict.fromkeys(parts, parallel.shard(0, intermediate_size))
         self.gate_up_proj = MergedLinear(
             hidden_size, parts, bias=bias, shards=shards if parallel.size > 1 else None, where=where
@@ -151,9 +151,9 @@ class XIELU(nn.Module):
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a slot for each number, which checkpoints hold as [1] or []."""
-        for place, number in enumerate(("alpha_p", "alpha_n", "beta", "eps")):
+        for index, number in enumerate(("alpha_p", "alpha_n", "beta", "eps")):
             name = (f"{path}.{number}",)
-            target = self.shape[place : place + 1]
+            target = self.shape[index : index + 1]
             yield WeightSlot(target, name, name, partial(_one_value, name[0]), dummy=0.5)
 
     def forward(self, x: Tensor) -> Tensor:

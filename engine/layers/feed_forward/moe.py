@@ -69,8 +69,8 @@ def _gate(hidden_size: int, num_experts: int, router: Router, where: Placement) 
     """Make what computes the logits of a router."""
     if router.float32:
         assert not router.biased
-        own = replace(where, dtype=torch.float32) if router.wide else where
-        return Float32Linear(hidden_size, num_experts, where=own)
+        gate_where = replace(where, dtype=torch.float32) if router.wide else where
+        return Float32Linear(hidden_size, num_experts, where=gate_where)
     return Linear(hidden_size, num_experts, bias=router.biased, quantisable=False, where=where)
 
 
@@ -175,21 +175,23 @@ class SparseMoE(nn.Module):
         if self._gates_input:
             x = tokens = x * sigmoid(logits.gather(1, ids.long()).float()).to(x.dtype)
         out: Tensor
-        alone, own = self._parallel.size == 1, _own_tokens(x, ctx)
+        alone, rank_tokens = self._parallel.size == 1, _own_tokens(x, ctx)
         slots = self.experts.adapter_slots(len(x))
         if self.fc1_latent_proj is not None and self.fc2_latent_proj is not None:
             routed = self.experts(self.fc1_latent_proj(x), ids, weights, adapter_slots=slots)
             projected = self.fc2_latent_proj(routed)
             out = add_up(projected, residual if alone else None, shared)
             return out if alone else self._parallel.add_sum(residual, out, self._lane)
-        if own is None and alone:
+        if rank_tokens is None and alone:
             return self.experts.add_to(residual, tokens, ids, weights, shared, slots)
-        if own is None:
+        if rank_tokens is None:
             out = self.experts(tokens, ids, weights, None, shared, slots)
         else:
             routed = torch.zeros_like(x)
-            of_own = None if slots is None else slots[own]
-            routed[own] = self.experts(x[own], ids[own], weights[own], adapter_slots=of_own)
+            of_own = None if slots is None else slots[rank_tokens]
+            routed[rank_tokens] = self.experts(
+                x[rank_tokens], ids[rank_tokens], weights[rank_tokens], adapter_slots=of_own
+            )
             out = add_up(routed, residual if alone else None, shared)
         if alone:
             return out
@@ -227,5 +229,5 @@ def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:
     """Return the tokens [N] that belong to rows, None for all; a CPU leaves out filled-up ones."""
     if x.is_cuda or len(x) != len(ctx.kv_slots):
         return None
-    own = ctx.kv_slots.nonzero().squeeze(1)
-    return own if len(own) < len(x) else None
+    indices = ctx.kv_slots.nonzero().squeeze(1)
+    return indices if len(indices) < len(x) else None

@@ -41,7 +41,7 @@ class MXFP4Slot(WeightSlot):
         Raises ValueError if a shape differs, or kernels cannot multiply by a scale.
         """
         rows, columns = self.sizes
-        found = []
+        tensors_of_rank = []
         for name, last in zip(self.sources, ((MXFP4_GROUP // 2,), ()), strict=True):
             tensor = tensors[name]
             assert isinstance(tensor, Tensor)
@@ -51,19 +51,19 @@ class MXFP4Slot(WeightSlot):
                     f"tensor {name} has shape {list(tensor.shape)}, the configuration says "
                     f"{expected}"
                 )
-            found.append(tensor if self.shard is None else self.shard.take(tensor))
-        for place, (blocks, scales) in enumerate(zip(*found, strict=True)):
+            tensors_of_rank.append(tensor if self.shard is None else self.shard.take(tensor))
+        for index, (blocks, scales) in enumerate(zip(*tensors_of_rank, strict=True)):
             values = self._ordered(blocks).flatten(1)
-            self._write_expert(place, MXFP4Weight(values, self._ordered(scales)))
+            self._write_expert(index, MXFP4Weight(values, self._ordered(scales)))
 
     def fill_dummy(self, values: Callable[[Tensor], None]) -> None:
         """Fill the parameter of a model without a checkpoint, as `WeightSlot.fill_dummy`."""
         shape, device = (self._all_experts, *self.sizes), self.parameter.device
         drawn = torch.empty(shape, device=device, dtype=torch.bfloat16)
         values(drawn)
-        own = drawn if self.shard is None else self.shard.take(drawn)
-        for place, expert in enumerate(own):
-            self._write_expert(place, quantise_mxfp4(expert))
+        rank_experts = drawn if self.shard is None else self.shard.take(drawn)
+        for index, expert in enumerate(rank_experts):
+            self._write_expert(index, quantise_mxfp4(expert))
 
     @property
     def _all_experts(self) -> int:
@@ -80,11 +80,11 @@ class MXFP4Slot(WeightSlot):
             target = self.parameter[index]
             target.copy_(weight.dequantise().view(target.shape))
             return
-        own = slice(index, index + 1)
+        expert = slice(index, index + 1)
         try:
             pack_panels(
                 MXFP4Weight(*(tensor[None] for tensor in weight)),
-                FourBitPanels(self.parameter[own], self.scales[own], MXFP4),
+                FourBitPanels(self.parameter[expert], self.scales[expert], MXFP4),
             )
         except ValueError as error:
             raise ValueError(f"tensor {self.sources[1]} {error}") from None

@@ -70,8 +70,8 @@ class EachHeadNorm(nn.Module):
         self.eps, self._order, self._shard = eps, order, None
         if where.parallel.size > 1:
             self._shard = Shard(0, num_heads, ((first, last),))
-        own = last - first, head_dim
-        self.weight = empty_parameter(*own, device=where.device, dtype=torch.float32)
+        shape = last - first, head_dim
+        self.weight = empty_parameter(*shape, device=where.device, dtype=torch.float32)
         self._ones = torch.ones(head_dim, dtype=torch.float32, device=where.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ def normed_together(qkv: Tensor, q_norm: AllHeadsNorm, k_norm: AllHeadsNorm) -> 
     if parallel.size == 1:
         q, k = (rms_norm(x, n.weight, n.eps) for x, n in ((q, q_norm), (k, k_norm)))
         return torch.cat((q, k, v), 1)
-    own = [x.float().square().sum(-1, keepdim=True) for x in (q, k)]
-    sums = parallel.gather(torch.cat(own, 1), NORM_LANE).unflatten(1, (-1, 2)).unbind(2)
+    square_sums = [x.float().square().sum(-1, keepdim=True) for x in (q, k)]
+    sums = parallel.gather(torch.cat(square_sums, 1), NORM_LANE).unflatten(1, (-1, 2)).unbind(2)
     normed = []
     for x, norm, parts in ((q, q_norm, sums[0]), (k, k_norm, sums[1])):
         total, *others = parts[:, :: norm.copies].split(1, 1)

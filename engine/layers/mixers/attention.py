@@ -115,9 +115,9 @@ class Attention(nn.Module):
         shards: dict[str, Shard] = {}
         if parallel.size > 1:
             rows = whole.num_kv_heads * head_dim
-            own = Shard(0, rows, ((kv_heads[0] * head_dim, kv_heads[1] * head_dim),))
+            kv_shard = Shard(0, rows, ((kv_heads[0] * head_dim, kv_heads[1] * head_dim),))
             queries = parts["q_proj"] * parallel.size
-            shards = dict.fromkeys(parts, own) | {"q_proj": parallel.shard(0, queries)}
+            shards = dict.fromkeys(parts, kv_shard) | {"q_proj": parallel.shard(0, queries)}
         arrange: dict[str, Callable[[Tensor], Tensor]] = {}
         if output_gate:
             arrange["q_proj"] = partial(_gate_first, heads=heads, order=order)

@@ -58,9 +58,9 @@ class ConvMixer(nn.Module, Generic[Inputs]):
     ) -> None:
         super().__init__()
         self.layer, self._channels, self._arrange = layer, shard, arrange
-        own = partial(empty_parameter, device=where.device, dtype=where.dtype)
-        self.conv_weight = own(channels, width)
-        self.conv_bias = own(channels) if conv_bias else None
+        empty = partial(empty_parameter, device=where.device, dtype=where.dtype)
+        self.conv_weight = empty(channels, width)
+        self.conv_bias = empty(channels) if conv_bias else None
 
     def prefill(
         self,
@@ -111,8 +111,8 @@ class ConvMixer(nn.Module, Generic[Inputs]):
         cache = ctx.cache(self.layer, StateCache)
         start, parts = 0, []
         for rows in ctx.rows:
-            own = slice(start, start := start + len(rows.positions))
-            parts.append(self._run(tokens.take(own), cache, rows))
+            part = slice(start, start := start + len(rows.positions))
+            parts.append(self._run(tokens.take(part), cache, rows))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run(self, tokens: Inputs, cache: StateCache, rows: RowMetadata) -> Tensor:
@@ -121,12 +121,12 @@ class ConvMixer(nn.Module, Generic[Inputs]):
         if rows.width is not None:
             step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.fold)
             return self.step(tokens, cache, step)
-        own = _own_tokens(rows)
-        if not own:
+        indices = _own_tokens(rows)
+        if not indices:
             return self.empty(tokens).zero_()
-        if own < count:
-            out = self._run(tokens.take(slice(own)), cache, _first_tokens(rows, own))
-            return torch.cat([out, out.new_zeros((count - own, *out.shape[1:]))])
+        if indices < count:
+            out = self._run(tokens.take(slice(indices)), cache, _first_tokens(rows, indices))
+            return torch.cat([out, out.new_zeros((count - indices, *out.shape[1:]))])
         prefill = PrefillRows(
             rows.slots, rows.positions, rows.starts, rows.snapshots, rows.query_lens
         )
@@ -155,15 +155,15 @@ def replay_parts(rows: PrefillRows, replayed: tuple[int, ...]) -> list[tuple[Pre
     lens = np.array(rows.lengths(), np.int64)
     is_again = are_replayed(lens.tolist(), replayed)
     first = rows._replace(query_lens=tuple((lens - np.array(replayed)).tolist()))
-    found = []
+    parts = []
     for part, chosen in (
         (first, ~is_again),
         (rows._replace(query_lens=replayed, snapshots=None), is_again),
     ):
         index = upload(np.flatnonzero(chosen.numpy()), torch.int64, rows.positions.device)
         starts = upload([0, *accumulate(part.lengths())], torch.int32, index.device)
-        found.append((part._replace(positions=rows.positions[index], starts=starts), index))
-    return found
+        parts.append((part._replace(positions=rows.positions[index], starts=starts), index))
+    return parts
 
 
 def _own_tokens(rows: RowMetadata) -> int:

@@ -62,7 +62,10 @@ class GatedDeltaNet(Recurrence):
         if parallel.size > 1:
             channels = parallel.shard(0, whole.keys, whole.keys, whole.values)
             heads = parallel.shard(0, whole.num_value_heads)
-            shards = {name: parallel.shard(0, parallel.size * own) for name, own in parts.items()}
+            shards = {
+                name: parallel.shard(0, parallel.size * rank_size)
+                for name, rank_size in parts.items()
+            }
             if not interleaved:
                 shards["in_proj_qkv"] = channels
         super().__init__(layer, shape, channels=channels, heads=heads, where=where)

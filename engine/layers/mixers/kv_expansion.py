@@ -51,8 +51,8 @@ class KVExpansion(nn.Module):
         """Turn mixtures [T, heads, L] of latents into mixtures [T, heads, V] of values."""
         if self._packed is None:
             return _multiply_heads(mixed, self.weight[:, self._key_size :].transpose(1, 2), out)
-        found = _by_head(mixed, self._packed[1])
-        return found if out is None else out.copy_(found)
+        values = _by_head(mixed, self._packed[1])
+        return values if out is None else out.copy_(values)
 
     def expand(self, latents: Tensor) -> Tensor:
         """Expand latents [S, L] to keys and values [S, heads, N + V]; not once it is packed."""

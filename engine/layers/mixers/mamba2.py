@@ -69,20 +69,20 @@ class Mamba2(Recurrence):
         whole, parallel = shape.delta, where.parallel
         parallel.share("number of Mamba heads", shape.num_heads)
         first, last = parallel.kv_heads(shape.num_groups, "number of Mamba groups")
-        own = DeltaShape(
+        dims = DeltaShape(
             num_key_heads=last - first,
             num_value_heads=shape.num_heads // parallel.size,
             key_dim=whole.key_dim,
             value_dim=whole.value_dim,
             conv_width=whole.conv_width,
         )
-        sizes = [own.values, own.keys, own.keys]
+        sizes = [dims.values, dims.keys, dims.keys]
         rows = channels = heads = None
         if parallel.size > 1:
             rows, channels, heads = _shards(whole, (first, last), parallel)
         super().__init__(
             layer,
-            own,
+            dims,
             channels=channels,
             heads=heads,
             arrange=partial(_queries_first, sizes=sizes),
@@ -96,7 +96,7 @@ class Mamba2(Recurrence):
             gate, x, b, c, dt = torch.tensor(shape.factors, dtype=torch.float32).split(1)
             parts = zip(
                 (c, b, x, gate, dt),
-                (own.keys, own.keys, own.values, own.values, own.num_value_heads),
+                (dims.keys, dims.keys, dims.values, dims.values, dims.num_value_heads),
                 strict=True,
             )
             factors = torch.cat([factor.expand(size) for factor, size in parts])
@@ -105,10 +105,12 @@ class Mamba2(Recurrence):
         self._copies = max(1, parallel.size // shape.num_groups)
         self.projection = MergedLinear(
             hidden_size,
-            {"in_proj": own.channels + own.values + own.num_value_heads},
+            {"in_proj": dims.channels + dims.values + dims.num_value_heads},
             bias=shape.in_bias,
             arrange={
-                "in_proj": partial(_channels_first, sizes=[own.values, *sizes, own.num_value_heads])
+                "in_proj": partial(
+                    _channels_first, sizes=[dims.values, *sizes, dims.num_value_heads]
+                )
             },
             shards=None if rows is None else {"in_proj": rows},
             where=where,
@@ -118,7 +120,9 @@ class Mamba2(Recurrence):
         )
         self.norm_weight, self._eps = None, shape.norm_eps or 0.0
         if shape.norm_eps is not None:
-            self.norm_weight = empty_parameter(own.values, device=where.device, dtype=torch.float32)
+            self.norm_weight = empty_parameter(
+                dims.values, device=where.device, dtype=torch.float32
+            )
 
     def forward(
         self,
@@ -147,8 +151,8 @@ class Mamba2(Recurrence):
         if self.norm_weight is None or self._copies == 1:
             return norm_of_gated(groups, gate, self.norm_weight, self._eps)
         gated = out.flatten(1).float() * silu(gate.float())
-        own = gated.square().sum(-1, keepdim=True)
-        parts = self._parallel.gather(own, NORM_LANE)
+        square_sum = gated.square().sum(-1, keepdim=True)
+        parts = self._parallel.gather(square_sum, NORM_LANE)
         start = self._parallel.rank // self._copies * self._copies
         total, *others = parts[:, start : start + self._copies].split(1, 1)
         for part in others:
@@ -185,11 +189,11 @@ def _shards(
 
 def _side_by_side(sizes: list[int], ranges: list[tuple[int, int]]) -> Shard:
     """Return the given range of each of some parts of the first axis, which have these sizes."""
-    start, found = 0, []
+    start, columns = 0, []
     for size, (first, last) in zip(sizes, ranges, strict=True):
-        found.append((start + first, start + last))
+        columns.append((start + first, start + last))
         start += size
-    return Shard(0, start, tuple(found))
+    return Shard(0, start, tuple(columns))
 
 
 def _queries_first(rows: Tensor, sizes: list[int]) -> Tensor:

@@ -33,11 +33,11 @@ class ParallelMixers(nn.Module):
         outputs: OutputTokens | None,
     ) -> Stream:
         """Return residual + both parts, as `Mixer` says."""
-        own = residual if outputs is None else residual[outputs.index]
+        stream = residual if outputs is None else residual[outputs.index]
         for mixer, factor in zip((self.self_attn, self.mamba), self._factors, strict=True):
             zeros = torch.zeros_like(residual)
-            own = own.add(summed(mixer(hidden, zeros, cos_sin, ctx, outputs)), alpha=factor)
-        return own
+            stream = stream.add(summed(mixer(hidden, zeros, cos_sin, ctx, outputs)), alpha=factor)
+        return stream
 
 
 class ParallelParts(nn.Module):

@@ -41,11 +41,11 @@ class ShortConv(ConvMixer[ConvInputs]):
         self, layer: int, hidden_size: int, width: int, *, bias: bool, where: Placement
     ) -> None:
         parallel = where.parallel
-        own = parallel.share("hidden_size", hidden_size)
+        rank_size = parallel.share("hidden_size", hidden_size)
         is_whole = parallel.size == 1
         super().__init__(
             layer,
-            own,
+            rank_size,
             width,
             conv_bias=bias,
             shard=None if is_whole else parallel.shard(0, hidden_size),
@@ -54,7 +54,7 @@ class ShortConv(ConvMixer[ConvInputs]):
         rows = parallel.shard(0, hidden_size, hidden_size, hidden_size)
         self.projection = MergedLinear(
             hidden_size,
-            {"in_proj": 3 * own},
+            {"in_proj": 3 * rank_size},
             bias=bias,
             shards=None if is_whole else {"in_proj": rows},
             where=where,
@@ -63,8 +63,8 @@ class ShortConv(ConvMixer[ConvInputs]):
             hidden_size, hidden_size, bias=bias, lane=MIXER_LANE, where=where
         )
         self.cache_spec: CacheSpec | None = StateSpec(
-            state={"window": StateTensor((width - 1, own), where.dtype)},
-            records={"inputs": StateTensor((own,), where.dtype)},
+            state={"window": StateTensor((width - 1, rank_size), where.dtype)},
+            records={"inputs": StateTensor((rank_size,), where.dtype)},
             chunk_multiple=CHUNK,
         )
 
@@ -78,11 +78,11 @@ class ShortConv(ConvMixer[ConvInputs]):
     ) -> Stream:
         """Return residual + convolved(hidden) as `Mixer` says; `RowMetadata` says where states
         go."""
-        before, behind, x = self.projection(hidden).chunk(3, dim=1)
+        before, after, x = self.projection(hidden).chunk(3, dim=1)
         out = self.run(ConvInputs(before * x), ctx)
         if outputs is not None:
-            out, behind, residual = (each[outputs.index] for each in (out, behind, residual))
-        return self.out_proj.add_to(residual, behind * out)
+            out, after, residual = (each[outputs.index] for each in (out, after, residual))
+        return self.out_proj.add_to(residual, after * out)
 
     def prefill(
         self,

@@ -81,11 +81,11 @@ def _route(
     for taken in tl.static_range(K):
         best = tl.max(left, axis=1)
         chosen = tl.min(tl.where(left == best[:, None], expert, BLOCK), axis=1)
-        own = expert == chosen[:, None]
-        left = tl.where(own, -float("inf"), left)
+        is_chosen = expert == chosen[:, None]
+        left = tl.where(is_chosen, -float("inf"), left)
         weight = best
         if BIASED:
-            weight = tl.sum(tl.where(own, score, 0.0), axis=1)
+            weight = tl.sum(tl.where(is_chosen, score, 0.0), axis=1)
         ids = tl.where(slot == taken, chosen[:, None], ids)
         weights = tl.where(slot == taken, weight[:, None], weights)
     if CHOOSE_FIRST:
@@ -98,9 +98,9 @@ def _route(
     if scales_ptr is not None:
         weights *= tl.load(scales_ptr + ids)
     weights = tl.where(finite[:, None], weights, float("nan"))
-    place = token[:, None] * K + slot
-    tl.store(ids_ptr + place, ids, mask=inside & (slot < K))
-    tl.store(weights_ptr + place, weights, mask=inside & (slot < K))
+    index = token[:, None] * K + slot
+    tl.store(ids_ptr + index, ids, mask=inside & (slot < K))
+    tl.store(weights_ptr + index, weights, mask=inside & (slot < K))
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _keep_groups(
     for _ in tl.static_range(KEPT):
         best = tl.max(of_group, axis=1)
         first = tl.min(tl.where(of_group == best[:, None], expert, BLOCK), axis=1)
-        own = expert // size == (first // size)[:, None]
-        kept = tl.where(own, 1, kept)
-        of_group = tl.where(own, -float("inf"), of_group)
+        in_group = expert // size == (first // size)[:, None]
+        kept = tl.where(in_group, 1, kept)
+        of_group = tl.where(in_group, -float("inf"), of_group)
     return tl.where(kept > 0, choice, -float("inf"))

@@ -156,6 +156,7 @@ def test_two_ranks_say_so_of_other_paradigms_and_layers(tiny_model: TinyModel) -
             # The ranks share norms over all heads, and these norms stand behind a layer's parts.
             Case(tiny_model("olmo3"), rows(5)),
             Case(vision_folder("qwen3_vl"), pictured(), config=_CUT_IMAGES, vision=True),
+            Case(vision_folder("gemma4_small"), pictured(), config=_CUT_IMAGES, vision=True),
             Case(tiny_model("gemma3_text"), rows(5)),
             Case(
                 tiny_model("deepseek_v3"),

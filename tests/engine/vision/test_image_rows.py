@@ -146,7 +146,7 @@ def test_bits_do_not_depend_on_the_schedule(way: str) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("qwen3_5", "qwen2_5_vl"),
+        *("qwen3_5", "qwen2_5_vl", "gemma4_small"),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if "moe" in kind),
     ],
 )

@@ -45,6 +45,27 @@ def test_patches_have_the_bits_of_transformers_processor(kind: str, colours: Col
     assert torch.equal(ours, their_inputs([], IMAGES, kind)["pixel_values"])
 
 
+def test_patches_of_gemma_have_the_bits_of_transformers_processor() -> None:
+    """Their patches stand row by row and have the colours last; their model shifts the values."""
+    theirs = iter(their_inputs([], IMAGES, "gemma4_small")["pixel_values"])
+    for (height, width), padded in zip(SIZES, theirs, strict=True):
+        found = 2 * (padded[: height * width * 4] - 0.5)
+        squares = found.unflatten(0, (height, 2, width, 2)).transpose(1, 2).flatten(0, 3)
+        expected = squares.unflatten(1, (-1, 3)).transpose(1, 2).flatten(1)
+        own = patches(pixels(SIZES.index((height, width))), normalised_values(), 4, 2, 1)
+        assert torch.equal(own, expected)
+
+
+def their_features(kind: str) -> list[torch.Tensor]:
+    """The planes of features of `IMAGES`."""
+    inputs, model = their_inputs([], IMAGES, kind), theirs(kind).model
+    if kind.startswith("gemma"):
+        places = [inputs[key] for key in ("image_position_ids",) if key in inputs]
+        return [torch.cat(model.get_image_features(inputs["pixel_values"], *places).pooler_output)]
+    found = model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+    return [found.pooler_output, *(found.get("deepstack_features") or [])]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_features_equal_transformers(kind: str) -> None:
@@ -52,9 +73,7 @@ def test_features_equal_transformers(kind: str) -> None:
     model.pack()
     assert model.visual is not None
     ours = model.visual([pixels(i) for i in range(3)])
-    inputs = their_inputs([], IMAGES, kind)
-    found = theirs(kind).model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
-    expected = [found.pooler_output, *(found.get("deepstack_features") or [])]
+    expected = their_features(kind)
     assert len(expected) == (3 if kind.startswith("qwen3_vl") else 1)
     torch.testing.assert_close(ours, torch.stack(expected), atol=2e-5, rtol=1e-5)
     alone = [model.visual([pixels(i)]) for i in range(3)]

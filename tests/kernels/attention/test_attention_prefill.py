@@ -239,7 +239,7 @@ def test_contexts_are_gathered_for_many_new_tokens(
 def test_gathered_contexts_stand_one_behind_another() -> None:
     rows = make_rows([3, 70, 2], [70, 5, 0], dtype=torch.bfloat16)
     plan = plan_gather(rows.contexts, DEVICE)
-    assert plan.places.tolist() == [0, 73, 148] and plan.num_tokens == 150
+    assert plan.row_starts.tolist() == [0, 73, 148] and plan.num_tokens == 150
     keys, values, _ = gather_context(rows.cache, rows.tables, plan, torch.bfloat16)
     slots = torch.cat([rows.slots(row, count) for row, count in enumerate(rows.contexts)])
     for found, cached in ((keys, rows.cache.key), (values, rows.cache.value)):

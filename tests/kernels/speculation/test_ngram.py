@@ -255,7 +255,7 @@ def test_a_prompt_is_indexed_as_its_tokens_one_by_one(
     run_append(whole, [(1, 0, text)], append)
     for position, token in enumerate(text):
         run_append(single, [(1, position, [token])], append)
-    where = (1 << (whole.place_bits + whole.position_bits)) - 1
+    where = (1 << (whole.row_bits + whole.position_bits)) - 1
     assert torch.equal(whole.entries & where, single.entries & where)
     assert run_propose(whole, [1, 0], propose) == run_propose(single, [1, 0], propose)
 
@@ -364,8 +364,8 @@ def test_an_empty_entry_names_no_place(operations: tuple[Append, Propose]) -> No
 
 
 def test_the_table_is_of_a_size_between_its_limits() -> None:
-    def size(num_places: int, max_len: int, min_n: int, max_n: int, pool: bool) -> int:
-        return len(NgramIndex.allocate(num_places, max_len, min_n, max_n, pool, DEVICE).entries)
+    def size(num_rows: int, max_len: int, min_n: int, max_n: int, pool: bool) -> int:
+        return len(NgramIndex.allocate(num_rows, max_len, min_n, max_n, pool, DEVICE).entries)
 
     assert size(1, 1, 1, 1, False) == 2**10
     assert size(8, 4096, 3, 3, False) == 2**17

@@ -137,12 +137,12 @@ def _decode(decay: Tensor, value: Tensor, cache: StateCache, rows: RowMetadata) 
     slots, width = rows.slots, rows.width
     step = StepRows(slots, cache.pending, cache.first, width, cache.fold)
     ring = cache.records["decay"].shape[1]
-    pending, places, new = step.places(ring)
+    pending, entries, new = step.ring_entries(ring)
     pending = pending.unsqueeze(1)
     written = pending - pending % cache.fold  # so many are in the state that is written back
     state, before = cache.state["sum"][slots], cache.state["before"][slots]
     back = state, before
-    records = {name: values[slots[:, None], places] for name, values in cache.records.items()}
+    records = {name: values[slots[:, None], entries] for name, values in cache.records.items()}
     for j in range(ring):
         folded = records["decay"][:, j] * state + records["update"][:, j]
         state = torch.where(j < pending, folded, state)

@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from batchgen.engine.loading.loader import load_model
@@ -25,11 +26,12 @@ from tests.support.engine.tiny_models import SIZES
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
 SIDE = 8
-RULES = ImageRules(IMAGE, VIDEO, START, END, SIDE)
+RULES = ImageRules(IMAGE, START, END, SIDE, other_ids=(VIDEO,))
 KINDS = {
     "qwen3_vl": "Qwen3VL",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
+    "gemma4_small": "Gemma4",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
 }
@@ -59,12 +61,24 @@ _TOWER: dict[str, Any] = {
 }
 _WINDOWED = _TOWER | {"hidden_act": "silu", "window_size": 16, "fullatt_block_indexes": [1]}
 del _WINDOWED["num_position_embeddings"]
+_LAYERS = ["full_attention", "sliding_attention"]
+_GEMMA4_SMALL: dict[str, Any] = {
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "layer_types": _LAYERS * 2,
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    "sliding_window": 24, "global_head_dim": 32, "pad_token_id": 0, "rope_parameters": None,
+}  # fmt: skip
+_AXIAL: dict[str, Any] = {
+    "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 51, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 12, "patch_size": 4, "pooling_kernel_size": 2,
+    "position_embedding_size": 20, "initializer_range": 0.1,
+}  # fmt: skip
 _IDS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
+_GEMMA_IDS = {"boi_token_id": START, "eoi_token_id": END}
 
 
 @cache
@@ -76,6 +90,9 @@ def vision_folder(kind: str, vocab_size: int = 128) -> Path:
     if kind == "qwen2_5_vl":
         tower = dict(_WINDOWED)
         text["rope_parameters"] = _rope([3, 3, 2], interleaved=False)
+    elif kind == "gemma4_small":
+        text |= _GEMMA4_SMALL
+        tower = _AXIAL | {"use_clipped_linears": True}
     elif kind.startswith("qwen3_5"):
         text = _SIZES | _MOE | _HYBRID | {"rope_parameters": {**_rope([2, 1, 1]),
                                                        "partial_rotary_factor": 0.5}}  # fmt: skip
@@ -83,7 +100,8 @@ def vision_folder(kind: str, vocab_size: int = 128) -> Path:
         tower["deepstack_visual_indexes"] = [0, 2]
         text |= _MOE if kind.endswith("moe") else {}
     name = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=tower, **_IDS)
+    ids = _IDS | (_GEMMA_IDS if kind.startswith("gemma") else {})
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=tower, **ids)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     for path, parameter in model.named_parameters():
         if "norm" in path and path.endswith("weight"):
@@ -92,8 +110,16 @@ def vision_folder(kind: str, vocab_size: int = 128) -> Path:
             parameter.data.normal_(0, 0.3)
         elif path.endswith("A_log"):
             parameter.data.uniform_(-2, 2)
-        elif path.endswith("pos_embed.weight"):
+        elif path.endswith(("pos_embed.weight", "position_embedding_table")):
             parameter.data.normal_(0, 0.5)
+    for path, buffer in model.named_buffers():
+        if path.endswith(("_min", "_max")):  # bounds that cut some values
+            bound = 0.2 + 0.8 * torch.rand(())
+            buffer.data.fill_(bound if path.endswith("max") else -bound)
+        elif path.endswith("std_bias"):
+            buffer.data.normal_(0, 0.5)
+        elif path.endswith(("std_scale", "layer_scalar")):
+            buffer.data.uniform_(0.5, 1.5)
     _FOLDERS.append(TemporaryDirectory(prefix=kind))
     folder = Path(_FOLDERS[-1].name)
     model.save_pretrained(folder)
@@ -169,7 +195,13 @@ def their_inputs(
     """What transformers' model takes, with pixels by its Pillow processor."""
     tokens = torch.tensor([list(ids)])
     inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE).int()}
-    if images:
+    if images and kind.startswith("gemma4"):
+        of_gemma = Gemma4ImageProcessorPil(
+            patch_size=4, pooling_kernel_size=2, max_soft_tokens=70, do_resize=False
+        )
+        inputs |= of_gemma([image.load() for image in images], return_tensors="pt")
+        del inputs["num_soft_tokens_per_image"]
+    elif images:
         colours = CLIP if kind == "qwen2_5_vl" else HALVES
         processor = Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, temporal_patch_size=2,

@@ -25,6 +25,7 @@ from batchgen.config.compose.compose_config import compose
 from batchgen.engine.interface.outputs import Begun, RequestError, RequestOutput
 from batchgen.engine.interface.trajectory import GivenAnswer
 from batchgen.engine.memory.memory_plan import MemoryPlan
+from batchgen.engine.models.vision_part import deepstack_tower
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image import Image
 from batchgen.jobs.resolve.open_job import resolve_job
@@ -46,6 +47,9 @@ def tiny_config() -> dict[str, Any]:
     config["text_config"] |= TINY
     config["vision_config"] |= TINY_TOWER | {"out_hidden_size": TINY["hidden_size"]}
     return config
+
+
+VISION = deepstack_tower(Qwen3VLConfig(**tiny_config()))
 
 
 def random_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
@@ -101,6 +105,7 @@ class DecodingEngine:
     """Decodes the images of the oldest requests in every step, and answers with their sizes."""
 
     per_step: int = 4
+    side: int = 32  # pixels of a token's side
     max_num_seqs: int = 8
     stats: Stats = field(default_factory=Stats)
     memory: MemoryPlan = MEMORY
@@ -118,7 +123,7 @@ class DecodingEngine:
         images: Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
-        wanted = sum(each.height // 32 * (each.width // 32) for each in images)
+        wanted = sum(each.height // self.side * (each.width // self.side) for each in images)
         assert prompt_token_ids.count(IMAGE_ID) == wanted
         self._waiting.append((request_id, prompt_token_ids, images))
         return False

@@ -50,7 +50,7 @@ class JobDownload:
         plain = {name: name.removeprefix(PREFIX) for name in columns}
         # The names of the columns in the file, by their names in the job.
         self.columns = {n: n if n != p and p in names else p for n, p in plain.items()}
-        fields = [schema.field(n).with_name(shown) for n, shown in self.columns.items()]
+        fields = [schema.field(n).with_name(public_name) for n, public_name in self.columns.items()]
         self._schema = pa.schema(fields)
 
     def chunks(self, form: str) -> Iterator[bytes]:

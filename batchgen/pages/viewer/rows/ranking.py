@@ -76,7 +76,7 @@ class Ranking:
         ConfigError: the job lacks a column that the order or the filter needs.
 
     Attributes:
-        places: the rows, in order; equal values in the order of the data set.
+        entries: the rows, in order; equal values in the order of the data set.
         searched: how many samples were looked at.
         matching: how many rows the filter lists among them.
         next_row: the index of the row to go on with; None once all rows were looked at.
@@ -92,7 +92,7 @@ class Ranking:
         wants = [] if schema is None else wanted.columns(schema, rows.text_column)
         self._columns = [*wants, self._order.column]
         self._lock = Lock()
-        self.places: list[RankedRow] = []
+        self.entries: list[RankedRow] = []
         self.searched = self.matching = 0
         self.next_row: int | None = 0
 
@@ -125,10 +125,10 @@ class Ranking:
         sign = self._order.sign
         first = np.fmin.reduceat(sign * values, begin)  # NaN only where all are
         self.matching += int(np.logical_or.reduceat(matches, begin).sum())
-        full = len(self.places) >= MOST
+        full = len(self.entries) >= MOST
         # A later row with an equal value comes behind, so it is not among the first.
-        least = sign * self.places[-1].value if full else np.inf
-        among = np.flatnonzero(first < least)
+        bound = sign * self.entries[-1].value if full else np.inf
+        among = np.flatnonzero(first < bound)
         among = among[np.argsort(first[among], kind="stable")][:MOST]
         numbers = np.asarray(table[KEYS[1]])
         for i in among:
@@ -136,8 +136,8 @@ class Ranking:
             indices = np.flatnonzero(matches[part])
             ordered = indices[np.argsort(sign * values[part][indices], kind="stable")]
             samples = numbers[part][ordered].tolist()
-            self.places.append(RankedRow(int(rows[begin[i]]), float(sign * first[i]), samples))
-        self.places = sorted(self.places, key=lambda p: (sign * p.value, p.row))[:MOST]
+            self.entries.append(RankedRow(int(rows[begin[i]]), float(sign * first[i]), samples))
+        self.entries = sorted(self.entries, key=lambda p: (sign * p.value, p.row))[:MOST]
 
     def _values(self, table: pa.Table, begin: npt.NDArray[np.int64]) -> Floats:
         """[R] What each sample is ordered by; NaN where it has no such value."""

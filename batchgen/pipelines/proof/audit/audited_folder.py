@@ -1,4 +1,8 @@
-"""Audits folders: those of jobs and of pipelines, and sets of their rows."""
+"""Audits the folder of a job, of a pipeline or of a set: some rows are computed again and compared.
+
+`batchgen audit` calls `audit_steps`. A *set* is a folder of rows that `batchgen select` or `export`
+wrote from jobs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,8 @@ _VERB = "batchgen audit"
 
 @dataclass(frozen=True)
 class Audited:
-    """The rows that were computed again, of `total`, and why they may differ."""
+    """The result of an audit: the rows that were computed again, out of `total`, and remarks on why
+    rows may differ."""
 
     rows: Sequence[AuditedRow]
     total: int
@@ -62,9 +67,9 @@ def audit_steps(
 ) -> Iterator[tuple[str | None, Audited]]:
     """Audit a folder, or one after the other the steps of a pipeline that have shards.
 
-    Yields the name of each step, and what `audit_folder` finds there; None is the name of a job or
-    a set. Each step has its share of `rows`, and at least one. The arguments are those of
-    `audit_folder`; among the overrides of a pipeline STEP.KEY=VALUE is for one step.
+    Yields the name of each step (None for a job or a set) and the result of `audit_folder`. Each
+    step gets its share of `rows`, at least one. The arguments are those of `audit_folder`; among
+    the overrides of a pipeline STEP.KEY=VALUE is for one step.
     """
     if is_set(job_path) or not is_pipeline(
         out := str(user_path(folder_here(job_path, _VERB), "OUT"))
@@ -91,7 +96,8 @@ def _has_shards(folder: Path) -> bool:
 
 
 def _of_step(overrides: Sequence[str], name: str, record: PipelineRecord) -> Iterator[str]:
-    """The arguments that are meant for a step; which data those with parents read is known."""
+    """The arguments that are meant for a step. Those about the data set do not apply to steps that
+    read other steps."""
     step = record.steps[name]
     assert step.current is not None
     parents = step.versions[step.current].parents
@@ -112,16 +118,17 @@ def audit_folder(
     *,
     operations: bool = False,
 ) -> Audited:
-    """Compute rows of a job's folder, or of a set, again, which `seed` draws.
+    """Compute some rows of a job's folder, or of a set, again, and compare them with the stored
+    ones. `seed` decides which.
 
     Args:
         overrides: arguments `key=value` besides the folder's configuration.
         trusted: what the user trusts, see `--trust`.
-        operations: compare operations of the engine with rows at once and one by one, instead of
-            rows with those that are stored.
+        operations: instead of comparing with stored rows, compare the engine's operations between
+            rows computed together and one by one.
 
     Raises:
-        ConfigError: the folder does not hold enough, or model or data set are others.
+        ConfigError: the folder lacks what is needed, or the model or the data set has changed.
         JobError: a file is damaged, or the rows cannot be computed.
     """
     if is_set(user_path):
@@ -145,7 +152,7 @@ def audit_folder(
 def _audit_set(
     finished: FinishedRows, rows: int, seed: int, overrides: Sequence[str], trusted: Sequence[str]
 ) -> Audited:
-    """Compute rows of a set again, of each job those that were drawn."""
+    """Audit a set: compute the drawn rows of each of its jobs again."""
     assert finished.facts is not None
     path, by_job = finished.storage.path / SET_FILE, dict[str, list[SetRow]]()
     for row in chosen_rows_of_set(finished, rows, seed):
@@ -162,7 +169,8 @@ def _audit_set(
 
 
 def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
-    """The configuration of a job that may be a copy, beside copies of the jobs that it has read."""
+    """The configuration of a job, whose input jobs are looked for next to its folder if the folder
+    was copied together with them."""
     if config.dataset.kind != "job":
         return config
     paths = tuple(places_beside(config.dataset.paths, folder))
@@ -173,8 +181,8 @@ def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
 def config_of(
     reader: JobFolderReader, user_path: str, overrides: Sequence[str], trusted: Sequence[str]
 ) -> JobConfig:
-    """The configuration of a job's folder, with what was typed. Raises ConfigError if it is not
-    there, or names code that the user does not trust."""
+    """The configuration of a job's folder, with the typed arguments. Raises ConfigError if it is
+    not there, or names code that the user does not trust."""
     path = reader.path / CONFIG
     if not path.is_file():
         raise ConfigError(
@@ -192,6 +200,6 @@ def configured(
     overrides: Sequence[str],
     trusted: Sequence[str],
 ) -> JobConfig:
-    """The job that the values of a file at `path` and typed arguments describe."""
+    """Compose a job from the values of a file at `path` and the typed arguments."""
     groups = compose_groups(values, overrides, locations=locations).groups
     return load_config(groups, Trust.of([path], trusted, overrides))

@@ -1,4 +1,4 @@
-"""Rows of a job that are computed again, to see whether they are what its shards hold."""
+"""Audits rows of a job: computes them again and compares them with the shards, bit by bit."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _audited(again: pa.Table, stored: pa.Table, by_schedule: frozenset[str]) -> 
 
 
 def audit_remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
-    """Sentences that say why rows may differ although the job made them as it says."""
+    """Sentences that say why rows may differ although the job was made as its folder says."""
     remarks = []
     if manifest.contract and not config.engine.deterministic:
         remarks.append(

@@ -1,4 +1,5 @@
-"""Rows of a set that `select` has written, computed again by what the set knows of its jobs."""
+"""Audits rows of a set that `batchgen select` has written, with the facts that it keeps of its
+jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from batchgen.util.errors import ConfigError
 
 _ID = "id"
 _GROUPS = ("output", "engine")
-"""What the manifest of a job has of its configuration, and a set's copy of that has not."""
+"""Groups of the configuration that a job's manifest has and a set's copy of it lacks."""
 
 
 class SetRow(NamedTuple):
@@ -49,7 +50,7 @@ def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow
         here = [index - shard.first for index in indices if shard.first <= index < stop]
         if not here:
             continue
-        for table, _ in rows.tables(number, rows.schema.names, places=np.array(here)):
+        for table, _ in rows.tables(number, rows.schema.names, indices=np.array(here)):
             for at in range(table.num_rows):
                 one = table.slice(at, 1)
                 names = [name for name in (_ID, SOURCE) if name in one.schema.names]
@@ -77,7 +78,7 @@ def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifes
 def audit_set_rows(
     config: JobConfig, manifest: Manifest, rows: Sequence[SetRow], user_path: str, text_as: str
 ) -> list[AuditedRow]:
-    """Compute rows of one job again, and compare what the set has of them."""
+    """Compute rows of one job again, and compare them with the columns that the set has."""
     with closing(open_parts(config, manifest, user_path)) as parts:
         numbers = _numbers(parts, {row.row_id for row in rows})
         with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:

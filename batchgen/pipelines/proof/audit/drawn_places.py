@@ -1,4 +1,4 @@
-"""Places drawn at random."""
+"""Draws random row numbers for an audit."""
 
 from __future__ import annotations
 

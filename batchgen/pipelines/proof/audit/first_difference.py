@@ -1,4 +1,4 @@
-"""Where two rows differ first, to the bit."""
+"""Finds the first difference between two rows, bit by bit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from batchgen.storage.shards.row_order import KEYS
 from batchgen.util.shorten import both_ends
 
 _FIRST = "token_ids"
-"""What is compared first: with other tokens all that follows from them differs."""
+"""The column that is compared first: if the tokens differ, everything that follows from them does
+too."""
 _MOST = 60
 
 
 def first_difference(again: pa.Table, stored: pa.Table, names: Sequence[str]) -> str | None:
-    """What differs first between a row that was computed again and the stored one, each as a table
-    of one row, in words; None if all columns with these names are equal to the bit."""
+    """Describe the first difference between a row that was computed again and the stored one, each
+    a table of one row; None if all columns with these names are equal to the bit."""
     for name in _ordered(names):
         one, other = (pa.concat_arrays(table[name].chunks) for table in (again, stored))
         if one.type != other.type:
@@ -34,7 +35,7 @@ def _ordered(names: Sequence[str]) -> Iterator[str]:
 
 
 def _difference_text(name: str, one: pa.Array, other: pa.Array) -> str:
-    """In which entry two unequal values differ first."""
+    """Describe the first entry in which two unequal values differ."""
     is_list = pa.types.is_list(one.type) or pa.types.is_large_list(one.type)
     if not is_list or not (one[0].is_valid and other[0].is_valid):
         return f"{name} is {_short(one[0])} here, and {_short(other[0])} there"

@@ -1,4 +1,7 @@
-"""Names the first operation of an engine in which a row is another beside rows than alone."""
+"""Finds the first operation of the engine in which a row's result depends on the other rows.
+
+It is the diagnosis behind `batchgen audit --operations`: rows are computed together and one by one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ class _Sample(NamedTuple):
 
 
 Samples = Mapping[tuple[int, int], _Sample]
-"""By the place of a row among those that were computed together, and the number of its sample."""
+"""Samples by the index of their row among those that were computed together, and the sample's
+number."""
 
 
 def compare_operations(
@@ -65,7 +69,7 @@ def compare_operations(
 
 
 class _Watch:
-    """The weights of a job, and what notes the operations of engines that are made of them."""
+    """The weights of a job, and the recorder of the operations of engines that use them."""
 
     def __init__(self, parts: OpenedJob) -> None:
         self._parts, self._recipe = parts, parts.recipe(parts.config)
@@ -106,12 +110,12 @@ class _Watch:
         return engine
 
     def difference(self, extra: Mapping[int, _Sample], alone: Samples) -> str | None:
-        """Say in which operation a sample of a row differs first, in words."""
+        """Describe the first operation in which a sample of a row differs; None if none does."""
         for (_, sample), (tokens, prompt, digests) in sorted(alone.items()):
             others, _, operations = extra[sample]
             pairs = enumerate(zip(tokens, others, strict=False))
-            least = min(len(tokens), len(others))
-            equal = next((index for index, (one, other) in pairs if one != other), least)
+            shortest = min(len(tokens), len(others))
+            equal = next((index for index, (one, other) in pairs if one != other), shortest)
             known = min(equal, digests.shape[1], operations.shape[1])
             differing = self._tape.first_difference(operations[:, :known], digests[:, :known])
             if differing is not None:

@@ -1,4 +1,4 @@
-"""Computes some rows of a job again, just as a job does, into a folder of their own."""
+"""Computes some rows of a job again, exactly as a job does, into a temporary folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchgen.util.errors import ConfigError, JobError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken(Row):
-    """A row with its number among those that were taken; `base` has its own number."""
+    """A row with its number among the chosen ones; `base` is the row with its original number."""
 
     base: Row = dataclasses.field(kw_only=True)
 
@@ -84,10 +84,10 @@ def rows_at(source: Source, indices: Sequence[int]) -> Iterator[Row]:
     last = max(indices)
     if source.num_rows is None:
         wanted = set(indices)
-        found = {r.index: r for r in islice(source.rows(), last + 1) if r.index in wanted}
-        if len(found) < len(wanted):
+        rows = {r.index: r for r in islice(source.rows(), last + 1) if r.index in wanted}
+        if len(rows) < len(wanted):
             raise _no_row(last)
-        return (found[index] for index in indices)
+        return (rows[index] for index in indices)
     if last >= source.num_rows:
         raise _no_row(last)
     return source.rows_at(indices)
@@ -102,7 +102,7 @@ def _no_row(index: int) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True)
 class _PromptOfTaken(Prompt):
-    """The prompts of rows as the job made them, which may show a row's own number."""
+    """Makes the prompts of rows as the job made them: templates see a row's original number."""
 
     prompt: Prompt
 
@@ -156,7 +156,7 @@ def compute_again(
     output = dataclasses.replace(
         config.output, dir=str(folder), report=False, retry_errors=False, on_all_errors="continue"
     )
-    output = dataclasses.replace(output, reuse=None)  # what is copied proves nothing
+    output = dataclasses.replace(output, reuse=None)  # copied rows would prove nothing
     again = dataclasses.replace(config, output=output, launcher=None, budget=BudgetConfig())
     result = execute_job(again, audit_config)
     if result.stopped_by is not None:

@@ -1,4 +1,4 @@
-"""How large a share can be of which a sample has shown few cases."""
+"""Bounds the share of differing rows in a whole job by what a random sample shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The finished rows of a folder, by the number of their input row."""
+"""Reads the stored rows of a job's folder by the number of their input row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in the form of OpenAI's choices."""
+"""Converts log-probabilities into the form of OpenAI's API."""
 
 from __future__ import annotations
 

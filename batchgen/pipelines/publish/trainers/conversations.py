@@ -1,4 +1,5 @@
-"""What a row was asked and what it answered, as trainers read it: messages, or plain texts."""
+"""Rebuilds the prompt and the answer of a finished row, as messages or as plain texts, for
+trainers."""
 
 from __future__ import annotations
 

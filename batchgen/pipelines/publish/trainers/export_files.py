@@ -1,4 +1,4 @@
-"""Rows as a file of JSON lines or Parquet, or as a folder, in memory that does not grow."""
+"""Writes exported rows as JSON lines, as Parquet or as a folder, with bounded memory."""
 
 from __future__ import annotations
 

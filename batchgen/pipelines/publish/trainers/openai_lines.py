@@ -1,4 +1,4 @@
-"""Rows of a job as the result lines of an OpenAI batch."""
+"""Exports the rows of a job as the result lines of an OpenAI batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpenAILines:
     job and the row, so that the lines are equal each time.
 
     Attributes:
-        left_out: why how many samples are not there; filled while the lines are made.
+        left_out: the number of samples left out, by reason; filled while the lines are made.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Rows that belong together, such as the samples of one input row, and pairs among them."""
+"""Groups rows that belong together, such as the samples of one input row, and forms pairs in
+them."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ class GroupMember:
     """A row of a group.
 
     Attributes:
-        key: what the rows of its group have in common.
+        key: the key that the rows of its group share.
         score: None if it has none.
-        content: what is made of it, as values that JSON has.
+        content: its exported content, as JSON values.
     """
 
     key: str
@@ -30,15 +31,15 @@ class GroupMember:
 
 
 def adjacent_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
-    """The groups of rows of which those with one key stand together."""
+    """Yield groups from rows in which equal keys stand together."""
     for _, group in groupby(members, key=lambda one: one.key):
         yield list(group)
 
 
 def scattered_groups(members: Iterable[GroupMember]) -> Iterator[list[GroupMember]]:
-    """The groups of rows in any order, by the place of each group's first row.
+    """Yield groups from rows in any order, ordered by each group's first row.
 
-    What is made of the rows waits in a file without a name; 32 bytes a row are in memory.
+    The contents of rows wait in a temporary file; 32 bytes per row are in memory.
     """
     keys, starts = bytearray(), array("q", [0])
     with tempfile.TemporaryFile(prefix="batchgen-export-") as file:

@@ -1,4 +1,4 @@
-"""The columns of rows as they are, as JSON lines, CSV or plain text."""
+"""Exports the columns of rows unchanged, as JSON lines, CSV or plain text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def export_text(
         path: a new file; None for standard output.
         form: one of WRITERS; by default as the name of the file says.
         where: an expression over the rows that are written; the job must be complete then.
-        at: where the file is written instead, to get its name later.
+        at: another path to write to; the caller renames it later.
         quote: whether to put an apostrophe before what spreadsheets take for formulas.
     """
     form = form or export_format(path)
@@ -72,8 +72,8 @@ def _columns_of(
     columns = columns or ([reader.text_column] if form == "txt" else None)
     schema = reader.fields(columns)
     if schema is None:
-        shown = reader.storage.display_name
-        raise ConfigError(f"no row of {shown} is finished yet: there is nothing to export")
+        display_name = reader.storage.display_name
+        raise ConfigError(f"no row of {display_name} is finished yet: there is nothing to export")
     return _Source(schema, map(row_reader(schema), reader.rows(schema.names)))
 
 

@@ -1,4 +1,5 @@
-"""What answers are for trainers token by token: distributions (kd) and rollouts (rl, trace_rl)."""
+"""Exports answers token by token: top log-probabilities for distillation (`kd…`) and rollouts for
+reinforcement learning (`rl`, and `trace_rl` for diffusion models)."""
 
 from __future__ import annotations
 
@@ -72,13 +73,13 @@ _ROUTING = pa.struct(
 
 
 class TokenRows:
-    """The rows of one format, a row for each answer, in order. Answers are the tokens that were
-    scored, if the job scored given ones, and otherwise those that it generated.
+    """Makes the rows of one format, one for each answer, in order. The answers are the given tokens
+    if the job scored some, otherwise the generated ones.
 
     Attributes:
-        schema: their columns.
-        left_out: why how many rows are not there; filled while the rows are made.
-        made_of: shard and place of the row that the last row was made of.
+        schema: the columns of the format.
+        left_out: the number of rows left out, by reason; filled while the rows are made.
+        made_of: shard and position of the row from which the last exported row was made.
     """
 
     def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
@@ -210,7 +211,7 @@ class TokenRows:
         return columns
 
     def _trace(self, row: LocatedRow) -> dict[str, Any]:
-        """A row of the answer and of what the end of the row cut off its last block, whose
+        """A row with the answer and the tail: the tokens of its last block behind its end, whose
         log-probabilities are not known."""
         values = row.variables
         prompt, answer = values[_PROMPT], values[self._name[_IDS]]
@@ -231,7 +232,7 @@ class TokenRows:
         return None if self._reward is None else number_value(self._reward, row)
 
     def _temperature(self, row: LocatedRow) -> float:
-        """What the row was sampled with: its own, if a column of the rows has options."""
+        """The temperature of the row: its own, if a column of the data set has options."""
         row_options = row.variables.get(str(self._sampling.get("column"))) or {}
         temperature = row_options.get("temperature") if isinstance(row_options, Mapping) else None
         return float(self._sampling.get("temperature", 1.0) if temperature is None else temperature)
@@ -241,12 +242,12 @@ class TokenRows:
 
 
 def packed(ids: npt.NDArray[np.int64], bits: int) -> bytes:
-    """Token ids in `bits` bits each, the highest bit first, one behind another."""
+    """Pack token ids with `bits` bits each, the highest bit first."""
     whole = np.unpackbits(ids.astype(">u4").reshape(-1, 1).view(np.uint8), axis=1)
     return np.packbits(whole[:, 32 - bits :]).tobytes()
 
 
 def _halves(values: npt.ArrayLike) -> bytes:
-    """Values in 16 bits each; what is below their range is the lowest of it."""
+    """Values as float16, clipped to its range."""
     lowest, highest = np.finfo(np.float16).min, np.finfo(np.float16).max
     return np.clip(values, lowest, highest).astype("<f2").tobytes()

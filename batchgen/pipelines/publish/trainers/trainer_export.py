@@ -1,4 +1,4 @@
-"""Files and folders that trainers read, of the rows of a complete job or of a set."""
+"""Writes the rows of a complete job or of a set in a trainer's format: `batchgen export --to`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from batchgen.pipelines.publish.trainers.trainer_rows import ExportRequest, Trai
 from batchgen.util.errors import ConfigError
 
 TOLD = b"batchgen.export"
-"""The metadata of a Parquet file that say what it was made of, as JSON."""
+"""The key in a Parquet file's metadata that says, as JSON, from what it was made."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """How many rows were written, why how many were not, and whether anything was written: not if
-    the folder had the rows already."""
+    """The number of rows written, the numbers left out by reason, and whether anything was written:
+    not if the folder had the rows already."""
 
     rows: int
     left_out: Mapping[str, int]
@@ -45,7 +45,7 @@ def export_for(
     Args:
         out: a new file, .parquet or .jsonl, compressed if it ends in .gz; a new folder, if its name
             has no suffix; None for JSON lines on standard output.
-        at: where it is written instead, to get its name later.
+        at: another path to write to; the caller renames it later.
 
     Raises:
         ConfigError: an option does not fit, a row cannot be made, or `out` is there.
@@ -66,8 +66,8 @@ def export_for(
 def lines_of(
     rows: FinishedRows, request: ExportRequest, out: Path | None
 ) -> OpenAILines | TrainerRows | TokenRows:
-    """What makes the lines of a format. Raises ConfigError for all that can be refused before there
-    is a row."""
+    """Make the object that yields the lines of a format. Raises ConfigError for everything that can
+    be refused before the first row."""
     form = _form(request, out)
     if request.to == "openai":
         return OpenAILines(rows, request.where, request.reasoning)

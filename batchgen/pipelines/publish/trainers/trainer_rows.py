@@ -1,4 +1,4 @@
-"""The rows that trainers read, made of finished rows: sft, dpo, kto, grpo and prm."""
+"""Makes the rows that trainers read from finished rows: formats sft, dpo, kto, grpo and prm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from batchgen.util.text.row_json import json_text, plain_text
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What a user asks for; texts are expressions over the columns of a row, but for `messages`."""
+    """The options of `batchgen export --to`. Texts are expressions over the columns of a row,
+    except `messages`."""
 
     to: str
     where: str | None = None
@@ -82,9 +83,9 @@ class TrainerRows:
     """The rows of one format.
 
     Attributes:
-        schema: their columns.
-        left_out: why how many rows are not there; filled while the rows are made.
-        made_of: shard and place of each row that the last row was made of.
+        schema: the columns of the format.
+        left_out: the number of rows left out, by reason; filled while the rows are made.
+        made_of: shard and position of each row from which the last exported row was made.
     """
 
     def __init__(self, rows: FinishedRows, request: ExportRequest) -> None:
@@ -204,7 +205,8 @@ class TrainerRows:
     def _members(
         self, content: Callable[[LocatedRow], dict[str, Any]]
     ) -> Iterator[list[GroupMember]]:
-        """The rows of each input row, or with `across` those that go back to one row."""
+        """The members of groups: samples of one input row, or with `across` rows that stem from one
+        row."""
         members = (
             GroupMember(
                 self._key(row),
@@ -217,7 +219,7 @@ class TrainerRows:
         return adjacent_groups(members) if together else scattered_groups(members)
 
     def _key(self, row: LocatedRow) -> str:
-        """What the rows have in common among which pairs are found, or of which a mean is made."""
+        """The key of a row's group, within which pairs are formed or means are taken."""
         origin = row.variables.get("source")
         source = origin if isinstance(origin, dict) and "row_id" in origin else None
         if not self._asked.across:
@@ -313,13 +315,13 @@ def _reads_several_jobs(dataset: Mapping[str, Any]) -> bool:
 
 _OWN = ("error", "row_id", "row_index", "id", "source")
 _PLACE = "place"
-"""Where the row of a member of a group lies, beside what is made of it."""
+"""The key in a member's content that holds the location of its row."""
 Place = tuple[int, int]
 
 
 def _places(members: Sequence[GroupMember]) -> list[Place]:
-    places = [one.content[_PLACE] for one in members]
-    return [(shard, place) for shard, place in places]
+    locations = [one.content[_PLACE] for one in members]
+    return [(shard, position) for shard, position in locations]
 
 
 def _parts(talk: Exchange) -> dict[str, Any]:

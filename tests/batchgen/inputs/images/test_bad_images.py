@@ -18,6 +18,7 @@ from PIL import Image as Pillow
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.inputs.images.decode_image import decode_image, image_size
 from batchgen.inputs.images.image_sources import ImageFolder, sources_of
+from tests.support.jobs.gemma_job import save_gemma
 from tests.support.jobs.image_job import DecodingEngine, arguments, encoded, picture, run
 
 SECRET = "secret.png"
@@ -79,8 +80,14 @@ def source(value: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.thorough
-def test_a_hundred_bad_pictures(vl_model: Path, tmp_path: Path) -> None:
-    """Five of each kind stand among good ones; each has its error, and the good ones answers."""
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma4"])
+def test_a_hundred_bad_pictures(family: str, vl_model: Path, tmp_path: Path) -> None:
+    """Five of each kind stand among good ones; each has its error, and the good ones answers.
+    Gemma scales long pictures, too."""
+    model, engine, kinds = vl_model, DecodingEngine(), KINDS
+    if family != "qwen3_vl":
+        model, engine = save_gemma(tmp_path / "model", family), DecodingEngine(side=8)
+        kinds = {name: kind for name, kind in KINDS.items() if name != "long"}
     folder = tmp_path / "set"
     (folder / "sub").mkdir(parents=True)
     (tmp_path / SECRET).write_bytes(picture())
@@ -88,17 +95,17 @@ def test_a_hundred_bad_pictures(vl_model: Path, tmp_path: Path) -> None:
     os.symlink("..", folder / "sub" / "up")
     os.symlink(tmp_path, folder / "sub" / "out")
     os.mkfifo(folder / "fifo")
-    bad = [(name, kind, make(i)) for i in range(5) for name, (kind, make) in KINDS.items()]
+    bad = [(name, kind, make(i)) for i in range(5) for name, (kind, make) in kinds.items()]
     bad = [each if each[2] != "sub/up/x" else (*each[:2], f"sub/out/{SECRET}") for each in bad]
-    assert len(bad) >= 100 and len(KINDS) >= 20
+    assert len(bad) >= 100 and len(kinds) >= 20
     values = [source(value) for _, _, value in bad]
     good = {3, 50, len(bad)}
     for place in sorted(good):
         values.insert(place, source(picture(64, 32)))
     questions = ["What?"] * len(values)
     pq.write_table(pa.table({"question": questions, "images": values}), folder / "r.parquet")
-    given = arguments(vl_model, folder / "r.parquet", tmp_path / "out", "prompt.max_images=4")
-    assert run(given, DecodingEngine()).exit_code == 3
+    given = arguments(model, folder / "r.parquet", tmp_path / "out", "prompt.max_images=4")
+    assert run(given, engine).exit_code == 3
     table = pq.read_table(tmp_path / "out" / "data", partitioning=None)
     rows = table.select(["row_index", "text", "error"]).to_pylist()
     assert [row["row_index"] for row in rows] == list(range(len(values)))

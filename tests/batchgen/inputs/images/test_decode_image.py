@@ -23,11 +23,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 from batchgen.engine.interface.outputs import RequestError
 from batchgen.engine.vision.vision_config import CLIP
 from batchgen.inputs.images.decode_image import decode_image, image_size
-from batchgen.inputs.images.image_sizes import ImageSizes, image_sizes
+from batchgen.inputs.images.image_sizes import AreaSizes, image_sizes
 from batchgen.inputs.images.image_sources import ImageFolder, ImageSource
 from batchgen.inputs.images.row_images import RowImages
 from batchgen.util.errors import ConfigError
-from tests.support.jobs.image_job import encoded, picture, save_model
+from tests.support.jobs.image_job import VISION, encoded, picture, save_model
 
 SIDES = st.integers(1, 3000)
 
@@ -43,7 +43,7 @@ def pixels(data: bytes) -> npt.NDArray[np.uint8]:
 @given(SIDES, SIDES, st.sampled_from([1, 3, 64, 1000]), st.sampled_from([3, 70, 1280, 16384]))
 def test_sizes_are_those_of_transformers(height: int, width: int, least: int, most: int) -> None:
     least, most = min(least, most) * 1024, most * 1024
-    rules = ImageSizes(32, least, most, most)
+    rules = AreaSizes(32, most, most, least)
     if max(height, width) > 200 * min(height, width):
         with pytest.raises(RequestError) as error:
             rules.size(height, width)
@@ -66,7 +66,7 @@ def test_pixels_are_those_of_transformers(kind: str, width: int, height: int) ->
     )
     image: Pillow.Image = Pillow.open(io.BytesIO(data))
     theirs = processor(images=[image], return_tensors="np")
-    rules = ImageSizes(32, 4096, 96 * 1024, 96 * 1024)
+    rules = AreaSizes(32, 96 * 1024, 96 * 1024, 4096)
     own = decode_image(data, *rules.size(*image_size(data)))
     rows, columns = (length // 16 for length in own.shape[:2])
     assert theirs["image_grid_thw"].tolist() == [[1, rows, columns]]
@@ -148,39 +148,39 @@ def test_a_processor_of_another_kind_is_refused(
 ) -> None:
     save_model(tmp_path, **says)
     with pytest.raises(ConfigError, match=why):
-        image_sizes(tmp_path, 32, None)
+        image_sizes(tmp_path, VISION, None)
 
 
 def test_a_model_has_its_own_colours(tmp_path: Path) -> None:
     save_model(tmp_path, image_mean=[*CLIP.mean], image_std=[*CLIP.std])
-    assert image_sizes(tmp_path, 32, None, CLIP).side == 32
+    assert image_sizes(tmp_path, replace(VISION, colours=CLIP), None).side == 32
     with pytest.raises(ConfigError, match=r"image_mean=\[0\.48.*supported: \[0\.5"):
-        image_sizes(tmp_path, 32, None)
+        image_sizes(tmp_path, VISION, None)
 
 
 def test_what_a_job_allows_is_at_most_what_the_model_does(tmp_path: Path) -> None:
     save_model(tmp_path, size={"shortest_edge": 65536, "longest_edge": 16777216})
-    assert image_sizes(tmp_path, 32, None) == ImageSizes(32, 65536, 1280 * 1024, 16777216)
-    assert image_sizes(tmp_path, 32, 10**9).max_pixels == 16777216
-    assert image_sizes(tmp_path, 32, 4096) == ImageSizes(32, 4096, 4096, 16777216)
+    assert image_sizes(tmp_path, VISION, None) == AreaSizes(32, 1280 * 1024, 16777216, 65536)
+    assert image_sizes(tmp_path, VISION, 10**9).max_pixels == 16777216
+    assert image_sizes(tmp_path, VISION, 4096) == AreaSizes(32, 4096, 16777216, 4096)
     with pytest.raises(ConfigError, match="less than one token"):
-        image_sizes(tmp_path, 32, 1023)
+        image_sizes(tmp_path, VISION, 1023)
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json"):
-        image_sizes(tmp_path, 32, None)
+        image_sizes(tmp_path, VISION, None)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1024, 4096, 65536]))
 def test_no_image_is_taken_for_another(seed: int, most: int) -> None:
     """A byte of the file, the limits and the version of Pillow are in the digest, by which the
     engine knows an image; the same file has the same one, also under a name."""
-    sizes = ImageSizes(32, 1024, most, 65536)
+    sizes = AreaSizes(32, most, 65536, 1024)
     data = picture(64, 64, "BMP", seed=seed)
     at = 60 + seed % (len(data) - 60)
     changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
-    def digest(data: bytes, sizes: ImageSizes, name: str | None = None) -> bytes:
-        images = RowImages(ImageFolder(None), sizes, 0, 1)
+    def digest(data: bytes, sizes: AreaSizes, name: str | None = None) -> bytes:
+        images = RowImages(ImageFolder(None), sizes, VISION.rules, 1)
         try:
             return images.load([ImageSource(data, name)])[0].image.digest
         finally:

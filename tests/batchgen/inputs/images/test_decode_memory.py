@@ -17,9 +17,10 @@ from PIL import Image as Pillow
 from batchgen.inputs.images import decode_image as module
 from batchgen.inputs.images.decode_image import MOST_PIXELS, decode_image, decoding_bytes
 from batchgen.inputs.images.decode_memory import MOST_MEMORY, DecodeMemory
-from batchgen.inputs.images.image_sizes import ImageSizes
+from batchgen.inputs.images.image_sizes import AreaSizes
 from batchgen.inputs.images.image_sources import MOST_BYTES, ImageFolder, sources_of
 from batchgen.inputs.images.row_images import RowImages
+from tests.support.jobs.image_job import VISION
 
 STATUS = Path("/proc/self/status")
 
@@ -114,7 +115,7 @@ def test_an_error_gives_its_memory_back() -> None:
 
 
 def test_images_of_rows_hold_what_their_headers_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    images = RowImages(ImageFolder(None), ImageSizes(32, 1024, 4096, 4096), image_token_id=1)
+    images = RowImages(ImageFolder(None), AreaSizes(32, 4096, 4096, 1024), VISION.rules)
     sizes: list[int] = []
 
     @contextmanager

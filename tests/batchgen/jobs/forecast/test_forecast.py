@@ -37,7 +37,7 @@ WORK = Work(
     longest=400,
     exact=False,
     width=1,
-    least=1,
+    min_width=1,
     capacity=Capacity(64, 10**6, 8192),
     weight_bytes=10**9,
 )
@@ -182,8 +182,8 @@ def test_a_few_answers_do_not_say_all() -> None:
 
 
 def test_forwards_that_yield_several_tokens_are_a_range_until_they_were_seen() -> None:
-    blocks = forecast(of(), replace(WORK, width=4, least=0, exact=True))
-    drafts = forecast(of(), replace(WORK, width=4, least=1, exact=True))
+    blocks = forecast(of(), replace(WORK, width=4, min_width=0, exact=True))
+    drafts = forecast(of(), replace(WORK, width=4, min_width=1, exact=True))
     for found in (blocks, drafts):
         assert found.seconds.low < found.seconds.likely < found.seconds.bound
         assert "tokens per forward" in found.assumptions[2]

@@ -101,4 +101,4 @@ def test_what_shards_leave_out(rows: list[list[Sample]], rule: Enough) -> None:
         for index, row in enumerate(whole)
         for sample in range(_kept(row, rule))
     ]
-    assert kept.places.tolist() == expected
+    assert kept.indices.tolist() == expected

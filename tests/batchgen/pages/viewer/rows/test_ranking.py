@@ -70,10 +70,10 @@ def test_orders(job: JobView, order: str, wanted: SampleFilter) -> None:
     found = Ranking(job.rows, wanted, order)
     found.go_on()
     assert found.next_row is None and found.searched == ROWS * SAMPLES
-    assert [place.row for place in found.places] == [row for _, row in expected]
-    assert [place.value for place in found.places] == pytest.approx([v for v, _ in expected])
+    assert [place.row for place in found.entries] == [row for _, row in expected]
+    assert [place.value for place in found.entries] == pytest.approx([v for v, _ in expected])
     if not ORDERS[order].of_row:  # the sample that is shown is the one with the value
-        for place in found.places:
+        for place in found.entries:
             row = samples[place.row]
             assert value(order, row[place.samples[0]], row) == pytest.approx(place.value)
 
@@ -87,7 +87,7 @@ def test_a_ranking_goes_on_where_it_was(job: JobView) -> None:
         assert late.next_row == shard * PER_SHARD
         assert late.searched == shard * PER_SHARD * SAMPLES
     late.go_on(clock=itertools.count().__next__, seconds=0.5)
-    assert late.next_row is None and late.places == whole.places
+    assert late.next_row is None and late.entries == whole.entries
 
 
 def test_a_ranking_keeps_the_first_rows_only(job: JobView, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_ranking_keeps_the_first_rows_only(job: JobView, monkeypatch: pytest.M
     monkeypatch.setattr(ranking, "MOST", 5)
     some = Ranking(job.rows, SampleFilter(), "unlikely")
     some.go_on()
-    assert some.places == whole.places[:5] and some.matching == whole.matching == ROWS
+    assert some.entries == whole.entries[:5] and some.matching == whole.matching == ROWS
 
 
 def test_rankings_are_kept_and_made_anew(job: JobView, tmp_path: Path) -> None:

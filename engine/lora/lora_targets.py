@@ -1,4 +1,8 @@
-"""Which weights of a checkpoint adapters can add to, and what they add (LoRA, Hu et al. 2021)."""
+"""The weights of a checkpoint that low-rank adapters can change (LoRA, Hu et al. 2021).
+
+A layer of a model yields a `LoRASite` for each product that it computes. `loading/adapters.py`
+matches the tensors of adapters with the site's targets, and `LayerLoRA` computes what they add.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ _FEWEST_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class LoRAPlace:
+class LoRATarget:
     """A weight [out_features, in_features] of a checkpoint that an adapter can add B·A to."""
 
     name: str  # the module's name in checkpoints, without `.weight`
@@ -39,32 +43,33 @@ class LoRAPlace:
 
 @dataclass(frozen=True, slots=True)
 class LoRASite:
-    """A product y = x Wᵀ that adapters can stand beside, or that of each expert of a layer."""
+    """A product y = x Wᵀ whose result adapters can change, or that of each expert of a layer."""
 
-    places: tuple[LoRAPlace, ...]
+    targets: tuple[LoRATarget, ...]
     width: int  # the out features on this rank
     depth: int  # the in features on this rank
     experts: int = 1  # on this rank; 1 for a product that is of none
     of_experts: bool = False
 
-    def in_features(self, target: LoRAPlace) -> int:
-        """The in features of a place in the checkpoint's weight."""
+    def in_features(self, target: LoRATarget) -> int:
+        """The in features of a target in the checkpoint's weight."""
         return self.depth if target.columns is None else target.columns.size
 
     def adapted_parts(self, adapters: Sequence[Container[str]]) -> list[LoRAPart]:
-        """Return the parts that some adapter adds to, each of which has the names of places."""
-        own = (p for p in self.places if any(p.name in names for names in adapters))
-        return list(dict.fromkeys(place.part for place in own))
+        """Return the parts of the product's output that some adapter changes; `adapters` has the
+        names of the targets of each."""
+        adapted = (p for p in self.targets if any(p.name in names for names in adapters))
+        return list(dict.fromkeys(target.part for target in adapted))
 
     def slot_numbers(self, adapters: Sequence[Container[str]], rank: int) -> int:
-        """Return how many numbers an adapter slot has on a GPU for adapters of this rank."""
+        """Return how many values an adapter slot holds on a GPU for adapters of this rank."""
         parts = self.adapted_parts(adapters)
-        own = rank * (len(parts) * self.depth + self.width)
-        return self.experts * own if parts else 0
+        expert_numbers = rank * (len(parts) * self.depth + self.width)
+        return self.experts * expert_numbers if parts else 0
 
 
 class HasLoRASites(Protocol):
-    """A layer that adapters can stand beside."""
+    """A layer whose products adapters can change."""
 
     def lora_sites(self, path: str) -> Iterator[LoRASite]:
         """Yield the products; `path` is the layer's name in checkpoints."""
@@ -83,7 +88,7 @@ class Factors:
         return len(self.down)
 
 
-def own_factors(target: LoRAPlace, factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def own_factors(target: LoRATarget, factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return this rank's A [rank, in] and scale · B [out, rank] in the layer's order and dtype."""
     down = factors.down if target.columns is None else target.columns.take(factors.down)
     up = factors.up.float() * factors.scale
