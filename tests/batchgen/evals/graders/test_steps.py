@@ -62,7 +62,7 @@ def test_steps_can_be_pickled_and_declare_what_they_write(step: PostStep) -> Non
         (lambda: Grade(method="function"), "function belongs"),
         (lambda: Grade(method="function", function={"_target_": "f"}), "import path"),
         (lambda: Grade(method="function", function={"_target_": "os.no"}), "does not exist"),
-        (lambda: Grade(method="function", function={"_target_": "os.sep"}), "no function"),
+        (lambda: Grade(method="function", function={"_target_": "os.sep"}), "not a function"),
         (lambda: Grade(method="exact", schema="{}"), "schema belongs"),
         (lambda: Grade(method="json_schema", schema="{"), "schema"),
         (lambda: Grade(method="json_schema", schema={"type": "x"}), "not a valid JSON Schema"),

@@ -243,7 +243,7 @@ def test_adapters_have_scores_of_their_own(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["model.lora=[{one},{two}]"], "model.lora has 2 adapters (one, two): say which rows"),
+        (["model.lora=[{one},{two}]"], "model.lora has 2 adapters (one, two): choose one per row"),
         (["model.lora_grid=true"], "model.lora_grid chooses among adapters, but model.lora names"),
         (["model.lora_column=id"], "model.lora_column chooses among adapters"),
         (["model.lora=base"], "model.lora is base, the model without an adapter: leave it out"),
@@ -251,7 +251,7 @@ def test_adapters_have_scores_of_their_own(
         (["model.lora=[{one},base]", "model.lora_column=which"], "has no column"),
         (["model.lora_fold=true"], "model.lora_fold adds one adapter to the weights"),
         (["model.lora=[{one},{two}]", "model.lora_grid=true", "model.lora_fold=true"], "adds one"),
-        (["model.lora={one}", "model.lora_fold=true", "model.quantization=fp8"], "in 16 or 32"),
+        (["model.lora={one}", "model.lora_fold=true", "model.quantization=fp8"], "of 16 or 32"),
         (["model.lora_template=adapter"], "model.lora_template=adapter takes the tokenizer"),
         (
             ["model.lora=[{one},{two}]", "model.lora_grid=true", "model.lora_template=adapter"],
@@ -260,7 +260,7 @@ def test_adapters_have_scores_of_their_own(
         (["engine.lora_slots=2"], "engine: lora_slots is 2, which is for adapters that are"),
         (
             ["model.lora={one}", "model.lora_fold=true", "engine.lora_slots=1"],
-            "and the adapter is added to the weights: set it to null",
+            "but the adapter is added to the weights: set it to null",
         ),
         (["engine.lora_slots=0"], "engine.lora_slots must be at least 1, got 0"),
         (["model.lora=nowhere"], "adapter nowhere: nowhere does not exist"),

@@ -82,7 +82,10 @@ def test_rows_without_an_answer_become_errors(model: Path, tmp_path: Path) -> No
             (*SCORED[:2], "prompt.answer='{{ nothing }}'"),
             "prompt.answer: the data set has no column",
         ),
-        ((*SCORED, "strategy=ar_spec", "output.columns=[step_map]"), "column step_map is of gener"),
+        (
+            (*SCORED, "strategy=ar_spec", "output.columns=[step_map]"),
+            "column step_map describes gener",
+        ),
         ((*SCORED, "output.columns=[top_logprobs]", "output.top_logprobs=257"), "1 to 256"),
     ],
 )
