@@ -1,4 +1,6 @@
-"""Collects the models that a strategy runs, and checks that they fit together."""
+"""Collects the models that a strategy runs, the target and others such as a draft model, and checks
+that they fit together. `EngineParts` calls this when an engine starts, and `engine_estimate.py` to
+forecast one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What an engine is made of: the memory that it has, caches and runners of its models, and what
-takes requests, plans steps and launches them."""
+"""Makes the parts of an engine in the right order: the division of its memory, the caches and
+runners of its models, and the parts that check requests, plan steps and launch them.
+
+`LLMEngine` makes one `EngineParts` when it starts and works with its attributes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PATIENCE = 4
-"""How often as many rows as can run at once start before one whose adapter waits for a slot."""
+"""How long a row waits for its adapter to get a slot: until this many times as many rows as can run
+at once have started before it."""
 
 
 class EngineParts:

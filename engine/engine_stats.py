@@ -1,4 +1,7 @@
-"""Counts of what an engine has done."""
+"""Counts of what an engine has done since it started: steps, tokens, rows, preemptions, images.
+
+`LLMEngine` keeps them up to date; the summary at the end of a job and the Python API show them.
+"""
 
 from __future__ import annotations
 

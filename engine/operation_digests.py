@@ -1,5 +1,9 @@
-"""Digests of what each operation of a model made of each token: for those who look for the first
-operation in which a row depends on the rows beside it."""
+"""Digests of what each operation of a model computed for each token, to find out where a row's bits
+depend on its batch.
+
+One runs the same row in two batches, with a `Tape` watching the model each time, and asks for the
+first operation whose digests differ (`pipelines/proof/audit/operations.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How the engines of several ranks stay the same: rank 0 tells the others what it was asked for.
+"""Keeps the engines of several ranks equal: rank 0 sends the others every request and step.
 
 All ranks run the same engine on the same requests. What an engine does follows from the requests,
 from the tokens, which all ranks compute from the same logits, and from a few things that depend on
-clocks, which rank 0 decides. So rank 0 sends what comes from outside, in order, and with every step
-a digest of the tokens so far, by which a rank that has come apart is found.
+clocks, which rank 0 decides. So rank 0 sends what comes from outside, in order. With every step it
+sends a digest of the tokens so far; a rank whose digest differs stops with an error.
 """
 
 from __future__ import annotations

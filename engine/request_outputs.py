@@ -1,4 +1,4 @@
-"""Makes finished requests of rows that have ended."""
+"""Makes the finished request, a `RequestOutput`, of a row that has ended. `Requests` calls this."""
 
 from __future__ import annotations
 

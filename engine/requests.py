@@ -1,4 +1,8 @@
-"""Turns requests into the rows of the engine, and rows that have ended into finished requests."""
+"""Turns requests into the rows of the engine, and rows that have ended into finished requests.
+
+`LLMEngine.add_request` comes here first. What can never be served is refused here, before the row
+reaches the scheduler.
+"""
 
 from __future__ import annotations
 

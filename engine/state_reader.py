@@ -1,5 +1,5 @@
-"""Makes of a prefill's hidden states what rows that generate nothing want: scores of given tokens,
-and values that are pooled."""
+"""Computes from the hidden states of a prefill what rows that generate nothing want: the scores of
+given tokens, and pooled values such as embeddings. `StepLauncher` calls this after each prefill."""
 
 from __future__ import annotations
 

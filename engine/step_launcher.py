@@ -1,4 +1,8 @@
-"""Enqueues steps on the device: a decode step, a prefill, or both in one forward."""
+"""Enqueues steps on the device: a decode step, a prefill, or both in one forward.
+
+The scheduler says which rows run. Here their inputs are made, the model's forward is launched, and
+the strategy decides the new tokens on the device. The host does not wait for any of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What kernels ask of the device that they are launched on."""
+"""What the launches of kernels must know of a device: how many programs it runs at once, and how
+much shared memory a program may have."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""How the library of matrix products is kept from cutting a sum by the number of rows.
+"""Keeps cuBLAS, the library of matrix products on GPUs, from adding up a product in another order
+when a batch has another number of rows.
 
 cuBLAS cuts the sum of a product with few columns where rows are few, and adds the parts in its
 workspace. Without room for parts, and asked not to cut, cuBLASLt adds along K in one order
-(measured for 30 shapes of five models, `docs/benchmarks/determinism.md`).
+(measured for 30 shapes of five models, `docs/benchmarks/determinism.md`). An engine with the
+setting `deterministic` needs this, so that a row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96,
 """The numbers of rows that are tried. The library changes its ways where rows are few."""
 _MOST_ROWS = 2048
 WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Variables that torch reads at the first product of a process: 8 workspaces of 16 KiB each."""
+"""The environment variables that torch reads at the first product of a process, and their values: 8
+workspaces of 16 KiB each."""
 
 
 def keep_one_order() -> None:

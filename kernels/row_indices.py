@@ -1,4 +1,5 @@
-"""Which row each of several tokens, tiles or pieces belongs to, on the host."""
+"""Says which row each of several tokens or tiles belongs to, on the host, from the number that each
+row has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row counts that several strategies have."""
+"""The count of forwards for each row, which several strategies report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the comments of conf/*.yaml say: of a choice, and of each of its keys.
+"""Reads the comments of conf/*.yaml, which explain each choice and each of its keys.
 
 Help and job files take their texts from there, so that each is written once.
 """
@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """One choice of a group: what its file says of it, and its keys in the order of the file."""
+    """One choice of a group: the comment of its file, and its keys in the order of the file."""
 
     group: str
     name: str

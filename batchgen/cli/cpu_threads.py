@@ -1,4 +1,5 @@
-"""How the threads of a CPU's products wait for each other. Imports no torch: it must come first."""
+"""Sets how OpenMP threads wait for each other on a CPU. Imports no torch, because it must run
+before it."""
 
 import os
 from collections.abc import MutableMapping

@@ -1,4 +1,4 @@
-"""`batchgen --help`, and what it says of one group, choice or key."""
+"""The texts of `batchgen --help`, of all groups or about one group, choice or key."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ _COMMON = (
 
 
 def help_text(about: Sequence[str], folders: Sequence[Path] = ()) -> str:
-    """The text of --help: an overview, or what the words of `about` mean, which are groups, choices
-    (GROUP=CHOICE), keys or lists of steps. Files of choices may lie in `folders`, too."""
+    """The text of --help: an overview, or an explanation of each word in `about`: a group, a choice
+    (GROUP=CHOICE), a key or a list of steps. `folders` may have further choices."""
     return "\n\n".join(_about(w, folders) for w in about) if about else _overview(folders)
 
 

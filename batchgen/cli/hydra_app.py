@@ -1,8 +1,8 @@
-"""Runs sweeps, and whatever names Hydra's launchers and sweepers, as a Hydra application.
+"""Runs sweeps, and command lines that name Hydra's launchers or sweepers, as a Hydra application.
 
 `batchgen --multirun sampling.seed=1,2` runs a job after the other in this process, and `batchgen
---multirun hydra/launcher=submitit_slurm sampling.seed=1,2` hands the jobs to Slurm. What
-the jobs are is read as without a launcher; Hydra decides where and in which order they run.
+--multirun hydra/launcher=submitit_slurm sampling.seed=1,2` hands the jobs to Slurm. The jobs are
+composed as without a launcher; Hydra decides where and in which order they run.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SweepJobFailed(CompactHydraException):
 
 @dataclass
 class HydraTask:
-    """What Hydra calls for each job, in this process or in another one.
+    """The function that Hydra calls for each job, in this process or in another one.
 
     A job's folder goes `below` the `sweep.dir` or `run.dir` of Hydra, or below `output.dir`, unless
     `output.dir` says it alone (""). `process` is where the command was typed, `jobs` have run
@@ -138,7 +138,7 @@ class HydraTask:
         return run_configured(job.config, self.weights)
 
     def _name(self) -> str:
-        """The folder of a job of a sweep, named by what it sets and others set otherwise."""
+        """The folder of a job of a sweep, named by the settings in which it differs from others."""
         fixed, typed = self.arguments.fixed_keys(), HydraConfig.get().overrides.task
         varied = tuple(text for text in typed if text.partition("=")[0] not in fixed)
         if varied in self.arguments.names:

@@ -1,7 +1,7 @@
 """Writes a command line in Hydra's grammar, for a job that one of Hydra's launchers starts.
 
-What a user types is read by our own rules first, so that a text stays as it was typed. Hydra then
-gets each choice and each key as an argument of its own, quoted as its grammar needs it.
+Arguments are read by our own rules first, so that a text stays as it was typed. Hydra then gets
+each choice and each key as an argument of its own, quoted as its grammar needs it.
 """
 
 from __future__ import annotations

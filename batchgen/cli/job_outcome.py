@@ -1,4 +1,4 @@
-"""Runs one job of the command line and tells the user how it ended."""
+"""Runs one job or verb, and turns its end into an exit code and a message for the user."""
 
 from __future__ import annotations
 

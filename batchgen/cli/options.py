@@ -1,4 +1,4 @@
-"""The options of the command line, and what stands between them."""
+"""Sorts the arguments of the command line into options, a job file, and `key=value` arguments."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _WITH_VALUE = {
     **{"--info": "a subject", "--experimental-rerun": "a pickled configuration"},
 }
 _OF_HYDRA = re.compile(r"(\+\+|\+|~)?hydra[./@]")
-"""How arguments begin that set something of Hydra itself."""
+"""The beginning of arguments that set something of Hydra itself."""
 _SEARCHPATH = re.compile(r"\+{0,2}hydra\.searchpath=")
 """How Hydra's users name folders with further choices, which is what --config-dir does."""
 
 _RUNNING = ("run", "start", "generate", "submit", "infer", "main")
-"""Words that other programs have for what needs no verb here."""
+"""Verbs of other programs for running a job, which needs no verb here."""
 
 
 @dataclass

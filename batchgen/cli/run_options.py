@@ -1,4 +1,4 @@
-"""From the options of a command line to the job that they describe."""
+"""Composes the job or the pipeline that the options of a command line describe."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def show_config(options: Options) -> int:
 
 
 def trust_of(options: Options, overrides: Sequence[str]) -> Trust:
-    """Whose word a job is. Raises ConfigError if nothing is read from what `--trust` names."""
+    """The trust in the parts of a job: see `Trust`. Raises ConfigError if nothing is read from what
+    `--trust` names."""
     read = [] if options.job_file is None else [options.job_file]
     for option in ("--config-dir", "--experimental-rerun"):
         read += [short_user_path(name, option) for name in options.values.get(option, ())]

@@ -1,4 +1,4 @@
-"""`batchgen --help rows` and `--help post`: the steps that come with batchgen, and their keys."""
+"""The texts of `batchgen --help rows` and `--help post`: the steps of batchgen with their keys."""
 
 from __future__ import annotations
 

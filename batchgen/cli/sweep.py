@@ -39,8 +39,8 @@ _CALL = re.compile(r"([^=]+)=\s*([a-z]+)\s*\((.*)\)\s*", re.DOTALL)
 
 @dataclass
 class SweepJob:
-    """One job of a sweep: what it sets and others set otherwise, its configuration if it was not
-    refused, and its exit code once it has run."""
+    """One job of a sweep: the settings in which it differs from others as its name, its
+    configuration if it was not refused, and its exit code once it has run."""
 
     name: str
     config: JobConfig | None
@@ -120,7 +120,7 @@ def record(folder: Path, options: Options) -> None:
 
 
 def _arguments(options: Options) -> list[str]:
-    """What a sweep is known by."""
+    """The arguments by which a sweep's folder is found again."""
     file = [] if options.job_file is None else [str(options.job_file)]
     folders = options.values.get("--config-dir", [])
     return [*file, *folders, *options.overrides, *options.hydra]
@@ -153,7 +153,7 @@ class FolderNames:
 
 
 def sweep_table(jobs: Sequence[SweepJob]) -> str:
-    """What became of each job, for people."""
+    """A table of the results of all jobs, for people."""
     header = ("job", "exit", "rows", "errors", "tokens/s", "folder")
     rows = [header, *((job.name, *_facts(job)) for job in jobs)]
     return "\n".join(["", *columns(rows)])

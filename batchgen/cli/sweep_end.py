@@ -1,4 +1,7 @@
-"""What a sweep ends with: the table of its arms, and the page about them."""
+"""Shows the result of a sweep: the table of its arms, and the page about them.
+
+An *arm* is a job, or jobs that differ only in their seed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Digests of large files, kept in the user's cache folder so that a file is read only once."""
+"""A cache of digests of large files in the user's cache folder, so that each file is read only
+once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ system's clock, and its times would not show it. Two seconds are the longest tic
 
 
 class DigestCache:
-    """Remembers digests by a file's path, inode, size and times of change.
+    """Keeps digests by a file's path, inode, size and times of change.
 
     Each digest has a small file, so that jobs do not disturb each other. A damaged entry, or a
     cache folder that cannot be used, means that files are read again.

@@ -1,4 +1,4 @@
-"""Fingerprints of files and texts, which are equal over runs and machines."""
+"""Fingerprints of files and texts: digests that are equal in all runs and on all machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Characters of a text that one does not see, or that do something to others."""
+"""Finds hidden characters in texts: those that are not seen, reorder others, or control a
+terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The one way in which a path that a user gives is read."""
+"""Reads paths and URLs that users give; all paths from configurations and arguments go through
+here."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ def is_url(typed: str | os.PathLike[str]) -> bool:
 
 
 def user_folder(typed: str | os.PathLike[str], key: str) -> str:
-    """The folder of a job that a user means: a path see `short_user_path`, or a URL of a known
+    """The folder of a job that a user names: a path (see `short_user_path`), or a URL of a known
     store."""
     if not is_url(typed):
         return str(short_user_path(typed, key))

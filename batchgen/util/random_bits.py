@@ -1,4 +1,4 @@
-"""Random numbers as a function of what they are for: no generator, no state."""
+"""Random numbers as a pure function of a seed and an index, without a generator or state."""
 
 from __future__ import annotations
 

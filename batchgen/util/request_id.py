@@ -1,4 +1,4 @@
-"""The ids of a job's requests to the engine, which takes any hashable value for one."""
+"""The id of a job's request to the engine, which accepts any hashable value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class RequestId(NamedTuple):
-    """Which tokens a request is for.
+    """Identifies the row, the sample and the choice that a request is for.
 
     Attributes:
         job: the name of the job among those that share an engine; empty for one alone.

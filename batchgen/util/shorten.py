@@ -1,4 +1,4 @@
-"""Texts of any length in few characters or few lines, for people."""
+"""Shortens texts of any length to a few characters or lines, for people."""
 
 from __future__ import annotations
 

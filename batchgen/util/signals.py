@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first one stops a job cleanly, a second one at once."""
+"""Handles SIGINT and SIGTERM: the first one stops a job cleanly, a second one at once."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Names of files that are not whole yet: no two writers have the same one."""
+"""Names for temporary files that are renamed once they are complete; no two writers share one."""
 
 from __future__ import annotations
 

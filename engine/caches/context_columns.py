@@ -1,4 +1,9 @@
-"""The values of a row's columns of context scope, as they arrive on the host."""
+"""The values of one row's columns of context scope, as they arrive on the host.
+
+A column of context scope has a value for every token that the model has read, the prompt's among
+them. `ContextReader` copies the values from the device part by part, and each `Sequence` collects
+its row's parts in a `ContextRows`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the layers of one forward need besides their activations, passed on explicitly."""
+"""What the layers of one forward need besides their activations, passed on explicitly: caches,
+attention, states of rows, images, and where to write output columns.
+
+`ModelRunner` makes a `ForwardContext` for each forward, and every layer gets it as an argument.
+"""
 
 from __future__ import annotations
 

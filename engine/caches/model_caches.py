@@ -1,4 +1,8 @@
-"""The caches of one model: allocates what its layers declare that they keep between forwards."""
+"""The caches of one model: allocates what its layers declare that they keep between forwards.
+
+The layers declare it as specs (`cache_specs.py`). The functions that count bytes serve the memory
+plan, which decides how large the caches may be.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
-"""Tokens that a prefill reads as decode steps read them, for layers with a state per row.
+"""Plans how a prefill reads generated tokens again in the way in which decode steps read them, for
+layers with a state per row.
 
-A decode step computes a token from the state behind a multiple of `fold` tokens behind the prompt,
-and the records since. A row that has lost its state reads its generated tokens again in this way.
+A decode step writes each token as a *record* beside the state, and adds records to the state `fold`
+at a time. So its results are rounded differently from those of a prefill, which adds all tokens of
+its chunk at once. When a row has lost its state, by a preemption, its generated tokens are
+therefore *replayed*: computed from the state after a multiple of `fold` generated tokens and from
+the records since, so that the results have the same bits.
 """
 
 from __future__ import annotations

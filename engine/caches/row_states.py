@@ -1,4 +1,8 @@
-"""The states of rows on the device, for models with recurrent layers."""
+"""The states of rows on the device, for models with recurrent layers.
+
+Each row in flight has a *state slot*, with one state for each recurrent layer, and the *records* of
+the newest tokens, which are not added to the state yet (see `RowMetadata` in `forward_context.py`).
+"""
 
 from __future__ import annotations
 

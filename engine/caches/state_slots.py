@@ -1,4 +1,6 @@
-"""Hands out state slots, to rows for their life and to snapshots of the prefix cache."""
+"""Hands out the state slots of models with recurrent layers: to rows while they run, and to
+snapshots of the prefix cache. `BlockManager` calls this when rows come and go; the states
+themselves are in `row_states.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Threads that work in the background, and that nothing waits for without a bound."""
+"""A pool of background threads that call one function, for work which nothing may have to wait for
+without a bound.
+
+`GrammarCompiler` compiles constraints on such threads. Python's `ThreadPoolExecutor` would make the
+interpreter wait at its end for every call that runs, however long; this pool does not.
+"""
 
 from __future__ import annotations
 

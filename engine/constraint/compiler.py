@@ -1,4 +1,9 @@
-"""Compiling constraints with xgrammar, in the background, into grammars that rows can follow."""
+"""Compiles constraints in the background into grammars that rows can follow.
+
+The library xgrammar does the compiling. A job has one `GrammarCompiler`: `CompileQueue` asks it for
+the grammar of each constrained row, and the checks before a job ask it whether a constraint can be
+enforced at all.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the text of a row must look like.
+"""The rule that the text of a row must keep: a JSON Schema, a regular expression, a list of
+choices, a grammar, or a structural tag.
 
-A `Constraint` is checked when it is made, so that a job fails before it starts.
+A `Constraint` is checked when it is made, so that a job with a wrong one fails before it starts. A
+*marker* is a text such as "</think>" behind which the constrained text begins.
 """
 
 from collections import abc

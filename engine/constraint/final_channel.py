@@ -1,4 +1,8 @@
-"""Where the final channel of a row begins, in the format of Harmony."""
+"""Finds where the final channel of a row begins, in Harmony, the message format of gpt-oss.
+
+A model of that format writes its reasoning in one channel and its answer in another, named "final".
+A constraint holds only for the answer, so the row's `Matcher` has to know where that begins.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ _IN_FINAL = _NAMED + len(FINAL)
 
 
 class FinalChannel:
-    """Finds where the final channel begins, in token ids: behind `<|channel|>`, a name that begins
-    with FINAL, anything else that a header may have, and `<|message|>`. It is used as a `Marker`.
-    A prompt may have begun the message; one that is not in the format has no channels, and the row
-    is answer from its first token on.
+    """Finds where the final channel begins, in token ids: after `<|channel|>`, a name that begins
+    with FINAL, anything else that a header may have, and `<|message|>`. It is used as a `Marker`. A
+    prompt may have begun the message; one that is not in the format has no channels, and the row is
+    answer from its first token on.
 
     `gap` says whether whitespace may follow, and `never_ends` has the stop ids that may not end an
     answer.

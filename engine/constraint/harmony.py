@@ -1,4 +1,4 @@
-"""Harmony, the message format of gpt-oss, and its tokens.
+"""Harmony, the message format of gpt-oss, and the ids of its special tokens.
 
 A message is `<|start|>role<|channel|>name<|message|>text`. It is ended by `<|end|>`, `<|return|>`
 or `<|call|>`.

@@ -1,4 +1,9 @@
-"""Where one row stands in its grammar. The grammar itself is followed by xgrammar's matcher."""
+"""Follows the text of one row in its grammar, token by token, and says which tokens may come next.
+
+xgrammar's own matcher follows the grammar itself. What is added here: the free text before a
+marker, stop ids, and *tentative* tokens, such as drafts, which can be taken back. A `Guide` asks
+the matchers of a batch's rows for masks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Structural tags: xgrammar's language for free text with constrained parts, as tool calls."""
+"""Checks and rewrites structural tags, for the constraint of that kind.
+
+A structural tag is xgrammar's description of free text with constrained parts in it, such as tool
+calls.
+"""
 
 from typing import Any
 

@@ -1,4 +1,9 @@
-"""What the ids of a vocabulary spell, and the search for a marker in what they spell."""
+"""What the ids of a vocabulary spell, as bytes, and the search for a marker in what they spell.
+
+Grammars are about text and models about token ids, so the compiler and the matchers of rows read
+here which bytes each id stands for. A *marker* is a text such as "</think>" behind which a
+constraint begins to hold.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A constraint as xgrammar must get it, so that it enforces what the user wrote."""
+"""Turns a constraint into the arguments for xgrammar, so that it enforces what the user wrote.
+
+xgrammar takes some schemas and patterns in another sense than their standards define. So they are
+rewritten before it gets them (`json_schema/`, `regex/`, `structural_tag.py`).
+"""
 
 import json
 from typing import Any

@@ -1,4 +1,10 @@
-"""The contract of rows: what decides their bits besides the row, the model and the options."""
+"""What the bits of a row's results depend on besides the row, the model and the options.
+
+With the setting `deterministic`, a row has the same bits in every batch. They may still differ
+between kinds of GPUs, dtypes, versions of libraries and of the files that compute. `contract` lists
+all of these, and a job writes the list beside its results, so that a later run can tell whether it
+can have the same bits. `engine_recipe.py` calls this.
+"""
 
 from __future__ import annotations
 

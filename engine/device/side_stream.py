@@ -1,4 +1,8 @@
-"""Work that a captured forward does beside its other work, in a stream of its own."""
+"""Runs some work of a captured forward beside its other work, in a second CUDA stream.
+
+A mixture of experts uses it: the experts that every token goes through are computed beside those
+that a router chooses. `cuda_graph.py` provides the stream while it captures.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Measures where the time of a run goes: prefill steps, decode steps, and waits for the host."""
+"""Measures where the time of a run goes: prefill steps, decode steps, and waits of the device for
+the host. `LLMEngine` times each step; metrics and the costs of requests are made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between host and device for which neither side waits."""
+"""Copies between host and device that run while both go on with other work."""
 
 from __future__ import annotations
 

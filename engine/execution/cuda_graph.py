@@ -1,4 +1,9 @@
-"""Forwards captured as CUDA graphs, so that one launch runs all kernels of all layers."""
+"""Forwards captured as CUDA graphs, so that one launch runs all kernels of all layers.
+
+`ModelRunner` replays a graph for each batch that fits one, after the batch's inputs were copied to
+the addresses that the graph reads (`fixed_inputs.py`). A *kind* of graph is a decode step, a
+prefill, or a mixed step; each is captured for several sizes of batches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Inputs at fixed addresses: captured graphs read them, and each batch is copied into them."""
+"""Tensors at fixed addresses for the inputs of captured graphs.
+
+A CUDA graph reads the same addresses whenever it is replayed. So each batch is copied here first,
+and padded to the size that was captured. `ForwardGraphs` holds these tensors.
+"""
 
 from __future__ import annotations
 

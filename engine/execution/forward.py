@@ -1,4 +1,8 @@
-"""Runs one forward: from the tokens of a batch to their hidden states."""
+"""Runs one forward of a model: from the tokens of a batch to their hidden states.
+
+`ModelRunner` calls this for each step, and `ForwardGraphs` captures it. The tokens come as one or
+two *parts*: those of decoding rows, and those of a prefill.
+"""
 
 from __future__ import annotations
 

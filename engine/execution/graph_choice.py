@@ -1,4 +1,5 @@
-"""Chooses which captured size a step is padded to, and when a size is worth a capture."""
+"""Chooses which captured size a step is padded to, and when a size is worth a capture of its own.
+`ForwardGraphs` has one such choice for each kind of graph."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from collections.abc import Sequence
 from math import log2
 
 WORTH_A_CAPTURE = 32.0
-"""The padding that costs as much as a capture, in doublings of a step's tokens.
+"""How much padding costs as much as a capture, in doublings of a step's tokens.
 
 A capture takes 0.1 to 0.2 s, in which the device waits. A step that is bound by memory takes 5 to
-30 ms and about a quarter more for each doubling of its tokens, so a doubling costs some 5 ms."""
+30 ms and about a quarter more for each doubling of its tokens, so a doubling costs some 5 ms.
+"""
 
 
 class GraphChoice:

@@ -1,4 +1,4 @@
-"""Chooses the sizes of batches that are captured as CUDA graphs."""
+"""Chooses for which sizes of batches CUDA graphs are captured, from the settings of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The inputs of one forward: tokens, their positions, and the cache entries of their rows."""
+"""The inputs of one forward: tokens, their positions, and the blocks and slots in which their rows
+keep keys, values and states. The scheduler's batches become these; the layers read them."""
 
 from __future__ import annotations
 

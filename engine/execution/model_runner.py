@@ -1,4 +1,5 @@
-"""Runs the forwards of a model over its caches."""
+"""Runs the forwards of one model over its caches: with CUDA graphs where a batch fits one, and
+directly elsewhere. `StepLauncher` and the strategies call this for every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The error that this package raises for a user's mistake."""
+"""The error that the package `constraint` raises if a user asks for a constraint that cannot be
+enforced."""
 
 
 class ConstraintError(ValueError):

@@ -1,4 +1,9 @@
-"""The settings of an engine: batch sizes, memory and speed."""
+"""The settings of an engine: batch sizes, memory and speed.
+
+`EngineConfig` has what a user chose, with None for what is left to a default. `resolve` fills in
+the defaults, which depend on the model and the device; the parts of an engine work with the
+`ResolvedConfig`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ once are faster (measured with 30 billion parameters, of which a token goes thro
 fuller in larger prefills."""
 
 _MOST_ROWS = 65_536
-"""The largest `max_num_seqs`: tables in memory have a place for each row in flight."""
+"""The largest `max_num_seqs`: tables in memory have an entry for each row in flight."""
 _MOST_IMAGE_TOKENS = 1_048_576
 """The largest `image_tokens`: as many as an image of 32,768 pixels each way has."""
 _MOST_GIB = 1_000_000

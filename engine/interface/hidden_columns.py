@@ -1,4 +1,6 @@
-"""The columns that are made of hidden states, by their names alone: knowing them loads nothing."""
+"""The names of the output columns that are made of hidden states: embeddings, class scores, and the
+hidden states themselves. They have a file of their own, so that code can read them without loading
+a model."""
 
 from typing import Literal
 

@@ -1,4 +1,8 @@
-"""The order in which a diffusion model unmasked the tokens of an answer."""
+"""A trajectory: the order in which a diffusion model unmasked the tokens of an answer.
+
+A job records it in the column `step_map`. Given to the engine again, it is *replayed*, to score
+each token with what was known when it was unmasked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""How the products of a model are computed on this CPU."""
+"""How the matrix products of a model's linear layers are computed on this CPU.
+
+Several ways give a row the same bits in every batch or do not, and their speed depends on the shape
+of the weight and on the machine. So they are tried once for each shape when a model is loaded
+(`models/packing.py`), and the layers then compute as was chosen.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One layer of a decoder, and the protocols that its two parts follow."""
+"""One layer of a decoder, and the protocols that its two parts follow: the *mixer*, which mixes the
+tokens of a row (attention or a recurrence), and the *feed-forward part*, which treats each token
+alone. The models of `engine/models` are stacks of these layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The places of weights that stay in 4 bits."""
+"""Slots for the weights that stay in 4 bits: they take such a weight from a checkpoint, packed
+values and scales together, instead of a tensor of 16-bit values."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ _CODES = 2
 
 @dataclass(frozen=True, slots=True)
 class FourBitSlot(WeightSlot):
-    """The place of a weight [N, K] in 4 bits, or of those [E, N, K] of all experts.
+    """Where a weight [N, K] in 4 bits goes, or the weights [E, N, K] of all experts.
 
-    `parameter` are the words of `panels`. A group that ends on another rank has its scale on both.
+    `parameter` has the words of `panels`. If a group of columns that share a scale ends on another
+    rank, both ranks have its scale.
     """
 
     panels: FourBitPanels | None = None  # what is filled; None only for a piece that is elsewhere

@@ -1,4 +1,5 @@
-"""Which weights of a model are in MXFP4, how checkpoints say so, and formats of weights at all."""
+"""Which weights of a model are in MXFP4, and the type `WeightFormat` of all formats that a
+checkpoint may declare."""
 
 from __future__ import annotations
 

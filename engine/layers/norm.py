@@ -1,4 +1,5 @@
-"""Normalisation by the root mean square, with and without the mean."""
+"""Normalisation by the root mean square (RMSNorm) and layer normalisation, which subtracts the mean
+first."""
 
 from __future__ import annotations
 

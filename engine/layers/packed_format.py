@@ -1,5 +1,5 @@
-"""The formats of published quantised weights, which are kept in 4 bits or dequantised when
-loaded."""
+"""The formats of published quantised weights (GPTQ, AWQ and the like), as config.json declares
+them. Such weights are kept in 4 bits, or dequantised when they are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Maps the tensors of a checkpoint to the parameters of a model."""
+"""Maps the tensors of a checkpoint to the parameters of a model, by *slots*. A slot is the
+parameter, or the part of one, that a tensor of the checkpoint fills."""
 
 from __future__ import annotations
 

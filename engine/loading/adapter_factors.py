@@ -1,5 +1,9 @@
-"""Which factors of an adapter's file belong to which weight of a checkpoint, and how they are read:
-also those of a weight of all experts, which PEFT keeps in two tensors."""
+"""Finds which factors of an adapter's file belong to which weight of a checkpoint, and reads them.
+
+An adapter changes a weight W to W + B·A; A and B are its *factors*. Those of a weight that has all
+experts of a layer are kept by PEFT in two tensors for all experts, which are taken apart here.
+`adapters.py` and `folding.py` call this.
+"""
 
 from __future__ import annotations
 

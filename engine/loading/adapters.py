@@ -1,4 +1,8 @@
-"""Puts adapters beside the layers of a model, after it was checked that they fit."""
+"""Adds adapters (LoRA) to a model, after it was checked that they fit.
+
+An adapter's thin products are computed beside those of the layers, so rows with different adapters
+share a batch. With `fold`, one adapter is added to the weights instead (`folding.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
-"""Adds an adapter to the loaded weights of a model: also what it changes where nothing can stand
-beside a layer, such as experts, embeddings, and weights that were trained as a whole."""
+"""Folds an adapter into the loaded weights of a model: adds what it changes to the weights
+themselves.
+
+So the adapter holds for all rows. That also works for what `adapters.py` cannot compute beside a
+layer: factors of experts and embeddings, and weights that were trained as a whole.
+"""
 
 from __future__ import annotations
 

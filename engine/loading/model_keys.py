@@ -1,7 +1,8 @@
-"""Which keys of a config.json change a model: they are honoured by its family's `config_from_hf`,
-without effect here (`INERT`), or refused (`FIXED`).
+"""Checks that the engine knows every key of a config.json that changes a model.
 
-tests/engine/loading/test_model_keys.py holds that each key which the modelling files of the tested
+Each key is honoured by the family's `config_from_hf`, or has no effect here (`INERT`), or is
+refused unless it has the one value that the engine implements (`FIXED`).
+tests/engine/loading/test_model_keys.py checks that each key which the modelling files of the tested
 transformers read is one of the three.
 """
 

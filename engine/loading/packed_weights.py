@@ -1,5 +1,8 @@
-"""Reads the weights of a checkpoint in `PackedFormat`, one after another. Each quantised module
-holds several tensors (`packed_module.py`)."""
+"""Reads the weights of a quantised checkpoint (GPTQ, AWQ and the like), one after another.
+
+Each quantised module holds several tensors, such as codes and scales, which become one weight here
+(`packed_module.py`). The loader calls this for checkpoints in a `PackedFormat`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Low-rank adapters beside the layers of a model (LoRA, Hu et al. 2021)."""
+"""Low-rank adapters beside the layers of a model (LoRA, Hu et al. 2021): each adds B·(A·x) to what
+a layer computes of x. The factors A and B of the adapters that rows may have now are on the device,
+in *adapter slots*."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How the memory will be divided, before weights are loaded and on devices that are not here."""
+"""Forecasts how the memory will be divided, before weights are loaded and for devices that are not
+here. `engine_estimate.py` calls this to tell a user whether a job fits a GPU."""
 
 from __future__ import annotations
 

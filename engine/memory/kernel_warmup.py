@@ -1,4 +1,8 @@
-"""Goes through an engine's forwards without computing anything, to compile their kernels ahead."""
+"""Compiles an engine's Triton kernels ahead, in threads, while its weights are loaded.
+
+It goes through the forwards that an engine will run, without computing anything, only to find out
+which kernels they launch. `engine_recipe.py` wraps the loading of a model in it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The largest steps of an engine, run on the scratch block to measure what memory they take."""
+"""Runs the largest steps that an engine may ever run, to measure how much memory they take.
+
+The steps run on the *scratch block*, block 0 of the paged cache, which belongs to no row. The
+memory plan keeps that much memory free, and gives the rest to the caches.
+"""
 
 from __future__ import annotations
 

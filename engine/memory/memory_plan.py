@@ -1,4 +1,7 @@
-"""The memory plan: how the device's memory is divided between weights, caches and activations."""
+"""The memory plan: how the device's memory is divided between weights, caches and activations.
+
+It is made once, when an engine starts, after the weights were loaded.
+"""
 
 from __future__ import annotations
 

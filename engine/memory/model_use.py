@@ -1,4 +1,5 @@
-"""The models that an engine runs, and how it runs each of them."""
+"""The models that an engine runs, and how it runs each of them: with how many tokens per row, and
+with which columns. The memory plan and the parts of an engine are made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""How many blocks the layers with a sliding window get, and how many all others."""
+"""Divides the paged cache between layers with a sliding window and all other layers.
+
+Layers with a window need only the blocks of a row's last tokens, so they have a pool of blocks of
+their own. The memory plan asks here how many blocks each of the two pools gets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Collectives between GPUs of one machine, by kernels that write the memory of all of them."""
+"""Collectives between GPUs of one machine, by kernels that write the memory of all of them.
+
+A *collective* is an operation in which all ranks take part, such as the sum of a tensor over ranks.
+A *lane* is a part of this memory, with an inbox for each rank. `DistributedGroup` uses this where
+the GPUs can reach each other's memory, because its sums then have a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +20,17 @@ from batchgen.kernels.parallel.rank_gather import gather
 _SPARE_LANE = FIXED_LANES
 _GATHER_LANES = (FIXED_LANES + 1, FIXED_LANES + 2)
 _LANE_BYTES = 32 * 2**20
-"""The memory of a lane, which its inboxes share. A launch moves up to half of it of a rank, more
-than which makes sums hardly faster."""
+"""The memory of a lane, which its inboxes share. One launch moves up to half of that for each rank;
+larger launches would make sums hardly faster."""
 
 
 class PeerCollectives:
     """Memory that all ranks can write, and the collectives in which they do.
 
-    That a rank has read what it was sent in a lane is known once it has sent something in another
-    one: so lanes take turns. Sums are given theirs (`TensorParallel.add_sum`), and so are gathers
-    in CUDA graphs. Other gathers have two of their own.
+    A rank may write to a lane again only once the others have read what it sent there. That is
+    known once they have sent something in another lane, so lanes take turns. Sums are given theirs
+    (`TensorParallel.add_sum`), and so are gathers in CUDA graphs. Other gathers have two of their
+    own.
 
     Args:
         memory: uint8, the inboxes of this rank, which are empty and which all ranks share.

@@ -1,4 +1,4 @@
-"""Where a thread is, for messages about ranks that hang."""
+"""Names the line of code that a thread is at, for messages about ranks that hang."""
 
 from __future__ import annotations
 

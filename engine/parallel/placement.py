@@ -1,4 +1,5 @@
-"""Where the parameters of layers are made."""
+"""Where the parameters of layers are made: on which device, in which dtype, and divided among which
+ranks. Every layer gets a `Placement` when it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Rows whose constraints are still being compiled. Other rows run meanwhile."""
+"""The waiting line of new rows whose constraints are still being compiled.
+
+A constraint (a JSON Schema, a regular expression, a grammar) is compiled by threads in the
+background (`constraint/compiler.py`), which may take seconds. Until that is done the row waits
+here, outside the scheduler, while other rows run. `LLMEngine` adds rows, and hands those that are
+ready to the scheduler.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Reads columns of context scope out of the paged cache, for the rows that ask for them."""
+"""Reads columns of context scope out of the paged cache, for the rows that ask for them.
+
+A column of context scope has a value for every token of a row, the prompt's among them, such as
+which experts a token went to. The layers write these values beside the KV of the tokens, so they
+are copied to the host before a row's blocks are given to another row. The scheduler calls this
+whenever a row ends, is preempted or is flushed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The constrained rows of a batch: from where their matchers stand to masks over logits rows."""
+"""The constrained rows of one batch, and the masks that keep them to their constraints.
+
+A constrained row has a matcher (`constraint/matcher.py`), which knows which tokens its grammar
+allows next. A `Guide` collects the matchers of a batch's rows and turns them into a mask over the
+logits, which the sampler applies. `RunningBatch` makes a guide for each batch that the scheduler
+plans; the strategies ask it for masks.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +84,9 @@ class Guide:
 
     def forced(self, limit: int) -> npt.NDArray[np.int64] | None:
         """The tokens that must come next because the constraint leaves no choice, at most `limit`
-        for each row. Matchers are left as they stood after the last commit. Returns [B, most], in
-        each row its forced tokens and then -1; None if no row has any."""
+        for each row. Matchers are left as they stood after the last commit. Returns [B, n], where n
+        is the most that any row has: in each row its forced tokens and then -1. None if no row has
+        any."""
         tokens = np.full((self.num_rows, limit), -1, np.int64)
         for row, matcher in self.matchers:
             forced = matcher.forced(limit)
@@ -89,9 +96,12 @@ class Guide:
 
 
 class MaskBuilder:
-    """Collects what rows of logits may take into one mask. It writes to pinned memory, which a GPU
-    copies from while the host goes on. Rows that are never named may take anything. `logits` is [R,
-    V], the logits that the mask is for. Only their shape and device are used."""
+    """Collects into one mask what several rows of logits may take. It writes to pinned memory,
+    which a GPU copies from while the host goes on. Rows that are never named may take anything.
+
+    Args:
+        logits: [R, V], the logits that the mask is for. Only their shape and device are used.
+    """
 
     def __init__(self, logits: Tensor) -> None:
         rows, vocab_size = logits.shape

@@ -1,7 +1,9 @@
-"""What a row that is only read yields: values that are pooled from the hidden states of its tokens.
+"""Pooled columns: the values that an embedding model or a classifier yields for a whole row.
 
-A row's values are the same whatever its chunks were: states come in the order of the tokens, and
-are added one after the other.
+Such a row generates nothing: its tokens are only read. Its hidden states arrive in the order of the
+tokens, are added one after the other on the host (`PooledValue`), and make one value for the row.
+So the value is the same whatever chunks the prompt was read in. Each `Sequence` keeps the values of
+its row.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.models.model_config import ModelConfig
 
 _LEAST_NORM = 1e-12
-"""What the length of an embedding is at least when it is divided by it, as torch's `normalize`."""
+"""An embedding is divided by its length, or by this number if its length is less, as torch's
+`normalize` does."""
 
 
 def pooled_columns(config: ModelConfig) -> tuple[OutputColumn, ...]:
@@ -32,9 +35,12 @@ def pooled_columns(config: ModelConfig) -> tuple[OutputColumn, ...]:
 
 
 class PooledValue:
-    """The value [*tail] of a column of row scope, of as many tokens as were read so far.
+    """The value [*tail] of a column of row scope, made of the tokens that were read so far.
 
     Args:
+        column: the column, whose `tail_shape` is that of the value.
+        pooling: how the values of tokens become one: that of the last token, of the first, or the
+            mean.
         normalise: whether the value is divided by its Euclidean length.
     """
 

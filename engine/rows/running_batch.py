@@ -1,7 +1,8 @@
-"""The running rows as the host knows them, with one array for each fact about them.
+"""The rows that run now, as the host knows them, with one array for each fact about them.
 
 So a step works on whole arrays and needs no Python loop over all rows. Loops run only over rows
-that join, leave, or have stop strings, a constraint or a full log.
+that join, leave, or have stop strings, a constraint or a full log. The scheduler owns the one
+`RunningBatch` of an engine, and commits to it what each step yields.
 """
 
 from __future__ import annotations

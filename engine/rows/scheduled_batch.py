@@ -1,4 +1,10 @@
-"""The batches that the scheduler plans: what one step runs."""
+"""The batches that the scheduler plans: what one step runs.
+
+A batch names its rows by their *batch slots* in the `RunningBatch`, and by the *epoch* of each
+slot, a number that changes whenever a row leaves the slot. When a result arrives and the epoch has
+changed, the row has left since the launch and the result is dropped. The scheduler makes these
+batches, and `StepLauncher` turns them into forwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""How requests say when their rows end, as stop rules."""
+"""Makes the stop rule of each new row from what its request asks for.
+
+A request names stop ids and stop strings, limits of length, and whether the model's own end ends
+it. `Requests` calls this once for each row; the rules themselves are in `stopping.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The newest committed tokens of the running rows, with their columns, until they move to the rows.
+"""The newest committed tokens of the running rows, with their columns.
 
-So a step writes the tokens of all rows at once, and a row's own lists grow only now and then.
+They wait here in arrays of one line for each batch slot, until they move to the lists of their
+`Sequence`. So a step writes the tokens of all rows at once, and a row's own lists grow only now and
+then. `RunningBatch` owns the logs.
 """
 
 from __future__ import annotations

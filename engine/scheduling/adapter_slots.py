@@ -1,5 +1,9 @@
-"""Adapter slots: which adapters the rows of a step may have, if there are more adapters than
-slots."""
+"""Chooses which adapters (LoRA) are in the slots of the model, and so which rows may start.
+
+The model has room for a few adapters at once, its *adapter slots*. If there are more adapters than
+slots, a row can start only if its adapter is in a slot, or can be loaded into one. The scheduler
+asks here which waiting rows may start, and `StepLauncher` loads what was chosen.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from batchgen.engine.rows.running_batch import RunningBatch
 from batchgen.engine.rows.sequence import Sequence
 
 _FARTHEST = 4096
-"""The most waiting rows that are looked at in order to find some that can start."""
+"""How many waiting rows are looked at, at most, to find some that can start."""
 
 
 class AdapterSlots:

@@ -1,4 +1,8 @@
-"""Hands out the blocks of the paged cache, counts their owners, and keeps the prefix cache."""
+"""Hands out the blocks of the paged cache, and keeps the prefix cache.
+
+The scheduler asks here for a row's blocks. *Headroom* is how many blocks must stay free when a row
+is admitted, so that rows which run can grow.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Decode batches, and the blocks of the paged cache that they need."""
+"""Plans decode batches, and reserves the blocks of the paged cache that their rows need.
+
+The scheduler calls this for every step in which rows decode. If the cache is full, rows are
+preempted here: they give their blocks back and are computed again later.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,9 @@ class DecodeBuilder:
     def batch(
         self, keep: npt.NDArray[np.int64], width: int, cut: Sequence | None, preempt: Preempt
     ) -> DecodeBatch | None:
-        """Plan a decode batch of `width` tokens a row, of those at the places `keep` of the running
-        rows. Returns None if there is none to run before the launched steps are read. `cut` is the
-        row whose prefill was cut: it joined last, and is preempted first."""
+        """Plan a decode batch of `width` tokens a row, of the running rows at the indices `keep`.
+        Returns None if there is none to run before the launched steps are read. `cut` is the row
+        whose prefill was cut: it joined last, and is preempted first."""
         running = self._running
         slots = running.order[keep]
         needed = self._pacing.cache_tokens(

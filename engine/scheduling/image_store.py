@@ -1,5 +1,9 @@
-"""The features of images that rows are about to read: which images a step encodes, and for how long
-what came of them is kept."""
+"""The features of images that rows are about to read: which images a step encodes, and how long
+their features are kept.
+
+The scheduler asks how far the chunk of a row's prefill may go, given the images in it;
+`StepLauncher` encodes the images between two steps and gives their features to the forward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the scheduler asks of a decoding paradigm: how many tokens rows read and yield in a step."""
+"""What the scheduler asks of a decoding paradigm: how many tokens rows read and yield in a step.
+
+Each strategy has a `Pacing`. So the scheduler need not know whether a row yields one token a step,
+several with drafts, or a block of a diffusion model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A prefill batch while it is planned, row by row."""
+"""A prefill batch while it is planned, row by row.
+
+The scheduler goes through the rows that may start, asks `chunk_of` how much of each fits, and adds
+it; `batch` returns the result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Makes the inputs of a forward from a scheduled prefill."""
+"""Makes the tensors that a prefill's forward reads from the batch that the scheduler has planned.
+
+`StepLauncher` calls this for each step with a prefill. The smaller functions, which upload tables
+of blocks and slots of rows, serve it and `StateReader` elsewhere, too.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""When prompts are read, and how many of their tokens at once: in a forward without decoding rows
-(alone) or in one with them (mixed)."""
+"""Decides when prompts are read, and how many of their tokens at once.
+
+A prefill runs in a forward of its own (alone), or in one with the rows that decode (mixed). The
+scheduler asks `choose_prefill` at every step.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The scheduler decides which rows run in the next step. Only here are rows admitted, preempted and
-freed, and tokens committed to them."""
+"""The scheduler, which decides which rows run in the next step.
+
+Only here are rows admitted, preempted and freed, and tokens committed to them. `LLMEngine` calls
+`schedule` to plan a step, launches it, and calls `update` with its results.
+"""
 
 from __future__ import annotations
 

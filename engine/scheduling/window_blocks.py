@@ -1,4 +1,9 @@
-"""Hands out the blocks of layers with a sliding window, and takes back what a window has passed."""
+"""Hands out the blocks of layers with a sliding window, and takes back those that a window has
+passed.
+
+Such a layer reads only the last few tokens of a row. So its blocks form a pool of their own, and a
+long row needs few of them. `BlockManager` calls this beside its own pool for all other layers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Cuts the contexts of rows into splits for decode attention, on the device."""
+"""Cuts the contexts of rows into splits for decode attention, on the device.
+
+A *split* is a part of a row's context that one program reads. All layers of a forward share one
+plan, and `decode.py` launches programs by it.
+"""
 
 from __future__ import annotations
 

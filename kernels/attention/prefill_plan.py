@@ -1,4 +1,8 @@
-"""How the queries of rows are cut into tiles for prefill attention."""
+"""Cuts the queries of rows into tiles for prefill attention.
+
+A tile is as many new tokens of one row as one program of the kernel takes. All layers of a forward
+share one plan (`AttentionMetadata.tiles`).
+"""
 
 from __future__ import annotations
 

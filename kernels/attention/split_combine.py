@@ -1,4 +1,9 @@
-"""The results of splits (split-K partials) and their combination, in Triton."""
+"""Combines the results of splits in decode attention, in Triton.
+
+A long context is cut into *splits*, which programs compute in parallel (`decode.py`). Each leaves a
+partial result and the logarithm of the sum of its weights; the results of a query are then averaged
+by these sums.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,9 @@ from batchgen.kernels.attention.decode_plan import DecodePlan
 from batchgen.kernels.rules import MOST_SPLITS
 
 SCALED_BY = tl.constexpr(256.0)
-"""Weights of values in FP8 are multiplied by it besides their scales, which are about 1/448 of the
-values: so the products are no smaller in float16 than it can tell apart. Sums are divided by it."""
+"""A factor for the softmax weights of values in FP8. They are multiplied by it besides the scales
+of the values, which are about 1/448, so that the products do not become too small for float16. Sums
+are divided by it again."""
 _COMBINE_ELEMENTS = 4096
 """Elements of partial results that the combination loads at a time."""
 

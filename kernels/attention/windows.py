@@ -1,4 +1,5 @@
-"""Where the tokens begin that a query sees in layers with a window."""
+"""The first token that a query sees in layers with a window: a sliding window, or chunks of fixed
+length (Llama 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in 4 bits become 16-bit floats in memory, in Triton."""
+"""Dequantises weights: weights in 4 bits become 16-bit floats in memory, in Triton."""
 
 from __future__ import annotations
 

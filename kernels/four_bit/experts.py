@@ -1,4 +1,5 @@
-"""Experts whose weights are in 4 bits."""
+"""Chooses how experts with weights in 4 bits are computed, and computes them: in 4 bits by Triton
+kernels, or dequantised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Weights in 4 bits become panels, and are dequantised again, whatever their codes are."""
+"""Lays out weights in 4 bits as the panels that kernels read, and turns panels back into weights,
+for all kinds of 4-bit values (int4, MXFP4, NVFP4).
+
+A *panel* is 64 columns of a weight, which stand together in memory (`panels.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of rows and a weight in 4 bits."""
+"""The matrix product of rows and a weight in 4 bits, as linear layers compute it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sums of products of weights in 4 bits with tokens, which all products of them share."""
+"""Functions of Triton kernels that multiply weights in 4 bits by tokens and add up the products.
+Linear layers and experts share them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How products of weights in 4 bits are cut into tiles, from fixed tables."""
+"""Tables that say how products of weights in 4 bits are cut into tiles: nothing is tried at
+start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The second product of experts in FP8, several tiles of columns by each program, in Triton.
+"""The second product of experts in FP8 (the down projection), in Triton, where each program
+computes several tiles of columns.
 
 The sums are short, so a program of one tile ends when its pipeline of loads has just been filled.
 Here the loops over tiles of columns and over steps are one: the next tile's weights are on their

@@ -1,4 +1,4 @@
-"""The product of rows and a weight, both in FP8."""
+"""The matrix product of rows and a weight, both in FP8, as linear layers compute it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adds up the parts in which products with cut sums (split-K) are computed, in Triton."""
+"""Adds up the partial results of matrix products whose sums were cut into parts (split-K), in
+Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writes values of tokens into a plane of the paged cache."""
+"""Writes values of tokens into a plane of the paged cache. A *plane* holds one value for each KV
+slot, such as an output column; keys and values are written elsewhere (`attention/qkv.py`)."""
 
 from __future__ import annotations
 

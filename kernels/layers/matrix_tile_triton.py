@@ -1,4 +1,5 @@
-"""Tiles of the operands of matrix products, in Triton."""
+"""Loads tiles of the operands of matrix products, in Triton: by the copy engine of a GPU (TMA), or
+by addresses."""
 
 from __future__ import annotations
 

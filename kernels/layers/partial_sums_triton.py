@@ -1,4 +1,6 @@
-"""The sum over partial results of a row, as the kernels that read them compute it."""
+"""A function of Triton kernels that adds up partial results of a row, such as those of a token's
+experts, in a fixed order. Kernels that read the sum call it, so the sum needs no launch of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a shared expert, which all tokens go through, adds to the sum of a token's own experts."""
+"""The result of a shared expert, which all tokens go through, and its addition to the sum of a
+token's own experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How the programs of a kernel find their chunk among ragged rows, on the device."""
+"""Helpers of Triton kernels that go through rows in chunks: they find which row a program's chunk
+belongs to, and which tokens it has. Rows have different lengths, which only the device knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the gated delta rule, with erasing and without, reads and keeps: see delta_rule.py."""
+"""The inputs and the stored records of the gated delta rule (`delta_rule.py`), and of Mamba2's
+rule, which is the same without erasing."""
 
 from __future__ import annotations
 

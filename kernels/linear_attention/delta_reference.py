@@ -1,4 +1,6 @@
-"""The gated delta rule in PyTorch, in both forms."""
+"""The gated delta rule in PyTorch (`delta_rule.py`), in both forms: token by token for decode
+steps, and chunk by chunk for prefills. CPUs run it, and tests compare the Triton kernels with it.
+"""
 
 from __future__ import annotations
 

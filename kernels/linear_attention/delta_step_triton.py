@@ -1,4 +1,5 @@
-"""A decode step of the gated delta rule and of Mamba2's in Triton.
+"""A decode step of the gated delta rule and of Mamba2's in Triton (`delta_rule.py`). A *record* is
+what one token does to the state; to *fold* records is to add them to the state that is kept.
 
 The last records of a row are not folded to compute its tokens. If S is the state that has all
 records but these and u_e, k_e and d_e are what these tokens and the step's own did, then token t,

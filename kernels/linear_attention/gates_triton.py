@@ -1,4 +1,5 @@
-"""Decay and writing strength of a token, in Triton."""
+"""Functions of Triton kernels that compute a token's decay and writing strength in the gated delta
+rule (`delta_rule.py`)."""
 
 from __future__ import annotations
 

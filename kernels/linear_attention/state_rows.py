@@ -1,7 +1,9 @@
 """Which rows an operation of linear attention reads, and where their states are.
 
 The operations keep a state per row in *state slots*. Slot 0 is scratch: rows that pad a batch have
-it, and what is written there is never read.
+it, and what is written there is never read. A *record* is what one token of a decode step does to
+the state. Records are kept in a ring beside it, and are *folded* into the state later, several at
+once.
 """
 
 from __future__ import annotations

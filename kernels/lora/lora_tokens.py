@@ -1,4 +1,5 @@
-"""Which adapter each token of a forward has, and the tokens sorted by it."""
+"""Which adapter each token of a forward has, and the order of the tokens sorted by adapter, which
+all layers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sizes of absorbed latent attention: splits, tiles, warps and stages."""
+"""The sizes that the kernels of absorbed latent attention (`absorbed_triton.py`) are compiled and
+launched with: splits, tiles, warps and stages."""
 
 from __future__ import annotations
 

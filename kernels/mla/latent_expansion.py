@@ -1,4 +1,5 @@
-"""The linear map that expands a token's latent to keys and values, as attention needs it."""
+"""The linear map that expands a token's latent to keys and values, as attention needs it. A
+*latent* is the short vector that latent attention caches of each token (`mla_attention.py`)."""
 
 from __future__ import annotations
 

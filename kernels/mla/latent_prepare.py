@@ -1,4 +1,5 @@
-"""Norm of a token's latent, rotation of key and queries, and the write to the cache."""
+"""Prepares a token for latent attention: normalises its latent, rotates its key and queries, and
+writes the latent to the cache."""
 
 from __future__ import annotations
 

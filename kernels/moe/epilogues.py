@@ -1,5 +1,5 @@
-"""What follows the two products of experts: biases, adapters, and the gate between them, if there
-is one."""
+"""What follows each of the two products of experts: biases, what adapters add, and between the
+products the gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The second product of experts with programs that stay: each computes tile after tile, in Triton.
+"""The second product of experts by persistent programs, in Triton: each computes tile after tile
+instead of one.
 
 A product of few steps spends much time on a tile's first loads and on writing it. Here the loops
 over tiles and over steps are one to the compiler, so the next tile is loaded while the last one is

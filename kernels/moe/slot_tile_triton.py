@@ -1,5 +1,9 @@
-"""How programs of the grouped products begin and end: a tile of the alignment, biases and the gate,
-rows of slots."""
+"""How programs of the grouped products of experts begin and end, in Triton: they load their tile,
+add biases, apply the gate, and store the results.
+
+A *slot* is one of the k choices of a token. `moe_align_triton.py` sorts the slots by expert and
+cuts them into tiles.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ import triton.language as tl
 def tile_of_program(
     tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, columns,
 ):  # fmt: skip
-    """Load the tile that `columns` programs share: (is there none, expert, first place, end)."""
+    """Load the tile that `columns` programs share. Returns whether there is none, its expert, and
+    the indices in sorted order of its first slot and of the one after its last."""
     tile = tl.program_id(0) // columns
     # All are loaded at once, also for a tile that does not exist, whose entries mean nothing.
     num_tiles = tl.load(num_tiles_ptr)
@@ -23,7 +28,7 @@ def tile_of_program(
 
 @triton.jit
 def with_bias(acc, bias_ptr, expert, stride, row, SWAP: tl.constexpr):
-    """Return acc [places, columns], or its transpose if SWAP, plus what the expert adds to each
+    """Return acc [slots, columns], or its transpose if SWAP, plus what the expert adds to each
     column: the values at `row` of the biases [experts, stride], if there are any."""
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert.to(tl.int64) * stride + row).to(tl.float32)
@@ -62,8 +67,8 @@ def gated_product(gate, up, LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.c
 def store_slots(
     acc, out_ptr, slots_ptr, slot_weights_ptr, offsets, end, column, width, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Store slot weight · acc [places, columns], or its transpose if SWAP, in the order of slots,
-    without the places from `end` on and columns from `width` on."""
+    """Store slot weight · acc [slots, columns], or its transpose if SWAP, in the order of slots,
+    without the sorted slots from index `end` on and columns from `width` on."""
     slot = tl.load(slots_ptr + tl.minimum(offsets, end - 1))
     weight = tl.load(slot_weights_ptr + slot)
     store_results(acc, out_ptr, slot, weight, offsets < end, column, width, SWAP)
@@ -73,7 +78,7 @@ def store_slots(
 def store_results(
     acc, out_ptr, slot, slot_weight, is_slot, column, width, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """`store_slots` of places whose slots and slot weights are loaded already."""
+    """Do the same as `store_slots` with slots and slot weights that are loaded already."""
     if SWAP:
         acc = tl.trans(acc)
     result = (acc * slot_weight[:, None]).to(out_ptr.dtype.element_ty)

@@ -1,4 +1,5 @@
-"""The tiled layout of experts' weights in memory, where the copy engine of a GPU reads them.
+"""The tiled layout of experts' weights in memory, for which the copy engine of a GPU reads whole
+tiles.
 
 A matrix [N, K] is kept as [K / P, N, P]: one panel of P columns after another, which are 128 bytes
 of a row, 64 values of 16 bits or 128 of FP8. So the tile that the copy engine reads at once, some

@@ -1,4 +1,5 @@
-"""How kernels read weights of experts: panels by the copy engine, rows without it."""
+"""Loads tiles of experts' weights, in Triton: by the copy engine where weights are kept in panels
+(`tiled_layout.py`), otherwise row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sum of the ranks' tensors, added to the residual stream, and the RMSNorm of that.
+"""Adds the sum of all ranks' tensors to the residual stream, and computes the RMSNorm of that, in
+one kernel.
 
 All ranks run one kernel, in which they send each other their parts (`inbox`). A row's parts are
 added in the order of the ranks, in float32, and a program computes whole rows, so the norm needs no

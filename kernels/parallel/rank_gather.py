@@ -1,4 +1,5 @@
-"""The columns of all ranks side by side, which the ranks send each other (`inbox`)."""
+"""Gathers the columns of all ranks side by side: a kernel in which the ranks send each other theirs
+(`inbox`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The write of new tokens into the token histories that penalties read."""
+"""Writes new tokens into the token histories, from which penalties for repetition are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exclude from logits the tokens that a grammar does not allow.
+"""Excludes from logits the tokens that a grammar does not allow.
 
 A line of bits says which tokens are allowed. Each row of logits names its line, so rows in one
 state of a grammar can share it, and rows without a constraint need none.

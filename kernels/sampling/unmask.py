@@ -1,4 +1,4 @@
-"""The choice of the masked positions that a denoise step of block diffusion unmasks.
+"""Chooses the masked positions that a denoise step of block diffusion unmasks.
 
 A block here is positions that a diffusion model decodes together, not a KV block. Every rule is
 three numbers of a row and an order of its positions (`strategies/dllm/rules`), so rows of different

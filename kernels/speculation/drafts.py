@@ -1,4 +1,5 @@
-"""The bookkeeping of speculative decoding, in one launch for each of its parts.
+"""The bookkeeping of speculative decoding on the device: which drafts were accepted, and what the
+next step reads, in one launch for each part.
 
 As dozens of small operations it would keep the host busy for longer than the device needs for a
 step of a small model.

@@ -1,4 +1,4 @@
-"""The state of autoregressive decoding between steps."""
+"""The state of autoregressive decoding between steps: the newest token of each row."""
 
 from __future__ import annotations
 

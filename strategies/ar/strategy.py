@@ -1,4 +1,4 @@
-"""Plain autoregressive decoding."""
+"""The strategy `ar`: plain autoregressive decoding, which yields one token per row and forward."""
 
 from __future__ import annotations
 

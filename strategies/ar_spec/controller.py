@@ -1,6 +1,8 @@
-"""The choice of how many drafts a step verifies, from what they cost and how often they hold.
+"""Chooses how many drafts a step verifies, from how often drafts hold and how many seconds a
+forward takes.
 
 A draft *holds* if the verifier accepts it and all drafts of the row before it in the step.
+`ARSpecStrategy` asks this at every step if its option `adaptive` is on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Multi-token prediction: drafts by a head that reads the target's hidden states."""
+"""The proposer `mtp`: drafts by a model's own head for multi-token prediction, which reads the
+target's hidden states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The state of speculative decoding between steps."""
+"""The state of speculative decoding between steps: the newest token of each row, and the *token
+store*, which has all tokens of the rows and the index in which drafts are looked up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
-"""The verifiers, which turn the logits at a row's newest token and at its k drafts into the tokens
-of the step. They keep no state."""
+"""The verifiers of speculative decoding: they decide which drafts are accepted.
+
+A verifier turns the logits at a row's newest token and at its k drafts into the tokens of the step.
+Verifiers keep no state. A draft *holds* if the verifier accepts it and all drafts of the row before
+it in the step.
+"""
 
 from __future__ import annotations
 

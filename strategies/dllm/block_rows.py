@@ -1,4 +1,5 @@
-"""The block that each row works on, and what a denoise step writes into it."""
+"""The block of positions that each row of block diffusion works on now, and what a denoise step
+writes into it. `DLLMStepInputs` holds the blocks between steps."""
 
 from __future__ import annotations
 

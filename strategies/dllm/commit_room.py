@@ -1,4 +1,8 @@
-"""How many rows a forward adds for blocks that commit beside those that are denoised."""
+"""Guesses how many rows a forward needs for blocks that commit in it, beside those that are
+denoised.
+
+A complete block *commits* by one more forward, which writes its final keys and values to the cache.
+"""
 
 from __future__ import annotations
 

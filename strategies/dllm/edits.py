@@ -1,4 +1,4 @@
-"""What a rule that edits has replaced: the column `edit_log`."""
+"""The column `edit_log`: which tokens a rule that edits has replaced after they were unmasked."""
 
 from __future__ import annotations
 

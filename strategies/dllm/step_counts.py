@@ -1,4 +1,5 @@
-"""How many forwards rows take, and how many denoise steps their blocks."""
+"""Counts how many forwards rows take, and how many denoise steps their blocks, for the columns of
+the output and the summary of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which of the tokens that a denoise step draws it keeps, by the rule of each row."""
+"""Decides which of the tokens that a denoise step draws are kept (unmasked), by the rule of each
+row."""
 
 from __future__ import annotations
 

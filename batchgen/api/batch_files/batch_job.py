@@ -1,4 +1,5 @@
-"""A batch file of OpenAI as a job, and the job's rows as its result lines."""
+"""Runs an OpenAI batch file as a job, and writes the job's rows as result lines: `batchgen
+batch`."""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ from batchgen.util.text.row_json import json_text
 
 _ROWS_AT_ONCE = 1000
 _BEGINNING, _MOST_BEGINNING = b'{"id": "batch_req_', 100
-"""How each result line begins, and how many bytes of the first one are looked at."""
+"""The beginning of each result line, and the bytes of the first one that are compared with it."""
 _OURS = ("dataset", "prompt", "rows")
 _FREE = ("prompt.template_kwargs", "prompt.date", "prompt.too_long")
 _FIXED = ("sampling.column", "output.dir", "output.text_column")
-"""Keys that a batch decides itself, groups that it decides but for some keys."""
+"""Keys, and groups with exceptions, that a batch sets itself and the user may not."""
 
 
 @dataclass
 class BatchSummary:
-    """What the lines of a batch file ask for: how many are requests, for how many likeliest
-    tokens they ask (None without log-probabilities), and the models that they name."""
+    """A summary of a batch file: the number of requests and of bad lines, the most top
+    log-probabilities that a line asks for (None without any), and the models that lines name."""
 
     requests: int = 0
     bad: int = 0
@@ -50,7 +51,7 @@ class BatchSummary:
 
 
 def asked_logprobs(body: Mapping[str, Any]) -> int | None:
-    """For how many likeliest tokens a body asks; None if it asks for no log-probabilities."""
+    """The number of top log-probabilities that a body asks for; None if it asks for none at all."""
     logprobs, top = body.get("logprobs"), body.get("top_logprobs")
     numbers = [number for number in (logprobs, top) if type(number) is int and number > 0]
     return max(numbers) if numbers else (0 if logprobs is True else None)
@@ -58,7 +59,7 @@ def asked_logprobs(body: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class BatchPaths:
-    """The files of a batch: what is read and written, and what lies beside the results."""
+    """The files of a batch: the input, the results, and the job's folder next to the results."""
 
     user_path: Path
     results: Path
@@ -140,7 +141,7 @@ def batch_config(paths: BatchPaths, request: BatchSummary, overrides: Sequence[s
 
 
 def model_warning(request: BatchSummary, config: JobConfig) -> str | None:
-    """What to tell of models that lines name and that do not answer; None if there are none."""
+    """A warning about models that lines name but that are not used; None if there are none."""
     name = config.model.name or config.model.path
     others = sorted(request.models - {name, config.model.path})
     if not others:

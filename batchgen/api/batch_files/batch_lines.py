@@ -1,4 +1,4 @@
-"""The lines of an OpenAI batch file: requests, and lines that are none."""
+"""Reads the lines of an OpenAI batch file: requests, and lines that are not valid requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def batch_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
 
 
 def _read(line: bytes | None, number: int, seen: set[bytes]) -> BatchRequest | BadLine:
-    """What a line is; `seen` has digests of the ids before it."""
+    """Parse a line; `seen` has digests of the ids before it."""
     custom_id: str | None = None
     try:
         if line is None:

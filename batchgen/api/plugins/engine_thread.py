@@ -1,4 +1,7 @@
-"""One engine for many callers: a thread lets it work and fulfils the futures of their requests."""
+"""One engine for many callers: a thread runs it and fulfils the futures of their requests.
+
+The provider for inspect_ai uses it, whose requests come from many asynchronous tasks.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +76,8 @@ class EngineThread:
         self._llm.close()
 
     def _work(self) -> None:
-        """Let the engine work until the queue has None, or an error of its own ends it, of which
-        all who wait then hear."""
+        """Run the engine until the queue yields None. If the engine fails, all waiting futures get
+        its error."""
         try:
             while True:
                 try:
@@ -131,7 +134,7 @@ class EngineThread:
 
 
 def _fulfil(future: Outputs, result: list[Output] | Exception) -> None:
-    """Set what a future waits for, unless it was cancelled meanwhile."""
+    """Set the result of a future, unless it was cancelled meanwhile."""
     with suppress(InvalidStateError):
         if isinstance(result, Exception):
             future.set_exception(result)

@@ -1,4 +1,4 @@
-"""What evaluation harnesses ask of a model, and the answers of an engine in this process."""
+"""Requests of evaluation harnesses, and their answers from an engine in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scored:
 
     @property
     def key(self) -> object:
-        """What two requests share that have one result."""
+        """The key under which equal requests share one result."""
         return self.prompt, self.answer
 
 
@@ -37,7 +37,7 @@ class TextRequest:
 
     @property
     def key(self) -> object:
-        """What two requests share that have one result; those that draw have one each."""
+        """The key under which equal requests share one result; sampled requests share none."""
         if self.options.get("temperature", 0.0) > 0:
             return object()
         return self.prompt, repr(sorted(self.options.items()))

@@ -1,4 +1,4 @@
-"""The model provider `batchgen` of inspect_ai, which finds it by its entry point.
+"""The model provider `batchgen` for inspect_ai, which finds it through the package's entry point.
 
 inspect eval TASK --model batchgen/Qwen/Qwen3-8B -M max_model_len=8192
 """
@@ -41,7 +41,7 @@ OPTIONS = {
     },
     **{name: name for name in ("frequency_penalty", "presence_penalty")},
 }
-"""Options of inspect_ai, and what `SamplingParams` calls them."""
+"""Options of inspect_ai, and their names in `SamplingParams`."""
 OF_INSPECT = {
     *("max_retries", "timeout", "attempt_timeout", "stream_idle_timeout", "max_connections"),
     *("adaptive_connections", "system_message", "max_tool_output", "parallel_tool_calls"),
@@ -59,8 +59,8 @@ def batchgen() -> type[ModelAPI]:
 
 
 class BatchgenAPI(ModelAPI):  # type: ignore[misc]
-    """Generates with batchgen's engine: requests of all samples run in it together, each as soon as
-    it comes.
+    """Generates with batchgen's engine. Requests of all samples run together, each as soon as it
+    arrives.
 
     Args:
         model_name: the model, as `LLM` takes it.
@@ -89,7 +89,7 @@ class BatchgenAPI(ModelAPI):  # type: ignore[misc]
         self._engine = EngineThread(llm)
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         self._engine.close()
 
     def max_connections(self) -> int:

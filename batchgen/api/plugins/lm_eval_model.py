@@ -1,4 +1,5 @@
-"""A model of lm-eval (lm-evaluation-harness) that is served by batchgen's engine."""
+"""The model `batchgen` for lm-eval (lm-evaluation-harness), which runs requests in batchgen's
+engine."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from batchgen.api.plugins.harness_requests import (
 from batchgen.util.errors import ConfigError
 
 MOST_GENERATED = 256
-"""How many tokens a task generates that does not say it, as in lm-eval's own models."""
+"""The most tokens for a task that sets no limit, as in lm-eval's own models."""
 HONOURED = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     "seed",

@@ -1,4 +1,4 @@
-"""The prompts that the Python interface takes, and the token ids that it makes of them."""
+"""The prompts that `LLM` accepts, and their conversion to token ids."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ReadPrompt:
 
     @classmethod
     def of(cls, prompt: Any) -> ReadPrompt:
-        """Find out what a user gave as one prompt."""
+        """Recognise the kind of one prompt."""
         bare, images = prompt, None
         if isinstance(prompt, Mapping) and _is_wrapped(prompt):
             extras = prompt.get(_BESIDE) or {}
@@ -69,7 +69,7 @@ class ReadPrompt:
 
 
 def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
-    """Find out which prompts a user gave, and whether that was one prompt instead of many.
+    """Return the prompts that a user passed, and whether it was a single one.
 
     A text, a list of integers and a list of messages are one prompt each. Any other list or
     iterable holds prompts, whatever they are.
@@ -91,7 +91,7 @@ def read_prompts(prompts: Any) -> tuple[list[ReadPrompt], bool]:
 
 
 def images_of(model: OpenedModel, max_pixels: int | None) -> RowImages | None:
-    """What makes the images of prompts for a model; None if it reads none, or Pillow or the
+    """Make what loads the images of prompts for a model; None if it reads none, or Pillow or the
     description of its processor is missing. Raises ValueError for a wrong `max_pixels`."""
     vision = model.config.vision
     if vision is None or not (has_pillow() and has_processor(model.path)):

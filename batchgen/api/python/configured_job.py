@@ -25,8 +25,8 @@ class JobOutcome(Protocol):
 
 
 def run_configured(config: JobConfig, kept: KeptWeights | None = None) -> JobOutcome:
-    """Run the job of a configuration, and say before the first import that it begins. Weights are
-    `kept` for the next job of this process, if there may be one."""
+    """Run the job of a configuration. A line that it begins is printed before the first slow
+    import. Weights are `kept` for the next job of this process, if there may be one."""
     if config.launcher is not None:
         from batchgen.jobs.launchers.launch import launch
 

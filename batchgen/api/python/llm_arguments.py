@@ -1,4 +1,4 @@
-"""The arguments of `LLM` and its methods, as they are used inside."""
+"""The arguments of `LLM` and of its methods, converted to their internal form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Python interface returns for one sample of a prompt."""
+"""`Output`: one finished sample of a prompt, as `LLM.generate` returns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampling parameters that users of the Python interface write."""
+"""`SamplingParams`: the sampling parameters of the Python interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HINTS = get_type_hints(RequestParams)
 _DEFAULTS = {f.name: f.default for f in fields(RequestParams) if f.default is not MISSING}
 _NAMES = KeywordNames("SamplingParams", ("n", *_HINTS), SAME["SamplingParams"])
 PARAMETER_NAMES = frozenset((*_NAMES.keywords, *_NAMES.same))
-"""What `SamplingParams` takes: our names, and those of vLLM's that mean the same."""
+"""The keywords of `SamplingParams`: our names, and vLLM's names for the same things."""
 _NULL_MEANS: dict[str, Any] = {
     "stop": (),
     "stop_token_ids": (),

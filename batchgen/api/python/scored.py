@@ -1,4 +1,4 @@
-"""Scores of given answers: how likely the model finds each of their tokens."""
+"""`Score`: the log-probabilities of a given answer's tokens, as `LLM.score` returns them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Answer = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
 class Score:
-    """What a model says of one given answer to one prompt, of N tokens.
+    """The score of one given answer of N tokens to one prompt.
 
     With an `error` there are no tokens: `error.type` is one word, such as "answer_too_long".
     """

@@ -1,4 +1,4 @@
-"""Several streams of requests that share one engine."""
+"""Lets several iterators and threads share one engine, for `LLM.stream`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Streams:
                         self._engine.abort(request_id)
 
     def close(self) -> None:
-        """Drop what runs, and end what works in the background."""
+        """Drop unfinished requests, and stop background work."""
         with self._lock:
             if self.closed:
                 return

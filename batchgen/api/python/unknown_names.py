@@ -1,4 +1,5 @@
-"""The keyword arguments of the Python interface: our names, and vLLM's for the same things."""
+"""Accepts vLLM's names of keyword arguments for ours, and refuses unknown ones with a
+suggestion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How Hydra reads the choices in folders of the user: as plain YAML, within bounds."""
+"""Lets Hydra read choices in the user's folders as plain YAML, with limits."""
 
 from __future__ import annotations
 

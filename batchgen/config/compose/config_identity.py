@@ -1,5 +1,8 @@
-"""The part of a job's configuration that decides what is in its output files, by which a folder
-knows its job."""
+"""The identity of a job: the part of its configuration that decides the content of its output
+files.
+
+The manifest keeps it, so that a folder recognises its job.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +153,7 @@ def _without_place(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def growing(config: JobConfig) -> dict[str, Any]:
-    """What may change while a job goes on in its folder, and is worth being remembered."""
+    """The settings that may change when a job is resumed, and that the manifest records."""
     groups = resolved(config)
     values = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
     if (until := config.sampling.until) is not None:

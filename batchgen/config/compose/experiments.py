@@ -1,4 +1,5 @@
-"""Leaves out what a ready job sets for another choice of a group than the user takes."""
+"""Drops settings of a ready job (`+experiment=NAME`) that belong to another choice than the
+user's."""
 
 from __future__ import annotations
 

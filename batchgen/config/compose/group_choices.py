@@ -1,4 +1,4 @@
-"""Which choice of a group is meant where only some of its keys are given."""
+"""Infers the choice of a group from the keys that the user sets in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BY_KEY = {
     ("launcher", "workers"): "local",
     ("launcher", "restarts"): "local",
 }
-"""What a key means that several choices have, where the default would not do."""
+"""The choice for a key that several choices have, if the default choice lacks it."""
 
 
 def inferred_choice(group: str, values: Mapping[str, Any]) -> str | None:

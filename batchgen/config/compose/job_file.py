@@ -1,4 +1,4 @@
-"""Job files: YAML with the keys of the command line."""
+"""Reads job files: YAML with the keys of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments `key=value` of the command line, and what is said of those that are none."""
+"""Parses the arguments `key=value` of the command line, and explains wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of `rows` and `post`, and classes with their options, from plain values."""
+"""Reads the steps of `rows` and `post`, and classes with options, from plain values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What of a configuration runs code that is not batchgen's own, and on whose word it does.
+"""Decides whether a configuration may run code that is not batchgen's own.
 
-A configuration may name classes and functions by their import paths, and a launcher may run lines
-of shell. What the user types, and what his conf/ says, is his word. What is read from a file may be
-a stranger's: it needs `--trust` for that file, or for a folder that the file is in.
+A configuration may name classes and functions by their import paths, and a launcher may run shell
+commands. What the user types, and what is in his conf/, is trusted. A file may come from a
+stranger: it needs `--trust` for itself or for a folder that contains it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from batchgen.util.paths import user_path
 
 _TARGET = "_target_"
 _RUNNING_KEYS = {"RunTests": ("python",)}
-"""Keys of steps whose values are run."""
+"""Keys of steps whose values are executed."""
 
 Named = tuple[str, str]
-"""A place in a configuration, and what it names to be run: an import path, or the value of a key of
-a launcher."""
+"""A key of a configuration, and the code that it names: an import path, or the value of a
+launcher's key."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,9 @@ class Trust:
 
     @classmethod
     def of(cls, sources: Sequence[Path], trusted: Sequence[str], overrides: Sequence[str]) -> Self:
-        """The user's word for a configuration that is read from `sources` with typed arguments, of
-        which he trusts those named by `--trust`. Raises ConfigError if nothing is read from one of
-        these.
-        """
+        """The trust in a configuration that is read from `sources` with typed arguments; the user
+        trusts the files that `--trust` names. Raises ConfigError if nothing is read from one of
+        these."""
         known = [user_path(path, "--trust").resolve() for path in trusted]
         homes = {source: {source.resolve(), *source.resolve().parents} for source in sources}
         for folder, path in zip(trusted, known, strict=True):
@@ -60,7 +59,7 @@ class Trust:
         return cls(left, frozenset(_typed(overrides)))
 
     def check(self, groups: Mapping[str, Any]) -> None:
-        """Raise ConfigError for code that is nobody's word, in plain groups without references."""
+        """Raise ConfigError for code that is not trusted, in plain groups without references."""
         if not self.sources:
             return
         refusable = [named for named in foreign_code(groups) if named[1] not in self.typed]
@@ -77,14 +76,14 @@ class Trust:
 
 
 TYPED = Trust()
-"""All of a configuration is the user's word: it was typed, or is made by his program."""
+"""Trust in a whole configuration, which the user typed or his program made."""
 
 
 def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
-    """What a configuration names that runs and is not batchgen's own.
+    """The code that a configuration names and that is not batchgen's own.
 
-    Only classes of batchgen are its own, where a strategy, a step or a launcher belongs: who could
-    have its functions called with any arguments could do much with them.
+    Only classes of batchgen count as its own, and only where a strategy, a step or a launcher
+    belongs: to call its functions with arbitrary arguments could do harm.
     """
     launcher = dict(groups.get("launcher") or {})
     starter = launcher.pop(_TARGET, None)
@@ -106,7 +105,7 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
 
 
 def _targets(value: Any, where: str) -> Iterator[Named]:
-    """All that `_target_` says in a value and in what it holds."""
+    """All values of `_target_` in a value and in the values inside it."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if key == _TARGET:
@@ -119,7 +118,8 @@ def _targets(value: Any, where: str) -> Iterator[Named]:
 
 
 def _run_by(value: Any, where: str) -> Iterator[Named]:
-    """What steps of batchgen run, in a value: a step by its short name or with `_target_`."""
+    """The code that steps of batchgen run, in a value: a step by its short name or with
+    `_target_`."""
     if isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield from _run_by(item, f"{where}[{number}]")
@@ -133,7 +133,7 @@ def _run_by(value: Any, where: str) -> Iterator[Named]:
 
 
 def _typed(overrides: Sequence[str]) -> Iterator[str]:
-    """What typed arguments name to be run."""
+    """The code that typed arguments name."""
     for argument in overrides:
         override = parse_override(argument)
         if override.text is None:
@@ -151,7 +151,7 @@ def _typed(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _of_conf() -> Collection[Named]:
-    """What the choices of conf/ name to be run."""
+    """The code that the choices of conf/ name."""
     names: list[Named] = []
     for group in GROUPS:
         for choice in choices(group):

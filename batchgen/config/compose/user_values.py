@@ -1,4 +1,5 @@
-"""The values that a user gives for a job, from a job file or mapping and from arguments."""
+"""Collects the values that a user gives for a job, from a job file or mapping and from
+arguments."""
 
 from __future__ import annotations
 

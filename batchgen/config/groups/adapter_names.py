@@ -1,4 +1,4 @@
-"""How users name adapters, and which of them the rows of a job have."""
+"""The names of adapters in a configuration, and which of them the rows of a job use."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ADAPTER = "adapter"
 """The column that says which adapter a row has, in a job that runs each row with each of them."""
 
 LoRA = str | Sequence[str] | Mapping[str, str] | None
-"""Adapters as users name them: a place, several places, or places by name. A place is a folder or
-a hub name, which may end with @REVISION; `base` is the model without an adapter."""
+"""Adapters as users name them: a path, several paths, or paths by name. A path is a folder or a hub
+name, which may end with @REVISION; `base` is the model without an adapter."""
 
 
 LoRATemplate = Literal["base", "adapter"]
-"""Whose tokenizer and chat template a job has."""
+"""The source of a job's tokenizer and chat template."""
 
 
 def named_places(adapters: LoRA) -> dict[str, str]:
-    """Return the places of adapters by their names, which are the last part of the place where the
-    user gives none; `base` is among them if it was given. ConfigError for a name that comes twice
-    or is none."""
+    """Return the paths of adapters by their names. An adapter without a name is named by the last
+    part of its path; `base` is included if the user names it. Raises ConfigError for a name that
+    occurs twice or is invalid."""
     if adapters is None:
         return {}
     if isinstance(adapters, Mapping):

@@ -1,4 +1,4 @@
-"""The names of batchgen's own classes in configurations: short ones, which stay when files move.
+"""Short names of batchgen's own classes in configurations, which stay the same when files move.
 
     rows: [{Filter: {where: …}}]        strategy: {_target_: ar}
 
@@ -48,7 +48,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "ray": "batchgen.jobs.launchers.ray_launcher:RayLauncher",
     },
 }
-"""By the key under which they stand: short name → where the class is, as `module:Class`."""
+"""For each key that names classes: short name → the class as `module:Class`."""
 _FIRST_PATHS = {
     "Filter": "steps.choose.Filter",
     "Keep": "steps.choose.Keep",
@@ -102,8 +102,8 @@ def is_own(target: str) -> bool:
 
 
 def lasting_name(target: str) -> str:
-    """What digests, grade files and identities call a class, wherever it lies: the import path of
-    version 0.1.0, the short name of a class that came later, or the path of a user's class."""
+    """The name of a class in digests, grade files and identities, which never changes: its import
+    path in version 0.1.0, the short name of a later class, or the path of a user's class."""
     name = class_short_name(target)
     return OWN + _FIRST_PATHS[name] if name in _FIRST_PATHS else name
 

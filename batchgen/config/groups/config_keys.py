@@ -1,4 +1,4 @@
-"""Which groups, choices and keys there are, what their values may be, and the nearest to a typo."""
+"""The groups, choices and keys that exist, the types of their values, and suggestions for typos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration group `constraint`: what the output of rows must look like."""
+"""The configuration group `constraint`: the form that the output of rows must have."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _GivenConstraint:
 
     @property
     def value(self) -> Any:
-        """What the job gives for all rows; None if each row has its own."""
+        """The constraint that the job sets for all rows; None if each row has its own."""
         return getattr(self, self.key)
 
 
@@ -158,7 +158,8 @@ def constraint_column(config: ConstraintConfig) -> str | None:
 
 
 def job_value(config: AnyConstraintConfig) -> Any:
-    """What the job gives for all its rows; None if each has its own, or the kind needs nothing."""
+    """The value that the job sets for all rows; None if each row has its own, or the kind needs
+    none."""
     return config.value if isinstance(config, _GivenConstraint) else None
 
 

@@ -1,4 +1,4 @@
-"""Plain values from YAML or the command line as the types that Python code declares for them."""
+"""Converts plain values from YAML or the command line to the types that dataclasses declare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchgen.util.errors import ConfigError
 T = TypeVar("T")
 
 MISSING = "???"
-"""What stands in a configuration file where the user has to give a value (OmegaConf's mark)."""
+"""The value in a configuration file that the user must replace (OmegaConf's mark)."""
 
 _SCALARS = {
     int: "an integer",

@@ -1,4 +1,4 @@
-"""The group `launcher`: what starts the workers of a job. Files in conf/launcher/ name classes."""
+"""The configuration group `launcher`: the interface of classes that start the workers of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model recommends for sampling, in the file generation_config.json beside its weights."""
+"""Reads the sampling options that a model recommends, from its generation_config.json."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _named(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read(file: Path | None) -> dict[str, Any]:
-    """What the file says; nothing if there is none."""
+    """The content of the file; empty if there is none."""
     if file is None or not file.is_file():
         return {}
     try:

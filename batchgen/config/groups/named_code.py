@@ -1,8 +1,7 @@
-"""Finds the class or function that a configuration names by its import path, and the options that
-its constructor declares.
+"""Imports the classes and functions that a configuration names, and reads the options they declare.
 
-This is the only place where batchgen imports something by a name that a configuration holds.
-Whether the configuration may name it is decided before, by `config.trust`.
+This is the only module in which batchgen imports something by a name from a configuration.
+`config.compose.trust` decides before whether the configuration may name it.
 """
 
 from __future__ import annotations

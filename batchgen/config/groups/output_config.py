@@ -1,4 +1,5 @@
-"""The groups `output`, `progress` and `score`: what a job writes, shows and scores."""
+"""The configuration groups `output`, `progress` and `score`: what a job writes, shows and
+scores."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ class ProgressConfig:
 
 
 CutTexts = Literal["as_marked", "wrong", "left_out"]
-"""What texts that reached `sampling.max_new_tokens` count as in scores."""
+"""How texts that reached `sampling.max_new_tokens` count in scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

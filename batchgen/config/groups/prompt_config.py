@@ -1,4 +1,4 @@
-"""The configuration group `prompt`: what the prompts of rows are made of."""
+"""The configuration group `prompt`: how the prompts of rows are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Reads the text behind the `=` of an argument as the value that its key may have.
+r"""Reads the text after the `=` of an argument as a value of the key's declared type.
 
 The declared type of a key decides what its text means:
 

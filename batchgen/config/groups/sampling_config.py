@@ -1,4 +1,4 @@
-"""The group `sampling`: how tokens are chosen, and how many samples a row has."""
+"""The configuration group `sampling`: how tokens are chosen, and how many samples a row has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates of prompts: given as text, or in a file."""
+"""Reads the templates of prompts, which are given as text or as files."""
 
 from __future__ import annotations
 

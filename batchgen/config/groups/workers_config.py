@@ -1,4 +1,5 @@
-"""The groups `workers` and `budget`: how workers notice each other, and when they all stop."""
+"""The configuration groups `workers` and `budget`: how workers notice each other, and when all
+stop."""
 
 from __future__ import annotations
 

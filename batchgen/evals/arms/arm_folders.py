@@ -1,4 +1,7 @@
-"""The folders whose jobs are arms, as a user names them, and why none of them can be compared."""
+"""Finds the jobs that `batchgen compare` is to compare, from the folders that a user names.
+
+An *arm* is one line of a comparison: a job, or jobs that differ only in their seed.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ class ArmFolder:
     """A folder whose job is an arm, or is averaged with others into one.
 
     Attributes:
-        name: what people call the job.
-        folder: as the user named it.
+        name: the job's name for people.
+        folder: the folder, as the user typed it.
         listed: whether the user named it by a folder of jobs, such as a sweep's.
     """
 
@@ -35,8 +38,8 @@ class ArmFolder:
 
 
 def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
-    """The folders of jobs that a user means; a folder of jobs, such as a sweep's, stands for those
-    right in it, in the order in which they began.
+    """The folders of the jobs that a user names. A folder of jobs, such as a sweep's, stands for
+    the jobs directly in it, in the order in which they began.
 
     Raises:
         ConfigError: a name is no path, or one in an object store.
@@ -91,7 +94,7 @@ def refuse_nothing(table: ArmTable, folders: Sequence[ArmFolder]) -> None:
 
 
 def _first_fault(table: ArmTable) -> ConfigError | JobError:
-    """Why the first arm that is not compared is not."""
+    """The reason why the first arm without a comparison has none."""
     for row in table.rows:
         if row.arm.without:
             return (JobError if row.arm.damaged else ConfigError)(row.arm.without)

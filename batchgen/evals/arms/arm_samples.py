@@ -1,4 +1,5 @@
-"""The samples of arms: of several jobs together, and of one value of a column."""
+"""Selects and pools the samples of arms: several jobs as one, or the rows with one value of a
+column."""
 
 from __future__ import annotations
 

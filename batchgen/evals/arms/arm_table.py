@@ -1,7 +1,9 @@
-"""The one table of N arms: the score of each, and its difference to the first.
+"""The table of a comparison: the score of each arm, and its difference to the first.
 
-An arm is whatever is compared as one: a job, jobs that differ in their seeds alone, or those rows
-of jobs that have one value of a column. `batchgen.evals.arms.job_arms` makes arms of folders.
+An *arm* is whatever is compared as one: a job, jobs that differ only in their seeds, or the rows of
+jobs that have one value of a column. An *exam* is the questions with the way in which they were
+asked and marked; arms with different exams are not compared unless the user insists. `job_arms.py`
+makes arms from folders.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ class Arm:
     """One row of the table.
 
     Attributes:
-        name: what people call it.
-        folders: of its jobs, as the user named them.
-        marks: of its answers; None without a score.
+        name: its name for people.
+        folders: the folders of its jobs, as the user typed them.
+        marks: the marks of its answers; None without a score.
         without: why it has no score; empty if it has one.
         damaged: whether that is a file that cannot be read.
-        other_exam: what makes its exam another one than that of the first; empty if nothing does.
-        anyway: whether it is compared with the first though it sat another exam.
-        settings: of its configuration, and the value of the column by which rows are arms, what
-            some arms have otherwise: key → value as text.
+        other_exam: how its exam differs from that of the first arm; empty if it does not.
+        anyway: whether it is compared with the first arm in spite of a different exam.
+        settings: the settings in which arms differ, and the value of the column by which rows are
+            divided into arms: key → value as text.
         seeds: the seeds of its jobs, if there are several.
         metrics: numbers of metrics.json and of the configuration, the mean of its jobs' ones.
         alone: whether no other arm ran on the same machine at the same time, so that its times can
@@ -58,7 +60,8 @@ class Arm:
     alone: bool = True
 
     def number(self, key: str) -> float | None:
-        """One of its metrics; None if it has none, or such a time is not its own."""
+        """One of its metrics; None if it lacks it, or if it is a time and other arms ran at the
+        same time."""
         is_time = key.endswith("_s")
         return None if is_time and not self.alone else self.metrics.get(key)
 
@@ -100,8 +103,8 @@ class ArmRow:
 
 @dataclass(frozen=True)
 class ArmTable:
-    """Arms in the order in which they were given; the first with a score is what the others are
-    compared with. `column` is what the scores are of."""
+    """Arms in the order in which they were named. The others are compared with the first one that
+    has a score. `column` is the scored column."""
 
     rows: tuple[ArmRow, ...]
     column: str = MARK
@@ -118,7 +121,7 @@ class ArmTable:
 
     @property
     def tests(self) -> int:
-        """How many p values `holm` holds together."""
+        """The number of p values that `holm` corrects together."""
         return sum(row.p is not None and row.p == row.p for row in self.rows)
 
 

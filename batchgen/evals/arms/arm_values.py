@@ -1,4 +1,4 @@
-"""A table of arms as plain values, as lines for the terminal, as Markdown and as CSV."""
+"""Prints a table of arms as plain values, lines for the terminal, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from batchgen.util.text.text_table import columns, counted, number_text, percent
 
 _DIFFERS = "differs in"
 _NAME, _SETTINGS = 40, 60
-"""The most characters of an arm's name, and of what it has otherwise, in a line."""
+"""The most characters of an arm's name, and of its settings, in a line."""
 
 
 def letter(index: int) -> str:
-    """What an arm is called beside its name: A, B, … Z, then 27 and so on."""
+    """The short label of an arm: A, B, … Z, then 27 and so on."""
     return ascii_uppercase[index] if index < len(ascii_uppercase) else str(index + 1)
 
 
 def table_values(table: ArmTable, x: str | None = None) -> dict[str, Any]:
-    """Everything that a table says, as JSON can hold it; `x` adds a metric of each arm."""
+    """Everything in a table as JSON values; `x` adds a metric of each arm."""
     return {
         "column": table.column,
         "first": None if table.first is None else table.first.arm.name,
@@ -116,7 +116,7 @@ def _names_settings(row: ArmRow) -> bool:
 
 
 def table_lines(table: ArmTable, x: str | None = None) -> list[str]:
-    """The table for the terminal, with what must be known to read it."""
+    """The table for the terminal, with the remarks that are needed to read it."""
     cells = table_cells(table, x)
     if cells[0][-1] != _DIFFERS:  # a column behind the last keeps the numbers on the right
         cells = [(*row, "") for row in cells]
@@ -124,7 +124,7 @@ def table_lines(table: ArmTable, x: str | None = None) -> list[str]:
 
 
 def table_remarks(table: ArmTable) -> list[str]:
-    """What must be known to read the table, a sentence each."""
+    """The remarks that are needed to read the table, a sentence each."""
     first = table.first
     if first is None:
         remarks = []
@@ -178,7 +178,7 @@ def _value(table: ArmTable, score: Interval | None) -> str:
 
 
 def shown_value(column: str) -> Callable[[float | None], str]:
-    """What writes a value of a column: marks in percent, other numbers as they are."""
+    """The function that formats values of a column: marks in percent, other numbers unchanged."""
     return percent_text if column == MARK else number_text
 
 
@@ -200,7 +200,7 @@ def _difference_bounds(table: ArmTable, interval: Interval | None) -> str:
 
 
 def _what(row: ArmRow) -> str:
-    """In what an arm differs, unless its name says so."""
+    """The settings in which an arm differs, unless its name contains them."""
     if row.score is None:
         return "no score"
     if _names_settings(row) or row.arm.name in row.arm.settings.values():

@@ -1,4 +1,4 @@
-"""The scores of arms against another number of theirs, such as tokens_per_forward."""
+"""A chart of the arms' scores against another of their numbers, such as tokens_per_forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH, _HEIGHT = 64, 12
 
 @dataclass(frozen=True)
 class Point:
-    """An arm of the picture: its letter, its name, and where it lies."""
+    """An arm in the chart: its letter, its name, and its coordinates."""
 
     letter: str
     name: str
@@ -37,7 +37,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Arms by a number `x`, the least first; `without` says of which arms it is not known."""
+    """Arms in ascending order of a number `x`; `without` names the arms for which it is not
+    known."""
 
     x: str
     column: str
@@ -101,8 +102,8 @@ def frontier_lines(frontier: Frontier) -> list[str]:
 
 
 def _columns(values: Sequence[float]) -> list[int]:
-    """A column for each of some ascending values; one that is taken gives way to the right, and at
-    the end to the left."""
+    """A column for each of some ascending values. If a column is occupied, the next free one on the
+    right is used, or at the end on the left."""
     span = values[-1] - values[0]
     indices: list[int] = []
     for value in values:

@@ -1,4 +1,4 @@
-"""Several p values reported together."""
+"""Corrects p values that are reported together for multiple tests (Holm)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """p values that hold together: the chance that any of those below 0.05 is so by accident is at
-    most 5%, whatever the tests have to do with each other (Holm 1979, Scand. J. Stat. 6, 65).
+    """Adjust p values by Holm's method (1979, Scand. J. Stat. 6, 65): the chance that any of the
+    results below 0.05 is accidental is at most 5%, however the tests depend on each other.
 
     The i-th smallest of m (from 0) becomes the largest of (m − j) · p_j for j ≤ i, at most 1. Where
     there is no p, or it is NaN, there was no test, which does not count.

@@ -1,8 +1,8 @@
 """Makes the arms of a comparison from folders of jobs.
 
-An arm is one line of the comparison: a job, or jobs that differ in their seed alone and are
-averaged. Arms are comparable if they sat one exam: the same questions, asked and marked in the same
-way.
+An *arm* is one line of the comparison: a job, or jobs that differ only in their seed and are
+averaged. Arms are comparable if they sat one *exam*: the same questions, asked and marked in the
+same way.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def job_arms(
     by: str | None = None,
     anyway: bool = False,
 ) -> tuple[list[Arm], str]:
-    """The arms of jobs, and the column that their scores are of.
+    """Make the arms of jobs; return them and the scored column.
 
     Jobs that differ in sampling.seed alone are one arm: the answers of all of them to a question
     count together. If all jobs differ in it alone and were named one by one, each is an arm. A job
@@ -82,7 +82,7 @@ def job_arms(
 
 
 class _Job:
-    """A job on its way into an arm.
+    """A job that will become an arm or a part of one.
 
     Attributes:
         without: why the job has no score; empty unless something is known to be wrong.
@@ -278,7 +278,7 @@ def _of_value(whole: Arm, by: str, value: str | None, *, several: bool) -> Arm:
 
 
 def _differences(first: _Job, job: _Job) -> list[str]:
-    """What makes two jobs different exams, a sentence each."""
+    """The differences between the exams of two jobs, a sentence each."""
     from batchgen.evals.scores.asked_prompts import exam_differences
 
     if first is job:

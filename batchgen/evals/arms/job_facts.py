@@ -1,5 +1,4 @@
-"""Facts about jobs beside their marks: in what their configurations differ, their numbers, and when
-they ran."""
+"""Facts about jobs that a comparison shows beside scores: settings, metrics, and when they ran."""
 
 from __future__ import annotations
 
@@ -15,19 +14,19 @@ _GROUPS = (
 )
 """Groups of a configuration that say what a job computed, in their order there."""
 _SLACK = 2.0
-"""Seconds that times of beginning and end are inexact by."""
+"""Seconds by which recorded times of beginning and end may be wrong."""
 
 
 def is_config(config: object) -> bool:
-    """Whether a config.yaml holds groups."""
+    """Whether the content of a config.yaml consists of groups."""
     return isinstance(config, dict) and all(
         isinstance(group, dict | list | None) for group in config.values()
     )
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The settings in which the configurations differ, of each of them: key → value as text. A
-    configuration that is not known has no such keys."""
+    """For each configuration the settings in which they differ: key → value as text. A
+    configuration that is not known has none."""
     flat = [dict(_keys(config)) for config in configs]
     known = [settings for settings in flat if settings]
     names = list(dict.fromkeys(key for settings in known for key in settings))

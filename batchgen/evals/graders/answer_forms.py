@@ -1,4 +1,4 @@
-"""Normal forms of answers that `Grade` compares: integers, texts, letters of choices, and JSON."""
+"""Normal forms of answers, which the grader `Grade` compares: integers, texts, letters and JSON."""
 
 from __future__ import annotations
 

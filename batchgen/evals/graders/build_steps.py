@@ -1,4 +1,4 @@
-"""Makes the steps of the keys `rows` and `post`, which a configuration names by their classes."""
+"""Makes the steps that a configuration names in `rows` (those that add columns) and in `post`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The order in which a multiple-choice question offers its choices: a function of the row alone."""
+"""The row step `OrderChoices`, which orders the choices of a multiple-choice question.
+
+The order depends on the row alone. `RowStep` is the interface of steps that add columns to a row.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class RowStep(Protocol):
 
 
 def rotate_choices(choices: Sequence[T], by: int) -> list[T]:
-    """The choices in a circle, from number `by` on; `by` may be any integer."""
+    """The choices rotated left by `by` places; `by` may be any integer."""
     by %= len(choices)
     return [*choices[by:], *choices[:by]]
 

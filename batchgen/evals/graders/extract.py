@@ -1,4 +1,4 @@
-"""The step that finds the answer in what a model wrote, and says where it stands."""
+"""The post step `Extract`, which finds the answer in the text that a model wrote."""
 
 from __future__ import annotations
 

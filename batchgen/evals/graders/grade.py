@@ -1,4 +1,4 @@
-"""The step that compares the extracted answer with the row's target."""
+"""The post step `Grade`, which compares the extracted answer with the row's target."""
 
 from __future__ import annotations
 

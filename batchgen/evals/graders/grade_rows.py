@@ -1,4 +1,4 @@
-"""Runs post steps over finished rows, in this process where that is safe and else in workers."""
+"""Runs post steps over finished rows: in this process if that is safe, else in worker processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepChain:
-    """Post steps in the order in which they run. Each sees what those before it have made."""
+    """Post steps in the order in which they run. Each sees the columns of those before it."""
 
     steps: tuple[PostStep, ...]
 
@@ -141,12 +141,12 @@ class StepChain:
 
 
 def _at(column: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
-    """The values of a column at some places, which ascend."""
+    """The values of a column at some ascending indices."""
     return column if len(indices) == len(column) else [column[index] for index in indices]
 
 
 def _put(column: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
-    """The column with other values at some places, which ascend."""
+    """The column with other values at some ascending indices."""
     if len(indices) == len(column):
         return values
     changed = list(column)

@@ -1,4 +1,7 @@
-"""Worker processes that may hang or die, and that cost no more than the item that they were at."""
+"""A pool of worker processes that may hang or die; each such failure costs a single item.
+
+`Grader` uses it for steps that could hang or crash, such as regular expressions of users.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _MOST_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Ready(Generic[R]):
-    """An item whose result is known without a call. `map` gives it in its turn."""
+    """An item whose result is known without a call. `map` yields it in its turn."""
 
     result: R
 
@@ -52,8 +55,9 @@ class _Worker(Generic[A]):
     """A running process.
 
     Attributes:
-        tasks: what it was sent and has not answered; it is at the first of them.
-        since: when it can have begun the first of them; while it is not ready, when it was started.
+        tasks: the items that were sent and not answered; it is working on the first.
+        since: the earliest time at which it can have begun the first item; before it is ready, the
+            time of its start.
         at_once: how many items it gets next.
     """
 
@@ -170,7 +174,7 @@ class WorkerPool(Generic[A, R]):
                     yield done.pop(yielded)
                     yielded += 1
         finally:
-            # What was sent and never read must not be taken for the results of the next `map`.
+            # Unread results must not be taken for those of the next `map`.
             for worker in [worker for worker in self._workers if worker.tasks]:
                 self._replace(worker)
 
@@ -197,7 +201,7 @@ class WorkerPool(Generic[A, R]):
                 pass  # it died idle; reading from it tells so
 
     def _receive(self, waiting: deque[_Task[A]], done: dict[int, R | GradeFailure]) -> None:
-        """Wait until a worker has something to say or is over its time, and take that."""
+        """Wait until a worker has results or exceeds its time, and handle that."""
         busy = {worker.connection: worker for worker in self._workers if worker.tasks}
         assert busy
         now = time.monotonic()
@@ -250,7 +254,7 @@ class WorkerPool(Generic[A, R]):
         waiting: deque[_Task[A]],
         done: dict[int, R | GradeFailure],
     ) -> None:
-        """Blame the item that a worker is at, and let others do the rest of its work."""
+        """Fail the item that a worker was working on, and give the rest of its items to others."""
         if not worker.ready:
             self._replace(worker)
             raise RuntimeError(f"a worker process of the grader does not start: {failure}")

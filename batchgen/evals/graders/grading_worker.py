@@ -1,4 +1,4 @@
-"""The process of a worker: calls one function for one item after another, until it is killed.
+"""The program of a worker process of `grading_pool`: calls one function for one item after another.
 
     python -c PROGRAM FD      (see pool.py)
 
@@ -56,7 +56,7 @@ def _answer(connection: Connection[Any, Any], function: Callable[[Any], Any], it
         return False
     except GradeFailure as failure:
         reply = (False, (failure.type, str(failure)))
-    # Whatever an answer makes a library raise costs that answer and nothing else.
+    # Any error that an answer provokes in a library costs that answer alone.
     except Exception as error:
         reply = (False, ("failed", f"{type(error).__name__}: {error}"[:500]))
     connection.send(reply)

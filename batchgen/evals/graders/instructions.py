@@ -1,4 +1,5 @@
-"""The step that checks whether a response follows the instructions of its prompt."""
+"""The post step `Instructions`, which checks whether a response follows the instructions of its
+prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of answers without what only lays it out, and the boxes that answers stand in."""
+"""Reads LaTeX in answers: removes what only affects the layout, and finds boxes (`\boxed{…}`)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def stripped(text: str, span: Span) -> Span:
 
 
 def plain(answer: str) -> str:
-    r"""An answer without what does not change its meaning.
+    r"""An answer without everything that does not change its meaning.
 
     Gone are dollar signs around it, `\left` and other sizes, spaces of LaTeX, fonts (`\text{A}`), a
     full stop at the end and wrappers such as `\(…\)`. Full-width digits and the sign − become plain

@@ -1,7 +1,7 @@
-r"""Where a text names the letter of the choice that it decides for.
+r"""Finds where a text names the letter of the choice that it decides for; `Extract` uses it.
 
-Places are of several kinds, and a kind counts only where none of the clearer ones is there: what
-explains the other choices behind a final answer does not take its place. From the clearest on:
+Statements are of several kinds. A kind counts only if the text has none of a clearer kind, so a
+discussion of the other choices after a final answer does not replace it. From the clearest on:
 
 1. stated: "Answer: C", "Final answer - C", "the best answer would be C", "option B is correct";
 2. boxed: `\boxed{C}`;
@@ -64,7 +64,7 @@ _SUPPOSING = re.compile(
     r"(?:\b(?:if|whether|suppos\w{1,4}|assum\w{1,4})\b|如果|假设)[^.,;:!?\n]{0,30}\Z", re.I
 )
 _BEFORE = 60
-"""How many characters before a place say whether it is rejected or supposed."""
+"""The number of characters before a letter that are searched for a rejection or a supposition."""
 
 
 class _Patterns(NamedTuple):
@@ -78,8 +78,8 @@ class _Patterns(NamedTuple):
 
 
 def letter_spans(text: str, letters: str) -> list[Span]:
-    """Where the clearest places of a text name one of `letters` (A to Z), in order; empty if none
-    does. Two letters ("A, B") are none."""
+    """The spans of the clearest statements of one of `letters` (A to Z), in order; empty if there
+    are none. Two letters ("A, B") are none."""
     patterns = _patterns(letters)
     stated, decided, labelled = _labelled(text, patterns)
     if stated:
@@ -100,7 +100,7 @@ def letter_spans(text: str, letters: str) -> list[Span]:
 
 
 def _labelled(text: str, patterns: _Patterns) -> tuple[list[Span], list[Span], list[Span]]:
-    """The places behind labels: what they state, what they decide for, and the bare labels."""
+    """Spans after labels, of three kinds: stated, decided, and bare labels."""
     stated = [match.span(1) for match in patterns.affirmed.finditer(text)]
     decided: list[Span] = []
     bare: list[Span] = []
@@ -122,7 +122,7 @@ def _labelled(text: str, patterns: _Patterns) -> tuple[list[Span], list[Span], l
 
 
 def _is_rejected(text: str, at: int) -> bool:
-    """Whether what stands before a place takes it back, or only supposes it."""
+    """Whether the words before a letter reject it, or only suppose it."""
     start = max(0, at - _BEFORE)
     return any(pattern.search(text, start, at) for pattern in (_REJECTING, _SUPPOSING))
 

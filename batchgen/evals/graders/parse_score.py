@@ -1,4 +1,5 @@
-"""The steps that make a number of what a judge wrote, or of how likely its choices were."""
+"""The post steps `ParseScore`, which reads a judge's number, and `ChoiceScore`, which computes a
+score from the probabilities of choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step that runs the program of an answer against its tests, in a sandbox."""
+"""The post step `RunTests`, which runs the program in an answer against its tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchgen.evals.programs.sandbox import Sandbox, SandboxError
 from batchgen.util.errors import ConfigError
 
 _LEAST_OUTPUT = 1 << 20
-"""Bytes that a program may write in any case."""
+"""Bytes that a program may write, whatever its tests expect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class RunTests:
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
 
     def _cached_result(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
-        """What came of a program, now or earlier."""
+        """The result of a program, from the cache or from running it."""
         limits = (self.seconds, self.total_seconds, self.memory_mib, self.version)
         question = json.dumps([tests, name, self.method])
         key = result_key([program, question, self._sandbox.interpreter.name, *limits])

@@ -1,4 +1,4 @@
-"""What a post step is: a frozen set of options, columns that it declares, and a pure function."""
+"""The interface of post steps: frozen options, declared columns, and a pure function of a row."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ GRADE_ERROR = Column(
     "why the answer has no grade (timeout, crash, memory, failed, too_long, no_target, "
     "bad_target); null if it has one or the row itself has an error",
 )
-"""The one column that stands beside those of all steps."""
+"""The column that every chain of steps has in addition."""
 
 
 MARK = "mark"
-"""The column of which scores are made: from 0, wrong, to 1, right."""
+"""The column from which scores are computed: from 0, wrong, to 1, right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class AnswerRow:
     Attributes:
         text: what the model wrote.
         fields: the row's columns: those of the data set and those of row steps.
-        values: what the steps before have made of the row, by name of the column.
+        values: the columns of the steps before, by name.
     """
 
     text: str
@@ -65,7 +65,7 @@ class AnswerRows:
     Attributes:
         texts: [N], what the model wrote.
         fields: the rows' columns [N] by name.
-        values: what the steps before have made [N], by name of the column.
+        values: the columns [N] of the steps before, by name.
     """
 
     texts: pa.StringArray
@@ -101,7 +101,7 @@ class PostStep(Protocol):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What the step writes."""
+        """The columns that the step writes."""
 
     @property
     def isolated(self) -> bool:
@@ -145,7 +145,8 @@ class ColumnStep(PostStep, Protocol):
 
         Args:
             rows: the rows.
-            failures: gets by its place what `apply` raises for a row, whose values are None.
+            failures: gets, by the row's index, the error that `apply` would raise for it; its
+                values are None.
         """
 
 
@@ -162,8 +163,8 @@ class SelfTimedStep(PostStep, Protocol):
 
 
 def num_groups(pattern: str, where: str) -> int:
-    """How many groups a regular expression of the user has. Raises ConfigError if it is none.
-    `where` it stands is for the message."""
+    """The number of groups in a user's regular expression. Raises ConfigError if it is invalid;
+    `where` names its key in the message."""
     try:
         return re.compile(pattern).groups
     except re.error as error:
@@ -188,7 +189,7 @@ def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
 
 
 class TextStep:
-    """What steps have in common that read a row's text alone and need no preparation."""
+    """Base class of steps that read only a row's text and need no preparation."""
 
     @property
     def reads_text(self) -> bool:

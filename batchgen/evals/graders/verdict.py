@@ -1,4 +1,5 @@
-"""The steps that read what a judge has decided, and what most of several judges have."""
+"""The post steps `Verdict`, which reads a judge's decision, and `Majority`, which combines
+judges."""
 
 from __future__ import annotations
 

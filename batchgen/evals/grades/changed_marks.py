@@ -1,4 +1,4 @@
-"""Which rows get another mark when a job is graded anew, by other steps or newer ones."""
+"""Reports which rows get another mark when a job is graded again with other or newer steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class ChangedMark(NamedTuple):
 
 
 class ChangedMarks:
-    """What the grades that a grading replaces change. Several threads may add to it.
+    """Collects the differences between new grades and those that they replace. Several threads may
+    add to it.
 
     Grades are compared that are of the same bytes of a shard, so the texts are the same and the
     steps make the difference. `compared` is the number of rows that had grades.
@@ -55,8 +56,8 @@ class ChangedMarks:
 
     @staticmethod
     def replaced(part: GradePart, schema: pa.Schema) -> pa.Table | None:
-        """What is compared of the grades that a part of this schema replaces: ROW_KEYS, marks, and
-        the answers if there are some. None if there are no such grades, or they cannot be read."""
+        """The old grades of a part in the columns that are compared: ROW_KEYS, marks, and answers
+        if there are any. None if there are no old grades, or they cannot be read."""
         if not part.is_of_shard:
             return None
         try:
@@ -92,7 +93,7 @@ class ChangedMarks:
             self._first = heapq.nsmallest(_SHOWN, [*self._first, *rows])
 
     def lines(self, more: str = "") -> list[str]:
-        """What has changed, for people: how many marks, and the first rows; `more` says where the
+        """Lines about the changes: the number of marks, and the first rows; `more` says where the
         others are."""
         if not self.compared:
             return []

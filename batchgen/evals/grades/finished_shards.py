@@ -1,4 +1,4 @@
-"""The shards of a complete job, or of a set of rows, with their grades beside them."""
+"""Reads the shards of a complete job, or of a set of rows, together with their grades."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from batchgen.util.fingerprint import fingerprint_text
 
 
 class GradedShards(ABC):
-    """Shards of rows, and what their grades say of each.
+    """Shards of rows with the grades of each row.
 
     Attributes:
-        user_path: the folder, as people call it.
+        user_path: the folder, as the user typed it.
         shards: by their number.
         schema: the columns of the rows.
         grade_schema: the columns of the grades, without those that every row has; empty without
@@ -58,14 +58,15 @@ class GradedShards(ABC):
         return ("row_id", ADAPTER) if self.by_adapter else ("row_id",)
 
     def ids(self, table: pa.Table) -> pa.ChunkedArray:
-        """What readers call rows, which differ in it: their ids, or ADAPTER/ID."""
+        """The names of rows for readers, unique for each row of the data: their ids, or
+        ADAPTER/ID."""
         if not self.by_adapter:
             return table["row_id"]
         return pc.binary_join_element_wise(table[ADAPTER], table["row_id"], "/")
 
     @property
     def fingerprint(self) -> str:
-        """Another one if any byte of the rows is another one."""
+        """A text that changes if any byte of the rows does."""
         return fingerprint_text(*(shard.digest or "" for shard in self.shards))
 
     @abstractmethod
@@ -78,8 +79,8 @@ class GradedShards(ABC):
         columns: Sequence[str],
         grades: Sequence[str] = (),
     ) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """Some columns of some rows, which ascend, and of their grades; the KEYS are read, too. See
-        `tables`."""
+        """Some columns of some rows, in ascending order, and of their grades. The KEYS are read,
+        too. See `tables`."""
         wanted = np.asarray(ordinals, np.int64)
         firsts = [shard.first for shard in self.shards]
         at = 0
@@ -126,7 +127,7 @@ class GradedShards(ABC):
     def _beside(
         self, rows: pa.Table, indices: pa.Array, graded: pa.Table | None, names: Sequence[str]
     ) -> pa.Table:
-        """Some columns of the grades of rows at some places; no columns without grades."""
+        """Some columns of the grades of rows with these indices; no columns without grades."""
         if graded is None:
             return pa.table({})
         grades = graded.take(indices)
@@ -175,7 +176,7 @@ class GradedShards(ABC):
 
 
 class FinishedShards(GradedShards):
-    """The shards of a complete job, or of a set of rows, which do not change any more."""
+    """The shards of a complete job or of a set of rows, none of which changes any more."""
 
     def __init__(self, storage: Storage, user_path: str, whole: WholeShards) -> None:
         """Take the shards that the folder has, as `whole_shards` found them, and look at the ends
@@ -207,7 +208,7 @@ class FinishedShards(GradedShards):
         assert self.grades_digest
 
     def _look_at_grades(self) -> tuple[pa.Schema, str | None]:
-        """The columns of the grades, and why they cannot be used, if they cannot."""
+        """The columns of the grades, and the reason why they cannot be used, if there is one."""
         files, steps, schema = self._files(GRADES), set[bytes | None](), pa.schema([])
         try:
             for number in files:
@@ -229,8 +230,8 @@ def _taken(
     indices: npt.NDArray[np.int64],
     first: int,
 ) -> Iterator[tuple[pa.Table, pa.Array]]:
-    """The rows at some places of a row group, which begins at `first`, and the places of each
-    table."""
+    """The rows with some indices in a row group, which begins at row `first`, and the indices of
+    each table."""
     at = 0
     for batch in file.batches(BATCH, names, [group]) if len(indices) else ():
         stop = int(np.searchsorted(indices, first + batch.num_rows))

@@ -1,4 +1,5 @@
-"""The folder `grades` of a job: what `post` steps make of its rows, a Parquet file per shard."""
+"""Reads and writes the folder `grades` of a job: the columns of `post` steps, a file for each
+shard."""
 
 from __future__ import annotations
 
@@ -41,9 +42,10 @@ Parquet files have no use."""
 class JobGrades:
     """The grades of one job.
 
-    A part says of which shard and by which steps it was made. Parts that are up to date stay; so
-    grading goes on where it was killed, and what a job computed anew is graded anew. An object
-    remembers which shards it has read and which parts it has written.
+    A *part* is the file for one shard. It names the shard and the steps from which it was made.
+    Parts that are up to date are kept. So grading continues after a kill, and rows that were
+    computed again are graded again. An object remembers which shards it has read and which parts it
+    has written.
     """
 
     def __init__(self, job: Path, witness: Witness | None = None) -> None:
@@ -51,7 +53,7 @@ class JobGrades:
         self.job, self.path = job, job / GRADES
         self._witness = witness
         self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
-        self._written: dict[GradePart, str] = {}  # by which steps
+        self._written: dict[GradePart, str] = {}  # the steps by which it was graded
         self._steps: str | None = None
 
     @property
@@ -81,7 +83,7 @@ class JobGrades:
         return GradePart(shard, shard_path(self.path, number), digest)
 
     def _is_made(self, part: GradePart, steps: str) -> bool:
-        """Whether a part is there by these steps."""
+        """Whether a part made by these steps exists."""
         written = self._written.get(part) == steps and part.path.is_file()
         return written or part.is_made_by(steps)
 
@@ -153,7 +155,7 @@ class JobGrades:
             config: how many processes run steps that need them, and for how long at most.
             shards: the numbers of the shards to grade; None for all.
             stop: whether to stop, as for `GradingPass`.
-            changes: gets what changes where grades are replaced.
+            changes: collects the changes where grades are replaced.
 
         Raises:
             ConfigError: a step is wrong, or reads a column that the rows do not have.

@@ -1,4 +1,5 @@
-"""A part of the folder `grades`: the grades of one shard, and of which shard and steps they are."""
+"""One file of the folder `grades`: the grades of one shard, with the shard and the steps it came
+from."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from batchgen.storage.shards.checked_file import DamagedFile, Source, read_schem
 from batchgen.storage.shards.row_order import KEYS
 
 ROW_KEYS = ("row_id", *KEYS)
-"""The columns by which grades and rows belong together."""
+"""The columns by which grades are matched with rows."""
 STEPS_KEY, SHARD_KEY = b"batchgen.steps", b"batchgen.shard"
-"""Metadata of a part: by which steps it was made, and of which shard."""
+"""Keys of a part's metadata: the steps and the shard from which it was made."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class GradePart:
     """A shard of the job and where its grades are, or will be.
 
     Attributes:
-        digest: of the shard's bytes.
+        digest: a digest of the shard's bytes.
     """
 
     shard: Path

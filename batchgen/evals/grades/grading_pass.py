@@ -1,4 +1,4 @@
-"""One pass over shards that have no grades yet: reads their rows and writes a part for each."""
+"""Grades shards: reads the rows of shards without grades, and writes a file of grades for each."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Witness:
-    """What looks at rows and their grades as these are made, and so need not read them again. A
-    shard that lacks one of the `columns` is not shown. `see` takes a written part, its rows and its
-    grades."""
+    """An observer of rows and grades while they are in memory, so that scores need not read them
+    again. `see` takes a written part, its rows and its grades. A shard that lacks one of the
+    `columns` is not passed to it."""
 
     columns: tuple[str, ...]
     see: Callable[[GradePart, pa.Table, pa.Table], None]
@@ -48,10 +48,10 @@ class GradingPass:
     """One pass over the shards that have no grades.
 
     Attributes:
-        steps: by which steps the grades are made, for the metadata of the parts.
-        stop: whether to stop; asked after every row, or after every batch of columns.
-        witness: looks at what steps that take columns have made; None for nobody.
-        changes: gets what changes where grades are replaced; None for nobody.
+        steps: the steps that make the grades, for the metadata of the parts.
+        stop: returns whether to stop; called after every row, or after every batch of columns.
+        witness: observes the results of steps that take columns; None for none.
+        changes: collects the changes where grades are replaced; None for none.
     """
 
     grader: Grader
@@ -62,8 +62,8 @@ class GradingPass:
     changes: ChangedMarks | None = None
 
     def grade(self, parts: Sequence[GradePart]) -> Iterator[tuple[GradePart, int]]:
-        """Write the parts one after the other, and give each with the number of its rows. `Stopped`
-        is raised if `stop` says so; parts that were given stay."""
+        """Write the parts one after the other, and yield each with the number of its rows. Raises
+        `Stopped` if `stop` returns true; parts that were yielded stay."""
         if not self.grader.chain.takes_columns:
             return self._grade_rows(parts)
         return self._grade_in_threads(parts)

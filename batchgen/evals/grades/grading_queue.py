@@ -1,4 +1,4 @@
-"""Grades the shards of a job while it goes on, here or in a process beside it, which begins with
+"""Grades the shards of a job while it runs, in this process or in another one, which is started by
 
     python -c PROGRAM SETUP      (see `GradingQueue`)
 
@@ -42,7 +42,7 @@ _NICE = 10
 
 
 class GradingQueue:
-    """The shards of a job that are published and not graded yet.
+    """Grades shards of a job soon after they are published.
 
     Steps that take columns cost so little that their shards wait for the end of the job, beside
     which they take twice as long, unless other jobs wait for the grades. All others are graded in
@@ -61,7 +61,8 @@ class GradingQueue:
         """Prepare to grade.
 
         Args:
-            claim: says whether it is this worker that grades; it is asked when a shard has come.
+            claim: returns whether this worker is the one that grades; called when a shard was
+                published.
             needed: whether to grade anything before the end.
             at_once: whether other jobs wait for the grades.
         """
@@ -74,7 +75,7 @@ class GradingQueue:
         self._process: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Grade or hand over what has come, a few times a second at most.
+        """Grade new shards or hand them over, a few times a second at most.
 
         Raises:
             ConfigError, JobError: see `JobGrades.make`.

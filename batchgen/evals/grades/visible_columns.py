@@ -1,4 +1,4 @@
-"""The columns that expressions and templates see: those of the rows, and those of their grades."""
+"""The names under which expressions and templates see the columns of rows and of their grades."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRADES = "grades"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which columns are to be read."""
+    """The columns that are to be read."""
 
     data: frozenset[str] = frozenset()
     grades: frozenset[str] = frozenset()

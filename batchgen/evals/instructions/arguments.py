@@ -1,4 +1,5 @@
-"""The arguments of an instruction, which come with the row."""
+"""Reads the arguments of an IFEval or IFBench instruction, which come with the row, and checks
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Says whether a response follows an instruction that a program can check."""
+"""Checks whether a response follows an instruction of IFEval or IFBench:
+`batchgen.follows_instruction`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""IFBench's instructions on tables of comma-separated values and on lists of dates."""
+"""The checks of IFBench (Pyatkin et al. 2025, arXiv 2507.02833) on CSV tables and lists of dates.
+
+As in `ifbench_words`, they follow allenai/IFBench, instructions.py, commit 1d62c1d.
+"""
 
 from __future__ import annotations
 

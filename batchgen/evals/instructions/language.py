@@ -1,4 +1,4 @@
-"""Tells in which language a text is."""
+"""Detects the language of a text with langdetect, for instructions about languages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Finds the words and the sentences of English text, without models or downloads."""
+"""Splits English text into words and sentences by rules, without models or downloads, for
+IFEval."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The values of expressions at points, by which expressions with variables are compared.
+"""Evaluates expressions at fixed points, by which expressions with variables are compared.
 
-Two expressions that agree at a few points whose coordinates have nothing to do with each other are
-equal, but for a chance that does not matter; so no algebra is needed, and every comparison ends.
+Two expressions that agree at a few unrelated points are equal, except with a negligible
+probability. So no computer algebra is needed, and every comparison ends.
 """
 
 from __future__ import annotations

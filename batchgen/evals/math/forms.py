@@ -1,4 +1,4 @@
-"""The normal forms of an answer: texts by which answers are compared and votes are counted."""
+"""The normal forms of an answer: texts by which answers are compared, and votes are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number that an answer writes down, without anything that must be computed."""
+"""Reads the number that an answer states in digits, without computing anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The normal forms of values, points, sets, lists and words."""
+"""Makes the normal forms of parsed answers: values, points, sets, lists and words."""
 
 from __future__ import annotations
 

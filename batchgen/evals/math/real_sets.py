@@ -1,4 +1,5 @@
-"""Sets of real numbers as sorted intervals, and the sets that relations with one variable say."""
+"""Sets of real numbers as sorted intervals, and the sets that relations in one variable
+describe."""
 
 from __future__ import annotations
 

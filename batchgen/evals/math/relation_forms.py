@@ -1,4 +1,4 @@
-"""The normal forms of equations and inequalities."""
+"""Makes the normal forms of equations and inequalities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two answers are mathematically the same: public as `batchgen.same_math`."""
+"""Compares two mathematical answers: public as `batchgen.same_math`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests of a row: inputs and the outputs that programs must have for them."""
+"""Reads the tests of a row as inputs and expected outputs, and compares outputs."""
 
 from __future__ import annotations
 

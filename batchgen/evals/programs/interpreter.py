@@ -1,4 +1,5 @@
-"""The Python interpreter that runs programs, and the packages that they may import."""
+"""Finds the Python interpreter for programs in the sandbox, and the packages that they may
+import."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _SECONDS = 60
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What a sandbox needs of an interpreter.
+    """The files of an interpreter that a sandbox needs.
 
     Attributes:
         python: the real path of the interpreter.

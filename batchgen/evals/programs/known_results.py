@@ -1,4 +1,5 @@
-"""What came of programs, kept in the user's cache folder so that none is run twice."""
+"""A cache of the results of programs in the user's cache folder, so that no program is run
+twice."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from batchgen.util.temporary import temporary_name
 
 
 class KnownResults:
-    """Remembers results by what they follow from. A damaged entry, or a folder that cannot be used,
-    means that programs are run again. A program that was over its time may have been so because of
-    the machine, and is run again."""
+    """Keeps results by a key of everything that they depend on. A damaged entry, or a folder that
+    cannot be used, means that programs are run again. A program that was over its time may have
+    been so because of the machine, and is run again."""
 
     def __init__(self) -> None:
         """Those of this user."""

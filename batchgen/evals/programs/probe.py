@@ -1,4 +1,5 @@
-"""Tries at the start whether the sandbox holds here: programs in it try to get out."""
+"""Checks before a job whether the sandbox works on this machine: test programs try to get out of
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs a program once and says what came of it: with an input, or against code that tests it."""
+"""Runs a program once in the sandbox and reports the result: with an input, or against testing
+code."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class UnfitTests(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What came of a program: whether it passed, and where and how it did not."""
+    """The result of a program: whether it passed, and if not, where and how it failed."""
 
     outcome: Outcome
     detail: str | None = None
@@ -137,7 +138,7 @@ def run_tests(sandbox: Sandbox, program: str, tests: str) -> ProgramResult:
 
 
 def _verdict(content: bytes, tested: SandboxProcess, sandbox: Sandbox) -> ProgramResult:
-    """What the testing code has said of a program."""
+    """The verdict of the testing code about a program."""
     kind, *texts = json.loads(content)
     text = texts[0] if texts else None
     if kind == "unsupported":

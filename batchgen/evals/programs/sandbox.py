@@ -87,7 +87,7 @@ class SandboxProcess:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What programs run with, and their limits.
+    """The interpreter and the limits with which programs run.
 
     Attributes:
         memory_bytes: the size of the address space of a process.

@@ -23,7 +23,8 @@ _ARCHITECTURES: Mapping[str, tuple[int, int]] = {
     "x86_64": (0xC000_003E, 0),
     "aarch64": (0xC000_00B7, 1),
 }
-"""By the machine: the kernel's number of the architecture, and the place of its numbers below."""
+"""By machine: the kernel's number of the architecture, and the index of its system call numbers in
+_CALLS."""
 _CLONE = (56, 220)
 _CALLS: Mapping[str, tuple[int | None, int | None]] = {
     "fork": (57, None),

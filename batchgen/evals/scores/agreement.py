@@ -1,4 +1,4 @@
-"""How far a judge agrees with marks that are there already."""
+"""Measures how well a judge agrees with known marks: shares and Cohen's kappa."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Agreement:
 
     @property
     def text(self) -> str:
-        """All of it in words."""
+        """The agreement in words."""
         low, high = self.interval
         kappa = "unknown" if self.kappa is None else f"{self.kappa:.2f}"
         more = f", {self.left_out:,} left out" if self.left_out else ""
@@ -82,7 +82,7 @@ class Agreement:
         return f"{alike}, kappa {kappa} ({low:.2f} to {high:.2f}){more}"
 
     def summary(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The agreement as plain values."""
         low, high = self.interval
         return {
             "answers": self.count,

@@ -1,4 +1,4 @@
-"""What a job asked in each row, so that two jobs can be known to be one exam."""
+"""Decides whether two jobs sat the same exam: equal prompts and equal targets in every row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEYS = ("row_id", "row_index", "sample_index")
 
 
 class AskedExam:
-    """What a job asked and was marked against, which is read when it is first compared."""
+    """The prompts of a job and the targets of its answers, read when they are first compared."""
 
     def __init__(self, job: GradedJob) -> None:
         self._job = job
@@ -54,12 +54,12 @@ class AskedExam:
 
     @cached_property
     def targets(self) -> dict[str, str]:
-        """What the answers to each row were compared with, where that is known."""
+        """The targets with which the answers to each row were compared, where they are known."""
         return job_targets(self._job.path)
 
 
 def exam_differences(a: AskedExam, b: AskedExam) -> tuple[str, ...]:
-    """What differs between the exams of two jobs, a sentence each; empty if nothing does.
+    """The differences between the exams of two jobs, a sentence each.
 
     Where a job lacks a column of its prompts, the templates and the fingerprint of its data set
     stand for them; where these are equal, no prompt need be rendered unless it `may_change`.

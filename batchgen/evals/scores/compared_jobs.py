@@ -1,4 +1,7 @@
-"""Compares two graded jobs, after it has made sure that they are one exam."""
+"""Compares two graded jobs for `batchgen compare`, after a check that they sat the same exam.
+
+An *exam* is the questions together with the way in which they were asked and marked.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,7 @@ def compare_jobs(
 
 
 def comparison_lines(comparison: Comparison, column: str = MARK) -> list[tuple[str, str]]:
-    """A name and a value for each line that tells what a comparison found; `column` is what the
-    scores are of."""
+    """The lines of a comparison, each a name and a value; `column` is the scored column."""
     questions = (*comparison.wins, *comparison.ties, *comparison.losses)
     count = len(questions)
     means = (sum(getattr(q, side) for q in questions) / count for side in "ab")

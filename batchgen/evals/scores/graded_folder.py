@@ -1,4 +1,4 @@
-"""What the verbs `grade`, `score` and `compare` share: a complete job, and how it is scored."""
+"""Opens a complete job for the verbs `grade`, `score` and `compare`, with its grading options."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _KEYS = ("post", "score", "experiment")
 
 
 class GradedJob:
-    """A complete job, which may have grades; `user_path` is its folder as the user named it."""
+    """A complete job, which may have grades; `user_path` is its folder as the user typed it."""
 
     def __init__(self, user_path: str, verb: str, *, complete: bool = True) -> None:
-        """Open a job for a verb, or raise ConfigError if the folder is none of a job, or of one
-        that is not `complete` as it has to be."""
+        """Open a job for a verb. Raises ConfigError if the folder is not a job's, or if the job
+        must be `complete` and is not."""
         self.user_path = user_path
         self._reader = open_folder(user_path, verb)
         self.path = self._reader.path
@@ -87,7 +87,8 @@ class GradedJob:
 
     @property
     def grid_column(self) -> str | None:
-        """The column that tells the adapters apart with each of which its rows run; else None."""
+        """The column that names the adapter of each row, in jobs that run every row with several
+        adapters; else None."""
         return ADAPTER if (self.config.get("model") or {}).get("lora_grid") is True else None
 
     def rows(self, columns: Sequence[str]) -> Any:
@@ -97,7 +98,7 @@ class GradedJob:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a job is graded and scored."""
+    """The `post` steps with which a job is graded, and the group `score`."""
 
     post: tuple[StepConfig, ...]
     score: ScoreConfig
@@ -106,10 +107,10 @@ class Scoring:
 def scoring(
     job: GradedJob, overrides: Sequence[str], trusted: Sequence[str] | None = None
 ) -> Scoring:
-    """The `post` steps and the group `score` of a job, with what the user gives in their place:
-    arguments `post=…`, `score.KEY=…`, and `+experiment=NAME`, which takes both from a ready job.
+    """The `post` steps and the group `score` of a job, changed by the user's arguments: `post=…`,
+    `score.KEY=…`, and `+experiment=NAME`, which takes both from an experiment.
 
-    `trusted` is what the user has given as `--trust`; None where no step runs.
+    `trusted` are the values of `--trust`; None if no step will run.
 
     Raises:
         ConfigError: an argument is another one, a value is wrong, or a step needs the user's word.

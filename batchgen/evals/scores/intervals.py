@@ -1,4 +1,5 @@
-"""How sure a score is: of the questions that one could have asked, and of those that were asked."""
+"""Confidence intervals of scores: for new questions of the same kind, and for the same
+questions."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def _se(sums: Floats, number: int) -> float:
 
 
 def population_interval(values: Floats, clusters: Ints) -> Interval | None:
-    """The mean of values from 0 to 1, and where it would be with other questions of the same kind.
+    """The mean of values from 0 to 1, with its confidence interval for other questions of the same
+    kind.
 
     The interval has t quantiles with C − 1 degrees of freedom and is made on the scale of log-odds,
     so that it stays between 0 and 1 and is longer on the side where there is more room; its length
@@ -84,8 +86,8 @@ def population_interval(values: Floats, clusters: Ints) -> Interval | None:
 
 
 def mean_interval(values: Floats, clusters: Ints) -> Interval | None:
-    """The mean of numbers of any size, and where it would be with other questions of the same kind:
-    mean ± t·SE, of `cluster_se` and C − 1 degrees of freedom.
+    """The mean of numbers of any size, with its confidence interval for other questions of the same
+    kind: mean ± t·SE with `cluster_se` and C − 1 degrees of freedom.
 
     Args:
         values: [Q]; NaN is left out.
@@ -159,7 +161,7 @@ def sample_error(marks: Marks) -> SampleError | None:
 
 
 def same_questions_interval(marks: Marks, *, bounded: bool = True) -> Interval | None:
-    """The mean mark, and where it would be if the same questions were sampled again.
+    """The mean mark, with its confidence interval if the same questions were sampled again.
 
     The error is sqrt(Σ v/k) / Q see `sample_error`; for right and wrong that is
     sqrt(Σ p(1−p)/(k−1)) / Q. The interval has t quantiles with Satterthwaite's degrees of freedom

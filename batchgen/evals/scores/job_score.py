@@ -1,4 +1,4 @@
-"""The marks and scores of a job, from its rows and their grades."""
+"""Computes the scores of a job from its rows and their grades, and stores them in metrics.json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TARGET = "graded_against"
 
 
 def job_marks(job: Path, config: ScoreConfig) -> Marks:
-    """The marks of a job whose rows are all graded, as `config` says that they count.
+    """The marks of a job whose rows are all graded, counted as `config` says.
 
     Raises:
         ConfigError: rows lack grades, no step gave marks, or there is no column of a name in
@@ -34,13 +34,14 @@ def job_marks(job: Path, config: ScoreConfig) -> Marks:
 
 
 def config_marks(samples: pa.Table, config: ScoreConfig) -> Marks:
-    """The marks in a table of samples, or the numbers that `config` scores in their place."""
+    """The marks in a table of samples, or the numbers of the column that `config` scores
+    instead."""
     return Marks.of_table(samples, bounded=config.column == MARK)
 
 
 def job_targets(job: Path) -> dict[str, str]:
-    """What the answers to each row were compared with, where that is known; nothing of a job
-    without grades, which may be scored by numbers of its rows.
+    """The targets with which the answers to each row were compared, where they are known. Empty for
+    a job without grades, which may be scored by numbers of its rows.
 
     Raises:
         ConfigError, JobError: see `job_marks`.

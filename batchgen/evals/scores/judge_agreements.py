@@ -1,4 +1,4 @@
-"""How far the judges of a job agree with marks that the judged answers have already."""
+"""Measures how far the judges of a job agree with known marks of the judged answers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from batchgen.util.templates.row_expression import ExpressionFailed, RowExpressi
 _KEY = "--agreement"
 _IDS = ("row_id", "sample_index")
 _SOURCE = "source"
-"""The column that says of which answer a row of a judge is made."""
+"""The column of a judge's rows that names the judged answer."""
 
 
 @dataclass(frozen=True)
 class JudgeAgreements:
-    """The agreement of the job's marks, and of each judge whose marks these are made of."""
+    """The agreement of the job's marks, and of each judge whose marks they combine."""
 
     marks: Agreement
     judges: Mapping[str, Agreement]
 
     def lines(self, truth: str) -> list[tuple[str, str]]:
-        """All of it in words, as lines of a table."""
+        """The agreements in words, as lines of a table."""
         lines = [("agreement", f"with {truth}: {self.marks.text}")]
         return lines + [(f"  {name}", one.text) for name, one in self.judges.items()]
 
     def summary(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The agreements as plain values."""
         judges = {name: one.summary() for name, one in self.judges.items()}
         return self.marks.summary() | ({"judges": judges} if judges else {})
 

@@ -1,4 +1,4 @@
-"""The marks of a job: a table of questions and samples."""
+"""The marks of a job as a table of questions and samples, from which all scores are computed."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ NO_KEY = -1
 """Stands for the key of a sample that has no answer."""
 _NOTHING = "there are no graded rows to score"
 _INSTEAD = {"wrong": 0.0, "left_out": np.nan}
-"""The mark of a text that was cut, by what it counts as; as_marked leaves it."""
+"""The mark of a truncated text, by `count_as`; `as_marked` keeps the mark."""
 _KINDS = {"no_answer": 1, "truncated": 2, "error": 4, "grade_error": 8}
 
 
 class Sample(NamedTuple):
-    """What scoring needs of one graded sample.
+    """The facts about one graded sample that scoring needs.
 
     Attributes:
         mark: from 0 to 1, or a number of another column (`score.column`); None if it is not known
             (`error` or `grade_error`).
         key: the answer in the normal form in which votes are counted; None without an answer.
-        truncated: whether the text ended because it reached its greatest length.
+        truncated: whether the text ended because it reached the limit of its length.
         error: the type of the row's own error.
         grade_error: the type of the grader's error.
         subset: the name of the part of the exam that the question belongs to.
-        cluster: what questions that are not independent have in common, such as the text that
-            they are about; None if the question stands alone.
+        cluster: the name that dependent questions share, such as the text that they are about; None
+            if the question is independent.
         choices: how many choices the question offers; None if it is not answered by a choice.
         valid: whether the sample is valid, where a row ends by the share of valid ones.
     """
@@ -177,8 +177,8 @@ class Marks:
         )
 
     def counting_cut_texts(self, count_as: CutTexts) -> Marks:
-        """This table, in which texts that were cut count as `marks_counting`. If that is not as
-        they are marked, they have no vote; `kinds` stays."""
+        """This table with the marks of truncated texts as in `marks_counting`. Unless these keep
+        their marks, they have no vote; `kinds` stays."""
         if count_as == "as_marked":
             return self
         cut = self.has("truncated")
@@ -195,12 +195,12 @@ class Marks:
 
 
 def marks_counting(marks: Floats, cut: Bools, count_as: CutTexts) -> Floats:
-    """The marks with which samples count; NaN is none.
+    """The marks with which samples count; NaN means none.
 
     Args:
-        marks: as the steps gave them.
-        cut: of the same shape, which texts were cut.
-        count_as: what these count as: as_marked, wrong (a mark becomes 0) or left_out (none).
+        marks: the marks from the steps.
+        cut: of the same shape, which texts were truncated.
+        count_as: how truncated texts count: as_marked, wrong (a mark becomes 0) or left_out (none).
     """
     if (instead := _INSTEAD.get(count_as)) is None:
         return marks

@@ -1,4 +1,4 @@
-"""Two runs of one exam, question by question."""
+"""Compares two runs of one exam question by question: differences, intervals and tests."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _tested(interval: Interval, centre: float, error: float, df: float) -> Teste
 
 @dataclass(frozen=True)
 class Exam:
-    """What a run asked: for each row id a digest of its prompt, and its target.
+    """The exam of a run: for each row id a digest of its prompt, and its target.
 
     Two runs are the same exam if these are equal for all rows that both have.
     """
@@ -211,7 +211,7 @@ class Exam:
 
 
 def row_differences(a: Exam, b: Exam) -> tuple[str, ...]:
-    """What differs between two exams, a sentence each; empty if nothing does.
+    """The differences between two exams, a sentence each.
 
     Rows that only one run has are no difference: `Comparison` lists them.
     """

@@ -1,4 +1,4 @@
-"""The graded samples of a job as one table, from its rows and their grades."""
+"""Reads the graded samples of a job as one table, from its rows and their grades."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ _MOST_KEPT = 2_000_000
 
 
 class Samples:
-    """What scoring needs of the rows of a job.
+    """Provides the samples of a job to scoring.
 
-    Samples of shards that `grades` makes are kept; the others are read when they are asked for.
+    Samples of shards that are graded in this process are kept in memory; the others are read when
+    needed.
 
     Attributes:
-        grades: of the job.
-        config: how the job is scored.
-        by: the column that `table` has besides.
+        grades: the grades of the job.
+        config: the options of scoring.
+        by: a further column of `table`.
     """
 
     def __init__(self, job: Path, config: ScoreConfig, *, by: str | None = None) -> None:
@@ -235,7 +236,7 @@ def _names(rows: pa.Table, column: str | None) -> pa.Array | pa.ChunkedArray:
 
 
 def _first_score(grades: pa.Table) -> str:
-    """The first column of grades that is no place in a text, or one that all rows have."""
+    """The first column of grades that is neither a position in a text nor a column of all rows."""
     floats = (f.name for f in grades.schema if pa.types.is_floating(f.type))
     return next(floats, "num_generated_tokens")
 

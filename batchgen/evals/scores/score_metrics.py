@@ -1,10 +1,10 @@
-"""Metrics of an exam that was sat several times: avg@k, pass@k, pass^k and maj@k, per question.
+"""Metrics of repeated samples, per question: avg@k, pass@k, pass^k and maj@k.
 
 A sample counts as passed if its mark is 1. Samples without a mark (errors of the row or of the
-grader) are left out: they say nothing about the model. Each function returns one value for each
-question [Q], NaN where there are fewer than k samples with a mark; the metric is their mean. Where
-a rule by width ended the questions (`Marks.stopped`), values are unbiased under it, and NaN for k
-above the fewest samples that a question can have.
+grader) are left out, because they say nothing about the model. Each function returns one value for
+each question [Q], NaN if fewer than k samples have a mark; the metric is their mean. If questions
+ended by a rule about the width of an interval (`Marks.stopped`), the values are unbiased under that
+rule, and NaN for k above the fewest samples that a question can have.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _rows(subset: str, scores: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def score_cells(scores: JobScores) -> list[tuple[str, ...]]:
-    """Texts of these values, without rates, and without what says no more than the score."""
+    """The values as texts, without rates and without metrics that equal the score."""
     some = scores.score or next(iter(scores.adapters.values()), {})
     as_text = score_value(some)
     return [

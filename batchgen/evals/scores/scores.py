@@ -1,4 +1,4 @@
-"""The scores of a job as plain values, for metrics.json, the summary and reports."""
+"""Computes all scores of a job as plain values, for metrics.json, the summary and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of a job that is still running or was stopped, from the answers it has so far."""
+"""Scores a job that is still running or was stopped, from the answers that it has so far."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Unbiased scores of rows whose samples ended when the interval of their valid ones was narrow.
+"""Unbiased scores of rows that were sampled until the interval of their valid share was narrow.
 
-Such a row has more samples where these disagree, and the last of them came when it did because of
-which were valid. So the plain share of valid samples is biased (by up to three points at a width of
-0.3, docs/design/stopped_rows.md). What is unbiased follows from one fact: of a row that ended with
-n samples of which K are valid, all orders of these that do not end before are equally likely (each
+Such a row gets more samples if they disagree, and it ends at a sample that depends on which were
+valid. So the plain share of valid samples is biased (by up to three points at a width of 0.3,
+docs/design/stopped_rows.md). What is unbiased follows from one fact: of a row that ended with n
+samples of which K are valid, all orders of these that do not end before are equally likely (each
 has the chance p^K (1−p)^(n−K)). The share of these orders whose first sample is valid is therefore
 an unbiased estimate of p (Girshick, Mosteller and Savage 1946, Ann. Math. Stat. 17, 13), and the
 chance of what the first k samples are, for any k up to the fewest samples that a row can have,
@@ -49,8 +49,8 @@ def first_valid(rule: Enough, n: int, valid: int) -> tuple[Floats, ...]:
 
 @dataclass(frozen=True)
 class _Run:
-    """The samples of one row of one job: marks, with NaN for those that are not known, and which
-    samples are valid. [n], [n]"""
+    """The samples of one row of one job: marks [n], NaN where they are not known, and which samples
+    are valid [n]."""
 
     rule: Enough
     marks: Floats

@@ -1,4 +1,4 @@
-"""The commands of LaTeX that read arguments."""
+"""The LaTeX commands that take arguments, for the parser of formulas (`math_parser.py`)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _negated(at: FormulaParser) -> str:
 
 
 def _filled(pattern: str) -> Callable[[FormulaParser], str]:
-    """What a command makes that puts its arguments into a pattern."""
+    """A command that puts its arguments into a pattern."""
     count = 1 + ("{1}" in pattern)
     return lambda at: pattern.format(*(at.argument() for _ in range(count)))
 

@@ -1,4 +1,4 @@
-"""The elements of MathML that formulas are made of, as HTML."""
+"""Functions that make the MathML elements of formulas, as HTML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.util.hidden import visible
 
 _FENCES = frozenset("()[]{}|‖⟨⟩⌊⌋⌈⌉")
 EMPTY = "<mrow></mrow>"
-"""What stands where a formula lacks something."""
+"""The element in place of a missing part of a formula."""
 
 
 def math_tag(name: str, text: str) -> str:

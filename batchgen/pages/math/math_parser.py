@@ -1,4 +1,4 @@
-"""Reads LaTeX token by token, and makes MathML of it. Nesting has a bound."""
+"""Parses LaTeX formulas token by token into MathML, with a limit on nesting."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TABLES = {
     "pmatrix": "()", "bmatrix": "[]", "Bmatrix": "{}", "vmatrix": "||", "Vmatrix": "‖‖",
     "cases": "{ ", "dcases": "{ ", "rcases": " }", "array": "  ",
 }  # fmt: skip
-"""What stands around a table, by its name."""
+"""The fences around a table, by the name of its environment."""
 CELL_ENDS = ("&", "\\\\", "\\cr")
-"""What ends a cell of a table."""
+"""The tokens that end a cell of a table."""
 
 
 class TooDeepError(Exception):
@@ -43,7 +43,7 @@ class FormulaParser:
 
     Args:
         source: LaTeX without delimiters.
-        commands: by name, what commands make that read arguments.
+        commands: by name, the functions of commands that take arguments.
         depth: how deeply the formula lies in another one.
     """
 
@@ -118,7 +118,7 @@ class FormulaParser:
         return f"<mrow>{base}{space(0.17)}</mrow>" if start[1:] in symbols.FUNCTIONS else base
 
     def argument(self) -> str:
-        """What a command or a script applies to: a group or one node."""
+        """The argument of a command or a script: a group or one node."""
         self.skip_spaces()
         token = self.peek()
         if token in ("", "}", "&", "\\\\", "\\right", "\\end"):
@@ -138,7 +138,7 @@ class FormulaParser:
         return node
 
     def group(self, close: str = "}") -> str:
-        """What is between the token that is read next and the one that closes it."""
+        """The content between the next token and the one that closes it."""
         self._at += 1
         nodes = self.nodes((close,))
         self._at += 1
@@ -180,7 +180,7 @@ class FormulaParser:
         return self.command(token, token[1:])
 
     def command(self, token: str, name: str) -> str:
-        """What a command makes; its token has been read."""
+        """The node of a command whose token has been read."""
         if (make := self._commands.get(name.removesuffix("*"))) is not None:
             return make(self)
         if name in _TEXTS:
@@ -243,4 +243,4 @@ class FormulaParser:
 
 
 Commands = Mapping[str, Callable[[FormulaParser], str]]
-"""What commands make, by their names without a backslash."""
+"""The functions of commands, by their names without a backslash."""

@@ -1,4 +1,4 @@
-"""The characters that commands of LaTeX stand for."""
+"""The characters that LaTeX commands stand for."""
 
 from __future__ import annotations
 

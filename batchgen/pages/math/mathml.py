@@ -1,8 +1,8 @@
-"""Formulas in LaTeX as elements of MathML Core, which browsers draw themselves.
+"""Renders LaTeX formulas as MathML Core, which browsers draw without scripts.
 
-Libraries fall short for texts of strangers: latex2mathml 3.81 puts text into the page unescaped,
-does not know `aligned`, and ends in a dozen kinds of exceptions. Here length and nesting have
-bounds, and what is not understood is shown as it is written.
+Libraries are not safe for strangers' texts: latex2mathml 3.81 puts text into the page unescaped,
+does not know `aligned`, and raises a dozen kinds of exceptions. Here length and nesting are
+limited, and a formula that is not understood is shown as it is written.
 """
 
 from __future__ import annotations

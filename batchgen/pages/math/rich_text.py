@@ -1,4 +1,4 @@
-"""A text with Markdown and LaTeX as HTML that does nothing."""
+"""Renders a text with Markdown and LaTeX as harmless HTML: no links, no images, no scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from markdown_it.token import Token
 
 MOST_RENDERED = 60_000
-"""Characters; a longer text is shown as it is."""
+"""The most characters of a rendered text; a longer one is shown as it is."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Around the number of a piece that Markdown must not see. Where a text has these characters of its
 own, they are such pieces."""
@@ -31,7 +31,7 @@ _MARKS = re.compile(
 )
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _WORDS = re.compile(r"[^\\{}$^_&]*[^\W\d_]{3}[^\\{}$^_&]*")
-"""What stands in a box as a text, and is no formula."""
+"""The content of a box that is text and not a formula."""
 _ENDS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$"}
 _TAGS = {
     "paragraph": "p", "bullet_list": "ul", "ordered_list": "ol", "list_item": "li",
@@ -45,7 +45,7 @@ ELEMENTS = frozenset(_TAGS.values()) | {"hr", "br", "pre", "code", "span", "mark
 
 @dataclass
 class _Pieces:
-    """What stands in a text in place of formulas: the source and the HTML of each."""
+    """The placeholders for formulas in a text: the source and the HTML of each."""
 
     sources: list[str] = field(default_factory=list)
     htmls: list[Markup] = field(default_factory=list)
@@ -178,7 +178,7 @@ def _render(text: str, spans: Sequence[Span]) -> tuple[Markup, bool]:
 
 
 def _replaced(text: str, spans: Sequence[Span]) -> list[tuple[int, int, Markup]]:
-    """What Markdown must not see, in order and apart from each other, with its HTML."""
+    """The parts that Markdown must not see, in order and without overlaps, with their HTML."""
     replaced: list[tuple[int, int, Markup]] = []
     for start, end, source, display in formulas(text):
         html = mathml(source.strip(), display=display)

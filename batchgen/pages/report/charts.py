@@ -1,4 +1,4 @@
-"""The charts of a report: SVG with a text alternative, and its numbers as a table."""
+"""The charts of a report: SVG with a text alternative, and the numbers as a table."""
 
 from __future__ import annotations
 

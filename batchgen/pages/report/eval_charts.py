@@ -1,4 +1,5 @@
-"""The charts of scores: intervals, score against length, and the samples of each question."""
+"""The charts of scores in a report: intervals, score by length, and the samples of each
+question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows that a report has: which, how much of each, and how they are found."""
+"""Chooses and renders the rows that a report shows, within its limit of bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _LEVELS = (
     PageLimits(2_000, 80),
     PageLimits(600, 0),
 )
-"""How much of a row is shown, from the most that there is room for down to the least."""
+"""The limits for a row, from the most that is shown to the least; rows get lower levels if room is
+short."""
 _SMALL = 10_000  # characters of a row that need not become fewer
 _LONGEST_ID = 100
 _KINDS = {
@@ -80,7 +81,7 @@ class Fault:
 
 
 def faults(report: Collected) -> list[Fault]:
-    """What is wrong with the answers of a job, the kinds that come first in its page first."""
+    """The faults of a job's answers, in the order in which the page shows them."""
     seen = {reason: rows.seen for reason, rows in report.picked.items()}
     texts = {
         "error": (sum(report.errors.values()), "ended with an error"),
@@ -122,7 +123,7 @@ def shown_rows(data: JobData, page: RowPage, report: Collected, room: int) -> Ex
 
 
 def _order(kinds: Sequence[str]) -> int:
-    """The place of a row among the others: the worse, the earlier."""
+    """The sort key of a row: rows with worse faults come first."""
     return next((index for index, kind in enumerate(_FAULTS) if kind in kinds), len(_FAULTS))
 
 

@@ -1,4 +1,4 @@
-"""How many rows each step of a pipeline had, and how many it kept."""
+"""The funnel of a pipeline: how many rows each step read, made and kept."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _NOT_BEGUN = "not begun"
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What became of the rows of a step.
+    """The row counts of a step.
 
     Attributes:
-        folder: where the step lies, as its name in the pipeline's folder.
-        state: as metrics.json says, or that it has not begun.
-        left: what was read, and what each choice among it has left, in order.
-        answers: how many are finished, with errors.
-        device_s: seconds that the step took of the device.
-        price_per_hour: what an hour of its devices costs, if that is known.
+        folder: the name of the step's folder.
+        state: the status in metrics.json, or that the step has not begun.
+        left: the number of rows that were read, and after each filter, in order.
+        answers: the number of finished answers, including errors.
+        device_s: seconds of device time.
+        price_per_hour: the price of an hour of its devices, if it is known.
     """
 
     name: str
@@ -58,12 +58,12 @@ class StepCounts:
 
     @property
     def made(self) -> Sequence[tuple[str, int]]:
-        """What made more rows of those before it, and how many more."""
+        """The filters or steps that added rows, and how many."""
         return [(what, more) for what, more in self._changes() if more > 0]
 
     @property
     def dropped(self) -> Sequence[tuple[str, int]]:
-        """What left rows out, and how many."""
+        """The filters that left rows out, and how many."""
         return [(what, -more) for what, more in self._changes() if more < 0]
 
     def _changes(self) -> Iterator[tuple[str, int]]:
@@ -106,8 +106,8 @@ def funnel_table(steps: Sequence[StepCounts]) -> str:
 
 
 def costs(steps: Sequence[StepCounts]) -> str | None:
-    """What the steps took of the device, and all of them for each row that the last one has kept;
-    None if nothing was measured, or as long as none is kept."""
+    """The costs of the steps, and their sum for each row that the last step has kept; None if
+    nothing was measured or no row is kept yet."""
     known = [JobCost(step.name, step.device_s, step.answers) for step in steps if step.device_s]
     prices = {step.price_per_hour for step in steps if step.device_s}
     # Steps whose hours cost differently have no price in common.
@@ -134,7 +134,7 @@ def _counts(name: str, folder: str, at: str) -> StepCounts:
 
 
 def _answers_left(reader: JobFolderReader, metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """What was read, and what each choice among it has left."""
+    """The number of rows that were read, and after each filter."""
     steps = [(str(what), int(rows)) for what, rows in metrics.get("funnel", ())]
     facts = reader.row_facts
     rows = reader.manifest["growing"].get(ROWS) if facts is None else facts.read_rows

@@ -1,4 +1,4 @@
-"""How many samples rows needed until enough were valid, in groups of rows."""
+"""Counts how many samples rows needed until enough were valid (`sampling.until`), for a report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PassRates:
 
     Attributes:
         exhausted: the first rows that have fewer valid samples than they should.
-        rates: how many rows have a share in which range.
+        rates: the number of rows in each range of shares.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class PassRates:
 
     @property
     def outcomes(self) -> Counter[str]:
-        """How many rows ended how."""
+        """The number of rows for each outcome."""
         return self._groups[_ALL].outcomes if self._groups else Counter()
 
     def add(self, table: pa.Table, begins: np.ndarray, subset: str | None) -> None:

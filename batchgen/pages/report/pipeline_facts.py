@@ -1,4 +1,4 @@
-"""What the pages about a pipeline's folder show: its steps, what they read, and its sets."""
+"""The facts that pages about a pipeline show: its steps, what they read, and its exports."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _JSON_LINES = ".jsonl"
 
 @dataclass(frozen=True)
 class ExportedSet:
-    """A set of rows that the pipeline has exported: the name of its file or folder, the step and
-    the format it has (empty for the columns as they are), and how large it is."""
+    """An export of the pipeline: the name of its file or folder, its step, its format (empty for
+    unchanged columns), and its size."""
 
     name: str
     step: str
@@ -34,7 +34,7 @@ class PipelineFacts:
     """A pipeline as pages show it.
 
     Attributes:
-        steps: the current ones, in an order in which each comes behind what it reads.
+        steps: the current steps in topological order.
         parents: by step, the steps that it reads.
         sets: what was exported.
         old: the names of the folders of older versions.

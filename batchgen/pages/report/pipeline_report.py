@@ -1,4 +1,4 @@
-"""The page about a pipeline: its steps as a graph, what they cost, samples, and its sets."""
+"""Writes the page about a pipeline: its steps as a graph, their costs, samples, and exports."""
 
 from __future__ import annotations
 

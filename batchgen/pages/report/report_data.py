@@ -1,4 +1,4 @@
-"""One pass over the rows of a job, in flat memory: what a report counts, and rows to look at."""
+"""Collects the data of a report in one pass over the rows of a job, with constant memory."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Question:
 
 @dataclass
 class Collected:
-    """What the pass has counted."""
+    """The result of the pass."""
 
     rows: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -146,7 +146,7 @@ _PICKS = {
     "disagreeing": 40, "wrong": 40, "no answer": 20, "not graded": 20, "error": 30, "cut": 20,
     "constraint": 20, "longest": 20, "random": MOST_ROWS,
 }  # fmt: skip
-"""How many rows are chosen for which reason. Rows at random fill what the others leave."""
+"""The most rows that are chosen for each reason. Random rows fill the rest."""
 _AT_RANDOM = 40  # at least
 
 

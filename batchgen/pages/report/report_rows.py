@@ -1,4 +1,5 @@
-"""The rows of a job for a report: in one pass, and some of them whole."""
+"""Reads the rows of a job for a report: all of them in one pass, and some with all their
+columns."""
 
 from __future__ import annotations
 

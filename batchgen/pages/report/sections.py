@@ -1,4 +1,4 @@
-"""What a report says, section by section, as the template shows it."""
+"""Writes the sections of a report, in the form that its template shows."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def sections(
 
 
 def _row_steps(job: JobSummary) -> Section:
-    """What became of the rows of the data set before prompts were made."""
+    """The effect of the row steps on the rows of the data set."""
     section, facts = Section("rows", "Steps of rows"), job.row_facts
     if facts is not None:
         section.notes.append(f"{facts.funnel}.")
@@ -227,7 +227,7 @@ def _until(report: Collected) -> Section:
 
 
 def _classes(report: Collected) -> Section:
-    """What a classifier or reward model made of the rows."""
+    """The scores that a classifier or reward model gave to the rows."""
     section, classes = Section("classes", "Class scores"), report.classes
     if not classes.rows:
         return section
@@ -308,7 +308,7 @@ def _steps(job: JobSummary, facts: TokenFacts) -> Section:
 
 
 def _some(facts: TokenFacts) -> str:
-    """What a note says where only some rows were read."""
+    """The note on sections for which only some rows were read."""
     return "" if facts.all_rows else f" Of the first {facts.rows:,} answers."
 
 

@@ -1,4 +1,5 @@
-"""The steps of a pipeline as a graph: a box for each step and set, a line from what it reads."""
+"""Draws the steps of a pipeline as a graph: a box for each step and export, lines to what it
+reads."""
 
 from __future__ import annotations
 

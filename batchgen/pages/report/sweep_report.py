@@ -1,4 +1,5 @@
-"""The page about a sweep: the table of its arms, and pictures of scores against what varies."""
+"""Writes the page about a sweep: the table of its arms, and charts of scores against what
+varies."""
 
 from __future__ import annotations
 

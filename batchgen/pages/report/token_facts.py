@@ -1,4 +1,4 @@
-"""What columns with a value per token add up to: tokens per step, held drafts, experts' load."""
+"""Sums up columns with a value per token: tokens per step, accepted drafts, the load of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `status` says of the folder of a pipeline."""
+"""The output of `batchgen status` for the folder of a pipeline."""
 
 from __future__ import annotations
 

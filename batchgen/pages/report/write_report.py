@@ -1,4 +1,4 @@
-"""Makes `report.html`: what a job did, in one file without scripts that reads nothing else."""
+"""Writes `report.html`: one file about a job, without scripts or references to other files."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def style_sheets() -> str:
 
 
 def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str, Any]:
-    """Which job it is, what to be careful about, and how it was configured."""
+    """The values of the page's head: the job, warnings, and its configuration."""
     manifest = reader.manifest
     file = reader.path / "config.yaml"
     text = visible(file.read_text(encoding="utf-8")) if file.is_file() else ""
@@ -171,7 +171,7 @@ def _about(reader: JobFolderReader, job: JobSummary, data: JobData) -> dict[str,
 
 
 def _dataset(dataset: Mapping[str, Any]) -> str:
-    """What people call a data set, with its configuration and split."""
+    """A data set's name for people, with its configuration and split."""
     path = ", ".join(map(short_name, dataset_name(dataset).split(", ")))
     parts = [path, dataset.get("name"), dataset.get("split")]
     return " ".join(str(part) for part in parts if part)
@@ -198,7 +198,7 @@ def _strategy(job: JobSummary) -> str:
 
 
 def _warnings(job: JobSummary, data: JobData) -> list[str]:
-    """What a reader must know before trusting a number."""
+    """Warnings that a reader needs before trusting a number."""
     warnings = []
     if job.status != "complete":
         warnings.append(

@@ -1,4 +1,4 @@
-"""What a classifier or reward model made of the rows of a job, class by class."""
+"""Counts the scores that a classifier or reward model gave to rows, class by class."""
 
 from __future__ import annotations
 

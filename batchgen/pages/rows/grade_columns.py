@@ -1,4 +1,4 @@
-"""What the grades of a job say of some of its rows."""
+"""Reads the grades of some rows of a job, while it may still be running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchgen.storage.shards.row_order import KEYS, row_keys
 from batchgen.storage.shards.shard_files import shard_path
 
 PREFIX = "grades/"
-"""Stands before the names of columns of the grades, because the data may have such names, too."""
+"""The prefix of the names of grade columns, because the data may have columns of the same names."""
 MARK, ANSWER, ANSWER_KEY, GRADE_ERROR = (
     PREFIX + name for name in ("mark", "answer", "answer_key", "grade_error")
 )

@@ -1,4 +1,4 @@
-"""The rows of a job's folder with their grades, by their place, however many there are."""
+"""Random access to the rows of a job and their grades by row index, with constant memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _FAR = 4 * BATCH
 
 @dataclass(frozen=True)
 class ShardListing:
-    """Which shards have finished rows, and their columns, as the times of folders stamp it."""
+    """The shards that have finished rows, and their columns; `stamps` are the folders' times, by
+    which a change is noticed."""
 
     stamps: tuple[int, ...]
     shards: list[int]  # ascending

@@ -1,4 +1,4 @@
-"""Rows of a job on the terminal: as lines for people, or as JSON lines."""
+"""Prints rows of a job on the terminal, as lines for people or as JSON lines: `batchgen show`."""
 
 from __future__ import annotations
 

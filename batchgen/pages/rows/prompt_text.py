@@ -1,4 +1,4 @@
-"""What a row was asked, as far as the job's folder says it."""
+"""Reconstructs the prompt of a row from what the job's folder has stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is known of one row. `row_page` renders it as HTML, `printed_rows` as text."""
+"""The facts about one row that pages and the terminal show.
+
+`row_page` renders them as HTML, `printed_rows` as text.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeLabel:
-    """How a row fared, in a word for people and a class for style sheets."""
+    """The outcome of a row: a word for people and a class for style sheets."""
 
     name: str
     kind: str
@@ -90,7 +93,7 @@ class RowFacts:
 
     @property
     def number(self) -> int:
-        """Which sample of its row it is."""
+        """The index of the sample among those of its row."""
         number: int = self.row["sample_index"]
         return number
 
@@ -110,7 +113,8 @@ class RowFacts:
 
     @property
     def verdict(self) -> OutcomeLabel:
-        """How the row fared: its finish reason, of the kind `none`, where nothing marks it."""
+        """The outcome of the row: its mark, or its finish reason with the kind `none` if it has no
+        mark."""
         if self.row["error"] is not None:
             return OutcomeLabel(self.row["error"]["type"], "bad")
         if (error := self.grade("grade_error")) is not None:
@@ -152,7 +156,8 @@ class RowFacts:
         return at + len(_END_OF_REASONING)
 
     def gist(self, text_column: str) -> str:
-        """What the row came to: its error, its answer beside the right one, or its text."""
+        """The result of the row in a line: its error, its answer next to the right one, or its
+        text."""
         if self.row["error"] is not None:
             return beginning(self.row["error"]["message"], _GIST)
         answer, target = self.grade("answer"), self.grade("graded_against")
@@ -164,7 +169,7 @@ class RowFacts:
 
     @property
     def heading(self) -> str:
-        """Which row it is, how it ended, and what it cost, in a line."""
+        """The row's id, how it ended, and its cost, in a line."""
         facts = [row_name(self.row_id, self.number), self.finish_reason]
         if self.tokens or self.finish_reason != "error":
             facts.append(f"{self.tokens:,} tokens")

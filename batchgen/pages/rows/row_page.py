@@ -1,4 +1,5 @@
-"""One row of a job as HTML: prompt, answer, marks, counts, tokens. Reports and `view` show it."""
+"""Renders one row of a job as HTML: prompt, answer, marks, counts, tokens; for reports and
+`view`."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ class RowPage:
         return htmls
 
     def prompt(self, facts: RowFacts) -> list[Part]:
-        """What the row was asked."""
+        """The prompt of the row."""
         return self._prompt.parts(self.columns.read(facts.row))
 
     def prompt_html(self, facts: RowFacts, *, key: str) -> Markup:
@@ -124,7 +125,7 @@ class RowPage:
         return shown_images(value, {} if limits.tokens == 0 else self._thumbnails)
 
     def _beside(self, facts: RowFacts, limits: PageLimits) -> dict[str, Any]:
-        """What stands beside prompt and answer, as the template shows it."""
+        """The columns besides prompt and answer, as the template shows them."""
         row, short = facts.row, partial(shortened, limit=limits.fact)
         columns = {
             "grades": _grades(facts),
@@ -145,7 +146,7 @@ class RowPage:
         }
 
     def _facts(self, facts: RowFacts) -> list[tuple[str, str]]:
-        """What is known of the row in a word each."""
+        """Short facts about the row, a word each."""
         row, pairs = facts.row, [("finish_reason", facts.finish_reason)]
         if row["stop"] is not None:
             pairs.append(("stop", plain_text(row["stop"])))

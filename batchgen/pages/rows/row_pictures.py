@@ -1,4 +1,4 @@
-"""The images of a row, as far as the job's folder knows them."""
+"""Prepares the images of a row for pages, from the thumbnails in the job's folder."""
 
 from __future__ import annotations
 

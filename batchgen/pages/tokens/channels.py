@@ -1,4 +1,4 @@
-"""What a row of Harmony says in which channel: reasoning, answer, calls of tools."""
+"""Splits an answer in the Harmony format (gpt-oss) into channels: reasoning, answer, tool calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchgen.storage.shards.output_schema import SplitOutput
 ANALYSIS, COMMENTARY = "analysis", "commentary"
 _CHANNELS = (ANALYSIS, COMMENTARY, FINAL)
 HEADER = "header"
-"""What a row ended in that was cut before a message began."""
+"""The channel of a row that was cut before a message began."""
 _PARAGRAPHS = "\n\n"
 _ROLE = re.compile(r"\s*(assistant|user|system|developer|tool|functions\.\S+)?\s*")
 _TO = re.compile(r"\s*to=(\S+)\s*")
@@ -141,7 +141,7 @@ class _Part(NamedTuple):
 
 
 class HarmonyChannels:
-    """Tells what a row says in which channel, by the ids of its tokens.
+    """Splits the text of a row by channel, from the ids of its tokens.
 
     Attributes:
         fields: the columns that it makes besides the text.

@@ -1,4 +1,4 @@
-"""The text of a job's tokens, from the tokenizer of its model, if that is on this machine."""
+"""Decodes the tokens of a finished job with its model's tokenizer, if that is on this machine."""
 
 from __future__ import annotations
 

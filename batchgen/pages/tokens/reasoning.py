@@ -1,4 +1,4 @@
-"""A reasoning model's thoughts, separated from its answer by a marker in its tokens."""
+"""Separates a reasoning model's thoughts from its answer, at a marker in its tokens."""
 
 from __future__ import annotations
 

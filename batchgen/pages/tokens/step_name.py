@@ -1,4 +1,4 @@
-"""What a step of a job's decoding paradigm is called."""
+"""Looks up the name of a decoding step for pages, such as "denoise step"."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The tokens of a row as HTML: each is a span whose classes and title say what is known about it.
+"""Renders the tokens of a row as HTML spans, whose classes and titles hold the facts about each
+token.
 
-Radio inputs and `row.css` choose which fact colours the tokens: without scripts and `style`, so
-that any Content-Security-Policy allows it.
+Radio inputs and `row.css` choose which fact colours the tokens, without scripts or `style`
+attributes, so that any Content-Security-Policy allows it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known about the tokens of one row, and the ways to colour them."""
+"""The facts about the tokens of one row, and the ways to colour tokens by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page of a row shows of each job, and what of both together."""
+"""Prepares the page of one row in `batchgen view`, for one job or two jobs side by side."""
 
 from __future__ import annotations
 

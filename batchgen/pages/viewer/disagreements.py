@@ -1,4 +1,4 @@
-"""The rows that two jobs answer differently well."""
+"""Finds the rows that two jobs answer differently well, for the viewer's comparison page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all sites of `batchgen view` answer: pages of templates, their style sheets, and errors."""
+"""Helpers of the viewer's sites: pages from templates, style sheets, errors, and query values."""
 
 from __future__ import annotations
 

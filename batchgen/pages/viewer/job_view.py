@@ -1,4 +1,4 @@
-"""What the pages show of one job."""
+"""One job as the viewer shows it: its rows, configuration, scores, and what is missing."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class JobView:
         return samples
 
     def page(self, *, tokens: bool) -> RowPage:
-        """What makes the HTML of the rows; with `tokens`, their texts are known to it."""
+        """The renderer of the rows; with `tokens`, it can show the texts of tokens."""
         schema = self.rows.row_schema
         assert schema is not None
         thumbnails = read_thumbnails(self.path) if PROMPT_IMAGES in schema.names else None
@@ -141,7 +141,7 @@ class JobView:
             return self._decode[0]
 
     def missing(self) -> list[str]:
-        """What the job lacks that pages could show, a sentence each."""
+        """Sentences about what the job lacks that pages could show."""
         schema = self.rows.row_schema
         if schema is None:
             return ["No row is finished yet. Rows appear here as they finish."]

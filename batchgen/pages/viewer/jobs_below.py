@@ -1,7 +1,7 @@
-"""The jobs that lie below a folder, and what a list says of each.
+"""Finds the jobs below a folder, with the facts that the viewer's list shows.
 
 The folder may come from a stranger: links are not followed, and depth, the sizes of files and the
-numbers of jobs and of entries have bounds.
+numbers of jobs and of entries are limited.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The leaderboard of `batchgen view FOLDER`: for each exam a table of its arms, the best first."""
+"""The leaderboard of `batchgen view FOLDER`: a table of arms for each exam, the best first.
+
+An *arm* is a job, or jobs that differ only in their seed; an *exam* is the questions with the way
+in which they were asked and marked.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.shorten import beginning
 
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What the files of a stranger can raise where they are not those of a job."""
+"""The errors that damaged or foreign files can raise."""
 _SHOWN_PROMPT = 120  # characters
 
 
@@ -47,7 +51,7 @@ class Board:
 
     @property
     def remarks(self) -> list[str]:
-        """What must be known to read the table."""
+        """The remarks that are needed to read the table."""
         assert self.table is not None
         return table_remarks(self.table)
 
@@ -106,7 +110,7 @@ def _prompt(job: JobBelow) -> str:
 
 
 def _exam(job: JobBelow) -> str:
-    """What jobs of one exam have in common: data set, prompts, and what is scored."""
+    """The key of an exam: the data set, the prompts, and the scored column."""
     try:
         reader = JobFolderReader(job.path)
         prints, config = reader.manifest.get("fingerprints", {}), reader.config

@@ -1,4 +1,4 @@
-"""Which jobs the list shows, in which order and in which groups."""
+"""Filters, sorts and groups the jobs of the viewer's list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page of a list of rows: those that a filter lists, in some order, in one job or in two."""
+"""Prepares a page of the viewer's list of rows: filtered and sorted, for one job or two."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Line:
 
     @property
     def target(self) -> str | None:
-        """What the answers were compared with."""
+        """The target with which the answers were compared."""
         targets = (s.grade("graded_against") for samples in self.jobs for s in samples)
         return next((str(target) for target in targets if target is not None), None)
 
@@ -100,7 +100,7 @@ def _same_rows(job: JobView, ids: Mapping[int, str]) -> dict[int, list[RowFacts]
 
 
 def _columns(job: JobView) -> list[str]:
-    """What a list shows of a sample."""
+    """The columns of a sample that a list shows."""
     schema = job.rows.schema
     names = [] if schema is None else schema.names
     graded = [PREFIX + name for name in _GRADES_SHOWN]

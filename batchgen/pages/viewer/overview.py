@@ -1,4 +1,4 @@
-"""What the first page says of a job, without reading its rows."""
+"""Prepares the viewer's first page about a job, without reading its rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Overview:
 
 
 def overview(job: JobView) -> Overview:
-    """What is known of a job."""
+    """The facts about a job on its first page."""
     known = JobSummary.of(job.metrics, job.config, questions=job.num_rows)
     return Overview(
         job,

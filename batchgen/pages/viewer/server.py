@@ -1,6 +1,6 @@
 """The server of `batchgen view`: GET alone, for this machine alone.
 
-It shows what models and strangers' data sets wrote, beside a browser that has other pages open. So:
+It shows texts of models and of strangers' data sets in a browser that has other pages open. So:
 
 - It listens on 127.0.0.1. Pages from elsewhere could reach it by a name that points to 127.0.0.1
   (DNS rebinding), which the Host header gives away, or load a page as a script or a picture, which
@@ -49,7 +49,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Response:
-    """What is answered."""
+    """The answer to a request."""
 
     body: bytes
     kind: str = "text/html; charset=utf-8"

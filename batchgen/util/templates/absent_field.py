@@ -1,4 +1,5 @@
-"""What a template sees of a row: all its columns, and null for a field that an object lacks."""
+"""The values that a template sees for a row: all its columns, and null for a field that is
+missing."""
 
 from __future__ import annotations
 

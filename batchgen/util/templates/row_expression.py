@@ -1,4 +1,4 @@
-"""Expressions that users write over the columns of a row: `mark == 1 and text|length > 200`."""
+"""Expressions of users over the columns of a row, such as `mark == 1 and text|length > 200`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from batchgen.util.templates.absent_field import WholeRow, is_null
 from batchgen.util.templates.template_sandbox import RENDER_ERRORS, row_environment
 
 OWN_NAMES = ("row_id", "row_index", "row")
-"""What an expression can read beside columns: the row's id, its place, and all columns at once."""
+"""The variables of an expression besides columns: the row's id, its index, and all columns at
+once."""
 _RESULT = "_result"
 
 
@@ -62,7 +63,7 @@ class RowExpression:
         return self._read.get(name, frozenset())
 
     def value(self, fields: Mapping[str, Any], row_id: str = "", row_index: int = 0) -> Any:
-        """What the expression is in a row, or ExpressionFailed."""
+        """The value of the expression in a row. Raises ExpressionFailed if it has none."""
         values: dict[str, Any] = dict(self._globals)
         for name in self._variables:
             if name in fields:
@@ -80,7 +81,8 @@ class RowExpression:
             raise self._failed(error, fields) from None
 
     def is_true(self, fields: Mapping[str, Any], row_id: str = "", row_index: int = 0) -> bool:
-        """Whether the value in a row is true as Python sees it; or ExpressionFailed."""
+        """Whether the value in a row is true in Python's sense. Raises ExpressionFailed if it has
+        none."""
         return bool(self.value(fields, row_id, row_index))
 
     def _columns(self, columns: Collection[str]) -> tuple[str, ...]:

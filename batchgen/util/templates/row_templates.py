@@ -1,4 +1,4 @@
-"""Jinja templates that users write and that are filled with the columns of a row."""
+"""Jinja templates of users that are filled with the columns of a row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What one render of a template may cost: characters that it makes, and seconds of the CPU.
+"""Limits on rendering a template, which a stranger may have written: characters made, and CPU
+seconds.
 
-Whatever makes something larger than what it is given says here how large that can get, before it
-makes it, because nothing can interrupt Python while it makes one value.
+Nothing can interrupt Python while it computes one value. So every operation that can make a larger
+value reports the size here before it makes it.
 """
 
 from __future__ import annotations

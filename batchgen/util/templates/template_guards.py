@@ -1,5 +1,5 @@
-"""Guards in the syntax tree of a template: filters that count rounds of loops, what is printed, and
-what is compared or hashed."""
+"""Guards in the syntax tree of a template: filters that count loops, prints, comparisons and
+hashes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The environment of templates that others may have written.
+"""The sandbox in which templates that others may have written are rendered.
 
-It is Jinja's sandbox, which keeps templates from Python's internals, with the bounds of `bounds`.
-Jinja lets calls, filters and some operators be intercepted. The rest is guarded in the syntax tree
-before it is compiled (`template_guards`).
+It is Jinja's sandbox, which keeps templates from Python's internals, with the limits of
+`template_bounds`. Jinja lets calls, filters and some operators be intercepted. The rest is guarded
+in the syntax tree before it is compiled (`template_guards`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which columns of the data set a prompt is made of, found without the libraries that make it."""
+"""Finds the columns of the data set that a prompt uses, without loading the libraries for
+prompts."""
 
 from __future__ import annotations
 

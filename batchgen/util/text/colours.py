@@ -1,4 +1,4 @@
-"""A little colour for the tables that a terminal shows."""
+"""Colours for the tables that a terminal shows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""YAML of users and strangers: plain values, read within bounds.
+"""Reads YAML of users and strangers: plain values only, with limits.
 
-Every file of YAML that is not batchgen's own goes through here, so that none takes long, runs code,
-or is without end: an alias counts as often as it stands for its value, and no value holds itself.
+Every YAML file that is not batchgen's own goes through here, so that none takes long, runs code, or
+is endless. An alias counts as often as it is used, and no value contains itself.
 """
 
 from __future__ import annotations

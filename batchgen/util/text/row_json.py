@@ -1,4 +1,4 @@
-"""Rows of a job as JSON, one row in a line."""
+"""Writes rows of a job as JSON, and restores values of the data set from their Arrow form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats in which rows are written as text: JSON lines, CSV, plain text."""
+"""Writes rows as text: JSON lines, CSV, or plain text."""
 
 from __future__ import annotations
 

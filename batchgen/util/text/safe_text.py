@@ -1,7 +1,7 @@
-"""Text of models and data sets in HTML: escaped, and without characters that one does not see.
+"""Puts texts of models and data sets into HTML safely: escaped, with hidden characters shown.
 
-All text in a page comes from somewhere else, and may be made to deceive. So the templates escape
-every value, and name hidden characters: controls, marks of writing direction, what has no width.
+Any text in a page may be made to deceive. So templates escape every value, and show hidden
+characters as codes: controls, marks of writing direction, and characters without width.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def shortened(text: str, limit: int | None, spans: Sequence[Span] = ()) -> Marku
 
 
 def kept(length: int, limit: int | None, spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """The ranges of a text that are shown, in order and apart from each other."""
+    """The ranges of a text that are shown, in order and without overlaps."""
     if limit is None or length <= limit:
         return [(0, length)]
     edge, around = limit * 2 // 5, limit // 10

@@ -1,4 +1,4 @@
-"""What the command prints to a terminal, which obeys some characters of a text."""
+"""Makes what the command prints safe for a terminal, which obeys some characters of a text."""
 
 from __future__ import annotations
 

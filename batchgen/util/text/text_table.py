@@ -1,4 +1,4 @@
-"""Tables and scores as lines for people, and the pieces that such lines share."""
+"""Formats tables and scores as lines for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.util.shorten import both_ends
 
 Line = tuple[str, str]
 COUNT_AS = {"wrong": "counted as wrong", "left_out": "left out"}
-"""What is said of texts that were cut, by the value of `score.cut_texts`."""
+"""The words for truncated texts, by the value of `score.cut_texts`."""
 _NAME = 32
 """Characters of a subset's name, so that its line fits into 80 columns."""
 _UNKNOWN = "unknown (all samples of a question agree)"
@@ -68,7 +68,8 @@ def percent_text(share: float | None) -> str:
 
 
 def score_value(scores: Mapping[str, Any]) -> Callable[[float | None], str]:
-    """What writes a value of these scores: marks in percent, numbers of other columns as such."""
+    """The function that formats a value of these scores: marks in percent, other numbers
+    unchanged."""
     return number_text if "column" in scores else percent_text
 
 

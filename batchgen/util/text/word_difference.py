@@ -1,4 +1,4 @@
-"""How two texts differ, word by word, as HTML that can be read without colours."""
+"""Shows how two texts differ, word by word, as HTML that is readable without colours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_CHARACTERS = 200_000
 """Characters of each text that are looked at."""
 _WORD = re.compile(r"\s*(?:\w+|[^\w\s])")
 _AROUND = 40
-"""Words that are shown before and behind a difference; what both have more is left out."""
+"""The words that are shown before and after a difference; further common words are left out."""
 _LEAST_SHARED = 2
 """Fewer shared words between two differences are a part of them."""
 _ONLY_A = Markup('<del title="only in A">{}</del>')

@@ -1,4 +1,5 @@
-"""JSON Schemas of arrays and objects, rewritten for xgrammar (see `lower_schema.py`)."""
+"""Rewrites JSON Schemas of arrays and objects, so that xgrammar enforces them. `lower_schema.py`
+calls this for each part of a schema that may be an array or an object."""
 
 import math
 import re

@@ -1,4 +1,9 @@
-"""Several JSON Schemas that must all hold, as one; and whether two schemas can hold at once."""
+"""Merges JSON Schemas that must all hold (`allOf`) into one, and finds out whether two schemas can
+hold at once (`oneOf`).
+
+xgrammar has neither keyword in full. So `lower_schema.py` writes one schema that says the same, or
+refuses the schema with the reason.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import combinations

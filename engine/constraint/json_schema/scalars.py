@@ -1,4 +1,5 @@
-"""JSON Schemas of strings and numbers, and listed values, rewritten (see `lower_schema.py`)."""
+"""Rewrites JSON Schemas of strings, numbers and listed values, so that xgrammar enforces them.
+`lower_schema.py` calls this for each such part of a schema."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,5 @@
-"""The validator of a JSON Schema, from the library `jsonschema`."""
+"""Makes the validator of a JSON Schema, by the library `jsonschema`: it says whether a value that
+exists is valid."""
 
 from __future__ import annotations
 

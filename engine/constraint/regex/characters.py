@@ -1,4 +1,5 @@
-"""Sets of characters as ranges of code points, and the sets that patterns and JSON name."""
+"""Sets of characters as ranges of code points, and the sets that patterns and JSON have names for,
+such as digits and the characters that a JSON string must escape."""
 
 Ranges = list[tuple[int, int]]
 """A set of characters: inclusive ranges of code points, sorted and disjoint."""

@@ -1,4 +1,5 @@
-"""How checkpoints hold the experts of a mixture, and which slots their tensors fill."""
+"""How checkpoints hold the experts of a mixture, and which slots their tensors fill. A slot is the
+part of a parameter that one tensor of a checkpoint fills (`layers/weight_slot.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An MLP and experts that read the same residual stream: a feed-forward part of both."""
+"""A feed-forward part of an MLP and experts, which read the same residual stream, the sum that all
+layers add to (Gemma 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How checkpoints hold experts in MXFP4, and which slots their tensors fill."""
+"""How checkpoints hold experts in MXFP4, and which slots their tensors fill. A slot is the part of
+a parameter that one tensor of a checkpoint fills (`layers/weight_slot.py`)."""
 
 from __future__ import annotations
 

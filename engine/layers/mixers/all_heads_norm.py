@@ -1,4 +1,5 @@
-"""Norms of a token's queries, or keys, that have weights for all of its heads."""
+"""Norms of a token's queries, or keys, whose weights differ between heads. `Attention` uses them
+for models that need more than one norm weight for all heads alike."""
 
 from __future__ import annotations
 

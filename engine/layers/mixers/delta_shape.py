@@ -1,4 +1,6 @@
-"""The shape of a gated delta network, and what follows from it: projections and state."""
+"""The sizes of a gated delta network, and what follows from them: its projections and the state
+that it keeps of each row. Configurations of hybrid models make a `DeltaShape`, and the layer
+`GatedDeltaNet` is built from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The weight that expands latents to keys and values, for latent attention."""
+"""The weight that expands latents to keys and values, for latent attention.
+
+A *latent* is the short vector that such a layer caches of each token, in place of keys and values
+of all heads (`mla.py`).
+"""
 
 from __future__ import annotations
 

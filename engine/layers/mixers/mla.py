@@ -1,4 +1,8 @@
-"""Multi-head latent attention over the paged cache."""
+"""Multi-head latent attention (MLA) over the paged cache, as in DeepSeek's models.
+
+The cache holds one short vector for each token, its *latent*, from which the keys and values of all
+heads are computed (`kernels/mla`).
+"""
 
 from __future__ import annotations
 

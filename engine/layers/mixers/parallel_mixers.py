@@ -1,4 +1,5 @@
-"""Two parts of one layer that read the same, side by side."""
+"""Two parts of one layer that read the same input, and whose results are added: attention beside
+Mamba2 (Falcon H1), or attention beside an MLP (Cohere)."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from batchgen.engine.parallel.tensor_parallel import Stream, summed
 class ParallelMixers(nn.Module):
     """Attention and Mamba2 of the same hidden states: residual + Σ factor · mixer(hidden).
 
-    Each finds its cache under an index of its own; `cache_spec` is attention's. `factors` are of
-    attention and of Mamba2.
+    Each finds its cache under an index of its own; `cache_spec` is that of attention. `factors` has
+    a pair: the factor of attention and that of Mamba2.
     """
 
     def __init__(self, attention: Mixer, mamba: Mamba2, *, factors: tuple[float, float]) -> None:

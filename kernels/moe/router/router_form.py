@@ -1,4 +1,5 @@
-"""What differs between the routers of models with experts."""
+"""How the routers of different models compute scores and weights, as settings of one function,
+`routing.route`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weights."""
+"""Routing: which experts each token goes to, and with what weights, from the logits of a router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""As many as are nearly independent of each other."""
+"""The unmasking rule `entropy_bound`: a step unmasks as many positions as are nearly independent of
+each other, those of the lowest entropy first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""All that are likely enough, and better tokens instead of those that are known."""
+"""The unmasking rule `joint_threshold`: a step unmasks all positions whose tokens are likely
+enough, and also replaces tokens of the block for which it has found better ones."""
 
 from __future__ import annotations
 

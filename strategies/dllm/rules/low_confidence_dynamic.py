@@ -1,4 +1,5 @@
-"""All that are likely enough, and a few at least."""
+"""The unmasking rule `low_confidence_dynamic`: a step unmasks all positions whose tokens are likely
+enough, and a few positions in any case."""
 
 from __future__ import annotations
 

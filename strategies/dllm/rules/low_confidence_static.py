@@ -1,4 +1,5 @@
-"""The likeliest first, in a number of steps that is known."""
+"""The unmasking rule `low_confidence_static`: a step unmasks the positions with the likeliest
+tokens, as many as it takes to finish a block in a fixed number of steps."""
 
 from __future__ import annotations
 

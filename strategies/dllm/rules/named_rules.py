@@ -1,4 +1,5 @@
-"""The unmasking rules by name, and a rule made of the options of `strategy`."""
+"""Makes an unmasking rule from its name and the options of `strategy`, or from those that a row of
+the input brings along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What an unmasking rule is: the options of one kind, and the numbers that they mean for a row."""
+"""What an unmasking rule is: its options, and the numbers that they mean for a row.
+
+A denoise step of block diffusion draws a token at every masked position of a block, and the row's
+rule decides which of them are kept (unmasked). Each rule has a file of its own in this folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""From left to right, in a number of steps that is known."""
+"""The unmasking rule `sequential`: positions are unmasked from left to right, a block in a fixed
+number of steps."""
 
 from __future__ import annotations
 

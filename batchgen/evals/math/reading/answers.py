@@ -1,4 +1,4 @@
-"""The grammar of answers: lists, relations, sets, quantities, and expressions in them."""
+"""A parser for answers: lists, relations, sets, quantities, and the expressions in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A place in the tokens of an answer, and how deep expressions are nested there."""
+"""The position of a parser in the tokens of an answer, with a limit on nesting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar of expressions: sums, products, powers, functions, brackets."""
+"""A parser for mathematical expressions: sums, products, powers, functions, brackets."""
 
 from __future__ import annotations
 

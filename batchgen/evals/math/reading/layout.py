@@ -1,4 +1,5 @@
-r"""An answer's text without what only lays it out: `\left`, thin spaces, dollar signs, a dot."""
+r"""Removes from an answer's text what only affects the layout: `\left`, thin spaces, dollar
+signs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mathematical answer is made of, once it is read."""
+"""The nodes of a parsed mathematical answer."""
 
 from __future__ import annotations
 

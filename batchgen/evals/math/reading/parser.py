@@ -1,4 +1,4 @@
-"""Reads what an answer says."""
+"""Parses an answer's text into nodes; the entry point of this package."""
 
 from __future__ import annotations
 

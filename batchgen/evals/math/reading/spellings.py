@@ -1,4 +1,4 @@
-"""Spellings of one thing in LaTeX that are rewritten to the usual one."""
+"""Rewrites variant LaTeX spellings to the usual one."""
 
 from __future__ import annotations
 

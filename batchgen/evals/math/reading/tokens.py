@@ -1,4 +1,4 @@
-"""The tokens of an answer: numbers, letters, words, commands and signs."""
+"""Splits an answer's text into tokens: numbers, letters, words, commands and signs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The units of measure and money that may stand behind a number, each under one short name."""
+"""Units of measure and of money: their spellings, and their sizes in base units."""
 
 from __future__ import annotations
 

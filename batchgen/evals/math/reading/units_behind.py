@@ -1,4 +1,4 @@
-"""The unit of measure, or what is counted, behind a value."""
+"""Parses what follows a number: its unit of measure, or the things that it counts."""
 
 from __future__ import annotations
 

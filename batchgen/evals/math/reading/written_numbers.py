@@ -1,4 +1,4 @@
-"""Numbers as they are written: decimals, mixed numbers, repeating decimals, other bases."""
+"""Parses numbers as they are written: decimals, mixed numbers, repeating decimals, other bases."""
 
 from __future__ import annotations
 

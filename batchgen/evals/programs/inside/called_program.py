@@ -1,4 +1,5 @@
-"""Loads /program.py, and does what the code that tests it asks for over standard input and output.
+"""Runs in the sandbox: loads /program.py, and answers the calls of the testing code
+(`testing_code.py`) over standard input and output.
 
 The program sees neither: for it, both are /dev/null. Each request is answered by ["ok", value] or
 ["raised", names of the exception's classes, its text].

@@ -1,4 +1,4 @@
-"""How values go between a program and the code that tests it, which lie in two sandboxes.
+"""Encodes the values that a program and its testing code exchange between two sandboxes.
 
 A value is JSON: null, true, a number without a point and a text are themselves, all others a list
 of a letter and its parts. Nothing that a frame holds is ever run. What has no such form stays where

@@ -1,4 +1,4 @@
-"""Says of the interpreter that runs it what a sandbox needs of it, as JSON.
+"""Prints the files of the interpreter that runs it, which a sandbox needs, as JSON.
 
     python -I describe.py DISTRIBUTION…
 

@@ -1,4 +1,5 @@
-"""What every process of a sandbox does first. It imports nothing of batchgen."""
+"""Sets the limits of a process in the sandbox, before anything else runs. It imports nothing of
+batchgen."""
 
 from __future__ import annotations
 

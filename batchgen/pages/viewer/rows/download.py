@@ -1,4 +1,4 @@
-"""The rows that a filter lists, as a file that is made while it is sent."""
+"""Streams the rows that a filter lists as a file, for the viewer's downloads."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class JobDownload:
 
 
 class _Sink(io.RawIOBase):
-    """A file that cannot be sought; its content is taken out as it is written."""
+    """A write-only file whose content is taken out as it is written."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         self._buffer, self._written = buffer, 0
@@ -119,7 +119,7 @@ class _Sink(io.RawIOBase):
 
 
 def _taken(file: Any) -> Any:
-    """What was written to a buffer; it is empty then."""
+    """Take the content of a buffer, which is empty then."""
     content = file.getvalue()
     file.seek(0)
     file.truncate()

@@ -1,4 +1,4 @@
-"""Which rows a list shows."""
+"""The filters of the viewer's list of rows: from the keys of a URL to conditions on samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """What samples must have in common to be listed; empty values allow anything."""
+    """The conditions under which a sample is listed; empty values allow anything."""
 
     text: str = ""  # that `column` contains, in upper or lower case
     column: str = ""  # of texts; empty for the generated text

@@ -1,4 +1,5 @@
-"""Lists in orders of their own: the longest answers, the least likely, the most disputed first."""
+"""Sorted lists of rows in the viewer: the longest answers, the least likely, the most disputed
+first."""
 
 from __future__ import annotations
 
@@ -140,7 +141,7 @@ class Ranking:
         self.entries = sorted(self.entries, key=lambda p: (sign * p.value, p.row))[:MOST]
 
     def _values(self, table: pa.Table, begin: npt.NDArray[np.int64]) -> Floats:
-        """[R] What each sample is ordered by; NaN where it has no such value."""
+        """[R] The value by which each sample is ordered; NaN where it has none."""
         column = table[self._order.column].combine_chunks()
         if self._order.column == "logprobs":
             return _means(column)
@@ -201,7 +202,7 @@ class Rankings:
 
 
 def order_text(order: str, value: float) -> str:
-    """What a row is ordered by, in words."""
+    """The value by which a row is ordered, in words."""
     kind = ORDERS[order]
     if kind.value == "tokens":
         return f"{value:,.0f} tokens"

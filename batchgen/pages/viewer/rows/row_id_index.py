@@ -1,4 +1,4 @@
-"""From the id of a row to its place."""
+"""Finds rows by their ids in the viewer, with little memory and bounded time per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the rows that a filter lists, a page at a time and only for so long."""
+"""Finds the rows that a filter lists, a page at a time and with a time limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BEGINNING, _END = 280, 140
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found."""
+    """The result of a search."""
 
     hits: dict[int, list[int]]  # by the index of a row its samples that match, as they were found
     next_row: int | None  # to go on with; None if there are no more rows that way
