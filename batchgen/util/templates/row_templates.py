@@ -106,7 +106,7 @@ class RowTemplate:
             raise RequestError(
                 "missing_field",
                 f"{self.key} prints a value that is null ({', '.join(null) or 'see the row'}): "
-                "write {{ name or '' }} if an empty text is meant",
+                "write {{ name or '' }} to allow that",
             ) from None
 
 

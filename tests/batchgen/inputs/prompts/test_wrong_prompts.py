@@ -118,8 +118,7 @@ WRONG_ROWS: list[tuple[str, PromptConfig, dict[str, Any], str, str]] = [
         text("{{ n }} {{ q }}"),
         {"n": 1, "q": None},
         "missing_field",
-        "prompt.text prints a value that is null (q): write {{ name or '' }} if an empty "
-        "text is meant",
+        "prompt.text prints a value that is null (q): write {{ name or '' }} to allow that",
     ),
     (
         "missing below",
