@@ -61,7 +61,8 @@ class DecoderLayer(nn.Module):
 
     A norm stands before each part, after it, or at both places: `before` normalises what the mixer
     and the feed-forward part read, and `after` what they yield. The stream behind the layer is
-    multiplied by `scalar` [1], which needs norms after the parts. A feed-forward part without a
+    multiplied by `scalar` [1], which needs norms after the parts, and that of tokens on a canvas by
+    `canvas_scalar` [1] instead. A feed-forward part without a
     norm before it reads the stream as it is. `own_input` adds what the layer reads besides the
     stream, before the product with the scalar, and needs such norms, too. `mixer_name` and
     `mlp_name` are the parts' names in checkpoints. A layer may lack one of the parts; the norm
@@ -76,6 +77,7 @@ class DecoderLayer(nn.Module):
         before: tuple[RMSNorm, RMSNorm | None] | None,
         after: tuple[RMSNorm, RMSNorm] | None = None,
         scalar: nn.Parameter | None = None,
+        canvas_scalar: nn.Parameter | None = None,
         own_input: LayerInput | None = None,
         mixer_name: str = "self_attn",
         mlp_name: str = "mlp",
@@ -96,7 +98,9 @@ class DecoderLayer(nn.Module):
         self.mixer_post_norm: RMSNorm | None = after and after[0]
         self.mlp_post_norm: RMSNorm | None = after and after[1]
         assert after is not None or (scalar is None and own_input is None)
+        assert scalar is not None or canvas_scalar is None
         self.own_input, self.layer_scalar = own_input, scalar
+        self.canvas_scalar = canvas_scalar
 
     @property
     def cache_spec(self) -> CacheSpec | None:
@@ -113,7 +117,8 @@ class DecoderLayer(nn.Module):
         """Return the residual stream after this layer, [T, hidden_size], or [R, hidden_size] of
         `outputs`.
 
-        `stream` is the stream before it, which is overwritten; other arguments are as for `Mixer`.
+        `stream` is the residual stream before it, which is overwritten; other arguments are as for
+        `Mixer`.
         """
         if self.mixer is not None:
             stream = self._mixed(self.mixer, stream, cos_sin, ctx, outputs)
@@ -128,7 +133,13 @@ class DecoderLayer(nn.Module):
         whole = residual + yielded
         if self.own_input is not None:
             whole = self.own_input(whole, ctx, outputs)
-        return whole if self.layer_scalar is None else whole.mul_(self.layer_scalar)
+        if self.layer_scalar is None:
+            return whole
+        if self.canvas_scalar is None or not ctx.canvas_tokens:
+            return whole.mul_(self.layer_scalar)
+        whole[: ctx.canvas_tokens].mul_(self.canvas_scalar)
+        whole[ctx.canvas_tokens :].mul_(self.layer_scalar)
+        return whole
 
     def _mixed(
         self,
@@ -138,7 +149,7 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return the stream behind the mixer."""
+        """Return the residual stream behind the mixer."""
         hidden, residual = _normed(self.mixer_norm, stream)
         if (norm := self.mixer_post_norm) is None:
             return mixer(hidden, residual, cos_sin, ctx, outputs)
@@ -152,7 +163,7 @@ _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}
 
 
 def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:
-    """Return what a part of a layer reads, and the stream with pending sums."""
+    """Return what a part of a layer reads, and the residual stream with pending sums."""
     if norm is not None:
         return norm.of_stream(stream)
     whole = summed(stream)

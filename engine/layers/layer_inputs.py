@@ -62,7 +62,7 @@ class LayerInputs(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """The part of a layer that adds its input to the residual stream, which becomes
+    """The part of a layer that adds the layer's input to the residual stream. The stream becomes
     stream + norm(W · (gelu(gate(stream)) · input)).
 
     `layer` says which of `ForwardContext.layer_inputs` the layer reads.

@@ -41,8 +41,11 @@ class Gemma4Config(MoEConfig):
     # For each layer the one whose keys and values it reads: itself, or an earlier one.
     kv_layers: tuple[int, ...]
     wide_mlps: bool  # where a layer reads another one's keys and values, its MLP is twice as wide
-    input_size: int  # of what each layer reads besides the stream (`LayerInputs`); 0: nothing
+    input_size: (
+        int  # of what each layer reads besides the residual stream (`LayerInputs`); 0: nothing
+    )
     pad_id: int  # the id of image tokens there
+    images_see_whole: bool  # in layers with a window tokens of an image see those behind them
 
     def attention_of(self, layer: int) -> KVSpec:
         if self.layer_windows and self.layer_windows[layer] is not None:
@@ -90,6 +93,7 @@ def gemma4_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelC
         wide_mlps=bool(hf.use_double_wide_mlp),
         input_size=_input_size(hf),
         pad_id=hf.pad_token_id or 0,
+        images_see_whole=hf.use_bidirectional_attention == "vision",
         **_experts(hf),
     )
 
@@ -109,7 +113,7 @@ def _kv_layers(hf: PretrainedConfig) -> tuple[int, ...]:
 
 
 def _input_size(hf: PretrainedConfig) -> int:
-    """Return the size of what each layer reads besides the stream, or raise ValueError."""
+    """Return the size of what each layer reads besides the residual stream, or raise ValueError."""
     size: int | None = hf.hidden_size_per_layer_input
     if not size:
         return 0

@@ -22,8 +22,8 @@ class GraniteForCausalLM(DenseForCausalLM):
     """Granite: what each part of a layer yields is multiplied by r (`residual_multiplier`).
 
     The residual stream here is that of transformers divided by r, so that no part needs a product:
-    embeddings are multiplied by `embedding_multiplier` / r, and the norms, which read the stream
-    alone, have an epsilon of `rms_norm_eps` / r².
+    embeddings are multiplied by `embedding_multiplier` / r, and the norms, which read the residual
+    stream alone, have an epsilon of `rms_norm_eps` / r².
     """
 
     hf_class = "GraniteConfig"

@@ -1,4 +1,5 @@
-"""Converts loaded weights to the layout for computing, and tests this CPU's matrix products."""
+"""Converts loaded weights to the layout in which they are computed, and tests whether this CPU's
+matrix products give a row the same bits in any batch. An engine calls this when it starts."""
 
 from __future__ import annotations
 

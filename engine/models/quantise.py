@@ -1,4 +1,5 @@
-"""Turns layers to FP8 or 4 bits before their weights are loaded."""
+"""Turns layers to FP8 or 4 bits before their weights are loaded. A model calls this for each layer
+that it makes, if its checkpoint or the user asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The interface of a model to the runner: it computes logits of tokens, over declared caches."""
+"""The interface of a model to the runner: it computes hidden states and logits of tokens, and
+declares which caches it needs."""
 
 from __future__ import annotations
 
@@ -105,6 +106,10 @@ class TokenModel(nn.Module, ABC):
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's columns of logits (`Logits.own`), in the model's dtype, from states
         [R, hidden_size]."""
+
+    def mean_embeddings(self, logits: Tensor) -> Tensor:
+        """Compute the mean embeddings [R, hidden_size] of tokens with these logits [R, V]."""
+        raise NotImplementedError("only models that denoise canvases read distributions")
 
     def class_scores(self, hidden: Tensor) -> Tensor:
         """Compute the scores [R, C] of a classifier's C classes, in the model's dtype, from states

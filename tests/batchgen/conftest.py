@@ -14,7 +14,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from batchgen.jobs.forecast import devices, work
+from batchgen.jobs.forecast import devices
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,7 +44,7 @@ def work_done_once() -> Iterator[None]:
     with (
         mock.patch.object(hydra, "compose", composed),
         mock.patch.object(OmegaConf, "load", loaded),
-        mock.patch.object(work, "measured_cpu", measured),
+        mock.patch.object(devices, "measured_cpu", measured),
         mock.patch.object(os, "fsync", int),
     ):
         yield

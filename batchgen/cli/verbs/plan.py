@@ -18,15 +18,13 @@ _HELP = """\
 usage: batchgen plan [FILE.yaml] [GROUP=CHOICE …] [KEY=VALUE …] [plan.KEY=VALUE …] [--json]
 
 Estimate what a job would read, need and cost; the arguments are those of the job. This takes
-seconds, loads no weights and writes nothing. The plan lists rows and tokens, rows that will become
-errors and why, two prompts, constraints, memory, disk, and the time as (low, likely, bound) with
-its assumptions. In a pipeline only steps whose rows are known are planned: those whose inputs are
-complete.
+seconds, loads no weights and writes nothing. The plan shows all that --dry-run shows, and memory,
+disk, and the time as (low, likely, bound) with its assumptions; with budget.price_per_hour also the
+price. In a pipeline only steps whose rows are known are planned: those whose inputs are complete.
 
   plan.like=OUT            assume answer lengths and speed of an earlier job; a job that is
                            already in output.dir is used without being named
   plan.device=H100         plan for another device: {devices}
-  plan.price_per_hour=2.5  price of the device, or budget.price_per_hour; adds a price to the plan
   plan.most_bad=0.01       the largest acceptable share of bad rows
 
 Exit codes: 0; 1 if the job would be refused (because of its output folder, memory or disk) or more
@@ -70,7 +68,7 @@ def _plan(arguments: list[str]) -> int:
         from batchgen.jobs.planning.plan_text import plan_text
 
         print(plan_text(plan))
-        print(f"Nothing was run; planned in {plan.seconds:.1f} s.")
+        print(f"Nothing was run; planned in {plan.plan_s:.1f} s.")
     return 1 if plan.errors else 0
 
 

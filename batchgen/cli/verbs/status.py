@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _of_pipeline(out: str, *, as_json: bool) -> int:
     """Say how far each step of a pipeline is, and what its workers do."""
-    from batchgen.pages.report.told_pipeline import status_text, statuses, summary
+    from batchgen.pages.report.pipeline_status import status_text, statuses, summary
 
     if as_json:
         print(json.dumps(summary(out), indent=2, ensure_ascii=False))

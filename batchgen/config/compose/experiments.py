@@ -1,5 +1,9 @@
-"""Drops settings of a ready job (`+experiment=NAME`) that belong to another choice than the
-user's."""
+"""Drops those settings of a ready job (`+experiment=NAME`) that do not fit the user's own choices.
+
+A ready job chooses, for example, a strategy and sets its options. If the user chooses another
+strategy, the ready job's options belong to a strategy that is not in use. They are dropped here,
+with a message, instead of being refused as unknown options.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,17 @@ def choices_with(column: str) -> list[str]:
 def leave_out_others(
     groups: dict[str, Any], experiment: str, chosen: Mapping[str, str], *, own_columns: bool
 ) -> None:
-    """Take from a ready job's keys and columns those of other choices than `chosen` (by group), and
-    say so on stderr. What the user gives is set later, and refused where it does not fit; with
-    `own_columns` he gives `output.columns` himself."""
+    """Drop from a ready job's keys and columns those that belong to other choices than `chosen`,
+    and say so on stderr.
+
+    What the user gives himself is set later, and refused where it does not fit.
+
+    Args:
+        groups: the ready job's settings by group, which are changed in place.
+        experiment: the name of the ready job, for the message.
+        chosen: by group, the choice that is in use.
+        own_columns: whether the user gives `output.columns` himself.
+    """
     left_out = []
     for group in _KINDS:
         choice = chosen.get(group)

@@ -1,4 +1,10 @@
-"""Makes the row index of a job, one stretch of the data set after another."""
+"""Makes the row index of a job, which says for each row of the job from which row of the data set
+it comes.
+
+A job needs one if its row steps (`rows`) drop, split or add rows. The data set is read in
+*stretches*, runs of consecutive rows: if it grows while the job runs, each further stretch adds
+files to the index. `chain.py` runs the steps, and `index_files.py` has the format of the files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,8 @@ _SHOWN_SECONDS = 10.0
 
 @dataclass
 class _Making:
-    """A pass through the rows: what was made and not written yet."""
+    """One pass through the rows of a stretch: what the steps have made and what is not written
+    yet."""
 
     chain: Chain
     running: ChainPass

@@ -1,81 +1,61 @@
-"""Learns from an earlier run how long answers get, and how fast the device really is.
-
-`batchgen plan` passes the result to `forecast` (see `plan.like`).
-"""
+"""Learns from an earlier run how long answers get, and how fast the device really is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from batchgen.jobs.forecast.step_cost import StepCost
 
 Ints = npt.NDArray[np.int64]
 
-_MOST_READ = 200_000
-"""The most rows of an earlier job that are read."""
 _LEAST_SECONDS = 0.2
-"""A shorter run says nothing about the speed."""
-_PLAUSIBLE = 20.0
-"""A run that differs from the estimate by more than this factor was on another device."""
+"""A run that took less says nothing of the speed."""
 _COUNTS = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_rows")
-
-
-@dataclass(frozen=True, slots=True)
-class RunCounts:
-    """The counts of an engine in a run, as in `EngineStats`; `seconds` exclude the loading of
-    weights."""
-
-    seconds: float
-    rows: int
-    generated: int
-    prefill_steps: int
-    prefill_tokens: int
-    decode_steps: int
-    decode_rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Measurements of an earlier run, with the token counts of its prompts and answers.
 
-    `source` names the run, `counts` is None if it was on another device or of another model, and
-    `start_s` are the seconds until its first step.
+    `source` names the run, and `start_s` are the seconds until its first step. `counts` are the
+    steps, tokens and rows of `EngineStats`, the `rows` and tokens `generated` by the run, and its
+    `seconds` without loading; None if it was on another device or of another model.
     """
 
     source: str
     prompts: Ints
     answers: Ints
-    counts: RunCounts | None = None
+    counts: Mapping[str, float] | None = None
     start_s: float | None = None
 
     @property
     def per_forward(self) -> float | None:
         """Tokens that a row got in a decode forward; None if that is not known."""
         counts = self.counts
-        if counts is None or not counts.decode_rows:
+        if counts is None or not counts["decode_rows"]:
             return None
-        return max((counts.generated - counts.rows) / counts.decode_rows, 0.05)
+        return max((counts["generated"] - counts["rows"]) / counts["decode_rows"], 0.05)
 
     def factor(self, cost: StepCost, width: int) -> float | None:
         """How many times longer the run took than `cost` estimates; None if that is not known."""
         counts = self.counts
-        if counts is None or counts.seconds < _LEAST_SECONDS or not counts.decode_steps:
+        if counts is None or counts["seconds"] < _LEAST_SECONDS or not counts["decode_steps"]:
             return None
-        prompt, answer = float(self.prompts.mean()), counts.generated / max(counts.rows, 1)
-        rows = counts.decode_rows / counts.decode_steps
-        modelled = counts.decode_steps * cost.decode(rows, rows * (prompt + answer / 2), width)
-        if counts.prefill_tokens:
-            pairs = counts.prefill_tokens * prompt / 2
-            steps = max(counts.prefill_steps, 1)
-            modelled += cost.prefill(counts.prefill_tokens, counts.rows, pairs, steps)
-        factor = counts.seconds / modelled
-        return factor if 1 / _PLAUSIBLE < factor < _PLAUSIBLE else None
+        prompt, answer = float(self.prompts.mean()), counts["generated"] / max(counts["rows"], 1)
+        rows, read = counts["decode_rows"] / counts["decode_steps"], counts["prefill_tokens"]
+        step = cost.decode(rows, rows * (prompt + answer / 2), width)
+        modelled = counts["decode_steps"] * step
+        if read:
+            steps = max(counts["prefill_steps"], 1)
+            modelled += cost.prefill(read, counts["rows"], read * prompt / 2, steps)
+        return counts["seconds"] / modelled
 
 
 def seen_in(folder: Path, same: Mapping[str, Any], on_gpu: bool, name: str) -> Calibration | None:
@@ -87,29 +67,27 @@ def seen_in(folder: Path, same: Mapping[str, Any], on_gpu: bool, name: str) -> C
     from batchgen.storage.folder.read_job import JobFolderReader
 
     reader = JobFolderReader(folder)
-    prompts: list[int] = []
-    answers: list[int] = []
-    for batch in reader.batches(["num_prompt_tokens", "num_generated_tokens", "finish_reason"]):
-        good = [row for row in batch.to_pylist() if row["finish_reason"] != "error"]
-        prompts += [row["num_prompt_tokens"] for row in good]
-        answers += [row["num_generated_tokens"] for row in good]
-        if len(answers) >= _MOST_READ:
-            break
-    if not answers:
+    good = [
+        batch.filter(pc.not_equal(batch["finish_reason"], "error"))
+        for batch in reader.batches(["finish_reason", "num_prompt_tokens", "num_generated_tokens"])
+    ]
+    if not any(batch.num_rows for batch in good):
         return None
-    counts, start = None, None
+    prompts, answers = (np.concatenate([batch[i].to_numpy() for batch in good]) for i in (1, 2))
+    seen = Calibration(f"the job in {name}", prompts, answers)
     whole = [
         attempt
         for attempt in reader.metrics.get("attempts", [])
-        if attempt["rows"] and all(count in attempt["engine"] for count in _COUNTS)
+        if attempt["rows"]
+        and all(count in attempt["engine"] for count in _COUNTS)
+        and ((attempt.get("memory") or {}).get("total") is not None) == on_gpu
     ]
-    if whole and all(reader.config.get(group) == values for group, values in same.items()):
-        best = max(whole, key=lambda attempt: int(attempt["generated_tokens"]))
-        if ((best.get("memory") or {}).get("total") is not None) == on_gpu:
-            rows = best["rows"] - best["error_rows"]
-            figures = (best["engine"][count] for count in _COUNTS)
-            tokens = best["generated_tokens"] - best.get("tokens_begun", 0)
-            counts = RunCounts(best["generate_s"], rows, tokens, *figures)
-            start = best.get("start_s")
-    lengths = np.array(prompts, np.int64), np.array(answers, np.int64)
-    return Calibration(f"the job in {name}", *lengths, counts, start)
+    if not whole or any(reader.config.get(group) != values for group, values in same.items()):
+        return seen
+    best = max(whole, key=lambda attempt: int(attempt["generated_tokens"]))
+    counts = {name: best["engine"][name] for name in _COUNTS} | {
+        "seconds": best["generate_s"],
+        "rows": best["rows"] - best["error_rows"],
+        "generated": best["generated_tokens"] - best.get("tokens_begun", 0),
+    }
+    return replace(seen, counts=counts, start_s=best.get("start_s"))

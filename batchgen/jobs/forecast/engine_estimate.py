@@ -1,5 +1,4 @@
-"""Builds the engine that a job would have, without weights: its models, settings and memory
-plan."""
+"""Builds the engine that a job would have, without weights: models, settings and memory plan."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.engine.caches.model_caches import row_bytes, window_token_bytes
 from batchgen.engine.engine_models import model_uses
 from batchgen.engine.interface.engine_config import ResolvedConfig, Sizes
-from batchgen.engine.layers.mxfp4_format import Units
+from batchgen.engine.layers.mxfp4_format import Units, format_name
 from batchgen.engine.layers.packed_format import PackedFormat
 from batchgen.engine.memory.expected_memory import expected_memory
 from batchgen.engine.memory.memory_plan import MemoryPlan
@@ -20,7 +19,6 @@ from batchgen.engine.memory.model_use import ModelUse, cache_token_bytes, weight
 from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.strategy import TARGET
 from batchgen.inputs.model.engine_recipe import bare
-from batchgen.inputs.model.open_model import OpenedModel
 from batchgen.inputs.model.other_models import strategy_heads
 from batchgen.jobs.forecast.step_cost import ModelSizes
 from batchgen.util.text.text_table import size_text
@@ -50,22 +48,20 @@ class EngineEstimate:
 
     @property
     def weights_text(self) -> str:
-        """A text with the size of all models' weights, and the format of the target's if it is
-        quantised other than in FP8."""
+        """The size of all models' weights in words, and the format of the target's."""
         model, text = self.uses[TARGET].model, size_text(self.weight_bytes)
         assert isinstance(model, CausalLM)
-        packed, parameters = model.config.form, model.parameters()
+        packed, form, parameters = model.config.form, model.form, model.parameters()
         if not isinstance(packed, PackedFormat):
-            return text
+            return text if form is None or not form.native else f"{text} in {format_name(form)}"
         kept = sum(each.nbytes for each in parameters if each.dtype == torch.int32)
-        form = f"{size_text(kept)} of it in" if kept else "dequantised from"
+        how = f"{size_text(kept)} of it in" if kept else "dequantised from"
         files = f" ({size_text(self.file_bytes)} in the files)" if self.file_bytes else ""
-        return f"{text}, {form} {packed.name}{files}"
+        return f"{text}, {how} {packed.name}{files}"
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of a token in the paged caches of all models, without layers that have a
-        window."""
+        """The bytes of a token in the paged caches of all models, without windows."""
         return cache_token_bytes(list(self.uses.values()))
 
     @property
@@ -75,8 +71,7 @@ class EngineEstimate:
 
     @property
     def window_bytes(self) -> int:
-        """The bytes of a whole window of tokens in the layers that have one; 0 without such
-        layers."""
+        """The bytes of a whole window of tokens in the layers that have one."""
         models = [use.model for use in self.uses.values()]
         return self.window * sum(window_token_bytes(m.cache_specs, m.dtype) for m in models)
 
@@ -88,18 +83,15 @@ class EngineEstimate:
             for use in self.uses.values()
         )
 
-    @property
-    def width(self) -> int:
-        """The most tokens of a row in a decode forward of the target."""
-        return max(self.uses[TARGET].widths)
-
 
 def estimate_engine(
     opened: OpenedJob, config: JobConfig, gpu_bytes: int | None, units: Units
 ) -> EngineEstimate:
     """The engine that a job would have on a device with this memory; None for a CPU."""
     on = "cpu" if gpu_bytes is None else "cuda"
-    dtype = _dtype(opened.model, config, on)
+    dtype = opened.model.dtype(config.model.dtype, "cpu")
+    if on == "cuda" and config.model.dtype == "auto":  # the GPU need not be here
+        dtype = opened.model.config.dtype
     heads = strategy_heads(opened.strategy, opened.model)
     ranks = config.engine.tensor_parallel
     target = bare(opened.model, dtype, heads, ranks, units=units)
@@ -119,12 +111,3 @@ def estimate_engine(
     )
     settings = opened.engine_config(config).resolve(torch.device(on), sizes, opened.max_model_len)
     return EngineEstimate(uses, settings, ModelSizes.of(uses[TARGET]), opened.model.file_bytes)
-
-
-def _dtype(model: OpenedModel, config: JobConfig, on: str) -> torch.dtype:
-    """The dtype of the weights on a device that need not be here, as `OpenedModel.dtype` says."""
-    if config.model.dtype == "auto":
-        return torch.float32 if on == "cpu" else model.config.dtype
-    dtype = getattr(torch, config.model.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -5,18 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from batchgen.config.groups.sampling_config import SamplingConfig
-from batchgen.jobs.forecast.forecast import Range
+from batchgen.jobs.forecast.range import Range
 from batchgen.storage.shards.enough import Enough
-
-
-class MeasuredSamples(NamedTuple):
-    """Counts from a job with `sampling.until`: `rows` rows have all their samples, which are
-    `samples` in all; a row needed `valid` valid ones, or an interval at most `width` wide."""
-
-    rows: int = 0
-    samples: int = 0
-    valid: int | None = 1
-    width: float | None = None
 
 
 class SamplesPerRow(NamedTuple):
@@ -25,36 +15,17 @@ class SamplesPerRow(NamedTuple):
     number: Range
     known_by: str | None = None
 
-    @property
-    def whole(self) -> int:
-        """The likely number, as a whole one."""
-        return max(round(self.number.likely), 1)
 
-    @property
-    def spread(self) -> Range:
-        """The numbers over the `whole` one."""
-        return self.number.times(1 / self.whole)
-
-
-def samples_per_row(
-    sampling: SamplingConfig, measured: MeasuredSamples | None = None
-) -> SamplesPerRow:
-    """The samples of a row: `sampling.n`; with `sampling.until` as `measured`, and anything that is
-    possible where nothing was."""
+def samples_per_row(sampling: SamplingConfig, complete: int = 0, samples: int = 0) -> SamplesPerRow:
+    """The samples of a row: `sampling.n`; with `sampling.until` as many as the `complete` rows have
+    on average, which have `samples`, and anything that is possible without such rows."""
     until = sampling.until
     if until is None:
-        return SamplesPerRow(Range(sampling.n, sampling.n, sampling.n))
+        return SamplesPerRow(Range.exactly(sampling.n))
+    if complete:
+        mean = min(samples / complete, until.most)
+        text = f"{mean:,.1f} samples of each row, as of the {complete:,} that are complete"
+        return SamplesPerRow(Range.exactly(mean), text)
     fewest = Enough(until.valid, until.most, until.width).fewest
-    if measured is None or not measured.rows:
-        likely = (fewest + until.most) / 2
-        text = f"{fewest:,} to {until.most:,} samples of each row, as their number is unknown"
-        return SamplesPerRow(Range(fewest, likely, until.most), text)
-    # By width a row needs about as many as the square of it says.
-    more = (
-        (measured.width or until.width) ** 2 / until.width**2
-        if until.width is not None
-        else (until.valid or 1) / (measured.valid or 1)
-    )
-    mean = min(measured.samples / measured.rows * more, until.most)
-    text = f"{mean:,.1f} samples of each row, as in the {measured.rows:,} complete ones"
-    return SamplesPerRow(Range(mean, mean, mean), text)
+    text = f"{fewest:,} to {until.most:,} samples of each row, as their number is unknown"
+    return SamplesPerRow(Range(fewest, (fewest + until.most) / 2, until.most), text)

@@ -1,6 +1,9 @@
 """Runs rows through the engine: makes requests of rows, and output rows of finished requests.
 
-`run/computed_rows.py` creates a `Generation` for each attempt of a job.
+`run/computed_rows.py` creates a `Generation` for each attempt of a job. Some words are used
+throughout: a job runs in *turns*, so that several jobs can share an engine (`turns.py`); *waves*
+decide which samples of a row begin when (`sample_waves.py`); *begun* rows are those that an earlier
+attempt has generated a part of (`begun_answers.py`).
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
-"""Decides which samples of a row begin when, in jobs that sample until enough are valid.
+"""Decides which samples of a row begin when.
 
-`EverySample` is the same interface for other jobs. See `storage/shards/enough.py` for what is
-enough.
+In jobs that sample until enough answers are valid, the samples of a row begin in waves: more of
+them only if too few of the earlier ones are valid. In all other jobs every sample begins at once;
+`EverySample` is the same interface for these. `storage/shards/enough.py` says what is enough.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchgen.config.groups.job_config import JobConfig
-from batchgen.jobs.forecast.forecast import Forecast, Range
+from batchgen.jobs.forecast.forecast import Forecast
+from batchgen.jobs.forecast.range import Range
 from batchgen.jobs.generation.spending import Used, amount_text
 from batchgen.storage.stores.open_storage import job_metrics
 
@@ -34,12 +35,15 @@ class Outlook:
         return f"budget.{self.key} {self.verdict}: {limit}, and the job likely needs {needed}{used}"
 
 
-def outlooks(config: JobConfig, expected: Forecast, used: Used) -> list[Outlook]:
-    """The outlook of each limit that is set; earlier attempts have `used` something."""
+def outlooks(config: JobConfig, expected: Forecast) -> list[Outlook]:
+    """The outlook of each limit that is set, with what earlier attempts have used."""
+    if not config.budget.limits:
+        return []
+    figures = job_metrics(config.output.dir)
+    used = Used() if figures is None else Used.of(figures["attempts"])
     hours = expected.seconds.times(config.engine.tensor_parallel / 3600)
-    tokens, read = expected.generated, expected.prompt_tokens
     needed = {
-        "tokens": tokens.plus(Range(read, read, read)),
+        "tokens": expected.generated_tokens.plus(Range.exactly(expected.prompt_tokens)),
         "minutes": expected.seconds.times(1 / 60),
         "gpu_hours": hours,
         "price": hours.times(config.budget.price_per_hour or 0.0),
@@ -48,9 +52,3 @@ def outlooks(config: JobConfig, expected: Forecast, used: Used) -> list[Outlook]
     return [
         Outlook(key, limit, before[key], needed[key]) for key, limit in config.budget.limits.items()
     ]
-
-
-def used_before(config: JobConfig) -> Used:
-    """The use of the budget by earlier attempts of the job."""
-    figures = job_metrics(config.output.dir) if config.budget.limits else None
-    return Used() if figures is None else Used.of(figures["attempts"])

@@ -1,5 +1,4 @@
-"""Inspects the output folder for a plan: would the job start, resume, or be refused? Nothing is
-changed."""
+"""Inspects the output folder for a plan: would the job start, resume, or be refused?"""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import pyarrow.compute as pc
 
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.inputs.dataset.row_digest import rows_digest
-from batchgen.jobs.forecast.samples_per_row import MeasuredSamples
 from batchgen.jobs.run.changed_row import changed_row
 from batchgen.jobs.run.checked_rows import job_manifest, max_rows, output_schema
 from batchgen.jobs.run.image_files import content_of
@@ -28,11 +26,9 @@ from batchgen.storage.folder.refused_folder import (
 from batchgen.storage.shards.enough import OUTCOME
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.stores.job_storage import Storage
-from batchgen.storage.stores.manifest import READ_JOB, UNTIL_VALID, UNTIL_WIDTH, Manifest
+from batchgen.storage.stores.manifest import READ_JOB, Manifest
 from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import ConfigError, JobError
-
-SAMPLE_INDEX = KEYS[1]
 
 if TYPE_CHECKING:
     from batchgen.inputs.dataset.source import Source
@@ -40,12 +36,13 @@ if TYPE_CHECKING:
 
 
 class FolderState(NamedTuple):
-    """What a job would do with its folder, in words; the number of answers that are done; and, in
-    jobs with `sampling.until`, counts of the rows that have all their samples."""
+    """What a job would do with its folder, in words, and how many of its answers are there; with
+    `sampling.until` also how many rows have all their samples, and how many samples these are."""
 
     text: str
     done: int = 0
-    measured: MeasuredSamples = MeasuredSamples()
+    complete: int = 0
+    samples: int = 0
 
 
 def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
@@ -91,14 +88,14 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
     refuse_shrinking(storage, max_rows(config, source.num_rows))
     errors = rows = complete = samples = 0
     until = config.sampling.until
-    columns = ["finish_reason"] + ([] if until is None else [OUTCOME, SAMPLE_INDEX])
+    columns = ["finish_reason"] + ([] if until is None else [OUTCOME, *KEYS])
     for batch in JobFolderReader(storage.path, storage).batches(columns):
         rows += batch.num_rows
         errors += batch["finish_reason"].to_pylist().count("error")
         if until is not None:
             known = pc.is_in(batch[OUTCOME], pa.array(["enough", "exhausted"]))
             samples += pc.sum(known).as_py() or 0
-            complete += pc.sum(pc.and_(known, pc.equal(batch[SAMPLE_INDEX], 0))).as_py() or 0
+            complete += pc.sum(pc.and_(known, pc.equal(batch[KEYS[1]], 0))).as_py() or 0
     text = f"{path}: resumes, {rows:,}"
     if source.num_rows is not None and until is None:
         text += f" of {source.num_rows * config.sampling.n:,}"
@@ -107,9 +104,7 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
         what = "are computed again" if config.output.retry_errors else "stay as they are"
         text += f", {errors:,} of them errors, which {what}"
     done = rows - errors * config.output.retry_errors
-    text = "\n            ".join([text, *old.grown(manifest)])
-    before = old.growing.get(UNTIL_VALID, 1), old.growing.get(UNTIL_WIDTH)
-    return FolderState(text, done, MeasuredSamples(complete, samples, *before))
+    return FolderState("\n".join([text, *old.grown(manifest)]), done, complete, samples)
 
 
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:

@@ -15,14 +15,11 @@ class PlanSettings:
 
     like: str | None = None
     device: str | None = None
-    price_per_hour: float | None = None
     most_bad: float = 0.01
 
     def __post_init__(self) -> None:
         from batchgen.jobs.forecast.devices import device_named
 
-        if self.price_per_hour is not None and not self.price_per_hour >= 0:
-            raise ConfigError(f"plan.price_per_hour must be at least 0, got {self.price_per_hour}")
         if not 0 <= self.most_bad <= 1:
             raise ConfigError(f"plan.most_bad must be a share from 0 to 1, got {self.most_bad}")
         if self.device is not None:

@@ -91,10 +91,14 @@ def _enough(until: UntilConfig) -> Enough:
     return enough
 
 
-def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowRequest]:
+def row_request(
+    config: JobConfig, parts: ResolvedJob, *, with_images: bool = True
+) -> Callable[[Row], RowRequest]:
     """A function from a row to its prompt and its parameters, which raises RequestError for a row
     that has none. A prompt is cut or refused so that the longest answer has room: otherwise an
     answer could end at the model's limit, and nobody would see why.
+
+    Without `with_images` only the headers of image files are read, and requests have no images.
 
     Raises:
         ConfigError: the longest answer leaves no room for any prompt.
@@ -116,7 +120,8 @@ def row_request(config: JobConfig, parts: ResolvedJob) -> Callable[[Row], RowReq
         params = row_params.constrained(row, params)
         choices = parts.choices(params.constraint)
         room = prompt_room(parts.max_model_len, max([num_behind, *map(len, choices)]))
-        ids, images = parts.prompt.asked(row)
+        prompt = parts.prompt
+        ids, images = prompt.asked(row) if with_images else (prompt.token_ids(row), [])
         too_long = "error" if images else config.prompt.too_long
         ids = fit_prompt(ids, room, too_long, parts.bos_id)
         return RowRequest(ids, params, answer, choices, images)

@@ -1,5 +1,5 @@
-"""Renders one row of a job as HTML: prompt, answer, marks, counts, tokens; for reports and
-`view`."""
+"""Renders one row of a job as HTML: its prompt, answer, marks, counts and tokens. Reports and
+`batchgen view` show rows in this way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writes the data set card of a set: what its rows are, and the jobs that they came from."""
+"""Writes the card (README.md) of a set: a folder of chosen rows, which `batchgen select` and its
+like make of finished jobs. The card says what the rows are, and which jobs they came from."""
 
 from __future__ import annotations
 

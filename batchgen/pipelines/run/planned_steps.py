@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.jobs.forecast.forecast import Range
+from batchgen.jobs.forecast.range import Range
 from batchgen.jobs.planning.dry_run import show
 from batchgen.jobs.planning.job_plan import Plan
 from batchgen.jobs.planning.plan_settings import PlanSettings
@@ -95,7 +95,7 @@ def plans_text(pipeline: Pipeline, steps: list[PlannedStep]) -> str:
     plans = [step.plan for step in steps if step.plan is not None]
     if (whole := total_seconds(plans)) is not None:
         known = "all steps" if len(plans) == len(steps) else f"{len(plans)} of {len(steps)} steps"
-        low, likely, bound = (duration(s, 0) for s in (whole.low, whole.likely, whole.bound))
+        low, likely, bound = (duration(s, 0) for s in whole)
         parts.append(f"time of {known}, one after the other: {low} to {bound}, likely {likely}")
     return "\n\n".join(parts)
 
@@ -116,16 +116,13 @@ def plans_summary(steps: list[PlannedStep]) -> dict[str, Any]:
 
 
 def total_seconds(plans: list[Plan]) -> Range | None:
-    """The seconds of jobs that run one after the other; None if one of them is not known."""
-    plans = [plan for plan in plans if plan.answers]
-    seconds = [plan.forecast.seconds for plan in plans if plan.forecast is not None]
-    if not seconds or len(seconds) < len(plans):
-        return None
-    return Range(
-        sum(one.low for one in seconds),
-        sum(one.likely for one in seconds),
-        sum(one.bound for one in seconds),
-    )
+    """The time of some jobs, one after the other; None if that of one is not known."""
+    total = Range.exactly(0)
+    for plan in (plan for plan in plans if plan.answers):
+        if plan.forecast is None:
+            return None
+        total = total.plus(plan.forecast.seconds)
+    return total if total.bound else None
 
 
 def show_steps(pipeline: Pipeline) -> int:

@@ -43,7 +43,8 @@ class MLPAndExperts(nn.Module):
         self.mlp_post_norm, self.moe_post_norm = after
 
     def forward(self, stream: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
-        """Add the result for the stream [T, hidden_size] to `residual` in place and return it."""
+        """Add the result for the residual stream [T, hidden_size] to `residual` in place and return
+        it."""
         dense = self.mlp(self.mlp_norm(stream), torch.zeros_like(stream), ctx)
         # Its sum over ranks is read before the one of the experts begins.
         residual += self.mlp_post_norm.of_stream(dense)[0]

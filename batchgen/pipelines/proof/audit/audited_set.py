@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from batchgen.config.groups.job_config import JobConfig
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.pipelines.proof.audit.audited_job import AuditedRow, open_parts
-from batchgen.pipelines.proof.audit.drawn_places import drawn_places
+from batchgen.pipelines.proof.audit.drawn_rows import drawn_rows
 from batchgen.pipelines.proof.audit.first_difference import first_difference
 from batchgen.pipelines.proof.audit.rows_again import compute_again
 from batchgen.pipelines.publish.finished_rows import FinishedRows
@@ -43,7 +43,7 @@ class SetRow(NamedTuple):
 
 def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow]:
     """Rows of a set, drawn at random without repetition."""
-    indices = drawn_places(rows.total, count, seed)
+    indices = drawn_rows(rows.total, count, seed)
     chosen = []
     for number, shard in enumerate(rows.shards):
         stop = shard.first + shard.ends[-1]

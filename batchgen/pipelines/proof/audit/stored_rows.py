@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.pipelines.proof.audit.drawn_places import drawn_places
+from batchgen.pipelines.proof.audit.drawn_rows import drawn_rows
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.shards.row_order import KEYS
 from batchgen.storage.shards.shard_files import read_columns, shard_files
@@ -38,7 +38,7 @@ class StoredRows:
     def choose(self, rows: int, seed: int) -> list[int]:
         """The numbers of some input rows, drawn at random without repetition, ascending; of all
         rows if there are no more."""
-        drawn = drawn_places(self.count, rows, seed)
+        drawn = drawn_rows(self.count, rows, seed)
         return sorted(self._number(index) for index in drawn)
 
     def _number(self, index: int) -> int:

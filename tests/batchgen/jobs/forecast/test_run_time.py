@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from batchgen.jobs.forecast.run_time import Capacity, run_time
+from batchgen.jobs.forecast.range import Range
+from batchgen.jobs.forecast.run_time import Work, run_time
 from batchgen.jobs.forecast.step_cost import StepCost
 
 
@@ -24,26 +25,38 @@ class Counted:
 
 
 COST: StepCost = Counted()  # type: ignore[assignment]
+WORK = Work(
+    prompts=np.full(4, 100),
+    answers=Range(4, 4, 4),
+    longest=100,
+    exact=True,
+    width=1,
+    min_width=1,
+    rows=8,
+    kv_tokens=10**6,
+    batched_tokens=512,
+    weight_bytes=0,
+)
 
 
-def by_steps(capacity: Capacity, prompts: list[int], answers: list[int]) -> tuple[float, int]:
+def by_steps(work: Work, prompts: list[int], answers: list[int]) -> tuple[float, int]:
     """Seconds and steps of a plain simulation, each row with its own counters."""
     waiting = list(zip(prompts, answers, strict=True))
     running: list[list[int]] = []  # prompt, answer, tokens so far
     seconds, steps = 0.0, 0
     while waiting or running:
-        free = capacity.rows - len(running)
-        if not running or free * 8 >= capacity.rows or free >= len(waiting):
+        free = work.rows - len(running)
+        if not running or free * 8 >= work.rows or free >= len(waiting):
             started: list[tuple[int, int]] = []
             used = sum(p + a for p, a, _ in running)
             while waiting and len(started) < free:
                 used += sum(waiting[0])
-                if used > capacity.tokens and (running or started):
+                if used > work.kv_tokens and (running or started):
                     break
                 started.append(waiting.pop(0))
             if started:
                 tokens = sum(p for p, _ in started)
-                seconds += 0.5 * max(-(-tokens // capacity.batched_tokens), 1) + 0.001 * tokens
+                seconds += 0.5 * max(-(-tokens // work.batched_tokens), 1) + 0.001 * tokens
                 running += [[p, a, 0] for p, a in started]
         seconds += COST.decode(len(running), sum(p + done + 0.5 for p, _, done in running))
         steps += 1
@@ -59,44 +72,41 @@ def by_steps(capacity: Capacity, prompts: list[int], answers: list[int]) -> tupl
 def test_a_job_takes_about_what_its_steps_take(rows: int, tokens: int, number: int) -> None:
     draws = np.random.default_rng(rows)
     prompts, answers = draws.integers(1, 200, number), draws.integers(1, 90, number)
-    capacity = Capacity(rows, tokens, batched_tokens=512)
-    run = run_time(COST, capacity, prompts, answers, number)
-    seconds, steps = by_steps(capacity, prompts.tolist(), answers.tolist())
-    assert run.seconds == pytest.approx(seconds, rel=0.15)
-    assert run.steps == pytest.approx(steps, rel=0.15)
-    assert run.mean_rows == pytest.approx(answers.sum() / steps, rel=0.15)
+    work = replace(WORK, prompts=prompts, rows=rows, kv_tokens=tokens)
+    seconds, steps = run_time(COST, work, answers, number)
+    truth = by_steps(work, prompts.tolist(), answers.tolist())
+    assert seconds == pytest.approx(truth[0], rel=0.25)
+    assert steps == pytest.approx(truth[1], rel=0.25)
 
 
 def test_a_sample_stands_for_many_answers() -> None:
     draws = np.random.default_rng(0)
     prompts, answers = draws.integers(1, 200, 6000), draws.integers(1, 90, 6000)
-    capacity = Capacity(32, 10**6, 2048)
-    whole = run_time(COST, capacity, prompts, answers, 6000)
-    some = run_time(COST, capacity, prompts[:2000], answers[:2000], 6000)
-    assert some.seconds == pytest.approx(whole.seconds, rel=0.03)
-    assert some.steps == pytest.approx(whole.steps, rel=0.03)
+    work = replace(WORK, prompts=prompts, rows=32)
+    whole = run_time(COST, work, answers, 6000)
+    some = run_time(COST, replace(work, prompts=prompts[:2000]), answers[:2000], 6000)
+    assert some == pytest.approx(whole, rel=0.03)
 
 
 def test_a_row_larger_than_the_cache_runs_alone() -> None:
-    run = run_time(COST, Capacity(8, 10, 512), np.array([50, 50]), np.array([5, 5]), 2)
-    assert run.steps == pytest.approx(10, abs=3) and run.mean_rows == 1
+    work = replace(WORK, prompts=np.array([50, 50]), kv_tokens=10)
+    assert run_time(COST, work, np.array([5, 5]), 2)[1] == 10
 
 
 def test_forwards_that_yield_several_tokens_are_fewer() -> None:
-    capacity = Capacity(8, 10**6, 512)
-    ones = np.full(8, 10), np.full(8, 40), 8
-    assert run_time(COST, capacity, *ones, per_forward=4, width=4).steps == 10
-    assert run_time(COST, capacity, *ones, per_forward=0.8, width=4).steps == 50
+    work = replace(WORK, prompts=np.full(8, 10), width=4)
+    assert run_time(COST, work, np.full(8, 40), 8, 4.0)[1] == 10
+    assert run_time(COST, work, np.full(8, 40), 8, 0.8)[1] == 50
 
 
 def test_what_prompts_share_is_read_once() -> None:
-    prompts, answers = np.full(4, 100), np.full(4, 1)
     steps = COST.decode(4, 4 * 100.5)
-    for capacity, tokens in (
-        (Capacity(4, 10**6, 10**6), 400),
-        (Capacity(4, 10**6, 10**6, prefix=64), 64 + 4 * 36),
-        (Capacity(4, 10**6, 10**6, samples=4), 100 + 3 * 4),  # 96 tokens are whole blocks
-        (Capacity(4, 10**6, 10**6, samples=2, prefix=32), 32 + 68 + 4 + 68 + 4),
+    whole = replace(WORK, rows=4, batched_tokens=10**6)
+    for work, tokens in (
+        (whole, 400),
+        (replace(whole, prefix=64), 4 * 36),
+        (replace(whole, samples=4), 100 + 3 * 8.5),  # half a block of 16 is read again
+        (replace(whole, samples=2, prefix=32), 2 * 68 + 2 * 8.5),
     ):
-        run = run_time(COST, capacity, prompts, answers, 4)
-        assert run.seconds == pytest.approx(0.5 + 0.001 * tokens + steps)
+        seconds, _ = run_time(COST, work, np.full(4, 1), 4)
+        assert seconds == pytest.approx(0.5 + 0.001 * tokens + steps)

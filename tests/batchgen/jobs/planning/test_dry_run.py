@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from batchgen.__main__ import run_command
-from batchgen.jobs.planning.plan_text import LONGEST_PROMPT, shown_prompt
+from batchgen.jobs.planning.outline_text import LONGEST_PROMPT, shown_prompt
 from tests.support.jobs.real_job import contents, overrides
 
 
@@ -50,7 +50,7 @@ def test_nothing_is_written(
     arguments = overrides(model, rows, tmp_path / "deep/out")
     assert run_command([*arguments, "launcher.workers=2", "--dry-run"]) == 0
     assert not (tmp_path / "deep").exists()
-    assert "\nlauncher    local: 2 workers\n" in capsys.readouterr().out
+    assert "\nlauncher     local: 2 workers\n" in capsys.readouterr().out
     assert run_command(arguments) == 0
     before = contents(tmp_path / "deep")
     assert run_command([*arguments, "--dry-run"]) == 0

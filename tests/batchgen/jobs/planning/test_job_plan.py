@@ -55,7 +55,7 @@ def test_a_plan_says_what_the_job_then_is(config: JobConfig) -> None:
     lengths = [len(opened.prompt.token_ids(row)) for row in opened.source.rows()]
     assert plan.scan.lengths.tolist() == lengths
     assert plan.forecast is not None and plan.forecast.device == "cpu"
-    assert plan.disk is not None and plan.disk.free > plan.disk.total.likely > 0
+    assert plan.disk is not None and plan.disk.free > plan.disk.output.likely > 0
     assert not plan.errors and not plan.warnings
 
 
@@ -102,10 +102,10 @@ def test_a_mixture_of_experts_and_columns_of_every_scope(
         planned(configured(model, rows, tmp_path / "out", *given), device="H100")
         for given in ((), (columns,))
     )
-    assert more.engine.sizes.experts > 0 and 0 < more.engine.sizes.expert_share < 1
+    assert 0 < more.engine.sizes.share < 1
     assert more.engine.token_bytes > plain.engine.token_bytes  # the plane of the experts
     assert more.disk is not None and plain.disk is not None
-    assert more.disk.journal.likely > 2 * plain.disk.journal.likely
+    assert more.disk.output.likely > 1.5 * plain.disk.output.likely
 
 
 def test_no_file_of_weights_is_read(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,52 +118,27 @@ def test_no_file_of_weights_is_read(config: JobConfig, monkeypatch: pytest.Monke
 
 
 def test_a_plan_for_a_gpu_has_its_memory_and_its_hours(config: JobConfig) -> None:
-    plan = planned(config, device="H100", price_per_hour=2.0)
+    priced = replace(config, budget=replace(config.budget, price_per_hour=2.0))
+    plan = planned(priced, device="H100")
     assert plan.memory is not None and plan.memory.total is not None
     assert plan.engine.settings.cuda_graph and plan.engine.settings.max_batched_tokens == 8192
-    assert plan.gpu_hours is not None and plan.price is not None
-    assert plan.price.likely == pytest.approx(2 * plan.gpu_hours.likely)
-    assert planned(config, device="cpu").gpu_hours is None
+    assert plan.device_hours is not None and plan.price is not None
+    assert plan.price.likely == pytest.approx(2 * plan.device_hours.likely)
+    assert "GPU hours" in plan_text(plan)
+    assert "GPU hours" not in plan_text(planned(config, device="cpu"))
 
 
 def test_a_plan_for_two_gpus_divides_the_model_and_counts_both(config: JobConfig) -> None:
-    one = planned(config, device="H100", price_per_hour=2.0)
+    config = replace(config, budget=replace(config.budget, price_per_hour=2.0))
+    one = planned(config, device="H100")
     halved = replace(config, engine=replace(config.engine, tensor_parallel=2))
-    two = planned(halved, device="H100", price_per_hour=2.0)
+    two = planned(halved, device="H100")
     assert two.engine.weight_bytes < 0.6 * one.engine.weight_bytes  # norms are on both
     assert two.engine.token_bytes == one.engine.token_bytes // 2
-    assert two.forecast is not None and two.gpu_hours is not None and two.price is not None
-    assert two.gpu_hours.likely == pytest.approx(2 * two.forecast.seconds.likely / 3600)
-    assert two.price.likely == pytest.approx(2 * two.gpu_hours.likely)
+    assert two.forecast is not None and two.device_hours is not None and two.price is not None
+    assert two.device_hours.likely == pytest.approx(2 * two.forecast.seconds.likely / 3600)
+    assert two.price.likely == pytest.approx(2 * two.device_hours.likely)
     assert "on each of 2 GPUs" in " ".join(plan_text(two).split())
-
-
-@pytest.mark.thorough
-def test_a_plan_counts_what_equal_bits_cost(
-    tiny_model: Callable[..., Path], model: Path, rows: Path, tmp_path: Path
-) -> None:
-    diffuses = tiny_model("sdar", **VOCAB)
-    save_tokenizer(diffuses)
-    answered = ("sampling.n=1", "sampling.max_new_tokens=0", "prompt.answer=' {{ id }}!'")
-    for path, times, says, more in (
-        (model, 1.0, "slowed models with attention", ()),
-        (model, 1.05, "scored answers", answered),
-        (
-            diffuses,
-            1.0,
-            "did not slow block diffusion",
-            ("strategy=dllm", "strategy.block_length=4"),
-        ),
-    ):
-        job = configured(path, rows, tmp_path / "out", *more)
-        exact = replace(job, engine=replace(job.engine, deterministic=True))
-        plain, kept = planned(job, device="H100").forecast, planned(exact, device="H100").forecast
-        assert plain is not None and kept is not None
-        steps = [each.seconds.likely - each.start_s for each in (plain, kept)]
-        assert steps[1] == pytest.approx(times * steps[0])
-        assert says in str(kept.assumptions) and "deterministic" not in str(plain.assumptions)
-        on_cpu = planned(exact, device="cpu").forecast
-        assert on_cpu is not None and "deterministic" not in str(on_cpu.assumptions)
 
 
 def test_what_is_on_the_disk_is_about_what_was_planned(
@@ -190,17 +165,22 @@ def test_a_job_says_how_long_those_like_it_take(
     attempt = json.loads((folder / "metrics.json").read_text())["attempts"][-1]
     assert 0 < attempt["start_s"] < attempt["wall_s"]
     again = planned(config)  # the folder itself says how long answers are
-    assert again.done == 22 and again.answers == 0
+    assert again.folder.done == 22 and again.answers == 0
     other = compose({}, [*overrides_of(config), f"output.dir={folder}_2"])
     like = planned(other, like=str(folder))
     assert like.forecast is not None
-    assert like.forecast.generated.likely == pytest.approx(attempt["generated_tokens"], rel=0.01)
+    assert like.forecast.generated_tokens.likely == pytest.approx(
+        attempt["generated_tokens"], rel=0.01
+    )
     assert like.forecast.start_s == pytest.approx(attempt["start_s"])
     assert f"the job in {folder}" in like.forecast.assumptions[1]
     # On another kind of device it says how long answers get, and nothing of the speed.
     gpu = planned(other, like=str(folder), device="H100").forecast
     assert gpu is not None and gpu.start_s != like.forecast.start_s
-    assert "as published" in gpu.assumptions[0] and f"the job in {folder}" in gpu.assumptions[1]
+    assert (
+        "by published figures" in gpu.assumptions[0]
+        and f"the job in {folder}" in gpu.assumptions[1]
+    )
 
 
 def overrides_of(config: JobConfig) -> list[str]:
@@ -262,9 +242,6 @@ def test_constraints_are_compiled_and_the_bad_ones_are_bad_rows(
     )
     config = configured(model, rows, tmp_path / "out", "constraint=regex", "constraint.column=p")
     plan = planned(config, most_bad=0.5)
-    assert plan.constraints is not None
-    assert (plan.constraints.distinct, plan.constraints.compiled) == (2, 2)
-    assert plan.constraints.slowest.startswith("regex ")
     assert plan.scan.bad["bad_constraint"].rows == [(2, "r2")]
     assert planned(config).errors
 
@@ -274,7 +251,7 @@ def test_json_has_everything(
 ) -> None:
     assert run_command(["plan", *overrides(model, rows, tmp_path / "out"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["rows"] == 11 and found["prompt_tokens"]["max"] == found["longest"][0]["tokens"]
+    assert found["rows"] == 11 and found["prompt_tokens"]["max"] > 0
     assert found["forecast"]["seconds"]["likely"] > 0
     assert found["memory"]["kv_tokens"] > 0 and found["rows_at_once"] >= 1
     assert found["errors"] == [] and found["bad_rows"] == {} and found["launcher"] is None
@@ -293,4 +270,4 @@ def test_a_job_file_is_planned(
     assert run_command(["plan", str(file), *more]) == 0
     printed = capsys.readouterr().out
     assert "11 answers to compute" in printed
-    assert "launcher     local: 2 workers; the time below is that of one worker" in printed
+    assert "launcher     local: 2 workers" in printed and "one worker computes all rows" in printed

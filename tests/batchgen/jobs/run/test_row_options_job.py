@@ -99,7 +99,7 @@ def test_the_plan_counts_the_tokens_of_rows(model: Path, tmp_path: Path) -> None
     plan = make_plan(config, PlanSettings())
     assert plan.scan.longest_answer == 29  # (9 · 30 + 12) / 10, rounded up
     assert plan.forecast is not None
-    assert plan.forecast.generated.bound == pytest.approx(29 * plan.answers, rel=0.2)
+    assert plan.forecast.generated_tokens.bound == pytest.approx(29 * plan.answers, rel=0.2)
     assert plan.scan.bad["bad_option"].count == 1
 
 

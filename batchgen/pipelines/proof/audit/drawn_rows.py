@@ -5,9 +5,9 @@ from __future__ import annotations
 from hashlib import blake2b
 
 
-def drawn_places(total: int, count: int, seed: int) -> list[int]:
-    """Numbers below `total`, drawn without repetition, ascending; all of them if there are
-    no more. They depend on the arguments alone."""
+def drawn_rows(total: int, count: int, seed: int) -> list[int]:
+    """Draw `count` numbers below `total` without repetition, ascending; all of them if there are no
+    more. They depend on the arguments alone."""
     if count >= total:
         return list(range(total))
     indices: set[int] = set()

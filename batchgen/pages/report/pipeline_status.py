@@ -1,4 +1,5 @@
-"""The output of `batchgen status` for the folder of a pipeline."""
+"""What `batchgen status` prints for the folder of a pipeline: how many rows each step has read and
+kept (the *funnel*), and which workers run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def status_text(out: str) -> Iterator[str]:
 
 
 def statuses(out: str) -> Mapping[str, Status]:
-    """The workers of each step that has begun."""
+    """The workers of each step that has begun, by the step's name."""
     result = {}
     for step in pipeline_counts(out):
         try:
@@ -45,7 +46,7 @@ def statuses(out: str) -> Mapping[str, Status]:
 
 
 def summary(out: str) -> dict[str, Any]:
-    """All of it as plain values."""
+    """The counts and the workers of each step as plain values for JSON, by the step's name."""
     workers = statuses(out)
     return {
         step.name: {
