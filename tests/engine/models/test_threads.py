@@ -20,12 +20,14 @@ from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.canvas.strategy import CanvasStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Pictured, Request, run
-from tests.support.engine.families import ARCHITECTURES, DIFFUSION
+from tests.support.engine.families import ARCHITECTURES, CANVAS, DIFFUSION
 from tests.support.engine.vision_models import KINDS as SEEING
-from tests.support.engine.vision_models import picture, prompt, vision_folder
+from tests.support.engine.vision_models import picture_for, prompt, vision_folder
 
 ODD: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": 7, "n_group": 1, "topk_group": 1},
@@ -34,8 +36,10 @@ ODD: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 7},
 }
 """Numbers of experts of the families whose routers have sigmoids."""
-FAST = {("minimax_m2", 3), ("qwen3_vl", 1), ("qwen3_5_text", 2), ("sdar", 3)}
-"""One of each mechanism: sigmoids of a router, a vision tower, recurrence, diffusion."""
+FAST = {
+    ("minimax_m2", 3), ("qwen3_vl", 1), ("qwen3_5_text", 2), ("sdar", 3), ("diffusion_gemma", 2),
+}  # fmt: skip
+"""One of each mechanism: sigmoids of a router, a vision tower, recurrence, both diffusions."""
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def rows_of(kind: str) -> list[Request | Pictured]:
         params = RequestParams(temperature=0.8 * (i % 2), max_new_tokens=4, seed=i, logprobs=True)
         ids = [rng.randrange(3, 120) for _ in range(rng.randrange(30, 80))]
         if kind in SEEING:
-            image = picture(i, rng.randint(1, 7), rng.randint(1, 7))
+            image = picture_for(kind, i, rng.randint(1, 7), rng.randint(1, 7))
             rows.append((prompt(ids[:5], image, ids[5:]), params, [image]))
         else:
             rows.append((ids, params))
@@ -65,7 +69,9 @@ def engine_of(kind: str, folder: Path, **config: Any) -> LLMEngine:
     model = load_model(
         folder, device=torch.device("cpu"), dtype=torch.float32, vision=kind in SEEING
     )
-    strategy = DLLMStrategy(4) if kind in DIFFUSION else ARStrategy()
+    strategy: Strategy = DLLMStrategy(4) if kind in DIFFUSION else ARStrategy()
+    if kind in CANVAS:
+        strategy = CanvasStrategy(max_denoising_steps=3)
     options: dict[str, Any] = {"max_model_len": 256, "kv_cache_gib": 0.02, "image_tokens": 256}
     engine = LLMEngine(model, None, (), strategy, EngineConfig(**options | config))
     if model.batch_dependence is not None:

@@ -49,6 +49,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "sdar_moe": "SDARMoeForCausalLM",
     "llada2_moe": "LLaDA2MoeModelLM",
     "fast_dllm_qwen": "Fast_dLLM_QwenForCausalLM",
+    "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
 }
 """The architecture of each kind that the fixture `tiny_model` makes; of those in VISION, that
 `vision_folder` makes."""
@@ -56,11 +57,13 @@ VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Those that transformers has with a vision tower only."""
 DIFFUSION = ("sdar", "sdar_moe", "llada2_moe", "fast_dllm_qwen")
 """Those that fill in masks."""
+CANVAS = ("diffusion_gemma",)
+"""Those that denoise canvases of random tokens."""
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Those with layers of gated delta rules, whose rounding errors add up."""
 CHUNKED = (*DELTA, *MAMBA, *CONVS)
 """Those with states, whose prompts are cut at multiples of 64 tokens only."""
-AUTOREGRESSIVE = tuple(kind for kind in ARCHITECTURES if kind not in DIFFUSION)
+AUTOREGRESSIVE = tuple(kind for kind in ARCHITECTURES if kind not in (*DIFFUSION, *CANVAS))
 TEXT = tuple(kind for kind in AUTOREGRESSIVE if kind not in VISION)
 """The autoregressive ones of the fixture `tiny_model`; some have a tower that is not read."""
 UNTRIED = ("InternLM3ForCausalLM",)
