@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from batchgen.storage.folder.read_job import JobFolderReader
     from batchgen.strategies.ar.strategy import ARStrategy
     from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+    from batchgen.strategies.canvas.strategy import CanvasStrategy
     from batchgen.strategies.dllm.strategy import DLLMStrategy
     from batchgen.util.errors import ConfigError, JobError
 
@@ -43,6 +44,7 @@ __all__ = [
     "ARStrategy",
     "AnswerRow",
     "BadRow",
+    "CanvasStrategy",
     "Column",
     "CompleteJob",
     "ConfigError",
@@ -70,6 +72,7 @@ _HOME = {
     "ARStrategy": "batchgen.strategies.ar.strategy",
     "AnswerRow": "batchgen.evals.graders.step",
     "BadRow": "batchgen.inputs.steps.table_step",
+    "CanvasStrategy": "batchgen.strategies.canvas.strategy",
     "Column": "batchgen.evals.graders.step",
     "CompleteJob": "batchgen.api.python.job_calls",
     "ConfigError": "batchgen.util.errors",

@@ -33,6 +33,7 @@ from batchgen.engine.scheduling.scheduler import Scheduler
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
 from batchgen.engine.step_launcher import StepLauncher
 from batchgen.engine.strategy import TARGET, Limits, Strategy
+from batchgen.engine.vision.image_span import ImageRules
 from batchgen.kernels.rules import BY_ROW
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class EngineParts:
         if model.visual is not None:
             max_image_tokens = self.config.image_tokens
             self.images = ImageStore(model.visual, max_image_tokens, model.device, model.parallel)
-            limits_of_images = ImageLimits(model.visual.config.rules, max_image_tokens)
+            limits_of_images = self._image_limits(model.visual.config.rules, manager)
         self._adapters = _adapter_slots(model, config.lora_slots, max_num_seqs)
         self.requests = Requests(
             tokenizer,
@@ -111,6 +112,12 @@ class EngineParts:
             windows=windows,
             rules=self.config.rules,
         )
+
+    def _image_limits(self, rules: ImageRules, manager: BlockManager) -> ImageLimits:
+        run_tokens = min(self.config.max_batched_tokens, manager.capacity)
+        if manager.window is not None:
+            run_tokens = min(run_tokens, manager.window.chunk_capacity)
+        return ImageLimits(rules, self.config.image_tokens, run_tokens)
 
     def _block_manager(self, model: CausalLM, uses: list[ModelUse]) -> BlockManager:
         config, states, window = self.config, None, None

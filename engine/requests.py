@@ -25,7 +25,7 @@ from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.strategy import Strategy
 from batchgen.engine.vision.image import Image
-from batchgen.engine.vision.image_span import ImageRules, ImageSpan, find_spans
+from batchgen.engine.vision.image_span import ImageRules, ImageSpan, find_spans, runs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,10 +40,11 @@ _ANSWER_OR_TOKENS = (
 
 
 class ImageLimits(NamedTuple):
-    """How prompts hold images, and the most tokens that one may take."""
+    """How prompts hold images, the most tokens of one image, and the most of an `ImageRun`."""
 
     rules: ImageRules
     image_tokens: int
+    run_tokens: int
 
 
 class Requests:
@@ -191,7 +192,7 @@ class Requests:
                     "the prompt has images, and the model reads none: choose a model that does",
                 )
             return ()
-        rules, max_tokens = self._images
+        rules, max_tokens, max_run = self._images
         try:
             spans = find_spans(prompt, images, rules)
         except ValueError as error:
@@ -205,6 +206,13 @@ class Requests:
                     f"image {number} takes {span.num_tokens:,} tokens, and image_tokens is "
                     f"{max_tokens:,}: scale it down, or raise image_tokens",
                 )
+        if (longest := max((run.end - run.start for run in runs_of(spans)), default=0)) > max_run:
+            raise RequestError(
+                "image_too_large",
+                f"an image, or images beside each other, take {longest:,} tokens, which this model "
+                f"reads in one step, and a step has room for {max_run:,}: raise max_batched_tokens "
+                "or kv_cache_gib, or scale the image down",
+            )
         return spans
 
     def output(self, seq: Sequence) -> RequestOutput:

@@ -197,6 +197,11 @@ class Strategy(Pacing, ABC):
         """Return the number of positions in a block of the model's attention, which is causal over
         blocks and full inside a block; 1 is ordinary causal attention. Raises ValueError if the
         model is not made for the paradigm; the message says what to do."""
+        if model.canvas_length is not None:
+            raise ValueError(
+                f"{model.architecture} denoises canvases of {model.canvas_length} tokens, so "
+                f"strategy {self.name} cannot run it; use strategy=canvas"
+            )
         if model.diffusion is not None:
             raise ValueError(
                 f"{model.architecture} is a diffusion model: its logits are of masked tokens, not "

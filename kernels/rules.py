@@ -9,6 +9,8 @@ the tile is, so tiles decide nothing. These choices do:
   takes the prefill's form even if each of its rows has one token; whether tokens that were
   generated are read again in the form that read them first is a rule (`BitRules.replay`);
 - whether latent attention expands the latents of a prompt;
+- prefills end at no place inside an image whose tokens see each other, and each of these tokens
+  reads the same keys wherever its part of the prefill begins;
 - chunks of recurrent layers begin at absolute multiples of 64, and their states are written back
   each `FOLDED` tokens behind the prompt, in any batch;
 - where the library (`kernels/library.py`) and products of weights in FP8 and 4 bits

@@ -114,8 +114,8 @@ class ForwardContext:
     # Maps the name of each output column that has a value for each token of the context, and is
     # recorded, to its plane in the paged cache, [num_blocks, block_size, *tail].
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    # [T, hidden_size], the hidden states of another model that a head reads besides the tokens;
-    # None for other models.
+    # [T, hidden_size], the hidden states of another model that a head reads besides the tokens; or
+    # [canvas_tokens, hidden_size], what tokens of canvases are conditioned on. None otherwise.
     hidden: Tensor | None = None
     # The tokens whose hidden states are wanted; None means all tokens.
     outputs: OutputTokens | None = None
@@ -129,6 +129,8 @@ class ForwardContext:
     # Whether tokens may have adapters, so that layers read the T tokens of the forward, or the
     # outputs among them, and no others (`LoRAState.tokens`).
     adapted: bool = False
+    # How many of the first tokens stand on canvases, where they see each other.
+    canvas_tokens: int = 0
 
     def cache(self, layer: int, kind: type[C]) -> C:
         """Return what the layer with this index keeps; it must be of the given type."""

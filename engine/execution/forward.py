@@ -49,6 +49,9 @@ class Part:
     # captured graph of a prefill needs it; None means that it is made from the rows' lengths.
     starts: Tensor | None = None
     images: ImageFeatures | None = None  # of the part's T tokens; None: no token is an image's
+    # Whether each row's tokens are a canvas: they see all of it, and all before its first token.
+    # Parts of canvases come first, and have `ModelInputs.hidden`.
+    canvas: bool = False
 
 
 class Forward(Protocol):
@@ -94,12 +97,13 @@ def run_forward(
         [_attention_metadata(part, block_length, rules) for part in parts],
         [] if caches.states is None else [_row_metadata(part, caches.states) for part in parts],
         caches.columns,
-        _joined(hidden_inputs) if model.reads_hidden else None,
+        _joined(hidden_inputs) if model.reads_hidden or parts[0].canvas else None,
         outputs,
         _rope_positions(parts) if model.turns_apart else None,
         _images(parts),
         window_slots=_joined(window_slots) if window_slots else None,
         adapted=model.lora is not None,
+        canvas_tokens=sum(len(part.inputs.input_ids) for part in parts if part.canvas),
     )
     hidden: Tensor = model(
         _joined([part.inputs.input_ids for part in parts]),
@@ -113,8 +117,12 @@ def run_forward(
 
 def _attention_metadata(part: Part, block_length: int, rules: BitRules) -> AttentionMetadata:
     """What the attention layers read of a part."""
+    positions, widened = part.inputs.positions, 0
+    if part.canvas:
+        rows = positions.view(part.inputs.num_rows, -1)
+        positions, widened = rows[:, -1:].expand_as(rows).flatten(), rows.shape[1] - 1
     return AttentionMetadata(
-        part.inputs.positions,
+        positions,
         tuple(part.inputs.query_lens.tolist()),
         tuple(part.inputs.context_lens.tolist()),
         part.inputs.block_tables,
@@ -122,8 +130,10 @@ def _attention_metadata(part: Part, block_length: int, rules: BitRules) -> Atten
         decode_width=part.width,
         block_length=block_length,
         window_tables=part.inputs.window_tables,
+        last_seen=part.inputs.last_seen,
         replayed=_replayed(part, rules),
         rules=rules,
+        widened=widened,
     )
 
 

@@ -49,6 +49,9 @@ class ModelInputs(Batched):
     # [T, 3] int64, the positions that rotary tables are read at, in time, row and column, or [T];
     # None if those of all rows of a prefill are the tokens' own.
     rope_positions: Tensor | None = token(optional=True)
+    # [T] int64, the position of the last token that each token of a prefill sees in layers in which
+    # tokens of an image see each other; None if that is each token itself.
+    last_seen: Tensor | None = token(optional=True)
     # [B, N] int64, the same as `block_tables` for layers with a window, where blocks that no token
     # of this forward sees may be any; None for a model without such layers.
     window_tables: Tensor | None = row(optional=True)
@@ -85,6 +88,7 @@ class ModelInputs(Batched):
         hidden: Tensor | None = None,
         rope_shifts: bool = False,
         rope_positions: Tensor | None = None,
+        last_seen: bool = False,
         windows: bool = False,
         lora: bool = False,
     ) -> ModelInputs:
@@ -102,6 +106,7 @@ class ModelInputs(Batched):
                 states, which are zeros; None if they have none.
             rope_positions: a tensor that gives the axes of the tokens' rotary positions; None if
                 they have none apart.
+            last_seen: whether the tokens have last ones that they see.
             windows: whether the rows have blocks for layers with a window.
             lora: whether the rows have adapter slots.
         """
@@ -123,6 +128,7 @@ class ModelInputs(Batched):
             None
             if rope_positions is None
             else tokens.new_zeros((len(tokens), *rope_positions.shape[1:])),
+            last_seen=tokens.clone() if last_seen else None,
             window_tables=tables.clone() if windows else None,
             lora_slots=tokens.new_zeros(rows) if lora else None,
         )
@@ -143,6 +149,7 @@ class ModelInputs(Batched):
             hidden=self.hidden,
             rope_shifts=self.rope_shifts is not None,
             rope_positions=self.rope_positions,
+            last_seen=self.last_seen is not None,
             windows=self.window_tables is not None,
             lora=self.lora_slots is not None,
         )

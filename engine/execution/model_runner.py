@@ -241,6 +241,23 @@ class ModelRunner:
         return self._forward(parts)[:tokens]
 
     @torch.inference_mode()
+    def canvas_states(self, canvases: ModelInputs, context: ModelInputs | None) -> Tensor:
+        """Run a forward of B canvases of L tokens each, without computing logits. Returns the
+        hidden states [B · L, hidden_size], which are valid until the next forward.
+
+        Args:
+            canvases: what they are conditioned on is `hidden`.
+            context: rows of equally many tokens that become part of the context in the same
+                forward, in which canvases see their keys and values; None if there are none.
+        """
+        parts = [Part(canvases, canvas=True)]
+        parts += [Part(context)] if context is not None else []
+        tokens = sum(len(part.inputs.input_ids) for part in parts)
+        if missing := -tokens % self._token_multiple:
+            parts.append(Part(self.scratch_inputs(np.array([missing]))))
+        return self._forward(parts)[: len(canvases.input_ids)]
+
+    @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, lora_slots: Tensor | None = None) -> Tensor:
         """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size] of
         tokens with these adapter slots [R]."""

@@ -61,7 +61,8 @@ class DecoderLayer(nn.Module):
 
     A norm stands before each part, after it, or at both places: `before` normalises what the mixer
     and the feed-forward part read, and `after` what they yield. The stream behind the layer is
-    multiplied by `scalar` [1], which needs norms after the parts. A feed-forward part without a
+    multiplied by `scalar` [1], which needs norms after the parts, and that of tokens on a canvas by
+    `canvas_scalar` [1] instead. A feed-forward part without a
     norm before it reads the stream as it is. `own_input` adds what the layer reads besides the
     stream, before the product with the scalar, and needs such norms, too. `mixer_name` and
     `mlp_name` are the parts' names in checkpoints. A layer may lack one of the parts; the norm
@@ -76,6 +77,7 @@ class DecoderLayer(nn.Module):
         before: tuple[RMSNorm, RMSNorm | None] | None,
         after: tuple[RMSNorm, RMSNorm] | None = None,
         scalar: nn.Parameter | None = None,
+        canvas_scalar: nn.Parameter | None = None,
         own_input: LayerInput | None = None,
         mixer_name: str = "self_attn",
         mlp_name: str = "mlp",
@@ -96,7 +98,9 @@ class DecoderLayer(nn.Module):
         self.mixer_post_norm: RMSNorm | None = after and after[0]
         self.mlp_post_norm: RMSNorm | None = after and after[1]
         assert after is not None or (scalar is None and own_input is None)
+        assert scalar is not None or canvas_scalar is None
         self.own_input, self.layer_scalar = own_input, scalar
+        self.canvas_scalar = canvas_scalar
 
     @property
     def cache_spec(self) -> CacheSpec | None:
@@ -129,7 +133,13 @@ class DecoderLayer(nn.Module):
         whole = residual + yielded
         if self.own_input is not None:
             whole = self.own_input(whole, ctx, outputs)
-        return whole if self.layer_scalar is None else whole.mul_(self.layer_scalar)
+        if self.layer_scalar is None:
+            return whole
+        if self.canvas_scalar is None or not ctx.canvas_tokens:
+            return whole.mul_(self.layer_scalar)
+        whole[: ctx.canvas_tokens].mul_(self.canvas_scalar)
+        whole[ctx.canvas_tokens :].mul_(self.layer_scalar)
+        return whole
 
     def _mixed(
         self,

@@ -72,6 +72,15 @@ class Embedding(nn.Module):
         # One rank has the vector and the others have zeros, so the sum is exact.
         return self._parallel.add_sum(None, self._scaled(vectors), EMBEDDING_LANE)
 
+    def mean(self, logits: Tensor) -> Tensor:
+        """Compute the mean vectors [R, hidden_size] of R distributions over all ids, given by
+        logits [R, V] float32, which are rounded to the vectors' dtype first. Needs all ids on this
+        rank, and no adapters beside the table."""
+        assert self._parallel.size == 1 and self.lora is None and self._saved is None
+        dtype = self.weight.dtype
+        shares = logits.to(dtype).softmax(-1, dtype=torch.float32).to(dtype)
+        return self._scaled(shares @ self.weight)
+
     def _scaled(self, vectors: Tensor) -> Tensor:
         return vectors if self._scale == 1.0 else vectors.mul_(self._scale)
 

@@ -71,6 +71,9 @@ INERT_OF: Mapping[str, Mapping[str, str]] = {
         }
         for kind in ("gemma4", "gemma4_text")
     },
+    "diffusion_gemma": dict.fromkeys(
+        ["output_proj_dims", "standardize", "use_clipped_linears"], _TOWERS
+    ),
     "qwen2_5_vl": {"sliding_window": _NO_WINDOW, "use_sliding_window": _NO_WINDOW},
     "qwen3_vl": {"layer_types": "kept, and all layers have the same mask"},
     "qwen3_vl_moe": {"layer_types": "kept, and all layers have the same mask"},
@@ -102,7 +105,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
 }
 """Keys of any family that change the model, and the values that the engine has."""
 _HONOURED = {  # FIXED keys, by kinds of models
-    "per_layer_config": ("gemma4", "gemma4_text"),
+    "per_layer_config": ("gemma4", "gemma4_text", "diffusion_gemma"),
     "attention_chunk_size": ("llama4", "llama4_text"),
 }
 _OF_FILES = {

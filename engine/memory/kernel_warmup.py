@@ -89,6 +89,9 @@ def warm_up(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
             runner, shapes = scratch_runner(use, config), use.graph_shapes(config)
             with _one_layer_of_each_kind(use.model):
                 largest_prefill(runner, use, config)
+                tower = use.model.tower
+                if tower is not None and tower.config.rules.sees_whole:
+                    largest_prefill(runner, use, config, looks_ahead=True)
                 largest_decode(runner, use, config)
                 if config.cuda_graph:
                     runner.run_uncaptured(shapes)

@@ -92,10 +92,15 @@ def _peak(device: torch.device, work: Callable[[], object]) -> int:
 
 
 def largest_image(tower: VisionTower, config: ResolvedConfig) -> None:
-    """Encode a square image of about as many tokens as images have in one step."""
-    side = math.isqrt(config.image_tokens - 1) + 1
-    pixels = side * tower.config.rules.pixels_per_token
-    tower([torch.zeros((pixels, pixels, 3), dtype=torch.uint8, device=tower.device)])
+    """Encode a square image of about as many tokens as images have in one step, or as many images
+    of the only size."""
+    rules, count = tower.config.rules, 1
+    pixels = (math.isqrt(config.image_tokens - 1) + 1) * rules.pixels_per_token
+    if rules.image_side is not None:
+        pixels = rules.image_side
+        count = max(1, config.image_tokens // rules.num_tokens(pixels, pixels))
+    image = torch.zeros((pixels, pixels, 3), dtype=torch.uint8, device=tower.device)
+    tower([image] * count)
 
 
 def _scratch_inputs(
@@ -117,8 +122,11 @@ def scratch_runner(use: ModelUse, config: ResolvedConfig) -> ModelRunner:
     return ModelRunner(use.model, use.caches(sizes), rules=config.rules)
 
 
-def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) -> None:
-    """Run a prefill of the most tokens, with logits for as many rows as can be in flight."""
+def largest_prefill(
+    runner: ModelRunner, use: ModelUse, config: ResolvedConfig, *, looks_ahead: bool = False
+) -> None:
+    """Run a prefill of the most tokens, with logits for as many rows as can be in flight. With
+    `looks_ahead` it takes the kernels of rows with images whose tokens see each other."""
     longest = config.max_model_len
     lens = [longest] * (config.max_batched_tokens // longest)
     if rest := config.max_batched_tokens - sum(lens):
@@ -129,6 +137,8 @@ def largest_prefill(runner: ModelRunner, use: ModelUse, config: ResolvedConfig) 
         if runner.model.turns_by_axes:
             positions = positions.unsqueeze(1).expand(-1, 3).contiguous()
         inputs = replace(inputs, rope_shifts=None, rope_positions=positions)
+    if looks_ahead:
+        inputs = replace(inputs, last_seen=inputs.positions)
     rows = np.zeros(config.max_num_seqs, np.int64)
     runner.prefill(PrefillInputs(inputs, rows, use.all_hidden))
 

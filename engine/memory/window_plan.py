@@ -37,7 +37,8 @@ def window_needs(uses: Sequence[ModelUse], config: ResolvedConfig) -> WindowNeed
     assert not any(use.model.has_row_states for use in uses), "no model has both"
     size, rows = config.block_size, config.max_num_seqs
     # What the next token sees, and the tokens of a step that is not read yet and of the next one.
-    tokens = window - 1 + 2 * max(max(use.widths) for use in uses)
+    ahead = max((1 + use.forward_rows) * max(use.widths) for use in uses)
+    tokens = window - 1 + ahead
     row_blocks = min(-(-(tokens + size - 1) // size), config.row_blocks)
     # Besides what rows decode with there is a prefill, and a tail of a prefix for each row.
     limit = rows * row_blocks + -(-config.max_batched_tokens // size)

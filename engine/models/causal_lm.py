@@ -18,6 +18,7 @@ from batchgen.engine.interface.hidden_columns import HIDDEN_STATES
 from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.layers.decoder_layer import DecoderLayer
 from batchgen.engine.layers.embedding import Embedding, LogitsLayer
+from batchgen.engine.layers.feed_forward.self_conditioning import SelfConditioning
 from batchgen.engine.layers.layer_inputs import LayerInputs
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.mxfp4_format import WeightFormat
@@ -44,8 +45,9 @@ class Decoder(nn.Module):
     """The part of a model from token ids to hidden states: embedding, layers and final norm.
 
     `rotaries` has the rotary table of each layer, None for one that rotates nothing. `layer_inputs`
-    makes what layers read besides the residual stream. `hidden_column` records the hidden states
-    behind `hidden_layers` (`ModelConfig.hidden_layers`).
+    makes what layers read besides the residual stream. `self_conditioning` makes the inputs of
+    tokens on a canvas. `hidden_column` records the hidden states behind `hidden_layers`
+    (`ModelConfig.hidden_layers`).
     """
 
     checkpoint_names: Mapping[str, str] = {"layer_inputs": ""}
@@ -59,9 +61,11 @@ class Decoder(nn.Module):
         layer_inputs: LayerInputs | None = None,
         hidden_column: OutputColumn | None = None,
         hidden_layers: Sequence[int] = (),
+        self_conditioning: SelfConditioning | None = None,
     ) -> None:
         super().__init__()
         self.embed_tokens, self.layer_inputs = embed_tokens, layer_inputs
+        self.self_conditioning = self_conditioning
         self._hidden_column = hidden_column
         self._places = {layer: index for index, layer in enumerate(hidden_layers)}
         self.layers = nn.ModuleList(layers)
@@ -73,6 +77,8 @@ class Decoder(nn.Module):
         stream: Stream = self.embed_tokens(input_ids)
         if ctx.images is not None:
             stream = ctx.images.put(summed(stream))
+        if self.self_conditioning is not None and ctx.canvas_tokens:
+            stream = self.self_conditioning(summed(stream), ctx)
         if self.layer_inputs is not None:
             stream = summed(stream)
             images = None if ctx.images is None else ctx.images.index
@@ -152,6 +158,8 @@ class CausalLM(TokenModel):
     """The class of transformers that reads this model's config.json."""
     is_diffusion: ClassVar[bool] = False
     """Whether the model fills in masked tokens, as `ModelConfig.diffusion` then describes."""
+    denoises_canvases: ClassVar[bool] = False
+    """Whether the model denoises canvases of random tokens (`ModelConfig.canvas_length`)."""
     has_flat_files: ClassVar[bool] = False
     """Whether a config.json may have the decoder's keys beside the tower's part."""
 
@@ -190,6 +198,7 @@ class CausalLM(TokenModel):
             self.make_layer_inputs(),
             hidden_column(config),
             config.hidden_layers,
+            self.make_self_conditioning(),
         )
         self.lm_head = self.score = None
         if config.has_logits:
@@ -280,6 +289,10 @@ class CausalLM(TokenModel):
 
     def make_layer_inputs(self) -> LayerInputs | None:
         """Make what layers read besides the residual stream; None if they read nothing else."""
+        return None
+
+    def make_self_conditioning(self) -> SelfConditioning | None:
+        """Make what conditions tokens on a canvas; None for models without canvases."""
         return None
 
     def make_head(self, name: str) -> TokenModel:

@@ -3,8 +3,7 @@ window that have a rope of their own."""
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.models.dense import (
     FULL,
@@ -13,6 +12,11 @@ from batchgen.engine.models.dense import (
     dense_config,
     layer_windows,
 )
+from batchgen.engine.models.gemma_towers import (
+    is_of_gemma_tower,
+    piece_beside_gemma_tower,
+    square_tower,
+)
 from batchgen.engine.models.model_config import (
     ModelConfig,
     check_positive,
@@ -20,15 +24,13 @@ from batchgen.engine.models.model_config import (
 )
 from batchgen.engine.models.vision_part import (
     VISION_TOWER,
-    piece_beside_tower,
     text_config,
     text_part,
+    with_tower,
 )
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_OTHER = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision)\.")
 
 
 class Gemma3ForCausalLM(DenseForCausalLM):
@@ -68,7 +70,7 @@ class Gemma3ForCausalLM(DenseForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The decoder of a Gemma 3 checkpoint with a vision tower, which is not loaded."""
+    """Gemma 3 with a vision tower, which is loaded if rows have images."""
 
     hf_class = "Gemma3Config"
 
@@ -79,15 +81,18 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
             raise ValueError(
                 "final_logit_softcapping beside a vision tower is not supported: it must be null"
             )
-        return text_part(hf, super().config_from_hf(text))
+        return with_tower(hf, text_part(hf, super().config_from_hf(text)), square_tower)
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        return {"looks_ahead": True}
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Take away what checkpoints with a vision tower put before the decoder's names."""
-        return piece_beside_tower(name)
+        return piece_beside_gemma_tower(name)
 
     def skipped_part(self, name: str) -> str | None:
-        return VISION_TOWER if _OTHER.match(name) else None
+        return VISION_TOWER if self.visual is None and is_of_gemma_tower(name) else None
 
 
 def check_gemma(hf: PretrainedConfig) -> None:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from batchgen.engine.layers.decoder_layer import DecoderLayer, FeedForward, Mixer
 from batchgen.engine.layers.feed_forward.mlp import GatedMLP
 from batchgen.engine.layers.feed_forward.mlp_and_experts import MLPAndExperts
@@ -63,10 +65,14 @@ class Gemma4ForCausalLM(MoEForCausalLM):
             self.make_mlp(index),
             before=(self.make_norm(), None if sparse else self.make_norm()),
             after=(self.make_norm(), self.make_norm()),
-            scalar=empty_parameter(1, device=self.device, dtype=self.dtype),
+            scalar=self._scalar(),
+            canvas_scalar=self._scalar() if self.denoises_canvases else None,
             own_input=self._layer_input(index),
             mlp_name="" if sparse else "mlp",
         )
+
+    def _scalar(self) -> nn.Parameter:
+        return empty_parameter(1, device=self.device, dtype=self.dtype)
 
     def make_mlp(self, index: int) -> FeedForward:
         """Make the feed-forward part of a layer: an MLP, and experts beside it if it has some."""
@@ -100,6 +106,7 @@ class Gemma4ForCausalLM(MoEForCausalLM):
             value_norm=True,
             keys_are_values=family.keys_are_values and shape.window is None,
             reads_only=family.kv_layers[index] != index,
+            looks_ahead=shape.window is not None and family.images_see_whole,
             where=self.where,
         )
 

@@ -45,6 +45,7 @@ class Gemma4Config(MoEConfig):
         int  # of what each layer reads besides the residual stream (`LayerInputs`); 0: nothing
     )
     pad_id: int  # the id of image tokens there
+    images_see_whole: bool  # in layers with a window tokens of an image see those behind them
 
     def attention_of(self, layer: int) -> KVSpec:
         if self.layer_windows and self.layer_windows[layer] is not None:
@@ -92,6 +93,7 @@ def gemma4_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelC
         wide_mlps=bool(hf.use_double_wide_mlp),
         input_size=_input_size(hf),
         pad_id=hf.pad_token_id or 0,
+        images_see_whole=hf.use_bidirectional_attention == "vision",
         **_experts(hf),
     )
 

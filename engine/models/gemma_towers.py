@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
 from batchgen.engine.models.model_config import check_positive
 from batchgen.engine.models.vision_part import piece_beside_tower, tower_theta
 from batchgen.engine.vision.image_span import ImageRules
-from batchgen.engine.vision.vision_config import AxialConfig
+from batchgen.engine.vision.vision_config import AxialConfig, SquareConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_TOWER = re.compile(r"(model\.)?vision_tower\.(?=\w)")
-_EMBEDDER = re.compile(r"(model\.)?(?=embed_vision\.)")
+_TOWER = re.compile(r"(model\.)?vision_tower\.(vision_model\.)?(?=\w)")
+_EMBEDDER = re.compile(r"(model\.)?(?=(embed_vision|multi_modal_projector)\.)")
+_SQUARE_EPS = 1e-6
 
 
 def axial_tower(hf: PretrainedConfig) -> AxialConfig:
@@ -44,11 +46,6 @@ def axial_tower(hf: PretrainedConfig) -> AxialConfig:
         )
     if (kind := (tower.rope_parameters or {}).get("rope_type", "axial")) != "axial":
         raise ValueError(f"the vision tower's rope_type is {kind!r:.60}, and must be 'axial'")
-    if hf.text_config.use_bidirectional_attention == "vision":
-        raise ValueError(
-            "use_bidirectional_attention is 'vision', and tokens of images that see each other "
-            "are not supported"
-        )
     others = (hf.video_token_id, hf.audio_token_id, hf.boa_token_id, hf.eoa_token_index)
     vocabulary = range(hf.text_config.vocab_size)
     rules = ImageRules(
@@ -59,6 +56,7 @@ def axial_tower(hf: PretrainedConfig) -> AxialConfig:
         other_ids=tuple(each for each in others if each in vocabulary),
         mark_id=hf.image_token_id,
         has_axes=False,
+        sees_whole=hf.text_config.use_bidirectional_attention == "vision",
     )
     return AxialConfig(
         rules=rules,
@@ -75,6 +73,56 @@ def axial_tower(hf: PretrainedConfig) -> AxialConfig:
         norm_eps=tower.rms_norm_eps,
         clips=bool(tower.use_clipped_linears),
         standardises=bool(tower.standardize),
+    )
+
+
+def square_tower(hf: PretrainedConfig) -> SquareConfig:
+    """Read the configuration of Gemma 3's tower. Raises ValueError if it is not supported."""
+    tower, tokens = _tower(hf), hf.mm_tokens_per_image
+    sizes = {
+        "image_size": tower.image_size,
+        "patch_size": tower.patch_size,
+        "vision_num_hidden_layers": tower.num_hidden_layers,
+        "vision_hidden_size": tower.hidden_size,
+        "vision_num_attention_heads": tower.num_attention_heads,
+        "vision_intermediate_size": tower.intermediate_size,
+        "mm_tokens_per_image": tokens,
+    }
+    check_positive(**sizes)
+    supported = ("siglip_vision_model", "gelu_pytorch_tanh", 3, _SQUARE_EPS, False)
+    keys = ("model_type", "hidden_act", "num_channels", "layer_norm_eps", "vision_use_head")
+    for key, expected in zip(keys, supported, strict=True):
+        if (value := getattr(tower, key, expected)) != expected:
+            raise ValueError(f"the vision tower's {key} is {value!r:.60}, and must be {expected!r}")
+    grid, rest = divmod(tower.image_size, tower.patch_size)
+    side = math.isqrt(tokens)
+    if rest or side**2 != tokens or grid % side or tower.hidden_size % tower.num_attention_heads:
+        raise ValueError(
+            f"an image of {tower.image_size} pixels a side cannot be cut into patches of "
+            f"{tower.patch_size} pixels and {tokens} tokens, or {tower.hidden_size} values into "
+            f"{tower.num_attention_heads} heads"
+        )
+    rules = ImageRules(
+        hf.image_token_id,
+        hf.boi_token_id,
+        hf.eoi_token_id,
+        tower.image_size // side,
+        mark_id=hf.boi_token_id,
+        margin="\n\n",
+        image_side=tower.image_size,
+        has_axes=False,
+        sees_whole=True,
+    )
+    return SquareConfig(
+        rules=rules,
+        patch_size=tower.patch_size,
+        merge_size=grid // side,
+        depth=tower.num_hidden_layers,
+        width=tower.hidden_size,
+        num_heads=tower.num_attention_heads,
+        mlp_size=tower.intermediate_size,
+        out_size=hf.text_config.hidden_size,
+        grid_side=grid,
     )
 
 

@@ -81,7 +81,9 @@ class ModelConfig:
     tie_word_embeddings: bool  # embedding and logits' layer share a weight
     dtype: torch.dtype  # of the checkpoint's weights; float32 if it does not say
     family: FamilyConfig  # in the class that the model expects
-    diffusion: Diffusion | None = None  # None: it predicts the next token
+    diffusion: Diffusion | None = None  # None: it fills in no masks
+    # Tokens of a canvas, which are denoised together from random ones; None: it has no canvas.
+    canvas_length: int | None = None
     heads: tuple[str, ...] = ()  # in the checkpoint; they continue from hidden states
     has_logits: bool = True  # a layer computes logits; without one the model can only be read
     labels: tuple[str, ...] | None = None  # names of a classifier's classes; None: it is none

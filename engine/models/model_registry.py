@@ -28,6 +28,7 @@ MODELS: Mapping[str, ModelEntry] = {
     "CohereForCausalLM": ModelEntry("batchgen.engine.models.cohere"),
     "DeepseekV2ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v2"),
     "DeepseekV3ForCausalLM": ModelEntry("batchgen.engine.models.deepseek_v3"),
+    "DiffusionGemmaForBlockDiffusion": ModelEntry("batchgen.engine.models.diffusion_gemma"),
     "Dots1ForCausalLM": ModelEntry("batchgen.engine.models.dots1"),
     "Ernie4_5_MoeForCausalLM": ModelEntry("batchgen.engine.models.ernie4_5_moe"),
     "Ernie4_5ForCausalLM": ModelEntry("batchgen.engine.models.ernie4_5"),
@@ -91,11 +92,6 @@ _CENTRED_NORMS = "norms that subtract the mean and add a bias (LayerNorm)"
 _BIDIRECTIONAL = "attention in both directions over the whole row"
 RELATIVES: Mapping[str, tuple[str, str]] = {
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "attention to chosen tokens (DSA)"),
-    "DiffusionGemmaForBlockDiffusion": (
-        "Gemma4ForCausalLM",
-        "canvases of 256 tokens without a mask token, beside an encoder, whose steps read the last "
-        "step's distributions",
-    ),
     "DreamModel": ("SDARForCausalLM", _BIDIRECTIONAL),
     "JambaForCausalLM": ("MixtralForCausalLM", _MAMBA),
     "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "Kimi delta attention"),

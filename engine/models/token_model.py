@@ -107,6 +107,10 @@ class TokenModel(nn.Module, ABC):
         """Compute this rank's columns of logits (`Logits.own`), in the model's dtype, from states
         [R, hidden_size]."""
 
+    def mean_embeddings(self, logits: Tensor) -> Tensor:
+        """Compute the mean embeddings [R, hidden_size] of tokens with these logits [R, V]."""
+        raise NotImplementedError("only models that denoise canvases read distributions")
+
     def class_scores(self, hidden: Tensor) -> Tensor:
         """Compute the scores [R, C] of a classifier's C classes, in the model's dtype, from states
         [R, hidden_size]."""

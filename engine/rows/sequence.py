@@ -16,7 +16,7 @@ from batchgen.engine.interface.trajectory import Trajectory
 from batchgen.engine.rows.pooling import PooledValue
 from batchgen.engine.rows.stopping import StopRule
 from batchgen.engine.sampling.sampling_params import RequestParams
-from batchgen.engine.vision.image_span import ImageSpan, rope_shift
+from batchgen.engine.vision.image_span import ImageRun, ImageSpan, rope_shift, runs_of
 
 TAIL = "tail_"
 """What the names of columns of tail scope begin with."""
@@ -137,9 +137,11 @@ class Sequence:
     # Those of output, edits, answer or row scope.
     columns: dict[str, ColumnBuffer | PooledValue] = field(init=False)
     num_prompt_tokens: int = field(init=False)  # given tokens, those of an answer included
+    runs: tuple[ImageRun, ...] = field(init=False)  # of images whose tokens see each other
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
+        self.runs = runs_of(self.spans)
         self.columns = self._empty_columns()
         requested = self.requested_columns
         self.context_columns = tuple(c.name for c in requested if c.scope == "context")
@@ -168,6 +170,25 @@ class Sequence:
     def rope_shift(self) -> int:
         """What is added to the index of a token behind all images to get its rotary position."""
         return self.turned_behind + rope_shift(self.spans)
+
+    def last_border(self, end: int) -> int:
+        """Return the last place up to `end` where a chunk of a prefill may end: within no run."""
+        return next((run.start for run in self.runs if run.start < end < run.end), end)
+
+    def end_of_run(self, position: int) -> int:
+        """Return where the run of the token at this position ends; one that is in none is alone."""
+        inside = (run.end for run in self.runs if run.start <= position < run.end)
+        return next(inside, position + 1)
+
+    def images_among(self, start: int, end: int) -> bytes:
+        """Return what tells apart the images that tokens from `start` to `end` stand for, or see:
+        their digests, and where they begin."""
+        seen = max(end, self.end_of_run(end - 1))
+        return b"".join(
+            span.image.digest + (start - span.start).to_bytes(8, "little", signed=True)
+            for span in self.spans
+            if span.overlaps(start, seen)
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -135,6 +135,12 @@ class SamplingInputs(Batched):
         banned_ids = self.banned_ids.repeat_interleave(width, 0)
         return replace(self, stop_ids=stop_ids, banned_ids=banned_ids, **repeated)
 
+    def heated(self, factors: Tensor) -> SamplingInputs:
+        """Return the inputs for sampling at temperatures that are multiplied by these factors [R]
+        float32; that of greedy rows, 1, changes what is said of their distributions."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _Heated(**values | {"temperature": self.temperature * factors})
+
     def index_select(self, rows: npt.NDArray[np.int64]) -> SamplingInputs:
         assert self.width == 1, "pick rows first, then repeat them"
         return super().index_select(rows)
@@ -196,6 +202,15 @@ class SamplingInputs(Batched):
     def max_top_logprobs(self) -> int:
         """The largest K of top_logprobs that any row asks for; 0 if none does."""
         return max((p.top_logprobs for p in self.params), default=0)
+
+
+@dataclass(frozen=True)
+class _Heated(SamplingInputs):
+    """Rows whose temperatures differ from those that they ask for."""
+
+    @cached_property
+    def any_temperature(self) -> bool:
+        return True
 
 
 def _filters(params: RequestParams) -> tuple[float, float, float]:

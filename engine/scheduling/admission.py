@@ -1,7 +1,9 @@
-"""Admission: whether the paged cache will hold a row, judged by the lengths of finished rows.
+"""Admission: decides whether a waiting row may start, by predicting whether the paged cache will
+hold it and all running rows until they end.
 
 Too many rows cost recomputation, because some must be preempted; too few leave the device idle. The
-prediction is an idea of Gong et al. 2025 (Past-Future Scheduler).
+prediction is made from the lengths of finished rows, an idea of Gong et al. 2025 (Past-Future
+Scheduler).
 """
 
 from __future__ import annotations

@@ -317,8 +317,8 @@ class BlockManager:
     def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """Return the digests of the row's first `num_blocks` full blocks. Each digest covers its
         block's tokens, those behind them that a model looks ahead to, the images that some of its
-        tokens stand for and which part of them, and, through the digest before it, all of this for
-        the blocks before. Digests are computed once and kept in `seq.block_hashes`."""
+        tokens stand for, or see, and which part of them, and, through the digest before it, all of
+        this for the blocks before. Digests are computed once and kept in `seq.block_hashes`."""
         size = self.block_size
         hashes = seq.block_hashes
         while len(hashes) < num_blocks:
@@ -327,11 +327,7 @@ class BlockManager:
             end = start + size + self._ahead
             assert end <= seq.num_tokens, "the token ahead is not known yet"
             tokens = array("q", seq.token_ids[start:end]).tobytes()
-            images = b"".join(
-                span.image.digest + (start - span.start).to_bytes(8, "little", signed=True)
-                for span in seq.spans
-                if span.overlaps(start, start + size)
-            )
+            images = seq.images_among(start, start + size)
             hashes.append(blake2b(parent + tokens + images, digest_size=16).digest())
         return hashes[:num_blocks]
 

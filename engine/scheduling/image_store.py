@@ -73,15 +73,18 @@ class ImageStore:
 
     def chunk_of(self, seq: Row, chunk: int, multiple: int, *, may_wait: bool) -> int:
         """Let the next step encode what the next `chunk` tokens of a row need. Returns how many
-        tokens the step can read then: all, or a multiple of `multiple`, which is 0 if the row must
-        wait and `may_wait`. Raises RequestError if an image cannot be decoded."""
+        tokens the step can read then: all, or a multiple of `multiple` that ends in no run, which
+        is 0 if the row must wait and `may_wait`. Raises RequestError if an image cannot be decoded.
+        """
         start = seq.num_computed_tokens
         fitting = self.reach(seq, start, start + chunk) - start
         if fitting == chunk:
             return chunk
-        fitting = fitting // multiple * multiple
-        if not fitting and not may_wait:
-            fitting = min(chunk, multiple)
+        fitting = seq.last_border(start + fitting // multiple * multiple) - start
+        if fitting <= 0 and may_wait:
+            return 0
+        if fitting <= 0:
+            fitting = min(chunk, max(multiple, seq.end_of_run(start) - start))
             self.reach(seq, start, start + fitting, beyond=True)
         return fitting
 

@@ -20,6 +20,8 @@ class PrefillBuilder:
     Args:
         multiple: every chunk but a row's last has a multiple of this many tokens.
         max_tokens, max_rows: the most tokens and rows of the batch.
+        whole_tokens: the most tokens of a batch of one row that begins with an image of which no
+            chunk may read a part.
     """
 
     def __init__(
@@ -29,7 +31,9 @@ class PrefillBuilder:
         multiple: int,
         max_tokens: int,
         max_rows: int,
+        whole_tokens: int,
     ) -> None:
+        self._whole_tokens = whole_tokens
         self._blocks, self._running = block_manager, running
         self._multiple, self._left, self._max_rows = multiple, max_tokens, max_rows
         self.seqs: list[Sequence] = []
@@ -50,7 +54,14 @@ class PrefillBuilder:
         chunk = seq.num_prefill_tokens - seq.num_computed_tokens
         room = self._blocks.chunk_room(seq)
         limit = self._left if room is None else min(self._left, room)
-        return chunk if chunk <= limit else limit // self._multiple * self._multiple or None
+        if chunk <= limit:
+            return chunk
+        start, cut = seq.num_computed_tokens, limit // self._multiple * self._multiple
+        if cut and (end := seq.last_border(start + cut)) > start:
+            return end - start
+        whole = seq.end_of_run(start) - start
+        fits = not self.seqs and whole <= self._whole_tokens and (room is None or whole <= room)
+        return whole if seq.runs and fits else None
 
     def add(self, seq: Sequence, chunk: int) -> None:
         """Let the batch read the next `chunk` tokens of a row."""

@@ -19,7 +19,7 @@ from batchgen.engine.execution.model_inputs import SNAPSHOTS, ModelInputs
 from batchgen.engine.execution.model_runner import PrefillInputs
 from batchgen.engine.rows.scheduled_batch import PrefillBatch
 from batchgen.engine.rows.sequence import Sequence
-from batchgen.engine.vision.image_span import rope_positions
+from batchgen.engine.vision.image_span import last_seen, rope_positions
 
 
 def prefill_inputs(
@@ -68,6 +68,7 @@ def prefill_inputs(
         *_replayed(seqs, starts, ends, steps_from),
         rope_positions=_rope_positions(seqs, starts.tolist(), ends.tolist(), device),
         window_tables=upload(window_tables(seqs), torch.int64, device) if windows else None,
+        last_seen=_last_seen(seqs, starts.tolist(), ends.tolist(), device),
         lora_slots=lora_slots(seqs, device) if lora else None,
     )
     yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
@@ -130,6 +131,17 @@ def _rope_positions(
         return upload(np.concatenate(parts), torch.int64, device)
     rows = zip(seqs, starts, ends, strict=True)
     parts = [rope_positions(seq.spans, start, end) for seq, start, end in rows]
+    return upload(np.concatenate(parts), torch.int64, device)
+
+
+def _last_seen(
+    seqs: abc.Sequence[Sequence], starts: list[int], ends: list[int], device: torch.device
+) -> Tensor | None:
+    """Make `ModelInputs.last_seen` of rows that read the tokens from `starts` to `ends`."""
+    rows = list(zip(seqs, starts, ends, strict=True))
+    if not any(run.start < end and start < run.end for seq, start, end in rows for run in seq.runs):
+        return None
+    parts = [last_seen(seq.runs, start, end) for seq, start, end in rows]
     return upload(np.concatenate(parts), torch.int64, device)
 
 

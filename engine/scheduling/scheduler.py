@@ -153,13 +153,15 @@ class Scheduler:
         room = choose_prefill(self.limits, candidates, self.running, staying, width)
         if room is None:
             return self._decode_batch(width)
+        whole_tokens = self.limits.max_batched_tokens
         if not room.with_decode:
-            prefill = self._prefill_batch(room.tokens, room.rows)
+            prefill = self._prefill_batch(room.tokens, room.rows, whole_tokens)
             return prefill if prefill.seqs else self._decode_batch(width)
         decode = self._decode_batch(width)
         if decode is None:
             return None
-        prefill = self._prefill_batch(room.tokens, room.rows)
+        whole_tokens -= width * len(decode.batch_slots)
+        prefill = self._prefill_batch(room.tokens, room.rows, whole_tokens)
         return MixedBatch(decode, prefill) if prefill.seqs else decode
 
     def _pass_windows(self) -> None:
@@ -198,12 +200,12 @@ class Scheduler:
         stay &= ~self.running.ends_by_length(self.running.order, self._pacing.least_tokens)
         return stay
 
-    def _prefill_batch(self, max_tokens: int, max_rows: int) -> PrefillBatch:
+    def _prefill_batch(self, max_tokens: int, max_rows: int, whole_tokens: int) -> PrefillBatch:
         """Plan a prefill batch of at most these tokens and rows: go on with the row that was cut,
-        then admit waiting rows in order as long as there is room. The batch may be empty."""
-        plan = PrefillBuilder(
-            self.block_manager, self.running, self._multiple, max_tokens, max_rows
-        )
+        then admit waiting rows in order as long as there is room. The batch may be empty.
+        `whole_tokens` is as for `PrefillBuilder`."""
+        sizes = self._multiple, max_tokens, max_rows, whole_tokens
+        plan = PrefillBuilder(self.block_manager, self.running, *sizes)
         if self._images is not None:
             self._images.begin()
         while plan.has_room and (seq := self._cut or self._admit_next()) is not None:

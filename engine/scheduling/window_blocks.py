@@ -52,6 +52,13 @@ class WindowBlocks:
         """The share of the blocks that rows own, from 0 to 1."""
         return 1 - self.num_free / (self.num_blocks - 1)
 
+    @property
+    def chunk_capacity(self) -> int:
+        """The most tokens of a row that one prefill can always read, if the row is alone."""
+        # What the first token sees is there, too, and a block may be full in part at each end.
+        blocks = self.num_blocks - 1 - -(-(self.window - 1) // self.block_size)
+        return max(blocks - 2, 0) * self.block_size
+
     def will_hold(self, lengths: npt.NDArray[np.int64]) -> bool:
         """Whether all rows fit together that get as long as `lengths` [R]."""
         blocks = np.minimum(-(-lengths // self.block_size), self.row_blocks)

@@ -70,8 +70,8 @@ class ClippedLinear(Linear):
         """Compute [T, out_features] from [T, in_features]."""
         if self.bounds is None:
             return super().forward(x)
-        low, high, least, most = self.bounds
-        return super().forward(x.clamp(low, high)).clamp(least, most)
+        in_low, in_high, out_low, out_high = self.bounds
+        return super().forward(x.clamp(in_low, in_high)).clamp(out_low, out_high)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slots of the weight and of the bounds, which are infinite without a

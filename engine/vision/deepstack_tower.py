@@ -2,58 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from batchgen.engine.layers.linear import Linear, empty_parameter
-from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
-from batchgen.engine.vision.vision_config import DeepstackConfig, VisionConfig
+from batchgen.engine.vision.vision_config import DeepstackConfig
 from batchgen.engine.vision.vision_positions import PatchPositions, patch_positions
 from batchgen.engine.vision.vision_tower import (
-    EPS,
+    LayerNorm,
     PatchEmbedding,
     PatchPlaces,
     VisionAttention,
     VisionBlock,
+    VisionMLP,
     VisionTower,
 )
-from batchgen.kernels.layers.elementwise import gelu, gelu_tanh
-
-
-class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias, over the last axis (Ba et al. 2016)."""
-
-    def __init__(self, size: int, *, where: Placement) -> None:
-        super().__init__()
-        self.weight = empty_parameter(size, device=where.device, dtype=where.dtype)
-        self.bias = empty_parameter(size, device=where.device, dtype=where.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
-
-    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the slots of weight and bias, 1 and 0 in a model without a checkpoint."""
-        yield WeightSlot.plain(f"{path}.weight", self.weight, dummy=1.0)
-        yield WeightSlot.plain(f"{path}.bias", self.bias, dummy=0.0)
-
-
-class VisionMLP(nn.Module):
-    """fc2(gelu(fc1(x))), with the approximation of GELU by tanh."""
-
-    def __init__(self, config: VisionConfig, *, where: Placement) -> None:
-        super().__init__()
-        make = partial(Linear, bias=True, quantisable=False, where=where)
-        self.linear_fc1 = make(config.width, config.mlp_size)
-        self.linear_fc2 = make(config.mlp_size, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear_fc2(gelu_tanh(self.linear_fc1(x)))
-        return result
+from batchgen.kernels.layers.elementwise import gelu
 
 
 class PatchMerger(nn.Module):

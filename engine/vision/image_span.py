@@ -24,8 +24,11 @@ class ImageRules:
     # What chat templates write for an image instead of the start, image and end tokens; None: they
     # write these.
     mark_id: int | None = None
+    margin: str = ""  # what stands for the mark begins and ends with this text
+    image_side: int | None = None  # pixels of each side of all images; None: they have many sizes
     # Whether the rotary positions of an image's tokens have axes: time, row and column.
     has_axes: bool = True
+    sees_whole: bool = False  # whether tokens of an image see those behind them of the same image
 
     @property
     def never_sampled(self) -> tuple[int, ...]:
@@ -45,7 +48,8 @@ class ImageSpan(NamedTuple):
     start: int  # the index of the first token in the row
     rows: int
     columns: int
-    has_axes: bool = True  # as in `ImageRules`
+    has_axes: bool = True  # as in `ImageRules`, like the next one
+    sees_whole: bool = False
 
     @property
     def end(self) -> int:
@@ -74,8 +78,13 @@ def find_spans(
 ) -> tuple[ImageSpan, ...]:
     """Find the tokens of each image in a prompt. Raises ValueError, in words for the user, if the
     prompt has not as many image tokens as its images take, or an image has no whole squares."""
-    side = rules.pixels_per_token
+    side, fixed = rules.pixels_per_token, rules.image_side
     for number, image in enumerate(images, 1):
+        if fixed is not None and (image.height, image.width) != (fixed, fixed):
+            raise ValueError(
+                f"image {number} has {image.height}×{image.width} pixels, and images of this model "
+                f"have {fixed}×{fixed}"
+            )
         if image.height % side or image.width % side:
             raise ValueError(
                 f"image {number} has {image.height}×{image.width} pixels, and its sides must be "
@@ -95,9 +104,38 @@ def find_spans(
         if positions[used + count - 1] != start + count - 1:
             raise ValueError(f"the {count} tokens of image {number} are not beside each other")
         rows, columns = image.height // side, image.width // side
-        spans.append(ImageSpan(image, start, rows, columns, rules.has_axes))
+        spans.append(ImageSpan(image, start, rows, columns, rules.has_axes, rules.sees_whole))
         used += count
     return tuple(spans)
+
+
+class ImageRun(NamedTuple):
+    """Tokens of a row that see each other, so that one forward must read all that no earlier one
+    has read."""
+
+    start: int
+    end: int
+
+
+def runs_of(spans: Sequence[ImageSpan]) -> tuple[ImageRun, ...]:
+    """Return the runs of a row. Images without a token between them are one run, as in
+    transformers."""
+    runs: list[ImageRun] = []
+    for span in spans:
+        if not span.sees_whole:
+            continue
+        start = runs.pop().start if runs and runs[-1].end == span.start else span.start
+        runs.append(ImageRun(start, span.end))
+    return tuple(runs)
+
+
+def last_seen(runs: Sequence[ImageRun], start: int, end: int) -> npt.NDArray[np.int64]:
+    """Return the position of the last token that each of a row's tokens from `start` to `end` sees,
+    [end - start]."""
+    positions = np.arange(start, end)
+    for run in runs:
+        positions[max(run.start - start, 0) : max(run.end - start, 0)] = run.end - 1
+    return positions
 
 
 def rope_shift(spans: Sequence[ImageSpan]) -> int:

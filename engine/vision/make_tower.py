@@ -5,9 +5,11 @@ from __future__ import annotations
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.vision.axial_tower import AxialTower
 from batchgen.engine.vision.deepstack_tower import DeepstackTower
+from batchgen.engine.vision.square_tower import SquareTower
 from batchgen.engine.vision.vision_config import (
     AxialConfig,
     DeepstackConfig,
+    SquareConfig,
     VisionConfig,
     WindowedConfig,
 )
@@ -17,6 +19,8 @@ from batchgen.engine.vision.windowed_tower import WindowedTower
 
 def make_tower(config: VisionConfig, *, where: Placement) -> VisionTower:
     """Make a tower without values."""
+    if isinstance(config, SquareConfig):
+        return SquareTower(config, where=where)
     if isinstance(config, AxialConfig):
         return AxialTower(config, where=where)
     if isinstance(config, WindowedConfig):

@@ -84,3 +84,10 @@ class AxialConfig(VisionConfig):
     @property
     def head_dim(self) -> int:
         return self.values_per_head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SquareConfig(VisionConfig):
+    """A vision tower of Gemma 3's form, for images of one size."""
+
+    grid_side: int  # patches of an image's side

@@ -50,6 +50,13 @@ def _cos_sin(row: Tensor, column: Tensor, head_dim: int, theta: float) -> Tensor
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
+def grid_places(rows: int, columns: int, merge: int) -> Tensor:
+    """Return the place of each patch, counted row by row, [N] int64 on the CPU. The patches of one
+    token are neighbours."""
+    row, column = _grid(rows, columns, merge)
+    return row.long() * columns + column.long()
+
+
 class AxialPositions(NamedTuple):
     """The positions of an image's N patches in Gemma 4's tower, on the CPU."""
 

@@ -9,10 +9,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from batchgen.engine.device.transfer import upload
-from batchgen.engine.layers.linear import Linear
+from batchgen.engine.layers.linear import Linear, empty_parameter
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.parallel.placement import Placement
 from batchgen.engine.vision.vision_config import VisionConfig
@@ -20,8 +21,40 @@ from batchgen.engine.vision.vision_positions import normalised_values, patches
 from batchgen.kernels.attention.full_attention import Segments, full_attention
 from batchgen.kernels.attention.kv_cache import KVCache
 from batchgen.kernels.attention.qkv import prepare_qkv
+from batchgen.kernels.layers.elementwise import gelu_tanh
 
 EPS = 1e-6
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) · weight + bias, over the last axis (Ba et al. 2016)."""
+
+    def __init__(self, size: int, *, where: Placement) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, device=where.device, dtype=where.dtype)
+        self.bias = empty_parameter(size, device=where.device, dtype=where.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
+
+    def weight_slots(self, path: str) -> Iterator[WeightSlot]:
+        """Yield the slots of weight and bias, 1 and 0 in a model without a checkpoint."""
+        yield WeightSlot.plain(f"{path}.weight", self.weight, dummy=1.0)
+        yield WeightSlot.plain(f"{path}.bias", self.bias, dummy=0.0)
+
+
+class VisionMLP(nn.Module):
+    """fc2(gelu(fc1(x))), with the approximation of GELU by tanh."""
+
+    def __init__(self, config: VisionConfig, *, where: Placement) -> None:
+        super().__init__()
+        make = partial(Linear, bias=True, quantisable=False, where=where)
+        self.linear_fc1 = make(config.width, config.mlp_size)
+        self.linear_fc2 = make(config.mlp_size, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear_fc2(gelu_tanh(self.linear_fc1(x)))
+        return result
 
 
 class PatchEmbedding(Linear):
@@ -61,10 +94,13 @@ class VisionAttention(nn.Module):
 
     def __init__(self, config: VisionConfig, *, where: Placement) -> None:
         super().__init__()
-        make = partial(Linear, bias=True, quantisable=False, where=where)
-        self.qkv = make(config.width, 3 * config.width)
-        self.proj = make(config.width, config.width)
+        self.qkv = self.make_qkv(config, where)
+        self.proj = Linear(config.width, config.width, bias=True, quantisable=False, where=where)
         self._heads = config.num_heads
+
+    def make_qkv(self, config: VisionConfig, where: Placement) -> Linear:
+        """Make what computes queries, keys and values of patches."""
+        return Linear(config.width, 3 * config.width, bias=True, quantisable=False, where=where)
 
     def forward(self, x: Tensor, layout: PatchPlaces) -> Tensor:
         """Compute [N, width] from the patches [N, width] of all images."""

@@ -21,7 +21,7 @@ from batchgen.kernels.attention.cpu_rows import LEAST_MULTIPLE, row_batches, row
 from batchgen.kernels.attention.decode import MAX_QUERIES, paged_attention_decode
 from batchgen.kernels.attention.decode_plan import DecodePlan, plan_decode, row_pieces
 from batchgen.kernels.attention.kv_cache import KVCache
-from batchgen.kernels.attention.metadata import AttentionMetadata, in_forms
+from batchgen.kernels.attention.metadata import AttentionMetadata, causal_part, in_forms
 from batchgen.kernels.attention.prefill import paged_attention_prefill
 from batchgen.kernels.attention.prefill_plan import (
     PrefillPlan,
@@ -44,6 +44,7 @@ class _Group:
     tokens: slice
     width: int
     limits: Tensor  # [rows, R]: the last position that a query reads, per head, filled up to R
+    begins: Tensor | None  # [rows, R]: the first one; None: there is no window
     chunks: list[Tensor]  # per CHUNK tokens: indices of blocks; scratch blocks fill up
     starts: Tensor | None  # [rows, 1], where the chunks of each row begin. None: at position 0
 
@@ -65,6 +66,8 @@ def paged_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     cap: float | None = None,
+    *,
+    looks_ahead: bool = False,
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for each query q [T, num_heads, head_dim] over its row's
     context.
@@ -72,7 +75,9 @@ def paged_attention(
     With a `window` a query sees only the last `window` tokens up to its own, or those of its chunk
     if that is a `ChunkWindow`, and attention must be causal. `sinks` [num_heads] are scores that
     stand in each head's softmax beside those of the tokens, for which nothing is added. With a
-    `cap`, a token's score s becomes cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118).
+    `cap`, a token's score s becomes cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118). With
+    `looks_ahead` a query sees its row up to the part's `last_seen`; a window begins where it does
+    without.
 
     The cache already holds the T new tokens; on a CPU key and value may be one tensor. Each part of
     the tokens, one after another, is computed by itself, so decoding rows and rows of prefill are
@@ -84,8 +89,10 @@ def paged_attention(
     start = 0
     for part in parts:
         assert window is None or part.block_length == 1
+        part = part if looks_ahead else causal_part(part)
         tokens = slice(start, start := start + len(part.positions))
-        run(q[tokens], cache, part, scale, out[tokens], window, sinks, cap)
+        reach = window if window is None or not part.widened else window + part.widened
+        run(q[tokens], cache, part, scale, out[tokens], reach, sinks, cap)
     assert start == len(q)
     return out
 
@@ -130,7 +137,7 @@ def _attend_form(
     options: dict[str, Any] = {"window": window, "sinks": sinks, "cap": cap}
     options["block_length"] = meta.block_length
     if isinstance(plan, PrefillPlan):
-        paged_attention_prefill(*arguments, out=out, **options)
+        paged_attention_prefill(*arguments, out=out, last_seen=meta.last_seen, **options)
     else:
         paged_attention_decode(*arguments, out=out, **options)
 
@@ -236,26 +243,36 @@ def _make_group(
     window: int | None,
 ) -> _Group:
     kv_heads, num_blocks, block_size, _ = cache.key.shape
-    queries = width * num_heads // kv_heads
-    limits = meta.positions[tokens].unflatten(0, (-1, width))
+    positions = meta.positions[tokens].unflatten(0, (-1, width))
+    seen = None if meta.last_seen is None else meta.last_seen[tokens].unflatten(0, (-1, width))
+    limits = positions if seen is None else seen
     ends = (limits // meta.block_length + 1) * meta.block_length
     limits = torch.minimum(ends - 1, limits[:, -1:])
     per_chunk = CHUNK // block_size
-    starts = None
+    starts = begins = None
     if window is None:
         used = -(-max(meta.context_lens[rows]) // block_size)
         tables = F.pad(meta.block_tables[rows, :used], (0, -used % per_chunk))
     else:
-        starts = first_seen(limits[:, :1], window).clamp(min=0) // CHUNK * CHUNK
+        begins = first_seen(positions, window)
+        starts = begins[:, :1].clamp(min=0) // CHUNK * CHUNK
         max_chunks = int((limits[:, -1:] - starts).max()) // CHUNK + 1
         indices = starts // block_size + torch.arange(max_chunks * per_chunk, device=starts.device)
         padded = F.pad(meta.tables(window)[rows], (0, 1))  # past a row's end stands scratch
         tables = padded.gather(1, indices.clamp(max=padded.shape[1] - 1))
-    limits = limits.repeat_interleave(num_heads // kv_heads, dim=1)
-    limits = F.pad(limits, (0, -queries % multiple))
+    limits = _of_heads(limits, num_heads // kv_heads, multiple)
+    if begins is not None:
+        begins = _of_heads(begins, num_heads // kv_heads, multiple)
     heads = torch.arange(kv_heads, device=tables.device) * num_blocks
     chunks = [(heads[:, None, None] + c).flatten() for c in tables.split(per_chunk, dim=1)]
-    return _Group(tokens, width, limits, chunks, starts)
+    return _Group(tokens, width, limits, begins, chunks, starts)
+
+
+def _of_heads(positions: Tensor, heads: int, multiple: int) -> Tensor:
+    """Repeat positions [rows, width] for the heads of each query, and fill them up to a multiple:
+    [rows, R]."""
+    repeated = positions.repeat_interleave(heads, dim=1)
+    return F.pad(repeated, (0, -repeated.shape[1] % multiple))
 
 
 def _attend(
@@ -296,9 +313,9 @@ def _attend(
             score.div_(cap).tanh_().mul_(cap)
         context = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=q.device)
         limits = group.limits.unsqueeze(-1)
-        if group.starts is not None and window is not None:
+        if group.starts is not None and group.begins is not None:
             context = context + group.starts.unsqueeze(-1)
-            hidden = (context > limits) | (context < first_seen(limits, window))
+            hidden = (context > limits) | (context < group.begins.unsqueeze(-1))
         else:
             hidden = context > limits
         score.unflatten(0, (kv_heads, num_rows)).masked_fill_(hidden, float("-inf"))

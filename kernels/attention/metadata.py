@@ -32,7 +32,8 @@ class AttentionMetadata:
 
     A query at position p reads its row's positions below (p // L + 1) · L, where L is the block
     length, and none past the row's last query of this part. Tokens of a block that are to see each
-    other must therefore be in one part.
+    other must therefore be in one part. In layers that look ahead a query reads its row up to
+    `last_seen` instead.
     """
 
     positions: Tensor  # [T] int64, ascending within a row; equal ones are allowed
@@ -48,10 +49,16 @@ class AttentionMetadata:
     block_length: int = 1  # L; 1 is causal attention
     # [B, N] int64, the blocks of layers with a window, by the same indices. None: `block_tables`.
     window_tables: Tensor | None = None
+    # [T] int64, not descending within a row and at least `positions`; with a block length of 1.
+    # None: the queries' own positions.
+    last_seen: Tensor | None = None
     # [B], how many of each row's last queries take the form of a decode step of L tokens, in a
     # prefill on a GPU; None if none do.
     replayed: tuple[int, ...] | None = None
     rules: BitRules = BY_BATCH
+    # By how many tokens windows are longer in this part: that of a canvas, whose queries have the
+    # position of its last token here, and see as far back as its first token does.
+    widened: int = 0
     plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
     def tables(self, window: int | None) -> Tensor:
@@ -59,6 +66,20 @@ class AttentionMetadata:
         if window is None or self.window_tables is None:
             return self.block_tables
         return self.window_tables
+
+
+_CAUSAL = (1,)
+"""Where a part's plans hold the part as layers read it that do not look ahead."""
+
+
+def causal_part(meta: AttentionMetadata) -> AttentionMetadata:
+    """Return a part in which no query sees what is behind it; layers share the result."""
+    if meta.last_seen is None:
+        return meta
+    if _CAUSAL not in meta.plans:
+        meta.plans[_CAUSAL] = replace(meta, last_seen=None)
+    part: AttentionMetadata = meta.plans[_CAUSAL]
+    return part
 
 
 Form = tuple[Tensor | None, AttentionMetadata]
@@ -127,6 +148,7 @@ def _part(
     return index, replace(
         meta,
         positions=meta.positions[index],
+        last_seen=None if meta.last_seen is None else meta.last_seen[index],
         query_lens=tuple(lens[rows].tolist()),
         context_lens=tuple(contexts[rows].tolist()),
         block_tables=meta.block_tables[device_rows],

@@ -44,6 +44,7 @@ def paged_attention_prefill(
     window: int | None = None,
     sinks: Tensor | None = None,
     cap: float | None = None,
+    last_seen: Tensor | None = None,  # [T] int64, as in `AttentionMetadata`
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v for each query over the cached context of its row.
 
@@ -64,6 +65,8 @@ def paged_attention_prefill(
     assert scale > 0
     assert len(block_tables) == plan.num_rows and block_tables.stride(1) == 1
     assert window is None or block_length == 1
+    assert last_seen is None or block_length == 1
+    window_ends = None if window is None or last_seen is None else positions
     if not num_tokens:
         return out
     config = plan.config
@@ -78,7 +81,8 @@ def paged_attention_prefill(
         value = TensorDescriptor.from_tensor(values, tile)
         tables, table_stride, gathered = plan.gather.row_starts, 1, plan.gather.num_tokens
     _prefill_kernel[(num_kv_heads * len(plan.tiles),)](
-        q, key, value, out, positions, tables, plan.tiles, sinks, scales, table_stride,
+        q, key, value, out, positions if last_seen is None else last_seen, window_ends, tables,
+        plan.tiles, sinks, scales, table_stride,
         q.stride(0), cache.key.stride(0), gathered, scale * math.log2(math.e), block_length,
         BLOCKED=block_length > 1, **window_arguments(window), CAP=cap,
         GATHERED=plan.gather is not None, NUM_HEADS=num_heads, GROUP=plan.group, HEAD_DIM=head_dim,
@@ -111,6 +115,7 @@ def _attend_tile(
     block,
     start,
     last_seen,
+    window_ends,
     limit,
     scale_log2,
     HEAD_DIM: tl.constexpr,
@@ -127,7 +132,8 @@ def _attend_tile(
     """Add one tile of keys, the positions from `start` to start + BLOCK_N - 1, to a query tile.
 
     With MASKED a query sees only keys up to its `last_seen` [BLOCK_M], of these only those inside
-    WINDOW if that is given, else the whole tile. Values loaded past `limit` or before the window
+    WINDOW if that is given, else the whole tile. The window ends at `window_ends` [BLOCK_M], if
+    that is not None, else at `last_seen`. Values loaded past `limit` or before the window
     are finite. With GATHERED, `table` is where the row begins among the copies; else `block`
     [BLOCK_N] are the keys' KV blocks. Those of the next tile are loaded here and returned: Triton
     would not pipeline loads of keys that waited for a load of their iteration. FP8 has `scales`, by
@@ -170,7 +176,8 @@ def _attend_tile(
         # Masked before the scaling: so the fused multiply-subtract below rounds as without MASKED.
         seen = n[None, :] <= last_seen[:, None]
         if WINDOW is not None:
-            seen &= n[None, :] >= first_seen_triton(last_seen, WINDOW, CHUNKED)[:, None]
+            window_end = last_seen if window_ends is None else window_ends
+            seen &= n[None, :] >= first_seen_triton(window_end, WINDOW, CHUNKED)[:, None]
         score = tl.where(seen, score, float("-inf"))
     peak = tl.maximum(top, tl.max(score, 1) * scale_log2)
     shift = peak
@@ -192,6 +199,7 @@ def _prefill_kernel(
     value,
     out_ptr,
     positions_ptr,
+    window_ends_ptr,
     tables_ptr,
     tiles_ptr,
     sinks_ptr,
@@ -248,7 +256,10 @@ def _prefill_kernel(
     n = tl.arange(0, BLOCK_N)
     begin = 0
     if WINDOW is not None:  # no query of the tile sees a key before `begin`
-        begin = first_seen_triton(common - 1, WINDOW, CHUNKED)
+        earliest = common - 1
+        if window_ends_ptr is not None:
+            earliest = tl.load(window_ends_ptr + first).to(tl.int32)
+        begin = first_seen_triton(earliest, WINDOW, CHUNKED)
         begin = tl.maximum(begin, 0) // BLOCK_N * BLOCK_N
         n += begin
     if GATHERED:
@@ -268,20 +279,27 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if WINDOW is not None:
         # All queries see the keys from here to `full`.
-        whole = first_seen_triton(limit - 1, WINDOW, CHUNKED)
+        latest = limit - 1
+        if window_ends_ptr is not None:
+            latest = tl.load(window_ends_ptr + first + size - 1).to(tl.int32)
+        whole = first_seen_triton(latest, WINDOW, CHUNKED)
         whole = tl.minimum(tl.cdiv(tl.maximum(whole, 0), BLOCK_N) * BLOCK_N, full)
         last_seen = tl.load(positions_ptr + first + token, mask=token < size, other=0).to(tl.int32)
+        window_ends = None
+        if window_ends_ptr is not None:
+            ends = window_ends_ptr + first + token
+            window_ends = tl.load(ends, mask=token < size, other=0).to(tl.int32)
         for start in tl.range(begin, whole, BLOCK_N):
             acc, top, total, block = _attend_tile(
-                acc, top, total, q, key, value, scales, table, block, start, last_seen, limit,
-                scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP,
-                GATHERED,
-                INTERPRETED,
+                acc, top, total, q, key, value, scales, table, block, start, last_seen, window_ends,
+                limit, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED,
+                CAP, GATHERED, INTERPRETED,
             )  # fmt: skip
         begin = whole
     for start in tl.range(begin, full, BLOCK_N):
         acc, top, total, block = _attend_tile(
-            acc, top, total, q, key, value, scales, table, block, start, None, limit, scale_log2,
+            acc, top, total, q, key, value, scales, table, block, start, None, None, limit,
+            scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, WINDOW, CHUNKED, CAP, GATHERED,
                 INTERPRETED,
         )  # fmt: skip
@@ -290,10 +308,14 @@ def _prefill_kernel(
     if BLOCKED:
         block_end = (last_seen // block_length + 1) * block_length
         last_seen = tl.minimum(block_end, limit) - 1
+    window_ends = None
+    if WINDOW is not None and window_ends_ptr is not None:
+        ends = window_ends_ptr + first + token
+        window_ends = tl.load(ends, mask=token < size, other=0).to(tl.int32)
     for start in tl.range(full, limit, BLOCK_N):
         acc, top, total, block = _attend_tile(
-            acc, top, total, q, key, value, scales, table, block, start, last_seen, limit,
-            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP,
+            acc, top, total, q, key, value, scales, table, block, start, last_seen, window_ends,
+            limit, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, WINDOW, CHUNKED, CAP,
             GATHERED,
                 INTERPRETED,
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The thresholds of top-k, top-p and min-p, found without a sort: see `candidates_triton`."""
+"""Finds the thresholds of top-k, top-p and min-p without a sort, in Triton: the lowest logit of a
+row that these filters keep. `candidates_triton` describes the method."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ class Stream(IntEnum):
     ACCEPT = 1  # whether rejection sampling keeps the draft; column 0 alone
     RECOVER = 2  # the draw of the token that replaces a rejected draft
     DRAFT = 3  # the proposer's draw of the draft
+    RENOISE = 4  # a token of a canvas that stands for noise; column 0 alone
 
 
 def philox(
@@ -87,6 +88,15 @@ def _philox_words(
 def uniform(words: Tensor) -> Tensor:
     """Map random words in [0, 2³²), of any shape, to (word + ½)·2⁻³²: float32, [2⁻³³, 1 - 2⁻²⁴]."""
     return words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+
+
+def uniform_ids(
+    seeds: Tensor, positions: Tensor, draws: Tensor, stream: int, vocab_size: int
+) -> Tensor:
+    """Draw one token id of `vocab_size` for each entry, all equally likely up to 2⁻³² times their
+    number; seeds, positions and draws [R] are as for `philox`. Returns [R] int64."""
+    words = philox(seeds, positions, draws, stream, 1).squeeze(1)
+    return words * vocab_size >> 32
 
 
 def gumbel_noise(words: Tensor) -> Tensor:

@@ -77,10 +77,9 @@ which is never run: put a converted tokenizer.json into the folder. Glm4MoeLite 
 Llama4 has contexts of 1,048,576 tokens here. With LongRoPE (Phi-3, Phi-4-mini) rows of more than
 4,096 tokens are turned by other angles: a row whose prompt is shorter and that could grow over this
 border is an error (`crosses_longrope`), since all of it would have to be computed anew. Vision
-towers are left out but for Gemma4, Qwen2_5_VL, Qwen3VL, Qwen3_5 and their Moe kinds, which read
-images; of Gemma4 those of E2B and E4B do. Of causal families classifiers and reward models
-(…ForSequenceClassification) and decoders alone (…Model) load, too
-([Embeddings and rewards](../guides/embeddings.md))."""
+towers are left out but for Gemma3, Gemma4, Qwen2_5_VL, Qwen3VL, Qwen3_5 and their Moe kinds, which
+read images. Of causal families classifiers and reward models (…ForSequenceClassification) and
+decoders alone (…Model) load, too ([Embeddings and rewards](../guides/embeddings.md))."""
 MISSING_HEAD = """## What is not supported
 
 A refusal names the nearest family, and what is missing in it."""
@@ -189,6 +188,8 @@ def family_table() -> str:
         elif issubclass(model, ConvForCausalLM):
             mixer = "attention and short convolutions"
         paradigms = "`dllm`" if model.is_diffusion else "`ar`, `ar_spec`"
+        if model.denoises_canvases:
+            paradigms = "`canvas`"
         name = architecture.partition("For")[0]
         about = (inspect.getdoc(import_module(entry.module)) or "").split("\n\n")[0]
         published = re.split(r" \(|[:.]( |$)", " ".join(about.split()))[0]

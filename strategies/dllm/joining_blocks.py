@@ -30,7 +30,7 @@ def joining_blocks(
     token_ids = np.zeros((count, length), np.int64)
     for ids, seq, start, known in zip(token_ids, rows.seqs, starts, lengths, strict=True):
         ids[:known] = seq.token_ids[start:]
-    steps = np.array([_steps_so_far(seq) for seq in rows.seqs])
+    steps = np.array([steps_so_far(seq) for seq in rows.seqs])
     there = upload(np.stack([starts, last_starts, lengths, steps, firsts]), torch.int64, device)
     masked = torch.arange(length, device=device) >= there[2].unsqueeze(1)
     return BlockRows(
@@ -47,7 +47,7 @@ def joining_blocks(
     )
 
 
-def _steps_so_far(seq: Sequence) -> int:
+def steps_so_far(seq: Sequence) -> int:
     """How many steps of a preempted row have unmasked a position, as its column `step_map` tells. 0
     for a new row, and for one that does not ask for the column and so does not need the number."""
     column = seq.columns.get(STEP_MAP.name)
@@ -56,20 +56,23 @@ def _steps_so_far(seq: Sequence) -> int:
 
 
 def commit_inputs(
-    blocks: BlockRows, positions: Tensor, newest: ModelInputs, indices: Tensor, room: int
+    token_ids: Tensor, positions: Tensor, newest: ModelInputs, indices: Tensor, room: int
 ) -> ModelInputs:
-    """What the forward reads of complete blocks that commit in it beside others, as `room` rows.
-    `indices` [B] says which of these is each row's, and `room` that it has none."""
+    """What the forward reads of complete blocks, of tokens [B, L] at positions [B, L], that commit
+    in it beside others, as `room` rows. `indices` [B] says which of these is each row's, and `room`
+    that it has none."""
     count, device = newest.num_rows, indices.device
     chosen = torch.full((room + 1,), count, device=device)
     chosen.scatter_(0, indices, torch.arange(count, device=device))
     rows = chosen[:room]
     none = (rows == count).unsqueeze(1)
     rows = rows.clamp(max=count - 1)
+    windows = newest.window_tables
     return ModelInputs(
-        input_ids=blocks.token_ids[rows].flatten(),
+        input_ids=token_ids[rows].flatten(),
         positions=positions[rows].masked_fill(none, 0).flatten(),
         block_tables=newest.block_tables[rows].masked_fill(none, 0),
+        window_tables=None if windows is None else windows[rows].masked_fill(none, 0),
         query_lens=np.full(room, positions.shape[1]),
         context_lens=np.full(room, newest.context_lens.max()),
         lora_slots=None if newest.lora_slots is None else newest.lora_slots[rows],

@@ -15,9 +15,12 @@ def check_length(
     """The length of a block, and how the model diffuses. Raises ValueError if it does not, if
     neither the option nor the model says the length, and if sub-blocks do not divide it."""
     if model.diffusion is None:
+        what, other = "predicts next tokens", "ar"
+        if model.canvas_length is not None:
+            what, other = "denoises canvases of random tokens", "canvas"
         raise ValueError(
-            f"strategy dllm needs a diffusion model, and {model.architecture} predicts next "
-            "tokens: use strategy=ar"
+            f"strategy dllm needs a diffusion model that fills in masks, and {model.architecture} "
+            f"{what}: use strategy={other}"
         )
     length = block_length or model.diffusion.block_length
     if length is None:

@@ -168,7 +168,7 @@ class DLLMStepInputs(StepInputs):
         rank = waiting.cumsum(0)
         fused = waiting & (rank <= room)
         rows = torch.where(fused, rank - 1, room)
-        self._commits = commit_inputs(blocks, self.positions, newest, rows, room)
+        self._commits = commit_inputs(blocks.token_ids, self.positions, newest, rows, room)
         self._blocks = self._opened(blocks, fused)
 
     @property

@@ -28,9 +28,9 @@ from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.cases import some_thorough
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import Request, expect_short_rows, run
+from tests.support.engine.families import TEXT
 from tests.support.engine.lora_files import DENSE, merge, write_adapter
 from tests.support.engine.ranked_engines import Case, run_divided
-from tests.support.engine.tiny_models import CLASSES
 
 CPU = torch.device("cpu")
 TARGETS = (
@@ -38,12 +38,8 @@ TARGETS = (
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "qkv_proj", "gate_up_proj",
     "per_layer_input_gate", "per_layer_projection",
 )  # fmt: skip
-KINDS = (
-    "llama", "qwen3", "phi3", "qwen2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text",
-    "qwen3_5", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
-    "minimax_m2", "ministral3", "olmo3", "smollm3", "gemma3_text", "gemma4_text", "gemma4_moe",
-    "gemma4_e2b", "gpt_oss", *sorted(set(CLASSES) - {"phi3"}),
-)  # fmt: skip
+TOWERS = ("mistral3", "mistral3_small", "gemma3", "gemma4", "llama4_tower")
+KINDS = [kind for kind in TEXT if kind not in TOWERS]
 NAMES = (None, "a", "b", "a", None, "b")
 CONFIG = EngineConfig(max_model_len=200, kv_cache_gib=0.01, max_num_seqs=6)
 

@@ -42,6 +42,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "ar": "batchgen.strategies.ar.strategy:ARStrategy",
         "ar_spec": "batchgen.strategies.ar_spec.strategy:ARSpecStrategy",
         "dllm": "batchgen.strategies.dllm.strategy:DLLMStrategy",
+        "canvas": "batchgen.strategies.canvas.strategy:CanvasStrategy",
     },
     "launcher": {
         "local": "batchgen.jobs.launchers.local:LocalLauncher",

@@ -1,4 +1,5 @@
-"""Grades shards: reads the rows of shards without grades, and writes a file of grades for each."""
+"""Grades shards: reads the rows of shards without grades, and writes a file of grades, a *part*,
+for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Compares two runs of one exam question by question: differences, intervals and tests."""
+"""Compares two runs of one exam question by question: differences, intervals and tests.
+
+An *exam* is a set of questions with a way of marking the answers; two jobs that differ only in the
+model are runs of the same exam. `batchgen compare` prints the result.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.engine.interface.outputs import RequestError
-from batchgen.engine.vision.vision_config import AxialConfig, VisionConfig
+from batchgen.engine.vision.vision_config import AxialConfig, SquareConfig, VisionConfig
 from batchgen.inputs.images.decode_image import Resampling
 from batchgen.util.errors import ConfigError
 from batchgen.util.fingerprint import fingerprint_text
@@ -23,7 +23,7 @@ _MOST_SIDE = 1 << 16
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _READING = "1"
 """Increased when a version of batchgen makes other pixels from the same file."""
-_BICUBIC = 3
+_BILINEAR, _BICUBIC = 2, 3
 _BUDGETS = (70, 140, 280, 560, 1120)
 """How many tokens Gemma 4's processor may give an image at most."""
 _EXPECTED: dict[str, Any] = {
@@ -124,11 +124,7 @@ class BudgetSizes(ImageSizes):
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """See `ImageSizes.size`: no side may be zero."""
-        if min(height, width) < 1:
-            raise RequestError(
-                "bad_image_size",
-                f"the image has {width}×{height} pixels: each side must have at least 1",
-            )
+        _refuse_empty(height, width)
         side, factor = self.side, math.sqrt(self.max_pixels / (height * width))
         rows, columns = (math.floor(factor * length / side) for length in (height, width))
         longest = self.max_pixels // side**2
@@ -143,6 +139,33 @@ class BudgetSizes(ImageSizes):
         return "budget", self.side, self.max_pixels
 
 
+@dataclass(frozen=True, slots=True)
+class FixedSizes(ImageSizes):
+    """One size for all images, which are stretched to it (Gemma 3)."""
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """See `ImageSizes.size`: no side may be zero."""
+        _refuse_empty(height, width)
+        side = math.isqrt(self.max_pixels)
+        return side, side
+
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        return "fixed", self.side, self.max_pixels
+
+    @property
+    def resampling(self) -> Resampling:
+        return "BILINEAR"
+
+
+def _refuse_empty(height: int, width: int) -> None:
+    if min(height, width) < 1:
+        raise RequestError(
+            "bad_image_size",
+            f"the image has {width}×{height} pixels: each side must have at least 1",
+        )
+
+
 def image_sizes(folder: Path, vision: VisionConfig, max_pixels: int | None) -> ImageSizes:
     """The limits that the processor in a model's folder has.
 
@@ -153,6 +176,8 @@ def image_sizes(folder: Path, vision: VisionConfig, max_pixels: int | None) -> I
     file, processor = _processor(folder)
     if isinstance(vision, AxialConfig):
         return _budget_sizes(file, processor, vision, max_pixels)
+    if isinstance(vision, SquareConfig):
+        return _fixed_sizes(file, processor, vision, max_pixels)
     return _area_sizes(file, processor, vision, max_pixels)
 
 
@@ -213,12 +238,32 @@ def _budget_sizes(
     return BudgetSizes(vision.rules.pixels_per_token, budget * area, budget * area)
 
 
+def _fixed_sizes(
+    file: Path, processor: dict[str, Any], vision: SquareConfig, max_pixels: int | None
+) -> FixedSizes:
+    """Check Gemma 3's processor, which has no choice."""
+    side, colours = vision.grid_side * vision.patch_size, vision.colours
+    model_colours = {"image_mean": [*colours.mean], "image_std": [*colours.std]}
+    size = {"height": side, "width": side}
+    _check(file, processor, _EXPECTED | model_colours | {"resample": _BILINEAR, "size": size})
+    if processor.get("do_pan_and_scan"):
+        raise ConfigError(
+            f"model.path: {file.name} says do_pan_and_scan=true, which would add crops of images "
+            "to prompts and is not supported: set it to false"
+        )
+    if max_pixels is not None:
+        raise ConfigError(
+            f"prompt.max_pixels: all images have {side}×{side} pixels in this model: leave it out"
+        )
+    return FixedSizes(vision.rules.pixels_per_token, side**2, side**2)
+
+
 def _check(file: Path, processor: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuse a processor that has other values for these keys."""
     for key, value in expected.items():
-        if (found := processor.get(key, value)) != value:
+        if (actual := processor.get(key, value)) != value:
             raise ConfigError(
-                f"model.path: {file.name} says {key}={found!r:.60}; supported is {value!r}"
+                f"model.path: {file.name} says {key}={actual!r:.60}; supported is {value!r}"
             )
 
 

@@ -126,6 +126,7 @@ class RowImages:
             return text
         ids = (rules.start_token_id, rules.image_token_id, rules.end_token_id)
         whole = "".join(str(tokenizer.decode([token])) for token in ids)
+        whole = f"{rules.margin}{whole}{rules.margin}"
         return text.replace(str(tokenizer.decode([rules.mark_id])), whole)
 
     def expanded(self, ids: Sequence[int], tokens: Sequence[int]) -> list[int]:

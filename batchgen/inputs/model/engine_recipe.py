@@ -60,6 +60,19 @@ class EngineRecipe:
     context_columns: tuple[str, ...]
     threads: int | None = None
 
+    def _check_canvases(self) -> None:
+        """Refuse what a model that denoises canvases cannot have, or raise ValueError."""
+        name = self.model.config.architecture
+        if self.config.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel is {self.config.tensor_parallel}, and {name} reads distributions "
+                "over all embeddings, which tensor parallelism divides: set it to 1"
+            )
+        if self.model.adapters:
+            raise ValueError(
+                f"lora names adapters, and they are not supported for {name}: leave it out"
+            )
+
     def check(self) -> None:
         """Check before any weights load that they can be divided between the ranks, and that rows
         keep their bits if they are to, or raise ValueError."""
@@ -74,6 +87,8 @@ class EngineRecipe:
                 f"tensor_parallel is {size}, and DoRA adapters need whole rows of weights, which "
                 "tensor parallelism divides: set it to 1, or merge the adapter into the model"
             )
+        if self.model.config.canvas_length is not None:
+            self._check_canvases()
         if self.config.lora_slots is not None and (self.model.folds or not self.model.adapters):
             what = "the adapter is added to the weights" if self.model.folds else "there are none"
             raise ValueError(

@@ -81,7 +81,7 @@ def _check(
     key: str, kind: str, path: str, other: OpenedModel, model: OpenedModel, max_model_len: int
 ) -> None:
     """Refuse a model that predicts masked tokens, has another vocabulary or too few positions."""
-    if other.config.diffusion is not None:
+    if other.config.diffusion is not None or other.config.canvas_length is not None:
         raise ConfigError(
             f"{key}: {path} is a diffusion model, and {kind} predicts next tokens: choose another "
             "one"

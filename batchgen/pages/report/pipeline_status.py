@@ -46,7 +46,7 @@ def statuses(out: str) -> Mapping[str, Status]:
 
 
 def summary(out: str) -> dict[str, Any]:
-    """The same as plain values, for JSON: by the name of a step, its counts and its workers."""
+    """The counts and the workers of each step as plain values for JSON, by the step's name."""
     workers = statuses(out)
     return {
         step.name: {

@@ -1,4 +1,9 @@
-"""Finds the rows that two jobs answer differently well, for the viewer's comparison page."""
+"""Finds the rows for which two jobs gave answers of different quality, for the viewer's comparison
+page.
+
+Two jobs are the same *exam* if they were asked the same questions and marked in the same way; only
+then do their scores compare.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Opens a pipeline's folder: finds the address of each step, and its current and older versions."""
+"""Opens a pipeline's folder: finds the address of each step, and its current and older versions.
+
+The *address* of a step is a digest of all that its rows depend on: its configuration, its models,
+and the addresses of the steps that it reads. A changed step has another address, and so a new
+folder beside those of its older versions, whose rows it copies where they are still right.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Which rows the published shards of a job hold, and which they will hold when it is complete."""
+"""Keeps track of which rows the published shards of a job hold, and which they will hold when the
+job is complete.
+
+A *published* shard is a Parquet file in the folder `data`. The output writer asks here which rows
+are missing and which shards are ready.
+"""
 
 from __future__ import annotations
 

@@ -55,8 +55,9 @@ class Attention(nn.Module):
     cap · tanh(s / cap). With `value_norm`, the heads of values are normalised without a weight;
     with `keys_are_values`, they are those of keys, as they are before the norm and the rotation of
     keys. With `reads_only`, the keys and values are those that an earlier layer has written under
-    the index `layer`. With `sinks`, a score of the checkpoint stands in the softmax of each head
-    beside those of tokens.
+    the index `layer`. With `looks_ahead`, tokens of an image see each other
+    (`AttentionMetadata.last_seen`). With `sinks`, a score of the checkpoint stands in the softmax
+    of each head beside those of tokens.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Attention(nn.Module):
         keys_are_values: bool = False,
         reads_only: bool = False,
         sinks: bool = False,
+        looks_ahead: bool = False,
         where: Placement,
     ) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ class Attention(nn.Module):
         self.cache_spec: CacheSpec | None = None if reads_only else shape
         self._own_kv_heads = 0 if reads_only else shape.num_kv_heads
         self.scale = shape.head_dim**-0.5 if scale is None else scale
-        self._score_cap = score_cap
+        self._score_cap, self._looks_ahead = score_cap, looks_ahead
         heads, head_dim = shape.num_heads, shape.head_dim
         self.sinks: nn.Parameter | None = None
         self._own_heads = parallel.shard(0, whole.num_heads) if parallel.size > 1 else None
@@ -209,8 +211,9 @@ class Attention(nn.Module):
         if self._weighs_late:
             q = (q * self._late_weight()).to(q.dtype)
         attended = paged_attention(
-            q, cache, attention, self.scale, self.shape.window, self.sinks, self._score_cap
-        ).flatten(1)
+            q, cache, attention, self.scale, self.shape.window, self.sinks, self._score_cap,
+            looks_ahead=self._looks_ahead,
+        ).flatten(1)  # fmt: skip
         if self._gate_size:
             attended = mul_sigmoid(attended, gate)
         return self.o_proj.add_to(residual, attended)

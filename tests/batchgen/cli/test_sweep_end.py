@@ -28,7 +28,7 @@ def test_a_sweep_loads_weights_once_and_ends_with_its_table(
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:4]))
     asked = [one.replace("'", "") for one in overrides(model, rows, tmp_path / "sweep")]
-    more = ["engine.max_num_seqs=2,3", "sampling.temperature=0.7,1.2", "output.report=false"]
+    more = ["engine.max_num_seqs=2,3", "sampling.temperature=0.7,1.2"]
     more.append("score.column=num_generated_tokens")
     load: Callable[..., Any] = OpenedModel.load
     with patch.object(OpenedModel, "load", autospec=True, side_effect=load) as loads:

@@ -204,7 +204,7 @@ def test_any_schedule_gives_the_same_rows(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", some_slow([False, True], quick=[True]))
 def test_a_constraint_that_many_share_is_followed_by_each(tiny: CausalLM, overlap: bool) -> None:
     """Samples of one prompt, alone and together; the prompt is computed once."""
     prompt = list(range(10, 75))
@@ -269,7 +269,10 @@ def others_alone(tiny: CausalLM) -> list[RequestOutput]:
     return [run(make_engine(tiny), [request])[0] for request in OTHERS]
 
 
-both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+# The plain loop makes what all others are compared with; these cases of it are exhaustive.
+both_loops = pytest.mark.parametrize(
+    "overlap", some_slow([False, True], quick=[True]), ids=["plain", "overlap"]
+)
 
 
 @pytest.mark.quick(1)

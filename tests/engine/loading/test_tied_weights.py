@@ -13,18 +13,11 @@ from torch import Tensor
 from batchgen.engine.loading.config_file import load_model_config
 from batchgen.engine.loading.loader import load_model
 from tests.support.engine.edited_models import edit_config, edit_weights
+from tests.support.engine.families import TEXT
 from tests.support.engine.qwen_mtp import TheirHead
-from tests.support.engine.tiny_models import CLASSES
 
 CPU = torch.device("cpu")
 IDS = [(7 * i * i + 3 * i) % 128 for i in range(40)]
-KINDS = (
-    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5",
-    "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
-    "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
-    "gemma3_text", "gemma3", "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
-    "mistral3_small", *CLASSES,
-)  # fmt: skip
 
 
 def the_embedding(tensors: dict[str, Tensor]) -> str:
@@ -43,7 +36,7 @@ def rename_embedding(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.quick(4, thorough=30)
 @pytest.mark.parametrize("change", [add_another_head, rename_embedding])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TEXT)
 def test_logits_equal_transformers(
     kind: str,
     change: Callable[[dict[str, Tensor]], None],

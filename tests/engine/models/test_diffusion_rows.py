@@ -6,7 +6,7 @@ prompts, prefixes that rows share, and rows that lose their caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.strategy import Strategy
+from batchgen.strategies.canvas.renoising import Renoising
+from batchgen.strategies.canvas.strategy import CanvasStrategy
 from batchgen.strategies.dllm.rules.entropy_bound import EntropyBound
 from batchgen.strategies.dllm.rules.joint_threshold import JointThreshold
 from batchgen.strategies.dllm.rules.low_confidence_dynamic import LowConfidenceDynamic
@@ -31,7 +34,7 @@ from tests.support.engine.engine_rows import Request, expect_short_rows, run
 
 TinyModel = Callable[..., Path]
 LENGTH = 8
-KINDS = ("llada2_moe", "fast_dllm_qwen", "sdar", "sdar_moe")
+KINDS = ("llada2_moe", "fast_dllm_qwen", "diffusion_gemma", "sdar", "sdar_moe")
 RULES: tuple[Rule, ...] = (
     LowConfidenceDynamic(confidence_threshold=0.05),
     EntropyBound(entropy_bound=4.0),
@@ -39,11 +42,18 @@ RULES: tuple[Rule, ...] = (
     JointThreshold(confidence_threshold=0.05, edit_threshold=0.1),
 )
 SUB_BLOCKS = {"fast_dllm_qwen": 4}
+CANVASES = (
+    Renoising(max_denoising_steps=5, entropy_bound=4.0, stop_entropy=4.0),
+    Renoising(max_denoising_steps=3, start_temperature=1.0, end_temperature=0.5),
+    Renoising(max_denoising_steps=1, entropy_bound=1.0),
+)
+"""Options of rows of models that denoise canvases."""
+EXPERTS = ("llada2_moe", "diffusion_gemma", "sdar_moe")
 
 
 @pytest.fixture(
     scope="module",
-    params=[kind if kind in KINDS[:2] else pytest.param(kind, marks=pytest.mark.thorough)
+    params=[kind if kind in KINDS[:3] else pytest.param(kind, marks=pytest.mark.thorough)
             for kind in KINDS],
 )  # fmt: skip
 def kind(request: pytest.FixtureRequest) -> str:
@@ -57,9 +67,11 @@ def engine_of(kind: str, tiny_model: TinyModel) -> Callable[..., LLMEngine]:
     model = load_model(tiny_model(kind), device=device, dtype=torch.float32)
 
     def make(**config: Any) -> LLMEngine:
-        strategy = DLLMStrategy(LENGTH, sub_block_length=SUB_BLOCKS.get(kind))
+        strategy: Strategy = DLLMStrategy(LENGTH, sub_block_length=SUB_BLOCKS.get(kind))
+        if kind == "diffusion_gemma":
+            strategy = CanvasStrategy()
         options: dict[str, Any] = {"max_model_len": 256, "kv_cache_gib": 0.01, "max_num_seqs": 5}
-        columns = [ROUTED_EXPERTS] if kind.endswith("moe") else []
+        columns = [ROUTED_EXPERTS] if kind in EXPERTS else []
         settings = EngineConfig(**options | config)
         return LLMEngine(model, None, (), strategy, settings, context_columns=columns)
 
@@ -73,8 +85,10 @@ def alone(engine_of: Callable[..., LLMEngine]) -> Alone:
 
 def of_every_rule(kind: str, rows: list[Request]) -> list[Request]:
     """These rows, with the rules of the family in turn."""
-    rules = RULES[:3] if kind in SUB_BLOCKS else RULES
-    columns = ("step_map", "entropy", *[ROUTED_EXPERTS] * kind.endswith("moe"))
+    rules: Sequence[Rule | Renoising] = RULES[:3] if kind in SUB_BLOCKS else RULES
+    if kind == "diffusion_gemma":
+        rules = CANVASES
+    columns = ("step_map", "entropy", *[ROUTED_EXPERTS] * (kind in EXPERTS))
     return [
         (prompt, replace(params, columns=columns, decoding=rules[i % len(rules)]))
         for i, (prompt, params) in enumerate(rows)

@@ -24,6 +24,7 @@ from batchgen.strategies.dllm.rules.joint_threshold import JointThreshold
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.engine.models.test_sdar import edit_config
 from tests.strategies.dllm.test_dllm import EOS, MASK, check, requests, run
+from tests.support.cases import some_slow
 from tests.support.engine.dllm_reference import Forward, Options, generate, model_forward
 from tests.support.engine.engine_rows import expect_short_rows
 
@@ -53,7 +54,7 @@ def make_engine(folder: Path, rule: dict[str, Any], **config: Any) -> LLMEngine:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", some_slow([True, False], quick=[True]))
 @pytest.mark.parametrize(
     "rule",
     [

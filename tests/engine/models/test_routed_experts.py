@@ -24,6 +24,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.dllm_reference import Options, generate, model_forward
 from tests.support.engine.engine_rows import Request, expect_short_rows
 from tests.support.engine.routers import router_ids
@@ -103,7 +104,7 @@ def check(model: PreTrainedModel, outputs: Sequence[RequestOutput]) -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", some_slow([False, True], quick=[True]))
 def test_ar(
     overlap: bool, tiny_model: TinyModel, theirs: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,52 +19,16 @@ import torch
 from batchgen.engine.interface.engine_config import EngineConfig
 from batchgen.engine.llm_engine import LLMEngine
 from batchgen.engine.loading.loader import load_model
-from batchgen.engine.models.model_registry import MODELS
 from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
+from batchgen.strategies.canvas.strategy import CanvasStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.engine_rows import Pictured, Request, run
-from tests.support.engine.tiny_models import CLASSES
+from tests.support.engine.families import ARCHITECTURES, CANVAS, DIFFUSION
 from tests.support.engine.vision_models import KINDS as SEEING
-from tests.support.engine.vision_models import picture, prompt, vision_folder
+from tests.support.engine.vision_models import picture_for, prompt, vision_folder
 
-DIFFUSION = ("sdar", "sdar_moe", "llada2_moe", "fast_dllm_qwen")
-FAMILIES = {
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma4": "Gemma4ForConditionalGeneration",
-    "gemma4_e2b": "Gemma4ForCausalLM",
-    "gemma4_moe": "Gemma4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-    **{kind: f"{family}ForCausalLM" for kind, (family, _) in CLASSES.items()},
-    "gpt_oss": "GptOssForCausalLM",
-    "fast_dllm_qwen": "Fast_dLLM_QwenForCausalLM",
-    "llada2_moe": "LLaDA2MoeModelLM",
-    "llama": "LlamaForCausalLM",
-    "minimax_m2": "MiniMaxM2ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "olmo3": "Olmo3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "llama4_tower": "Llama4ForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-    "sdar": "SDARForCausalLM",
-    "sdar_moe": "SDARMoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
 ODD: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": 7, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"n_routed_experts": 7, "n_group": 1, "topk_group": 1},
@@ -72,8 +36,10 @@ ODD: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 7},
 }
 """Numbers of experts of the families whose routers have sigmoids."""
-FAST = {("minimax_m2", 3), ("qwen3_vl", 1), ("qwen3_5_text", 2), ("sdar", 3)}
-"""One of each mechanism: sigmoids of a router, a vision tower, recurrence, diffusion."""
+FAST = {
+    ("minimax_m2", 3), ("qwen3_vl", 1), ("qwen3_5_text", 2), ("sdar", 3), ("diffusion_gemma", 2),
+}  # fmt: skip
+"""One of each mechanism: sigmoids of a router, a vision tower, recurrence, both diffusions."""
 
 
 @pytest.fixture
@@ -92,7 +58,7 @@ def rows_of(kind: str) -> list[Request | Pictured]:
         params = RequestParams(temperature=0.8 * (i % 2), max_new_tokens=4, seed=i, logprobs=True)
         ids = [rng.randrange(3, 120) for _ in range(rng.randrange(30, 80))]
         if kind in SEEING:
-            image = picture(i, rng.randint(1, 7), rng.randint(1, 7))
+            image = picture_for(kind, i, rng.randint(1, 7), rng.randint(1, 7))
             rows.append((prompt(ids[:5], image, ids[5:]), params, [image]))
         else:
             rows.append((ids, params))
@@ -103,7 +69,9 @@ def engine_of(kind: str, folder: Path, **config: Any) -> LLMEngine:
     model = load_model(
         folder, device=torch.device("cpu"), dtype=torch.float32, vision=kind in SEEING
     )
-    strategy = DLLMStrategy(4) if kind in DIFFUSION else ARStrategy()
+    strategy: Strategy = DLLMStrategy(4) if kind in DIFFUSION else ARStrategy()
+    if kind in CANVAS:
+        strategy = CanvasStrategy(max_denoising_steps=3)
     options: dict[str, Any] = {"max_model_len": 256, "kv_cache_gib": 0.02, "image_tokens": 256}
     engine = LLMEngine(model, None, (), strategy, EngineConfig(**options | config))
     if model.batch_dependence is not None:
@@ -116,7 +84,7 @@ def engine_of(kind: str, folder: Path, **config: Any) -> LLMEngine:
     ("kind", "threads"),
     [
         pytest.param(kind, n, marks=[pytest.mark.slow] * ((kind, n) not in FAST))
-        for kind in FAMILIES
+        for kind in ARCHITECTURES
         for n in (1, 2, 3)
     ],
     indirect=["threads"],
@@ -134,7 +102,3 @@ def test_rows_beside_others_have_the_bits_of_rows_alone(
         assert output.token_ids == alone.token_ids
         for name, values in alone.columns.items():
             np.testing.assert_array_equal(output.columns[name], values)
-
-
-def test_each_registered_family_is_among_them() -> None:
-    assert set(FAMILIES.values()) == MODELS.keys() - {"InternLM3ForCausalLM"}  # Llama

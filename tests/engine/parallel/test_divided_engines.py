@@ -22,7 +22,7 @@ from tests.support.engine.engine_rows import Pictured, Request
 from tests.support.engine.qwen_mtp import TheirHead
 from tests.support.engine.ranked_engines import Case, run_divided
 from tests.support.engine.tiny_models import CLASSES
-from tests.support.engine.vision_models import picture, prompt, vision_folder
+from tests.support.engine.vision_models import picture_for, prompt, vision_folder
 
 TinyModel = Callable[..., Path]
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -59,9 +59,9 @@ def constrained(count: int) -> list[Request]:
 _CUT_IMAGES = {"max_batched_tokens": 9, "image_tokens": 21}
 
 
-def pictured() -> list[Pictured]:
+def pictured(kind: str = "") -> list[Pictured]:
     """Rows with images, of which one cannot be decoded."""
-    small, tall = picture(1, 2, 3), picture(2, 5, 4)
+    small, tall = picture_for(kind, 1, 2, 3), picture_for(kind, 2, 5, 4)
     bad = Image(_cut_off, tall.height, tall.width, bytes(32))
     made: list[Pictured] = []
     for i, images in enumerate(([small], [small, tall], [bad], [tall], [])):
@@ -157,6 +157,13 @@ def test_two_ranks_say_so_of_other_paradigms_and_layers(tiny_model: TinyModel) -
             Case(tiny_model("olmo3"), rows(5)),
             Case(vision_folder("qwen3_vl"), pictured(), config=_CUT_IMAGES, vision=True),
             Case(vision_folder("gemma4_small"), pictured(), config=_CUT_IMAGES, vision=True),
+            Case(vision_folder("gemma4"), pictured(), config={"image_tokens": 21}, vision=True),
+            Case(
+                vision_folder("gemma3"),
+                pictured("gemma3"),
+                config={"max_batched_tokens": 19, "image_tokens": 21},
+                vision=True,
+            ),
             Case(tiny_model("gemma3_text"), rows(5)),
             Case(
                 tiny_model("deepseek_v3"),

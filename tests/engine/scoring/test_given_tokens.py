@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,38 +12,22 @@ import numpy as np
 import pytest
 
 from batchgen.engine.interface.outputs import RequestError, RequestOutput
-from batchgen.engine.models.model_registry import MODELS
 from batchgen.engine.models.moe_model import ROUTED_EXPERTS
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.support.engine.constrained_rows import CONSTRAINTS
 from tests.support.engine.engine_rows import Request, Scored, run
+from tests.support.engine.families import AUTOREGRESSIVE, CHUNKED, DELTA, family_folder
 from tests.support.engine.ranked_engines import Case, run_divided
 from tests.support.engine.scored_rows import Reference, make_engine, scored
-from tests.support.engine.tiny_models import CLASSES, MAMBA
-from tests.support.engine.vision_models import vision_folder
 
 TinyModel = Callable[..., Path]
-FAMILIES = (
-    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5",
-    "qwen3_5_moe_text", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
-    "glm4_moe", "minimax_m2", "ministral3", "mistral3", "olmo3", "smollm3",
-    "gemma3_text", "gemma3", "gemma4_text", "gemma4_moe", "gemma4_e2b", "gemma4", "gpt_oss",
-    "mistral3_small", "llama4_tower", *CLASSES,
-)  # fmt: skip
-VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-DIFFUSION = ("sdar", "sdar_moe")
-RECURRENT = ("qwen3_next", "qwen3_5")
 # With weights as large as the fixture's, rounding takes transformers itself 4e-5 away from what it
 # computes in float64.
 SMALL = {"initializer_range": 0.03}
 WIDE = SMALL | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 TOP = 7
-
-
-def folder_of(kind: str, tiny_model: TinyModel, **config: Any) -> Path:
-    return vision_folder(kind) if kind in VISION else tiny_model(kind, **config)
 
 
 def rows() -> list[Scored]:
@@ -75,27 +58,15 @@ def check(found: Sequence[RequestOutput], asked: Sequence[Scored], reference: Re
         np.testing.assert_allclose(output.columns["answer_rest_probs"], rest, atol=1e-5)
 
 
-@pytest.mark.thorough
-def test_every_family_is_tried(tiny_model: TinyModel) -> None:
-    tried = {
-        json.loads((folder_of(kind, tiny_model) / "config.json").read_text())["architectures"][0]
-        for kind in (*FAMILIES, *VISION, *DIFFUSION)
-    }
-    # The first is Llama; the two others have tests of their own against plain loops.
-    elsewhere = {"InternLM3ForCausalLM", "LLaDA2MoeModelLM", "Fast_dLLM_QwenForCausalLM"}
-    assert tried == MODELS.keys() - elsewhere
-
-
 @pytest.mark.quick(1, thorough=16)
-@pytest.mark.parametrize("kind", [*FAMILIES, *VISION])
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
 def test_scores_equal_transformers(kind: str, tiny_model: TinyModel) -> None:
-    folder = folder_of(kind, tiny_model, **(SMALL if kind.startswith(RECURRENT) else {}))
+    folder = tiny_model(kind, **SMALL) if kind in DELTA else family_folder(kind, tiny_model)
     asked = rows()
     reference = Reference(folder)
     whole = make_engine(folder, prefix_caching=False)
     check(run(whole, asked), asked, reference)
-    # Recurrent layers cut a prompt at multiples of 64 tokens only.
-    chunk = 64 if kind.startswith((*RECURRENT, *MAMBA, "lfm2")) else 5
+    chunk = 64 if kind in CHUNKED else 5
     chunked = make_engine(folder, max_batched_tokens=chunk, block_size=4, overlap=True)
     check(run(chunked, asked), asked, reference)
     hits = chunked.stats.cached_tokens
@@ -118,9 +89,11 @@ def test_ranks_score_what_one_process_scores(tiny_model: TinyModel) -> None:
 
 @pytest.mark.slow
 def test_ranks_score_with_every_family(tiny_model: TinyModel) -> None:
-    options = {kind: WIDE for kind in FAMILIES if kind.startswith(RECURRENT)}
-    options["gemma4_e2b"] = SMALL
-    folders = [folder_of(k, tiny_model, **options.get(k, {})) for k in (*FAMILIES, *VISION)]
+    options = dict.fromkeys(DELTA, WIDE) | {"gemma4_e2b": SMALL}
+    folders = [
+        tiny_model(kind, **options[kind]) if kind in options else family_folder(kind, tiny_model)
+        for kind in AUTOREGRESSIVE
+    ]
     cases = [Case(folder, rows(), config={"block_size": 4}) for folder in folders]
     for folder, (found, _) in zip(folders, run_divided(cases, 2), strict=True):
         check(found, rows(), Reference(folder))

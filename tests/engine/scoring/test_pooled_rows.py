@@ -21,6 +21,7 @@ from batchgen.engine.rows.pooling import pooled_columns
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.engine_rows import Request, Scored, expect_short_rows, run
 from tests.support.engine.pooled_rows import (
     LABELS,
@@ -147,7 +148,7 @@ def test_rows_of_a_mixed_batch_equal_each_alone(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", some_slow([False, True], quick=[True]))
 def test_preempted_rows_keep_what_was_read(
     overlap: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

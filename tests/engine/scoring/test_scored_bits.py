@@ -19,6 +19,7 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.sampling import sampler
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
+from tests.support.cases import some_slow
 from tests.support.engine.engine_rows import Request, Scored, expect_short_rows, run, weights
 from tests.support.engine.qwen_mtp import TheirHead
 from tests.support.engine.scored_rows import make_engine, scored
@@ -110,7 +111,7 @@ def test_bits_beside_drafts(
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", some_slow([False, True], quick=[True]))
 def test_preempted_rows_are_scored_once(
     overlap: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

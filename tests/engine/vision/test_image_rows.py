@@ -34,6 +34,7 @@ from tests.support.engine.vision_models import (
     image_of,
     mtp_folder,
     picture,
+    picture_for,
     prompt,
     their_logits,
     vision_folder,
@@ -52,15 +53,30 @@ class Row(NamedTuple):
     params: RequestParams = GREEDY
 
 
-ROWS = [
-    Row([5, 6, 7, 8, 9], []),
-    Row(prompt([1, 2], SMALL, [7, 8]), [SMALL]),
-    Row(prompt([1, 2], SMALL, [9], WIDE, TALL, [3]), [SMALL, WIDE, TALL], DRAWN),
-    Row(prompt([1, 2, 3], SMALL, [7, 8]), [SMALL], PENALISED),
-    Row([*[IMAGE] * 13, 4, 4], [SMALL, WIDE]),  # without a token before, between or behind
-    Row(prompt([4], TALL)[:-1], [TALL], DRAWN),  # ends with an image
-    *[Row(prompt([6], TALL, [5, 6, 7]), [TALL], replace(DRAWN, seed=i)) for i in range(4)],
-]
+def rows_with(small: Image, wide: Image, tall: Image) -> list[Row]:
+    both = tokens_of(small) + tokens_of(wide)
+    return [
+        Row([5, 6, 7, 8, 9], []),
+        Row(prompt([1, 2], small, [7, 8]), [small]),
+        Row(prompt([1, 2], small, [9], wide, tall, [3]), [small, wide, tall], DRAWN),
+        Row(prompt([1, 2, 3], small, [7, 8]), [small], PENALISED),
+        Row([*both, 4, 4], [small, wide]),  # without a token before, between or behind
+        Row(prompt([4], tall)[:-1], [tall], DRAWN),  # ends with an image
+        *[Row(prompt([6], tall, [5, 6, 7]), [tall], replace(DRAWN, seed=i)) for i in range(4)],
+    ]
+
+
+def tokens_of(image: Image) -> list[int]:
+    return [IMAGE] * RULES.num_tokens(image.height, image.width)
+
+
+ROWS = rows_with(SMALL, WIDE, TALL)
+SQUARE_ROWS = rows_with(*(picture_for("gemma3", seed, 1, 1) for seed in (1, 2, 3)))
+"""The same with images of the only size that a model takes."""
+
+
+def rows_of(kind: str) -> list[Row]:
+    return SQUARE_ROWS if kind == "gemma3" else ROWS
 
 
 @cache
@@ -92,7 +108,7 @@ def run(engine: LLMEngine, rows: Sequence[Row]) -> list[RequestOutput]:
 def alone(kind: str) -> list[RequestOutput]:
     """What each of the rows says in an engine of its own time."""
     engine = engine_of(kind, prefix_caching=False)
-    return [run(engine, [row])[0] for row in ROWS]
+    return [run(engine, [row])[0] for row in rows_of(kind)]
 
 
 def check(kind: str, found: Sequence[RequestOutput]) -> None:
@@ -106,7 +122,7 @@ def check(kind: str, found: Sequence[RequestOutput]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_log_probabilities_equal_transformers(kind: str) -> None:
     """Rows with 0, 1 and 3 images in one batch, images beside each other, text before and after."""
-    rows = [row._replace(params=GREEDY) for row in ROWS[:3]]
+    rows = [row._replace(params=GREEDY) for row in rows_of(kind)[:3]]
     for row, output in zip(rows, run(engine_of(kind), rows), strict=True):
         logits = their_logits(kind, row.ids + output.token_ids, row.images)
         logprobs = logits[len(row.ids) - 1 : -1].log_softmax(-1)
@@ -146,13 +162,51 @@ def test_bits_do_not_depend_on_the_schedule(way: str) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("qwen3_5", "qwen2_5_vl", "gemma4_small"),
+        *("qwen3_5", "qwen2_5_vl", "gemma4_small", "gemma3"),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if "moe" in kind),
     ],
 )
 def test_bits_of_other_models(kind: str) -> None:
     chunks: dict[str, Any] = {} if kind == "qwen3_vl_moe" else {"max_batched_tokens": 64}
-    check(kind, run(engine_of(kind, block_size=4, **chunks), ROWS))
+    if kind == "gemma3":
+        chunks = {"max_batched_tokens": 19}
+    check(kind, run(engine_of(kind, block_size=4, **chunks), rows_of(kind)))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"max_batched_tokens": 21, "block_size": 2},
+        {"chunk_tokens": 4, "max_num_seqs": 4, "block_size": 4},
+        {"max_batched_tokens": 23, "prefix_caching": False, "image_tokens": 20},
+    ],
+    ids=str,
+)
+def test_images_that_see_themselves_are_read_in_one_step(way: dict[str, Any]) -> None:
+    """Chunks end at their borders, those of images beside each other too; prefixes may end inside,
+    and their digests cover what the tokens see. The chunk of an image may be larger than others."""
+    check("gemma4", run(engine_of("gemma4", **way), ROWS))
+
+
+def test_prefixes_that_end_before_an_image_beside_another() -> None:
+    """Tokens of the first image see the second one, so two rows with another second one share no
+    block of the first."""
+    rows = [Row([*[IMAGE] * 13, 4], [SMALL, picture(seed, 1, 7)]) for seed in (2, 9)]
+    engine = engine_of("gemma4", block_size=2)
+    found = [run(engine, [row])[0] for row in rows]
+    apart = engine_of("gemma4", prefix_caching=False)
+    for row, output in zip(rows, found, strict=True):
+        (expected,) = run(apart, [row])
+        np.testing.assert_array_equal(output.columns["logprobs"], expected.columns["logprobs"])
+    assert engine.stats.cached_tokens == 0
+
+
+def test_an_image_that_no_step_has_room_for_is_an_error() -> None:
+    engine = engine_of("gemma4", max_batched_tokens=19)
+    with pytest.raises(RequestError, match=r"take 20 tokens, .* has room for 19") as caught:
+        engine.add_request("row", prompt([1], TALL), GREEDY, images=[TALL])
+    assert caught.value.type == "image_too_large"
 
 
 @pytest.mark.thorough
@@ -355,6 +409,6 @@ def test_rows_on_a_gpu(kind: str) -> None:
     values: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": 0.02, "max_num_seqs": 12}
     for chunks in (0, 64):
         config = EngineConfig(**values, image_tokens=21, chunk_tokens=chunks)
-        found = run(LLMEngine(model, None, (), ARStrategy(), config), ROWS * 3)
+        found = run(LLMEngine(model, None, (), ARStrategy(), config), rows_of(kind) * 3)
         for i, output in enumerate(found):
-            assert output.token_ids == expected[i % len(ROWS)].token_ids, f"row {i}"
+            assert output.token_ids == expected[i % len(expected)].token_ids, f"row {i}"

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchgen.engine.loading.loader import load_model
+from batchgen.engine.vision.image import Image
 from batchgen.engine.vision.image_span import find_spans, rope_positions, rope_shift
 from batchgen.engine.vision.vision_config import CLIP, HALVES, Colours
 from batchgen.engine.vision.vision_positions import normalised_values, patches
@@ -22,6 +23,7 @@ from tests.support.engine.vision_models import (
     RULES,
     SIDE,
     picture,
+    picture_for,
     prompt,
     their_inputs,
     their_logits,
@@ -34,8 +36,12 @@ SIZES = [(2, 3), (1, 1), (5, 2)]
 IMAGES = [picture(seed, *size) for seed, size in enumerate(SIZES)]
 
 
-def pixels(number: int) -> torch.Tensor:
-    return torch.from_numpy(IMAGES[number].load())
+def pixels(number: int, kind: str = "") -> torch.Tensor:
+    return torch.from_numpy(images_for(kind)[number].load())
+
+
+def images_for(kind: str) -> list[Image]:
+    return [picture_for(kind, seed, *size) for seed, size in enumerate(SIZES)]
 
 
 @pytest.mark.parametrize(("kind", "colours"), [("qwen3_vl", HALVES), ("qwen2_5_vl", CLIP)])
@@ -58,7 +64,9 @@ def test_patches_of_gemma_have_the_bits_of_transformers_processor() -> None:
 
 def their_features(kind: str) -> list[torch.Tensor]:
     """The planes of features of `IMAGES`."""
-    inputs, model = their_inputs([], IMAGES, kind), theirs(kind).model
+    inputs, model = their_inputs([], images_for(kind), kind), theirs(kind).model
+    if kind == "gemma3":
+        return [model.get_image_features(inputs["pixel_values"]).pooler_output.flatten(0, 1)]
     if kind.startswith("gemma"):
         places = [inputs[key] for key in ("image_position_ids",) if key in inputs]
         return [torch.cat(model.get_image_features(inputs["pixel_values"], *places).pooler_output)]
@@ -72,13 +80,15 @@ def test_features_equal_transformers(kind: str) -> None:
     model = load_model(vision_folder(kind), device=CPU, vision=True)
     model.pack()
     assert model.visual is not None
-    ours = model.visual([pixels(i) for i in range(3)])
+    ours = model.visual([pixels(i, kind) for i in range(3)])
     expected = their_features(kind)
     assert len(expected) == (3 if kind.startswith("qwen3_vl") else 1)
     torch.testing.assert_close(ours, torch.stack(expected), atol=2e-5, rtol=1e-5)
-    alone = [model.visual([pixels(i)]) for i in range(3)]
+    alone = [model.visual([pixels(i, kind)]) for i in range(3)]
     assert torch.equal(torch.cat(alone, dim=1), ours)  # an image's bits are its own
-    assert torch.equal(model.visual([pixels(2), pixels(0)]), torch.cat([alone[2], alone[0]], 1))
+    assert torch.equal(
+        model.visual([pixels(2, kind), pixels(0, kind)]), torch.cat([alone[2], alone[0]], 1)
+    )
 
 
 @pytest.mark.gpu
@@ -91,8 +101,8 @@ def test_features_on_a_gpu(kind: str, dtype: torch.dtype, most: float) -> None:
     reference = load_model(vision_folder(kind), device=CPU, vision=True)
     reference.pack()
     assert model.visual is not None and reference.visual is not None
-    expected = reference.visual([pixels(i) for i in range(3)])
-    found = model.visual([pixels(i).to(gpu) for i in range(3)]).cpu().float()
+    expected = reference.visual([pixels(i, kind) for i in range(3)])
+    found = model.visual([pixels(i, kind).to(gpu) for i in range(3)]).cpu().float()
     assert (found - expected).norm() < most * expected.norm()
 
 

@@ -209,6 +209,10 @@ _PIXTRAL: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+_GEMMA4_TOWER: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 _VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -236,6 +240,8 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     elif kind == "llada2_moe":
         own = {"attention_bias": False, "use_qk_norm": True, "n_shared_experts": 1}
         model = _causal("Glm4Moe", SIZES | _MOE_V3 | own | config)
+    elif kind == "diffusion_gemma":
+        model = _random_canvas_model(values)
     elif kind in VARIANTS or kind in CLASSES:
         model = _random_variant(kind, config)
     elif kind.startswith(("deepseek", "glm4")):
@@ -248,7 +254,8 @@ def random_model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
         if name.endswith(("norm.weight", "norm_f.weight")):
             # Ones and zeros would hide a weight that is not loaded.
             # Gemma 2 and 3 have the weights minus 1; Gemma 4 multiplies no score by less than 1.
-            low = {"gemma2": -0.5, "gemma3": -0.5, "gemma4": 0.1}.get(kind[:6], 0.5)
+            lows = {"gemma2": -0.5, "gemma3": -0.5, "gemma4": 0.1, "diffus": 0.1}
+            low = lows.get(kind[:6], 0.5)
             parameter.data.uniform_(low, low + 1)
         elif name.endswith("bias"):  # of experts, too
             parameter.data.normal_(0, 0.3)
@@ -366,11 +373,25 @@ def _random_gemma4(kind: str, values: dict[str, Any]) -> PreTrainedModel:
     text |= {"pad_token_id": 0, "num_hidden_layers": len(text["layer_types"])}
     if kind != "gemma4":
         return _causal("Gemma4", text, "Gemma4Text")
-    tower = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
-    }  # fmt: skip
-    return _with_tower("Gemma4", {"text_config": text, "vision_config": tower})
+    return _with_tower("Gemma4", {"text_config": text, "vision_config": _GEMMA4_TOWER})
+
+
+def _random_canvas_model(values: dict[str, Any]) -> PreTrainedModel:
+    """A DiffusionGemma of canvases of 8 tokens, whose distributions differ from place to place."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    text: dict[str, Any] = {
+        "sliding_window": 24, "layer_types": kinds, "global_head_dim": 32,
+        "num_global_key_value_heads": 1, "pad_token_id": 0, "initializer_range": 0.1,
+        "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+        "tie_word_embeddings": True,
+    } | values  # fmt: skip
+    config = transformers.DiffusionGemmaConfig(
+        text_config=text | {"num_hidden_layers": 3, "model_type": "diffusion_gemma_text"},
+        vision_config=_GEMMA4_TOWER | {"model_type": "gemma4_vision"},
+        canvas_length=8,
+        initializer_range=text["initializer_range"],
+    )
+    return transformers.DiffusionGemmaForBlockDiffusion(config)
 
 
 def _random_latent(kind: str, config: dict[str, Any]) -> PreTrainedModel:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -32,6 +33,8 @@ KINDS = {
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
     "gemma4_small": "Gemma4",
+    "gemma4": "Gemma4",
+    "gemma3": "Gemma3",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
 }
@@ -67,6 +70,20 @@ _GEMMA4_SMALL: dict[str, Any] = {
     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
     "sliding_window": 24, "global_head_dim": 32, "pad_token_id": 0, "rope_parameters": None,
 }  # fmt: skip
+_GEMMA4: dict[str, Any] = {
+    "layer_types": [*_LAYERS, "sliding_attention", *_LAYERS[:1]], "num_hidden_layers": 4,
+    "sliding_window": 9, "global_head_dim": 32, "pad_token_id": 0, "rope_parameters": None,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
+}  # fmt: skip
+_GEMMA3: dict[str, Any] = {
+    "layer_types": [*_LAYERS, "sliding_attention"], "sliding_window": 9, "pad_token_id": 0,
+    "query_pre_attn_scalar": 20, "rope_parameters": None,
+}  # fmt: skip
+_SQUARE: dict[str, Any] = {
+    "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 51, "num_attention_heads": 2,
+    "patch_size": 4, "image_size": 24, "vision_use_head": False, "initializer_range": 0.1,
+}  # fmt: skip
 _AXIAL: dict[str, Any] = {
     "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 51, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 12, "patch_size": 4, "pooling_kernel_size": 2,
@@ -78,7 +95,11 @@ _IDS = {
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
-_GEMMA_IDS = {"boi_token_id": START, "eoi_token_id": END}
+_GEMMA_IDS: dict[str, Any] = {"boi_token_id": START, "eoi_token_id": END}
+_GEMMA3_IDS: dict[str, Any] = _GEMMA_IDS | {"mm_tokens_per_image": 9}
+
+
+_POSITIONS = ("pos_embed.weight", "position_embedding_table", "position_embedding.weight")
 
 
 @cache
@@ -90,9 +111,12 @@ def vision_folder(kind: str, vocab_size: int = 128) -> Path:
     if kind == "qwen2_5_vl":
         tower = dict(_WINDOWED)
         text["rope_parameters"] = _rope([3, 3, 2], interleaved=False)
-    elif kind == "gemma4_small":
-        text |= _GEMMA4_SMALL
-        tower = _AXIAL | {"use_clipped_linears": True}
+    elif kind == "gemma3":
+        text, tower = text | _GEMMA3, dict(_SQUARE)
+    elif kind.startswith("gemma4"):
+        is_small = kind == "gemma4_small"
+        text |= _GEMMA4_SMALL if is_small else _GEMMA4
+        tower = _AXIAL | {"use_clipped_linears": is_small, "standardize": not is_small}
     elif kind.startswith("qwen3_5"):
         text = _SIZES | _MOE | _HYBRID | {"rope_parameters": {**_rope([2, 1, 1]),
                                                        "partial_rotary_factor": 0.5}}  # fmt: skip
@@ -100,17 +124,23 @@ def vision_folder(kind: str, vocab_size: int = 128) -> Path:
         tower["deepstack_visual_indexes"] = [0, 2]
         text |= _MOE if kind.endswith("moe") else {}
     name = KINDS[kind]
-    ids = _IDS | (_GEMMA_IDS if kind.startswith("gemma") else {})
+    ids = _IDS | {"gemma3": _GEMMA3_IDS, "gemma4": _GEMMA_IDS}.get(kind[:6], {})
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=tower, **ids)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     for path, parameter in model.named_parameters():
         if "norm" in path and path.endswith("weight"):
-            parameter.data.uniform_(0.5, 1.5)
+            # Gemma 3 has the weights minus 1, but for those of its tower.
+            is_centred = kind == "gemma3" and not path.startswith("model.vision_tower")
+            parameter.data.uniform_(*((-0.5, 0.5) if is_centred else (0.5, 1.5)))
         elif path.endswith("bias"):
             parameter.data.normal_(0, 0.3)
         elif path.endswith("A_log"):
             parameter.data.uniform_(-2, 2)
-        elif path.endswith(("pos_embed.weight", "position_embedding_table")):
+        elif path.endswith("mm_input_projection_weight"):
+            parameter.data.normal_(0, 0.15)
+        elif path.endswith(
+            ("pos_embed.weight", "position_embedding_table", "position_embedding.weight")
+        ):
             parameter.data.normal_(0, 0.5)
     for path, buffer in model.named_buffers():
         if path.endswith(("_min", "_max")):  # bounds that cut some values
@@ -172,6 +202,11 @@ def picture(seed: int, rows: int, columns: int) -> Image:
     return image_of(pixels)
 
 
+def picture_for(kind: str, seed: int, rows: int, columns: int) -> Image:
+    """`picture`, or one of the only size that a model takes."""
+    return picture(seed, 3, 3) if kind == "gemma3" else picture(seed, rows, columns)
+
+
 def image_of(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Image:
     digest = blake2b(repr(pixels.shape).encode() + pixels.tobytes(), digest_size=32).digest()
     return Image(pixels, pixels.shape[0], pixels.shape[1], digest)
@@ -195,7 +230,14 @@ def their_inputs(
     """What transformers' model takes, with pixels by its Pillow processor."""
     tokens = torch.tensor([list(ids)])
     inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE).int()}
-    if images and kind.startswith("gemma4"):
+    if kind == "gemma3":
+        inputs["token_type_ids"] = inputs.pop("mm_token_type_ids")
+    if images and kind == "gemma3":
+        halves: dict[str, Any] = {"image_mean": HALVES.mean, "image_std": HALVES.std}
+        squares = Gemma3ImageProcessorPil(size={"height": 24, "width": 24}, **halves)
+        found = squares([image.load() for image in images], return_tensors="pt")
+        inputs["pixel_values"] = found["pixel_values"]
+    elif images and kind.startswith("gemma4"):
         of_gemma = Gemma4ImageProcessorPil(
             patch_size=4, pooling_kernel_size=2, max_soft_tokens=70, do_resize=False
         )

@@ -13,8 +13,8 @@ import transformers
 from tests.support.jobs.image_job import IMAGE_ID, SHIPPED
 
 START_ID, END_ID, VIDEO_ID = 259, 260, 262
-MARK = "<|image_pad|>"
-"""What the chat template of Gemma 4 writes for an image."""
+MARKS = {"gemma4": "<|image_pad|>", "gemma3": "<|vision_start|>"}
+"""What chat templates write for an image."""
 _WRITTEN = "<|vision_start|><|image_pad|><|vision_end|>"
 _TEXT: dict[str, Any] = {
     "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -35,11 +35,22 @@ _GEMMA4: dict[str, Any] = {
     "image_token_id": IMAGE_ID, "video_token_id": VIDEO_ID, "boi_token_id": START_ID,
     "eoi_token_id": END_ID,
 }  # fmt: skip
+_GEMMA3: dict[str, Any] = {
+    "text_config": _TEXT | {"query_pre_attn_scalar": 20},
+    "vision_config": _TOWER | {"image_size": 32, "vision_use_head": False},
+    "image_token_id": IMAGE_ID, "boi_token_id": START_ID, "eoi_token_id": END_ID,
+    "mm_tokens_per_image": 16,
+}  # fmt: skip
 PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma4": {
         "do_normalize": False, "do_resize": True, "do_rescale": True, "resample": 3,
         "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "max_soft_tokens": 70, "patch_size": 4,
         "pooling_kernel_size": 2, "image_processor_type": "Gemma4ImageProcessor",
+    },
+    "gemma3": {
+        "do_convert_rgb": None, "do_normalize": True, "do_pan_and_scan": None, "do_rescale": True,
+        "do_resize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 2,
+        "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32},
     },
 }  # fmt: skip
 """What published checkpoints say of images, but for sizes."""
@@ -52,10 +63,15 @@ def save_gemma(folder: Path, kind: str = "gemma4", **processor: Any) -> Path:
         shutil.copyfile(SHIPPED / name, folder / name)
     template = (SHIPPED / "chat_template.jinja").read_text()
     assert _WRITTEN in template
-    (folder / "chat_template.jinja").write_text(template.replace(_WRITTEN, MARK))
+    (folder / "chat_template.jinja").write_text(template.replace(_WRITTEN, MARKS[kind]))
     torch.manual_seed(0)
+    says = PROCESSORS[kind] | processor
+    if kind == "gemma3":
+        squares = transformers.Gemma3Config(**_GEMMA3)
+        transformers.Gemma3ForConditionalGeneration(squares).save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(says))
+        return folder
     config = transformers.Gemma4Config(**_GEMMA4)
     transformers.Gemma4ForConditionalGeneration(config).save_pretrained(folder)
-    says = {"image_processor": PROCESSORS[kind] | processor}
-    (folder / "processor_config.json").write_text(json.dumps(says))
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": says}))
     return folder

@@ -2,7 +2,7 @@
 undisturbed.
 
     python -m tests.support.kills --work /tmp/check [--kills 60] [--workers 4]
-        [--engine null] [--grade regex] [--launcher] [--store s3] [--grid]
+        [--engine null] [--grade regex] [--launcher] [--store s3] [--grid] [--rules]
     python -m tests.support.kills --work /tmp/check --long 400 [--rows 60] [--kills 40]
         [--model nano_hybrid] [--workers 2] [--store s3]
     python -m tests.support.kills --work /tmp/check --pipeline [--kills 40] [--workers 2]
@@ -18,9 +18,9 @@ followed by a new one, or stopped until it was given up and then let go on; cloc
 With `--grade` the job grades its answers while it runs, by steps of this method: integers are
 graded in the process, regular expressions in processes of their own. With `--launcher` real
 processes are started by `launcher=local`, and the launcher is killed, too. With `--grid` each row
-runs with each of two adapters and without one, which share one adapter slot. With `--store s3` the
-job lies on a server of this process that fails `--rate` of its requests, before or after they have
-happened, or too late.
+runs with each of two adapters and without one, which share one adapter slot. With `--rules` rows
+have the unmasking rules of block diffusion in turn. With `--store s3` the job lies on a server of
+this process that fails `--rate` of its requests, before or after they have happened, or too late.
 
 The second form has answers of so many tokens that hardly one is finished between two kills, and
 counts the tokens that were computed more than once.
@@ -100,6 +100,14 @@ COLUMNS = {
     "nano_hybrid": "logprobs",
 }
 """What is compared besides tokens, by model."""
+RULES: list[dict[str, Any]] = [
+    {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.7},
+    {"unmasking": "low_confidence_static", "denoising_steps": 2},
+    {"unmasking": "sequential", "denoising_steps": 2},
+    {"unmasking": "entropy_bound", "entropy_bound": 0.5},
+    {"unmasking": "joint_threshold", "edit_threshold": 0.1},
+]
+"""The unmasking rules that rows have in turn with `--rules`."""
 WAIT_SECONDS = 60.0  # the most between two kills with --long
 RECORD_SECONDS = 0.5  # between two records of what is begun, with --long
 
@@ -207,7 +215,7 @@ def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -
     """Kill and pause the workers of a job, which lies at a URL of a server or in a folder."""
     args, rng, log = check.args, check.rng, check.args.work / "log"
     whole, out = args.work / "whole", url if server else args.work / "out"
-    data = write_questions(args.work / "rows.jsonl", args.rows)
+    data = write_questions(args.work / "rows.jsonl", args.rows, RULES if args.rules else ())
 
     def job(folder: Path | str, step_s: float = 0.0) -> Job:
         if args.engine == "null":
@@ -216,6 +224,7 @@ def check_workers(check: Check, server: FaultyS3 | None = None, url: str = "") -
         more = ["output.report=false"] if server else []
         more += long_arguments(args) if args.long else []
         more += grid_arguments(args.work, args.model) if args.grid else []
+        more += ["sampling.column=options"] if args.rules else []
         where = computed[folder != whole] if args.long else None
         return partial(run_real, [*arguments(folder, data, args.grade, args.model), *more], where)
 
@@ -339,6 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--grade", choices=["integer", "regex"], help="grade the job while it runs")
     parser.add_argument("--launcher", action="store_true", help="start workers by launcher=local")
     parser.add_argument("--grid", action="store_true", help="run rows with each of two adapters")
+    parser.add_argument("--rules", action="store_true", help="rows of nano_sdar with every rule")
     parser.add_argument("--store", choices=["folder", "s3"], default="folder")
     parser.add_argument("--rate", type=float, default=0.02, help="share of requests that fail")
     parser.add_argument("--pipeline", action="store_true", help="kill workers of a pipeline")

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from batchgen.config.groups.workers_config import WorkersConfig
 from batchgen.jobs.run.job_end import JobResult
@@ -232,9 +233,13 @@ def killed(done: Counter[str]) -> int:
     return sum(count for what, count in done.items() if what.startswith("kill"))
 
 
-def write_questions(path: Path, rows: int) -> Path:
+def write_questions(path: Path, rows: int, rules: Sequence[Mapping[str, Any]] = ()) -> Path:
+    """Write questions; with `rules`, these are the options of their strategy in turn."""
+    turns = [{"options": {"strategy": rule}} for rule in rules] or [{}]
     lines = (
-        json.dumps({"q": f"What is {i} + {i % 7}?" * (1 + i % 3), "a": i + i % 7})
+        json.dumps(
+            {"q": f"What is {i} + {i % 7}?" * (1 + i % 3), "a": i + i % 7} | turns[i % len(turns)]
+        )
         for i in range(rows)
     )
     path.write_text("\n".join(lines), encoding="utf-8")

@@ -51,11 +51,20 @@ def tokens(out: Path) -> dict[tuple[str, int], list[int]]:
     return {(one["row_id"], one["sample_index"]): one["token_ids"] for one in output_rows(out)}
 
 
+@pytest.fixture(scope="module")
+def answered(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a job, and its rows."""
+    top = tmp_path_factory.mktemp("answered")
+    rows = top / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    run(overrides(model, rows, top / "draft"))
+    return top / "draft"
+
+
 @pytest.fixture
-def draft(model: Path, rows: Path, tmp_path: Path) -> Path:
-    """A complete job with two answers to each of eleven rows."""
-    run(overrides(model, rows, tmp_path / "draft"))
-    return tmp_path / "draft"
+def draft(answered: Path, tmp_path: Path) -> Path:
+    """A complete job with two answers to each of eleven rows, which a test may change."""
+    return shutil.copytree(answered, tmp_path / "draft")
 
 
 @pytest.mark.thorough

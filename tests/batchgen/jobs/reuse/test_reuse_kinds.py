@@ -53,7 +53,7 @@ def test_copied_rows_are_equal_to_the_byte(
     kind: str, model: Path, rows: Path, tmp_path: Path
 ) -> None:
     old, new, whole = tmp_path / "old", tmp_path / "new", tmp_path / "whole"
-    given = [*KINDS[kind], "output.report=false"]
+    given = KINDS[kind]
     run(overrides(model, rows, old, "output.reuse=[]", *given))
     run(overrides(model, changed(rows), new, f"output.reuse=[{old}]", *given))
     run(overrides(model, changed(rows), whole, *given))
@@ -74,7 +74,7 @@ def test_samples_until_enough_are_valid_are_copied(
 
     def until(value: float) -> list[str]:
         rule = f"{{where: text|length > 11, {key}: {value}, most: 6}}"
-        return [f"sampling.until={rule}", "output.report=false"]
+        return [f"sampling.until={rule}"]
 
     given = [a for a in overrides(model, rows, old) if not a.startswith("sampling.n=")]
     run([*given, *until(first), "output.reuse=[]"])
@@ -107,7 +107,7 @@ def finished(out: Path) -> int:
 def test_other_jobs_have_other_keys(
     other: list[str], model: Path, rows: Path, tmp_path: Path
 ) -> None:
-    run(overrides(model, rows, tmp_path / "old", "output.reuse=[]", "output.report=false"))
+    run(overrides(model, rows, tmp_path / "old", "output.reuse=[]"))
     args = overrides(model, rows, tmp_path / "new", f"output.reuse=[{tmp_path}/old]", *other)
     assert planned(args).reuse == PlannedReuse(0, 11, True)
 
@@ -121,8 +121,8 @@ def test_a_plan_counts_what_is_copied(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    given = ["output.report=false", "sampling.n=3", "budget.price_per_hour=2"]
-    run(overrides(model, rows, old, "output.reuse=[]", "output.report=false"))
+    given = ["sampling.n=3", "budget.price_per_hour=2"]
+    run(overrides(model, rows, old, "output.reuse=[]"))
     args = overrides(model, changed(rows), new, f"output.reuse=[{old}]", *given)
     plan = planned(args)
     copied = 2 * (len(ROWS) - 2)

@@ -15,7 +15,7 @@ from batchgen.util.errors import ConfigError
 from tests.support.engine.toy_hybrid import ARCHITECTURE, write_toy
 from tests.support.jobs.real_job import overrides, run, save_tokenizer
 
-EVERY = 61
+EVERY = 31
 """Steps after which the machine is gone."""
 COLUMNS = "output.columns=[toy_route,logprobs,prompt_token_ids]"
 
@@ -40,7 +40,8 @@ def read(folder: Path) -> pa.Table:
 def test_a_job_that_is_cut_off_writes_the_same_values(
     toy: Path, rows: Path, tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = (COLUMNS, f"strategy={strategy}", "engine.block_size=4", "engine.max_num_seqs=3")
+    more = (COLUMNS, f"strategy={strategy}", "engine.block_size=4", "engine.max_num_seqs=3",
+            "dataset.limit=6")  # fmt: skip
     run(overrides(toy, rows, tmp_path / "whole", *more))
     step, calls = LLMEngine.step, 0
 

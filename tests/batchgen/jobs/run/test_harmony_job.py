@@ -60,7 +60,7 @@ def test_the_columns_and_what_people_see(
     options = ["prompt.template_kwargs={reasoning_effort: low}", "prompt.date=2026-01-02"]
     step = "post=[{_target_: batchgen.grading.extract.Extract, methods: [whole]}]"
     result = run(overrides(harmony, rows, out, LONGER, *options, "sampling.n=8", step,
-                           "output.columns=[prompt_token_ids]"))  # fmt: skip
+                           "output.columns=[prompt_token_ids]", "output.report=true"))  # fmt: skip
     found = table(out)
     names = list(found[0])
     at = names.index("text")

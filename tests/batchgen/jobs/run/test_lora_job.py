@@ -85,7 +85,7 @@ def test_a_grid_that_is_killed_goes_on(
     model: Path, rows: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     """Its files are those of a job that ran undisturbed, to the byte."""
-    how = [*grid(adapters), "engine.lora_slots=1", "engine.max_num_seqs=4"]
+    how = [*grid(adapters), "engine.lora_slots=1", "engine.max_num_seqs=4", "dataset.limit=7"]
     run(overrides(model, rows, tmp_path / "whole", *how))
     line = overrides(model, rows, tmp_path / "out", *how)
     for count in (1, 2):
@@ -220,8 +220,9 @@ def test_adapters_have_scores_of_their_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
+    shown = "output.report=true"
     post = "post=[{Extract: {methods: [last_number]}},{Grade: {target: id, method: exact}}]"
-    result = run(overrides(model, rows, out, *grid(adapters), post))
+    result = run(overrides(model, rows, out, *grid(adapters), post, shown))
     assert all(f"score {name}" in str(result) for name in ("one", "base", "two"))
     metrics = json.loads((out / "metrics.json").read_text())
     assert list(metrics["adapter_scores"]) == ["one", "base", "two"] and "score" not in metrics

@@ -44,7 +44,7 @@ def packed(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
 def test_a_job_says_what_it_does_not_compute_with(
     packed: Path, rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run(overrides(packed, rows, tmp_path / "out"))
+    run(overrides(packed, rows, tmp_path / "out", "output.report=true"))
     size = size_text((packed / "model.safetensors").stat().st_size)
     text = f"weights in {NAME} are dequantised to float32 ({size} in the files); {UNUSED}"
     assert f"model: {text}\n" in capfd.readouterr().err

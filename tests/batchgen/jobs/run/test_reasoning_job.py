@@ -29,7 +29,7 @@ def test_the_columns(
     longer = "sampling.max_new_tokens=40"
     run(overrides(model, rows, plain, longer))
     step = "post=[{_target_: batchgen.grading.extract.Extract, methods: [last_number]}]"
-    run(overrides(model, rows, out, longer, "output.reasoning_end=e", step))
+    run(overrides(model, rows, out, longer, "output.reasoning_end=e", step, "output.report=true"))
     found = set()
     for before, row in zip(table(plain), table(out), strict=True):
         assert before["token_ids"] == row["token_ids"]

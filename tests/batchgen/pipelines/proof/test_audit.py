@@ -83,7 +83,7 @@ def test_rows_are_computed_and_not_copied_from_older_jobs(
 
     old, new = tmp_path / "old", tmp_path / "new"
     for out, reuse in ((old, ""), (new, str(old))):
-        run(overrides(model, rows, out, f"output.reuse=[{reuse}]", "output.report=false"))
+        run(overrides(model, rows, out, f"output.reuse=[{reuse}]"))
         rewrite(out / "data/part-00000.parquet", change)
     assert json.loads((new / "metrics.json").read_text())["rows_copied"] == 22
     assert run_command(["audit", str(new), "--rows", "11"]) == 1
@@ -119,7 +119,7 @@ def test_how_drafts_came_about_is_not_compared(model: Path, rows: Path, tmp_path
         return changed
 
     out, columns = tmp_path / "out", "output.columns=[draft_accepted,step_map]"
-    run(overrides(model, rows, out, "strategy=ar_spec", columns, "output.report=false"))
+    run(overrides(model, rows, out, "strategy=ar_spec", columns))
     shard = out / "data" / "part-00000.parquet"
     for name in ("num_forwards", "num_draft_tokens", "num_accepted_tokens", "step_map"):
         rewrite(shard, change(name))

@@ -18,7 +18,7 @@ from tests.support.jobs.real_job import overrides, run
 def test_the_operation_is_named(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(overrides(model, rows, tmp_path / "out", "output.report=false"))
+    run(overrides(model, rows, tmp_path / "out"))
     look = [str(tmp_path / "out"), "--seed", "1", "--operations", "--rows"]
     assert main([*look, "2"]) == 0
     said = "2 of 2 rows (4 samples) equal beside each other and alone, of 11, seed 1: at 95% fewer"

@@ -1,0 +1,124 @@
+"""Which of the tokens that a denoise step draws stay on a canvas, and when the canvas is finished.
+
+The rule is that of `EntropyBoundSampler` and `StableAndConfidentStoppingCriteria` in
+models/diffusion_gemma/generation_diffusion_gemma.py of transformers 5.23, and of
+srt/dllm/algorithm/gemma4_renoise.py in sgl-project/sglang at 34fe1421.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.device.batched import Batched, row
+from batchgen.engine.device.transfer import upload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renoising:
+    """The options of a row. Raises ValueError, which names the option, for a value out of range.
+
+    A step draws a token at each place of the canvas. Those of the lowest entropies stay, as many as
+    keep the sum of their entropies without the largest within a bound (Ben-Hamu et al. 2025, arXiv
+    2505.24857); random tokens take all other places, where an earlier one may have stayed. The
+    answer of a step is its likeliest tokens. A canvas is finished when the answer has not changed
+    and the mean entropy is small, or after a number of steps.
+
+    Args:
+        max_denoising_steps: the most steps of a canvas, N.
+        entropy_bound: in nats.
+        start_temperature, end_temperature: what the row's temperature is multiplied by falls
+            linearly from the first step on; it would reach the second number in step N + 1.
+        stable_steps: in how many further steps the answer must be the same.
+        stop_entropy: the mean entropy, in nats, below which a canvas may be finished.
+    """
+
+    max_denoising_steps: int = 48
+    entropy_bound: float = 0.1
+    start_temperature: float = 0.8
+    end_temperature: float = 0.4
+    stable_steps: int = 1
+    stop_entropy: float = 0.005
+
+    def __post_init__(self) -> None:
+        counts = {"max_denoising_steps": 1, "stable_steps": 0}
+        for name, fewest in counts.items():
+            count = getattr(self, name)
+            if type(count) is not int or not fewest <= count < 2**31:
+                raise ValueError(
+                    f"{name} must be a whole number from {fewest} on, got {count!r:.100}"
+                )
+        for name in ("entropy_bound", "start_temperature", "end_temperature", "stop_entropy"):
+            value, lowest = getattr(self, name), 1e-6 if "temperature" in name else 0.0
+            if type(value) not in (int, float) or not lowest <= value <= 1e30:
+                raise ValueError(f"{name} must be a number from {lowest} on, got {value!r:.100}")
+
+    @classmethod
+    def of_row(cls, values: Mapping[str, Any]) -> Renoising:
+        """Make the options that a row brings along. Raises ValueError for names that are none."""
+        known = [each.name for each in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(
+                    f"{name!r:.100} is no option of strategy canvas: these are {', '.join(known)}"
+                )
+        options = {name: value for name, value in values.items() if value is not None}
+        for name in ("max_denoising_steps", "stable_steps"):
+            value = options.get(name)
+            if isinstance(value, float) and value.is_integer():
+                options[name] = int(value)  # JSON may have an integer as 16.0
+        return cls(**options)
+
+
+@dataclass(frozen=True)
+class RenoisingRows(Batched):
+    """The options of B rows on the device."""
+
+    max_steps: Tensor = row()  # [B] int64
+    stable_steps: Tensor = row()  # [B] int64
+    entropy_bound: Tensor = row()  # [B] float32
+    start_temperature: Tensor = row()  # [B] float32
+    end_temperature: Tensor = row()  # [B] float32
+    stop_entropy: Tensor = row()  # [B] float32
+
+    @classmethod
+    def build(cls, rules: Sequence[Renoising], device: torch.device) -> RenoisingRows:
+        """Upload the options of B rows."""
+        ints = np.array([[r.max_denoising_steps, r.stable_steps] for r in rules])
+        floats = np.array([
+            [r.entropy_bound, r.start_temperature, r.end_temperature, r.stop_entropy]
+            for r in rules
+        ])  # fmt: skip
+        return cls(
+            *upload(ints.T.copy(), torch.int64, device),
+            *upload(floats.T.copy(), torch.float32, device),
+        )
+
+    def temperatures(self, denoised: Tensor) -> Tensor:
+        """[B] float32, what the rows' temperatures are multiplied by in the step after `denoised`
+        [B] int64 steps."""
+        left = (self.max_steps - denoised).float() / self.max_steps
+        return self.end_temperature + (self.start_temperature - self.end_temperature) * left
+
+    def accepted(self, entropies: Tensor) -> Tensor:
+        """[B, L] bool, the places whose drawn tokens stay, given the entropies [B, L] float32 of
+        the distributions that they were drawn from. Of equal entropies the first comes first."""
+        ascending, order = entropies.double().sort(dim=1, stable=True)
+        within = ascending.cumsum(1) - ascending <= self.entropy_bound.unsqueeze(1)
+        return torch.zeros_like(within).scatter(1, order, within)
+
+    def are_finished(self, entropies: Tensor, unchanged: Tensor, denoised: Tensor) -> Tensor:
+        """[B] bool, the rows whose canvas is finished by a step.
+
+        Args:
+            entropies: as for `accepted`.
+            unchanged: [B] int64, in how many steps the answer was the same as in the step before.
+            denoised: [B] int64, how many steps the canvas has had with this one.
+        """
+        settled = (unchanged >= self.stable_steps) & (entropies.mean(1) < self.stop_entropy)
+        return settled | (denoised >= self.max_steps)

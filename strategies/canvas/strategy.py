@@ -1,0 +1,226 @@
+"""Diffusion over canvases without masks (DiffusionGemma, Google 2026): all tokens of a canvas are
+denoised together from random ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchgen.engine.execution.model_runner import ModelOutput, ModelRunner, PrefillInputs
+from batchgen.engine.interface.outputs import HostOutput, OutputColumn, RowCount, StepOutput
+from batchgen.engine.models.model_config import ModelConfig
+from batchgen.engine.rows.guide import Guide
+from batchgen.engine.rows.scheduled_batch import DecodeBatch
+from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.sampling.logits import Logits
+from batchgen.engine.sampling.processed_logits import process
+from batchgen.engine.sampling.sampler import draw_tokens, take_tokens
+from batchgen.engine.sampling.sampling_params import RequestParams
+from batchgen.engine.scheduling.admission import Ints
+from batchgen.engine.strategy import TARGET, ModelRole, Strategy
+from batchgen.strategies.canvas.renoising import Renoising
+from batchgen.strategies.canvas.step_inputs import CanvasStepInputs
+from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
+from batchgen.strategies.dllm.joining_blocks import STEP_MAP
+
+_DENOISED = "denoised"
+"""The name in `StepOutput.observed` of how many steps each final canvas has had."""
+_WAITING = "waiting"
+"""The name there of which rows' canvases wait to become part of the context."""
+_STEPS_PER_CANVAS = "steps_per_canvas"
+"""The name in `stats` of how often a canvas took each number of steps."""
+
+
+class CanvasStrategy(Strategy):
+    """Denoises a canvas behind the known tokens of a row, then reads its answer as context, and
+    goes on with the next canvas. The arguments are those of `Renoising`, which rows may have of
+    their own (`RequestParams.decoding`). Raises ValueError if one is out of range."""
+
+    name = "canvas"
+    columns: tuple[OutputColumn, ...] = (STEP_MAP,)
+    counts: tuple[RowCount, ...] = (NUM_FORWARDS,)
+    decoding = Renoising
+
+    @classmethod
+    def decoding_of_row(cls, values: Mapping[str, Any]) -> object:
+        return Renoising.of_row(values)
+
+    def __init__(
+        self,
+        max_denoising_steps: int = 48,
+        entropy_bound: float = 0.1,
+        start_temperature: float = 0.8,
+        end_temperature: float = 0.4,
+        stable_steps: int = 1,
+        stop_entropy: float = 0.005,
+    ) -> None:
+        self._rule = Renoising(
+            max_denoising_steps=max_denoising_steps,
+            entropy_bound=entropy_bound,
+            start_temperature=start_temperature,
+            end_temperature=end_temperature,
+            stable_steps=stable_steps,
+            stop_entropy=stop_entropy,
+        )
+        self._length = 0
+        self._runner: ModelRunner | None = None
+        self._step_inputs: CanvasStepInputs | None = None
+        self._waiting = 0
+        self._steps_per_canvas: Counter[int] = Counter()
+
+    @property
+    def step_inputs(self) -> CanvasStepInputs:
+        assert self._step_inputs is not None, "attach comes first"
+        return self._step_inputs
+
+    def block_length(self, model: ModelConfig) -> int:
+        """The context is read causally."""
+        if model.canvas_length is None:
+            what = "predicts next tokens" if model.diffusion is None else "fills in masks"
+            raise ValueError(
+                "strategy canvas needs a model that denoises canvases of random tokens, and "
+                f"{model.architecture} {what}: use strategy="
+                f"{'ar' if model.diffusion is None else 'dllm'}"
+            )
+        self._length = model.canvas_length
+        return 1
+
+    @property
+    def models(self) -> Mapping[str, ModelRole]:
+        return {TARGET: ModelRole((self._length,), forward_rows=2)}
+
+    def model_len(self, longest: int, model: ModelConfig) -> int:
+        """A row's last canvas is denoised as a whole even if the row ends at its first place."""
+        self.block_length(model)
+        if longest < self._length:
+            raise ValueError(
+                f"max_model_len is {longest}, less than one canvas of {self._length} tokens: "
+                "raise it"
+            )
+        return longest - self._length + 1
+
+    @property
+    def least_tokens(self) -> int:
+        return 0
+
+    def step_width(self, num_rows: int) -> int:
+        return self._length
+
+    def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
+        """The prefill reads all known tokens and yields none."""
+        return seq.num_tokens, False
+
+    def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
+        """A row needs room for a canvas that becomes context, and for the one behind it."""
+        end = num_tokens + pending + 2 * self._length
+        tokens: Ints = np.minimum(end, self.most_cache_tokens(max_tokens))
+        return tokens
+
+    def most_cache_tokens(self, max_tokens: Ints) -> Ints:
+        return max_tokens + self._length - 1
+
+    def check(self, params: RequestParams, *, replays: bool = False) -> None:
+        """Refuse what reads an answer from left to right, or in an order of unmasking."""
+        super().check(params, replays=replays)
+        reason = "denoises all tokens of a canvas at once"
+        refused = {
+            "a constraint": params.constraint is not None,
+            "repetition_penalty, presence_penalty or frequency_penalty": params.has_penalties,
+            "the score of a given answer (max_new_tokens 0)": params.scores_answer,
+            "embedding, class_scores or hidden_states of a prompt": params.pooling is not None,
+        }
+        for what, is_asked in refused.items():
+            if is_asked:
+                raise ValueError(
+                    f"strategy canvas {reason}, and cannot honour {what}: leave that out, or use a "
+                    "model that predicts next tokens, with strategy=ar"
+                )
+
+    def attach(self, runners: Mapping[str, ModelRunner]) -> None:
+        self._runner = runner = runners[TARGET]
+        self._step_inputs = CanvasStepInputs(self._length, runner.model, self._rule)
+
+    def propose(self, batch: DecodeBatch) -> None:
+        """Let canvases that are finished become context: all of them on a CPU, and elsewhere as
+        many as the newest step that was read has left."""
+        assert self._runner is not None
+        state, waiting = self.step_inputs, self._waiting
+        if self._runner.device.type == "cpu":
+            waiting = int((state.canvases.finished & ~state.canvases.over).sum())
+        state.commit(min(waiting, batch.num_rows))
+
+    def forward(
+        self, runner: ModelRunner, prefill: PrefillInputs | None
+    ) -> tuple[ModelOutput, ModelOutput | None]:
+        """Run the forward, and compute the logits of canvases alone."""
+        assert prefill is None, "prompts are read beside rows of one token only"
+        state = self.step_inputs
+        hidden = runner.canvas_states(state.model_inputs, state.context)
+        logits = runner.compute_logits(hidden)
+        return ModelOutput(Logits(logits, logits.shape[1]), state.positions.flatten(), hidden), None
+
+    def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
+        """Draw tokens, and move canvases on. The step yields the answers that become part of the
+        context in it."""
+        assert guide is None and self._runner is not None
+        state, final, model = self.step_inputs, self.step_inputs.final, self._runner.model
+        assert final is not None, "propose comes first"
+        shape, active = state.canvases.token_ids.shape, ~state.idle
+        logits, sampling, positions = output.logits, state.sampled, output.positions
+        drawn = draw_tokens(logits, sampling, positions, state.draws, entropy=True)
+        assert drawn.entropy is not None
+        processed = process(logits, sampling, positions)
+        answers = processed.argmax(-1)
+        columns = take_tokens(logits, sampling, positions, answers).columns
+        steps = (state.canvases.steps + 1).unsqueeze(1).expand(shape).contiguous()
+        # A product for each row, so that its bits do not depend on the others.
+        signals = torch.stack([model.mean_embeddings(block) for block in processed.split(shape[1])])
+        failed = drawn.failed.view(shape).any(1) & active
+        denoised = state.canvases.denoised
+        state.write(
+            drawn.token_ids.view(shape),
+            answers.view(shape),
+            drawn.entropy.view(shape),
+            signals,
+            {STEP_MAP.name: steps}
+            | {name: values.view(*shape, *values.shape[1:]) for name, values in columns.items()},
+        )
+        forwards = torch.where(final.rows, final.denoised, 0)
+        forwards += torch.where(failed, denoised + 1, 0)
+        step = StepOutput(
+            num_tokens=torch.where(final.rows, shape[1], 0).int(),
+            token_ids=final.token_ids,
+            failed=failed,
+            columns=final.columns,
+            observed={
+                _DENOISED: final.denoised,
+                _WAITING: state.canvases.finished & ~state.canvases.over,
+            },
+            unread_tokens=0,
+        )
+        return step.with_counts(**{NUM_FORWARDS.name: forwards.int()})
+
+    def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:
+        """Learn how many canvases wait, and count how many steps the final ones took."""
+        self._waiting = int(step.observed[_WAITING].sum())
+        final = (step.num_tokens > 0) & current
+        self._steps_per_canvas.update(step.observed[_DENOISED][final].tolist())
+
+    def stats(self) -> Mapping[str, Any]:
+        """`steps_per_canvas`: the number of denoise steps → how many canvases took that many."""
+        return {_STEPS_PER_CANVAS: dict(sorted(self._steps_per_canvas.items()))}
+
+    def summary(
+        self, counts: Mapping[str, int], stats: Mapping[str, Any], num_tokens: int
+    ) -> list[tuple[str, str]]:
+        lines = tokens_per_forward(counts, num_tokens)
+        if stats and (numbers := stats[_STEPS_PER_CANVAS]):
+            total = sum(numbers.values())
+            mean = sum(int(n) * count for n, count in numbers.items()) / total
+            lines.append(("steps per canvas", f"{mean:.1f} of {total:,}"))
+        return lines
