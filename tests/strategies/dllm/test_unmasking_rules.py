@@ -165,7 +165,9 @@ def test_every_rule_says_what_its_numbers_are(rule: type[Rule]) -> None:
 LAWS: list[dict[str, Any]] = [
     {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.03},
     {"unmasking": "low_confidence_dynamic", "confidence_threshold": 0.5, "min_tokens_per_step": 2},
-    {"unmasking": "entropy_bound", "entropy_bound": 8.0},
+    {"unmasking": "low_confidence_static", "denoising_steps": 2},
+    {"unmasking": "sequential", "denoising_steps": 2},
+    {"unmasking": "entropy_bound", "entropy_bound": 1.7},
     {"unmasking": "joint_threshold", "confidence_threshold": 0.03, "edit_threshold": 0.05},
 ]
 SAMPLES = 1500
@@ -226,6 +228,9 @@ def plain_loop(
                 sums = [float(entropy[row, order[:i]].sum()) for i in range(len(order))]
                 chosen = [at for at, total in zip(order, sums, strict=True)
                           if total <= options.entropy_bound]  # fmt: skip
+            elif options.denoising_steps is not None:
+                ordered = left if options.unmasking == "sequential" else by_sureness
+                chosen = ordered[: length // options.denoising_steps]
             else:
                 chosen = [at for at in left if sure[row, at] > options.confidence_threshold]
                 chosen = list({*chosen, *by_sureness[: options.min_tokens_per_step]})
