@@ -107,14 +107,14 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
     borders = model.config.rope_border, target.config.rope_border
     if borders[0] != borders[1] and min(filter(None, borders)) < max_model_len:
         raise ValueError(
-            f"rows of more than {min(filter(None, borders)):,} tokens are turned by other angles "
-            f"(LongRoPE) in the model or in the {name} model, and not in both: lower max_model_len "
-            f"to that, or choose another {name} model"
+            f"rows of more than {min(filter(None, borders)):,} tokens are rotated by other "
+            f"angles (LongRoPE) in the model or in the {name} model, but not in both: lower "
+            f"max_model_len to that, or choose another {name} model"
         )
     if model.window is not None and model.window < max_model_len:
         raise ValueError(
-            f"the {name} model has layers that see the last {model.window} tokens only, which it "
-            f"could not read again after a while without drafts, and rows may get {max_model_len}: "
+            f"the {name} model has layers that see only the last {model.window} tokens, which it "
+            f"cannot read again after steps without drafts, and rows may have {max_model_len}: "
             f"lower max_model_len to {model.window} or choose another {name} model"
         )
     if model.has_row_states:
@@ -131,9 +131,9 @@ def check_products(model: CausalLM) -> None:
     once = {product.name: product for product in products}.values()
     if (unsteady := first_unsteady(once, model.device)) is not None:
         raise ValueError(
-            f"deterministic is true, and the GPU's library computes a row otherwise beside other "
-            f"rows ({unsteady}): make the engine before anything else computes on the GPU in this "
-            "process, or set deterministic to false"
+            "deterministic is true, and the GPU's library computes a row differently in a batch "
+            f"than alone ({unsteady}): make the engine before anything else computes on the GPU "
+            "in this process, or set deterministic to false"
         )
 
 

@@ -186,7 +186,11 @@ def _adapter_slots(
     lora = model.lora
     number = 0 if lora is None else num_slots(len(lora.names), lora_slots)
     if lora_slots is not None and (lora is None or lora.num_slots != number):
-        has = "no adapters beside its weights" if lora is None else f"{lora.num_slots} slots"
+        has = (
+            ("no adapters that are computed beside its weights")
+            if lora is None
+            else f"{lora.num_slots} slots"
+        )
         raise ValueError(f"lora_slots is {lora_slots}, and the model has {has}: set it to null")
     if lora is None:
         return None

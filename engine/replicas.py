@@ -72,8 +72,8 @@ class Leader:
         the step, or a step was interrupted before."""
         if self._interrupted:
             raise RuntimeError(
-                "an earlier step of the engine was interrupted, so its ranks no longer do the "
-                "same: make a new engine"
+                "an earlier step of the engine was interrupted, so its ranks are out of step: "
+                "make a new engine"
             )
         with self._processes.watched():
             try:

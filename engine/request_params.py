@@ -66,8 +66,8 @@ def check_params(
         has = " or ".join(column.name for column in pooled_columns(config))
         raise ValueError(
             f"max_new_tokens is {params.max_new_tokens}, and the model is {what}, which has no "
-            f"layer for logits of tokens: ask for the column {has}, with max_new_tokens=0 and no "
-            "answer"
+            f"head for the logits of tokens: ask for the column {has}, with max_new_tokens=0 and "
+            "no answer"
         )
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the model has none: remove stop")
@@ -96,8 +96,9 @@ def _check_columns(
     if missing := [name for name in params.columns if name not in known]:
         if missing[0] == CLASS_SCORES:
             raise ValueError(
-                f"column {missing[0]} is of a classifier, and the model is {config.architecture}: "
-                "choose a checkpoint of the class …ForSequenceClassification"
+                f"column {missing[0]} needs a classifier, and the model is "
+                f"{config.architecture}: choose a checkpoint of the class "
+                "…ForSequenceClassification"
             )
         raise ValueError(
             f"strategy {strategy.name} has no column {missing[0]!r}; it has {known or 'none'}"
@@ -105,19 +106,19 @@ def _check_columns(
     generated = [c.name for c in strategy.columns if c.name in params.columns]
     if generated and not params.max_new_tokens:
         raise ValueError(
-            f"column {generated[0]} is of generated tokens, and max_new_tokens is 0: remove it"
+            f"column {generated[0]} describes generated tokens, and max_new_tokens is 0: remove it"
         )
     read = [c.name for c in pooled if c.name in params.columns]
     if read and params.pooling is None:
         raise ValueError(
-            f"column {read[0]} is of a row that is only read: set max_new_tokens to 0, give no "
-            "answer and say the pooling"
+            f"column {read[0]} needs a row that is only read: set max_new_tokens to 0, leave out "
+            "the answer and set the pooling"
         )
     of_tokens = params.logprobs or params.top_logprobs or ENTROPY.name in params.columns
     if params.pooling is not None and of_tokens:
         raise ValueError(
-            "logprobs and entropy are of tokens that are generated or given as an answer, and a "
-            "row with pooling has neither: remove them"
+            "logprobs and entropy describe tokens that are generated or scored, and a row with "
+            "pooling has neither: remove them"
         )
 
 

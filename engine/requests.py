@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 
 _ANSWER_OR_TOKENS = (
-    "an answer was given, and max_new_tokens is not 0 or the row is only read: a row does one of "
-    "the three, so set max_new_tokens to 0 without pooling, or leave the answer out",
-    "max_new_tokens is 0, and no answer was given that could be scored: give an answer (in "
-    "Python with LLM.score), or set max_new_tokens to 1 or more",
+    "a request has an answer to score, and also generates tokens or pools hidden states: a "
+    "request can do only one of the three, so set max_new_tokens to 0 without pooling, or leave "
+    "the answer out",
+    "max_new_tokens is 0, and the request has no answer to score: give an answer (in Python with "
+    "LLM.score), or set max_new_tokens to 1 or more",
 )
 
 
@@ -250,11 +251,11 @@ class Requests:
         if border is not None and len(known) <= border < longest - 1:  # none reads the last token
             raise RequestError(
                 "crosses_longrope",
-                f"the prompt has {len(known)} tokens, and with max_new_tokens="
-                f"{params.max_new_tokens} the row may get over {border:,}, behind which LongRoPE "
-                "turns all of its tokens by other angles, so that it would have to be computed "
-                f"anew: lower max_new_tokens to {border + 1 - len(known)}, or max_model_len to "
-                f"{border + 1}",
+                f"the prompt has {len(known)} tokens, and with "
+                f"max_new_tokens={params.max_new_tokens} the row may pass {border:,} tokens, "
+                "where LongRoPE rotates all its tokens by other angles and the row would have to "
+                f"be computed again: lower max_new_tokens to {border + 1 - len(known)}, or "
+                f"max_model_len to {border + 1}",
             )
         needed = int(self._strategy.most_cache_tokens(np.array([longest]))[0])
         if needed > self._cache_capacity:

@@ -38,7 +38,7 @@ batchgen runs a data set through a language model and writes every token to Parq
 
 The same command resumes a job that was stopped. Without arguments it runs a demo."""
 _VALUES = r"""
-A text is taken as it is typed, so one level of quotes for the shell is enough:
+Text is taken as it is typed, so one level of quotes for the shell is enough:
     'prompt.user={{ question }} (a, b=c)?'     output.dir=runs/lr=0.1     'constraint.pattern=\d+'
 In prompts, stop strings and choices \n is a line break and \\ a backslash. Text in double quotes
 has the escapes \n \t \r \" \\ \uXXXX \xXX everywhere; single quotes refuse them.

@@ -248,8 +248,8 @@ def _check_choices(options: Options) -> None:
     if (hydra_value(options.hydra, "hydra.job.chdir") or "").lower() == "true":
         raise ConfigError(
             "hydra.job.chdir=true: batchgen stays in the folder in which it was started, so that "
-            "paths mean what they say: leave it out; output.dir and hydra.run.dir say where a job "
-            "goes"
+            "relative paths keep their meaning: leave it out; output.dir and hydra.run.dir say "
+            "where a job goes"
         )
     overrides = [*options.hydra, *search_path(choice_folders(options))]
     GlobalHydra.instance().clear()

@@ -135,7 +135,7 @@ def _first(argument: str) -> str:
         values = swept_values(argument)
         if not values:
             raise ConfigError(
-                f"{argument}: nothing matches this pattern: mend it, or list the values as a,b"
+                f"{argument}: nothing matches this pattern: correct it, or list the values as a,b"
             )
         return values[0]
     value = override.value()

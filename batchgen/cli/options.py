@@ -146,7 +146,7 @@ def warn_of_repeats(options: Options) -> None:
     for argument in options.overrides:
         key = argument.partition("=")[0].lstrip("+")
         if (before := last.get(key, argument)) != argument:
-            print(f"batchgen: warning: {before} is overruled by {argument}", file=sys.stderr)
+            print(f"batchgen: warning: {before} is overridden by {argument}", file=sys.stderr)
         last[key] = argument
 
 
@@ -185,22 +185,22 @@ def _split_by_shell(argument: str, rest: Sequence[str]) -> str:
         if "}}" in word:
             break
     typed = " ".join(words)
-    return f"{argument} ends within a template, as the shell splits at spaces: write '{typed}'"
+    return f"{argument} ends inside a template, because the shell splits at spaces: write '{typed}'"
 
 
 def _no_option(argument: str) -> str:
     name = argument.lstrip("-")
     if "." in name:
-        return f"{argument} is no option: keys are written without dashes: {name}"
+        return f"{argument} is not an option: keys are written without dashes: {name}"
     from batchgen.config.groups.config_keys import nearest, nearest_key
 
     if guess := nearest(argument, FLAGS):
-        return f"{argument} is no option: did you mean {guess}?"
+        return f"{argument} is not an option: did you mean {guess}?"
     word, equals, value = name.partition("=")
     key = nearest_key(word.replace("-", "_")) if len(word) > 2 else None
     if key is None:
-        return f"{argument} is no option: `batchgen --help` lists them"
-    return f"{argument} is no option: did you mean {key}={value if equals else '…'}?"
+        return f"{argument} is not an option: `batchgen --help` lists them"
+    return f"{argument} is not an option: did you mean {key}={value if equals else '…'}?"
 
 
 def _check_no_verb(argument: str, helps: bool) -> None:

@@ -91,7 +91,7 @@ def job_file(options: Options) -> tuple[dict[str, Any], dict[str, str]]:
         if (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is a folder: its job file is {path / 'config.yaml'}")
         raise ConfigError(
-            f"{path} is a folder and no job file: `batchgen init job.yaml` writes one"
+            f"{path} is a folder and not a job file: `batchgen init job.yaml` writes one"
         )
     if not path.exists():
         raise ConfigError(f"there is no job file {path}: `batchgen init {path}` writes one")

@@ -76,7 +76,7 @@ def swept_values(argument: str) -> list[str] | None:
     if isinstance(value, Glob):
         return [f"{key}={name}" for name in value.filter(choices(key.lstrip("+")))]
     if not override.is_discrete_sweep():
-        raise ConfigError(f"{argument}: a sweep needs values that can be counted: a,b or range(…)")
+        raise ConfigError(f"{argument}: a sweep needs a finite list of values: a,b or range(…)")
     return [f"{key}={one}" for one in override.sweep_string_iterator()]
 
 

@@ -23,7 +23,7 @@ def list_jobs(options: Options) -> int:
     arguments = hydra_arguments(options, sweep=True)
     if not arguments.names:
         raise ConfigError(
-            "--dry-run cannot list this sweep: give values that can be counted: a,b or range(…)"
+            "--dry-run cannot list this sweep: give a finite list of values: a,b or range(…)"
         )
     below = parent_of_jobs(arguments, options, sweep=True)
     parent = str(dated_folder(options)) if below == "sweep.dir" else arguments.output_dir

@@ -29,4 +29,4 @@ def find_in_package(path: str, what: str) -> Path:
         candidate = Path(folder, name)
         if candidate.exists():
             return candidate
-    raise ConfigError(f"{what} {path}: the installed package {package} has no {name}")
+    raise ConfigError(f"{what} {path}: the installed package {package} does not contain {name}")

@@ -23,8 +23,8 @@ def user_folder(typed: str | os.PathLike[str], key: str) -> str:
     rest = rest.strip("/")
     if scheme != "s3" or not rest:
         raise ConfigError(
-            f"{key}={typed}: give a folder, or s3://BUCKET/NAME for an object store that speaks "
-            "S3 (its endpoint in AWS_ENDPOINT_URL, if it is not Amazon's)"
+            f"{key}={typed}: give a folder, or s3://BUCKET/NAME for an S3 object store (for one "
+            "that is not Amazon's, set its endpoint in AWS_ENDPOINT_URL)"
         )
     return f"{scheme}://{rest}"
 
@@ -54,7 +54,7 @@ def user_path(typed: str | os.PathLike[str], key: str) -> Path:
     if not text:
         raise ConfigError(f"{key} is empty: give a path")
     if "\0" in text:
-        raise ConfigError(f"{key}: {text!r} is no path: it holds a null character")
+        raise ConfigError(f"{key}: {text!r} is not a valid path: it contains a null character")
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         user = expanded.split("/", 1)[0]

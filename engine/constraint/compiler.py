@@ -184,9 +184,9 @@ def _probe(grammar: Grammar) -> None:
         seconds = time.thread_time() - begin
         if seconds > _MOST_MASK_SECONDS:
             raise ConstraintError(
-                f"to find the tokens that may come next takes {seconds:.1f} s: too many ways to"
-                " read the same text; avoid repeats with a count of what itself repeats or may be"
-                " empty, such as (a+ ?){1,50}: use * or +, or separators that must be there"
+                f"finding the tokens that may come next takes {seconds:.1f} s: too many ways to "
+                "read the same text; avoid repeats with a count of what itself repeats or may be "
+                "empty, such as (a+ ?){1,50}: use * or +, or separators that must be there"
             )
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
         if not len(allowed):

@@ -122,7 +122,7 @@ def _choice(value: Any) -> str:
         if "\0" in choice or has_lone_surrogate(choice):
             raise ConstraintError(f"the choice {choice!r} has a character that is not text")
     if (twice := first_repeated(value)) is not None:
-        raise ConstraintError(f"the choice {twice!r:.100} stands twice")
+        raise ConstraintError(f"the choice {twice!r:.100} appears twice")
     text = compact_json(list(value))
     _check_length("choice", text)
     return text

@@ -65,18 +65,18 @@ def refuse_unkept(
     why = None
     if torch.cuda.get_device_capability(device)[0] != _MEASURED:
         name = torch.cuda.get_device_name(device)
-        why = f"this GPU is a {name}, and it is measured on Hopper GPUs alone (H100, H200)"
+        why = f"this GPU is a {name}, and equal bits were only verified on Hopper GPUs (H100, H200)"
     elif dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        why = f"the model's dtype is {name}, and it is measured in bfloat16 alone"
+        why = f"the model's dtype is {name}, and equal bits were only verified in bfloat16"
     elif ranks > 1 and not reaching:
         why = (
             f"tensor_parallel is {ranks}, and these GPUs cannot write each other's memory, so that "
             "NCCL adds up what they have, in an order of its own"
         )
     elif rejection:
-        why = "drafts are verified by rejection, so that tokens depend on how drafts came about"
+        why = "drafts are verified by rejection, so tokens depend on which drafts were proposed"
     if why is not None:
         raise ValueError(
-            f"deterministic is true, which cannot be kept: {why}; set deterministic to false"
+            f"deterministic is true, but cannot be guaranteed: {why}; set deterministic to false"
         )

@@ -121,7 +121,7 @@ def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
     if type(size) is not int or (size < 1 and size != -1):
         raise _refused(key, size, "-1 or the values of a group")
     groups = "a scale for each output" if size == -1 else f"groups of {size}"
-    return f"{groups} by activation" if ordered else groups
+    return f"{groups} ordered by activation" if ordered else groups
 
 
 def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:

@@ -71,8 +71,8 @@ def _check_pair(
         adapter.check_rank(pair.rank, down, up)
     if pair.rank > _MOST_RANK:
         raise ValueError(
-            f"{adapter.folder}: tensor {down} has rank {pair.rank}, and adapters beside the "
-            f"weights have at most {_MOST_RANK}: {FOLD_IT}"
+            f"{adapter.folder}: tensor {down} has rank {pair.rank}, and adapters computed beside "
+            f"the weights have at most {_MOST_RANK}: {FOLD_IT}"
         )
     target, site = targets[0]
     sizes = site.in_features(target), sum(one.out_features for one, _ in targets)

@@ -152,8 +152,9 @@ def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
     architectures = values.get("architectures")
     if not architectures and "swiglu_limit" in values:
         raise ValueError(
-            f"{file} is that of gpt-oss's original layout, which says too little of the model: "
-            "take the folder above it, which has a config.json in the layout of transformers"
+            f"{file} is that of gpt-oss's original layout, which does not describe the model "
+            "fully: use the folder above it, which has a config.json in the layout of "
+            "transformers"
         )
     if not architectures:
         raise ValueError(f"{file} names no architecture (key 'architectures')")

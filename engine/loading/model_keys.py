@@ -127,8 +127,8 @@ def check_model_keys(file: Path, values: Mapping[str, Any], model_type: str) -> 
             if model_type in _HONOURED.get(key, ()) or (value := part.get(key)) in allowed:
                 continue
             raise ValueError(
-                f"{file}: {prefix}{key} is {value!r:.60}, and the engine has "
-                f"{' or '.join(map(repr, allowed))} alone: it changes the model"
+                f"{file}: {prefix}{key} is {value!r:.60}, but the engine supports only "
+                f"{' or '.join(map(repr, allowed))}: the key changes the model"
             )
 
 

@@ -64,7 +64,7 @@ class AdapterConfig:
 
 def read_adapter_config(path: Path, fold: bool) -> AdapterConfig:
     if not path.is_file():
-        raise ValueError(f"{path.parent} is no adapter: it has no {CONFIG}, as PEFT writes it")
+        raise ValueError(f"{path.parent} is not an adapter: it has no {CONFIG}, as PEFT writes it")
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"{path} is damaged: it is larger than any configuration")
     values = read_adapter_json(path)

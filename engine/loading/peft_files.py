@@ -173,4 +173,4 @@ def open_adapter(folder: Path, *, fold: bool = False) -> AdapterFile:
 def _what_it_is(name: str) -> str:
     if "lora_magnitude_vector" in name:
         return f"is of DoRA, which is not computed beside the weights: {FOLD_IT}"
-    return "is none of a low-rank adapter (….lora_A.weight, ….lora_B.weight)"
+    return "is not part of a low-rank adapter (….lora_A.weight, ….lora_B.weight)"

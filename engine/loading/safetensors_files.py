@@ -146,7 +146,7 @@ def _indexed(index: Path) -> list[str]:
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(
-                f"{index}: weight_map names {name!r:.60}, which is no file of the folder"
+                f"{index}: weight_map names {name!r:.60}, which is not a file of the folder"
             )
         if name not in present:
             raise ValueError(f"{index.parent}: {name:.60}, named by {_INDEX}, is missing")

@@ -82,7 +82,7 @@ class MemoryPlan:
         if self.row_states:
             parts.append(f"row states {_gib(self.row_states)}")
         if self.checkpoints:
-            parts.append(f"checkpoints {_gib(self.checkpoints)} ({self.num_checkpoints:,} states)")
+            parts.append(f"state snapshots {_gib(self.checkpoints)} ({self.num_checkpoints:,})")
         if self.images:
             parts.append(f"images {_gib(self.images)}")
         return ", ".join(parts) + ("" if self.total is None else f" of {_gib(self.total)}")

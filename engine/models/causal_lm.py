@@ -211,8 +211,8 @@ class CausalLM(TokenModel):
         self.count_parameters()
         if self.fp8_cache and not self.attention_shapes:
             raise ValueError(
-                f"model.kv_cache_dtype is fp8, and {config.architecture} keeps no keys and values: "
-                "leave it out"
+                f"model.kv_cache_dtype is fp8, and {config.architecture} has no cache of keys "
+                "and values: leave it out"
             )
         self.heads: Mapping[str, TokenModel] = {name: self._head(name) for name in heads}
 

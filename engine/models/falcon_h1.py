@@ -96,8 +96,14 @@ def check_factors(hf: PretrainedConfig) -> None:
         if len(values) != count or any(type(x) not in (int, float) for x in values):
             raise ValueError(f"{key} is {values!r:.60}, and must be {count} numbers")
     if hf.mamba_rms_norm and hf.mamba_norm_before_gate:
-        raise ValueError("mamba_norm_before_gate is true, and only a norm behind the gate is known")
+        raise ValueError(
+            "mamba_norm_before_gate is true, and only a norm after the gate is supported"
+        )
     if hf.mamba_proj_bias and hf.ssm_in_multiplier != 1:
-        raise ValueError("mamba_proj_bias is true beside an ssm_in_multiplier, which is not known")
+        raise ValueError(
+            "mamba_proj_bias is true together with an ssm_in_multiplier, which is not supported"
+        )
     if biased := [key for key in _UNBIASED if getattr(hf, key)]:
-        raise ValueError(f"{biased[0]} is true, and projections with factors have no biases here")
+        raise ValueError(
+            f"{biased[0]} is true, and biases of projections with factors are not supported"
+        )

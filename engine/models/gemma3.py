@@ -79,7 +79,7 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
         text = text_config(hf)
         if text.final_logit_softcapping is not None:  # transformers passes over it in this class
             raise ValueError(
-                "final_logit_softcapping beside a vision tower is not supported: it must be null"
+                "final_logit_softcapping with a vision tower is not supported: it must be null"
             )
         return with_tower(hf, text_part(hf, super().config_from_hf(text)), square_tower)
 

@@ -69,6 +69,6 @@ def _rope(parameters: dict[str, Any], head_dim: int) -> DefaultRope:
     if rope.attention_scaling != 1:
         raise ValueError(
             f"rope type {parameters.get('rope_type')!r} multiplies cosines by "
-            f"{rope.attention_scaling:g}, which norms behind the rotation do not support"
+            f"{rope.attention_scaling:g}, which norms after the rotation do not support"
         )
     return rope

@@ -52,6 +52,6 @@ def pack_layers(
         return None
     threads = torch.get_num_threads()
     return (
-        f"with {threads} thread{'s' if threads > 1 else ''} this CPU's matrix products round a row "
-        f"in another way beside other rows ({', '.join(unsteady)})"
+        f"with {threads} thread{'s' if threads > 1 else ''} this CPU's matrix products round a "
+        f"row differently in a batch than alone ({', '.join(unsteady)})"
     )

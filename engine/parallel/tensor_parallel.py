@@ -128,7 +128,7 @@ class TensorParallel:
             return self.rank * share, (self.rank + 1) * share
         if self.size % number:
             raise ValueError(
-                f"tensor_parallel={self.size} is no multiple of the model's {what} {number}: "
+                f"tensor_parallel={self.size} is not a multiple of the model's {what} {number}: "
                 f"choose {_divisors(number)}, or a multiple of {number}"
             )
         first = self.rank * number // self.size

@@ -343,6 +343,6 @@ def _not_numbers(seq: Sequence) -> RequestError:
         what = "hidden states"
     return RequestError(
         "non_finite_logits",
-        f"the model gave NaN or infinite {what} at {where}: its weights are damaged, or it needs "
-        "dtype bfloat16 or float32",
+        f"the model computed NaN or infinite {what} at {where}: its weights are damaged, or it "
+        "needs dtype bfloat16 or float32",
     )

@@ -102,7 +102,7 @@ def find_spans(
         count = rules.num_tokens(image.height, image.width)
         start = positions[used]
         if positions[used + count - 1] != start + count - 1:
-            raise ValueError(f"the {count} tokens of image {number} are not beside each other")
+            raise ValueError(f"the {count} tokens of image {number} are not consecutive")
         rows, columns = image.height // side, image.width // side
         spans.append(ImageSpan(image, start, rows, columns, rules.has_axes, rules.sees_whole))
         used += count

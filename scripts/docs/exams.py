@@ -15,21 +15,21 @@ _COMMAND = re.compile(r"^#   ((?:hf download|curl|dataset=).+)$", re.M)
 _HEAD = """# Ready exams
 
 `batchgen +experiment=NAME model=hf model.path=…` runs one. Each file in `conf/experiment/` says
-where its text comes from, with the commit. Ten made rows of each stand in
-`tests/batchgen/evals/graders/exams/` with the prompts that the definition's own format string
-gives. No real row is in this repository, and none of the data sets could be run here: what was
-compared is text, rules and graders.
+where its text comes from, with the commit. Ten invented rows of each exam are in
+`tests/batchgen/evals/graders/exams/`, with the prompts that the definition's own format string
+gives. This repository contains no real row, and none of the data sets could be run here: only
+texts, rules and graders were compared.
 
 | exam | data, rows | licence | gate | prompt | grader | checked against |
 |---|---|---|---|---|---|---|"""
 _NOTES = """\
-`ruler` makes its rows by the step `Ruler`, of generated text alone. So its two tasks over SQuAD and
-HotpotQA, which ask about texts of these data sets, are left out.
-Where the definition has essays and English words, it has sentences and words of ours, so that no
-text is needed and none of it was read in training; figures of these tasks are not to be compared
-with published ones. `vt` is asked without the example that stands before it in the definition.
+`ruler` makes its rows with the step `Ruler`, from generated text only. So its two tasks over SQuAD
+and HotpotQA, which ask about texts of these data sets, are left out.
+Where the definition has essays and English words, it has sentences and words of our own, so that no
+text is needed and no model has read it in training. Figures of these tasks cannot be compared with
+published ones. `vt` is asked without the example that precedes it in the definition.
 
-Where a definition asks a second model about answers that its rule cannot read, such answers are
+If a definition asks a second model about answers that its rule cannot read, such answers count as
 wrong here.
 
 ## A local copy

@@ -34,15 +34,15 @@ _HEAD = """# Which answer is found
 
 What `Extract` finds in a text, by its methods, and which score `ParseScore` reads.
 `batchgen --help post` has all keys, and [Right answers](same_answers.md) says which answers count
-as the same. An empty cell means that nothing is found: the answer is marked wrong (`Extract`), or
-the row has no score. `⏎` is a line end.
+as the same. An empty cell means that no answer is found: the answer is marked wrong (`Extract`), or
+the row has no score. `⏎` is a line break.
 
 """
 _TABLE = """
-A person has said of each text which answer it gives, before a step read it. *Precision* is the
-share of what is found that is right, *recall* the share of texts with an answer in which it is
-found. Invented texts were written for these rules, and a test wants the steps to find what that
-person finds; they say what the rules are, and not how often a model's answers fit them.
+A person labelled the answer of each text before a step read it. *Precision* is the share of found
+answers that are right, *recall* the share of texts with an answer in which it is found. Invented
+texts were written for these rules, and a test requires that the steps find what the person found.
+They show what the rules are, not how often a model's answers fit them.
 
 | step | source | texts | with an answer | found | right | precision | recall |
 |---|---|---|---|---|---|---|---|"""

@@ -58,12 +58,12 @@ CONFIG_HEAD = """# Keys
 
 Every key of a job, from the comments of `conf/`. A key is written `KEY=VALUE` on the command line
 and `KEY: VALUE` in a job file; a choice of a group is written `GROUP=CHOICE`.
-`batchgen --help GROUP` prints the same texts. Under a choice that is not the first of its group
-stand the keys that it explains otherwise."""
+`batchgen --help GROUP` prints the same texts. For a choice that is not the first of its group,
+only the keys with a different explanation are listed."""
 COMMANDS_HEAD = """# Commands
 
-`batchgen` runs a job or, with a verb as its first word, does something with the folder of one. Each
-verb has `--help`, which is printed here."""
+`batchgen` runs a job or, with a verb as its first word, works with the folder of one. This page
+prints the `--help` of each verb."""
 
 
 MODELS_HEAD = """# Models
@@ -75,14 +75,15 @@ GPTQ, compressed-tensors and ModelOpt are kept in 4 bits or dequantised
 DeepseekV3 also loads R1, Moonlight and Kimi-K2, whose tokenizers are code of their repositories,
 which is never run: put a converted tokenizer.json into the folder. Glm4MoeLite is GLM-4.7-Flash.
 Llama4 has contexts of 1,048,576 tokens here. With LongRoPE (Phi-3, Phi-4-mini) rows of more than
-4,096 tokens are turned by other angles: a row whose prompt is shorter and that could grow over this
-border is an error (`crosses_longrope`), since all of it would have to be computed anew. Vision
-towers are left out but for Gemma3, Gemma4, Qwen2_5_VL, Qwen3VL, Qwen3_5 and their Moe kinds, which
-read images. Of causal families classifiers and reward models (…ForSequenceClassification) and
-decoders alone (…Model) load, too ([Embeddings and rewards](../guides/embeddings.md))."""
+4,096 tokens are rotated by other angles: a row whose prompt is shorter and that could grow past
+this limit is an error (`crosses_longrope`), because all of it would have to be computed again.
+Images are read by Gemma3, Gemma4, Qwen2_5_VL, Qwen3VL, Qwen3_5 and their Moe kinds; the vision
+towers of other families are not loaded. Of causal families, classifiers and reward models
+(…ForSequenceClassification) and decoders without a head (…Model) load, too
+([Embeddings and rewards](../guides/embeddings.md))."""
 MISSING_HEAD = """## What is not supported
 
-A refusal names the nearest family, and what is missing in it."""
+The error for such a model names the nearest family, and what that lacks."""
 
 
 def config_page() -> str:

@@ -114,8 +114,9 @@ class ARSpecStrategy(Strategy):
             )
         if verifier == "rejection" and proposer == "ngram":
             raise ValueError(
-                "verifier rejection needs proposer=draft or mtp: what ngram finds depends on other "
-                "rows, and the tokens would with it; pathwise accepts such drafts as often"
+                "verifier rejection needs proposer=draft or mtp: the drafts of ngram depend on "
+                "other rows, and with this verifier tokens would, too. The verifier pathwise "
+                "accepts these drafts just as often"
             )
         self.proposer_name = proposer
         self.draft_model = draft_model
@@ -273,9 +274,9 @@ class ARSpecStrategy(Strategy):
             return None
         other = "draft with a draft model" if self.proposer_name == "ngram" else "ngram"
         return (
-            f"Only {accepted / proposed:.1%} of the drafts held, and strategy.acceptance_floor is "
-            f"{self.acceptance_floor:.1%}: use strategy=ar, another proposer "
-            f"(strategy.proposer={other}), or fewer drafts (strategy.num_spec_tokens)."
+            f"Only {accepted / proposed:.1%} of the drafts were accepted, and "
+            f"strategy.acceptance_floor is {self.acceptance_floor:.1%}: use strategy=ar, another "
+            f"proposer (strategy.proposer={other}), or fewer drafts (strategy.num_spec_tokens)."
         )
 
 

@@ -60,7 +60,7 @@ def check_row(params: RequestParams, default: Rule, *, shifted: bool, replays: b
         )
     if params.pooling is not None:
         raise ValueError(
-            "embedding, class_scores and hidden_states are of a text that is read from left to "
+            "embedding, class_scores and hidden_states need a model that reads from left to "
             "right, and the model of strategy dllm sees blocks in both directions: use a model "
             "that predicts next tokens, with strategy=ar"
         )
@@ -75,9 +75,10 @@ def check_row(params: RequestParams, default: Rule, *, shifted: bool, replays: b
     if shifted and (rule.edits or params.constraint is not None or replays):
         what = f"unmasking {rule.name}" if rule.edits else "a constraint"
         raise ValueError(
-            f"{'a replay' if replays else what} is not supported for a model whose logits are "
-            "of the next token, of which a block's first one is drawn with the block before: "
-            "use strategy.unmasking=low_confidence_dynamic without a constraint, and generate"
+            f"{'a replay' if replays else what} is not supported for a model whose logits are of "
+            "the next token, because the first token of a block is then drawn with the block "
+            "before it: generate with strategy.unmasking=low_confidence_dynamic and without a "
+            "constraint"
         )
 
 
@@ -86,9 +87,8 @@ def _check_log(rule: Rule) -> None:
     one."""
     if not rule.edits:
         raise ValueError(
-            f"column {EDIT_LOG.name} is of rules that replace tokens, and unmasking "
-            f"{rule.name} replaces none: leave it out, or use strategy.unmasking="
-            "joint_threshold"
+            f"column {EDIT_LOG.name} needs a rule that replaces tokens, and unmasking "
+            f"{rule.name} replaces none: leave it out, or use strategy.unmasking=joint_threshold"
         )
     if rule.cut().edit_steps > MOST_EDITS - MAX_BLOCK_LENGTH:
         raise ValueError(

@@ -105,7 +105,7 @@ def is_exact(trajectory: Trajectory, num_prompt_tokens: int, length: int) -> boo
     end = num_prompt_tokens + len(trajectory)
     rest = -end % length
     if tail is not None and len(tail) > rest:
-        raise _bad(f"the tail has {len(tail)} tokens, and its block has {rest} behind the answer")
+        raise _bad(f"the tail has {len(tail)} tokens, and its block has {rest} after the answer")
     first = length - num_prompt_tokens % length
     last = 0
     for start in (0, *range(first, len(steps), length)):

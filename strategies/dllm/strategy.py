@@ -200,8 +200,8 @@ class DLLMStrategy(Strategy):
         self._yields_final = bool(self._runner.caches.columns)
         if self._runner.states is not None:
             raise ValueError(
-                "strategy dllm reads a block several times before its tokens are known, and the "
-                "state of recurrent layers cannot follow that: use a model with attention only"
+                "strategy dllm reads a block several times before its tokens are known, which "
+                "the state of recurrent layers does not allow: use a model with attention only"
             )
 
     def propose(self, batch: DecodeBatch) -> None:

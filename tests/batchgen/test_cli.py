@@ -56,7 +56,7 @@ def test_a_signal_stops_cleanly(tmp_path: Path, number: int, code: int) -> None:
     assert process.returncode == code
     done = finished_rows(tmp_path / "out")
     assert f"Stopped with {done} answers done." in errors  # its engine keeps nothing that is begun
-    assert f"in {tmp_path / 'out'}; run the same command to go on" in errors
+    assert f"in {tmp_path / 'out'}; run the same command to resume" in errors
     assert "Traceback" not in errors
     assert attempts(tmp_path / "out")[0]["status"] == "stopped"
     assert FakeJob(str(tmp_path / "out"), rows=200, log=job.log).run().exit_code == 3
@@ -88,7 +88,7 @@ def test_failures_of_a_job(tmp_path: Path) -> None:
     _, errors = failed.communicate(timeout=60)
     assert failed.returncode == 1
     assert "RuntimeError: the device fell off the bus" in errors
-    assert "run the same command to go on" in errors
+    assert "run the same command to resume" in errors
     FakeJob(str(tmp_path / "a")).run()
     shard = tmp_path / "a/data/part-00001.parquet"
     shard.write_bytes(b"PAR1")

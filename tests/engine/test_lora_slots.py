@@ -183,7 +183,7 @@ def test_slots_that_the_model_does_not_have(
     base = tiny_model("llama")
     config = replace(CONFIG, lora_slots=2)
     for model, has in (
-        (load_model(base, device=CPU), "no adapters beside its weights"),
+        (load_model(base, device=CPU), "no adapters that are computed beside its weights"),
         (model_of(base, five_adapters(base, tmp_path), None), "5 slots"),
     ):
         with pytest.raises(ValueError, match=f"lora_slots is 2, and the model has {has}"):

@@ -129,7 +129,7 @@ def test_a_lock_is_rebuilt(
     name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["rebuild", f"{name}.lock", f"output.dir={tmp_path}", "--yes"]) == 0
-    assert "equal to the byte" in capsys.readouterr().out
+    assert "equal byte for byte" in capsys.readouterr().out
 
 
 @pytest.mark.thorough

@@ -81,15 +81,15 @@ def refuse_other_file(paths: BatchPaths, display_name: str) -> None:
     if not os.path.lexists(results):
         return
     if results.is_symlink() or not results.is_file():
-        raise ConfigError(f"batch: {display_name} is a link or no file: name another OUT")
+        raise ConfigError(f"batch: {display_name} is a link or not a file: name another OUT")
     if results.samefile(paths.user_path):
         raise ConfigError(f"batch: {display_name} is both read and written: name another OUT")
     with results.open("rb") as file:
         first = file.readline(_MOST_BEGINNING)
     if first and not (paths.requests.is_file() and first.startswith(_BEGINNING)):
         raise ConfigError(
-            f"batch: {display_name} is there already, and no result of this batch: is it IN (batch "
-            "IN OUT)? Name another OUT, or delete it first"
+            f"batch: {display_name} exists already and is not the result of this batch: is it IN "
+            "(batch IN OUT)? Name another OUT, or delete it first"
         )
 
 

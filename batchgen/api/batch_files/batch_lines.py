@@ -72,7 +72,9 @@ def _read(line: bytes | None, number: int, seen: set[bytes]) -> BatchRequest | B
         custom_id = _custom_id(request)
         digest = blake2b(custom_id.encode(), digest_size=16).digest()
         if digest in seen:
-            raise _Refused("duplicate_custom_id", f"custom_id {custom_id!r} stands before, too")
+            raise _Refused(
+                "duplicate_custom_id", f"custom_id {custom_id!r} is also that of an earlier line"
+            )
         seen.add(digest)
         return _request(request, custom_id)
     except _Refused as error:
@@ -85,12 +87,12 @@ def _parsed(line: bytes) -> dict[str, Any]:
         json.dumps(request, ensure_ascii=False, allow_nan=False).encode()  # halves of characters
     except UnicodeError:
         raise _Refused(
-            "invalid_json_line", "is no text in UTF-8, or has half a character"
+            "invalid_json_line", "is not valid UTF-8, or has half of a UTF-16 pair"
         ) from None
     except RecursionError:
         raise _Refused("invalid_json_line", "is nested too deeply") from None
     except ValueError as error:
-        raise _Refused("invalid_json_line", f"is no JSON: {error}") from None
+        raise _Refused("invalid_json_line", f"is not JSON: {error}") from None
     if not isinstance(request, dict):
         raise _Refused("invalid_json_line", "must be an object with custom_id, url and body")
     return request
@@ -113,5 +115,7 @@ def _request(request: Mapping[str, Any], custom_id: str) -> BatchRequest:
         raise _Refused("invalid_body", f"body must be an object, got {body!r:.100}")
     other = next(key for key in _PROMPTS.values() if key != _PROMPTS[url])
     if body.get(_PROMPTS[url]) is None or body.get(other) is not None:
-        raise _Refused("invalid_body", f"the body of {url} must have {_PROMPTS[url]} alone")
+        raise _Refused(
+            "invalid_body", f"the body of {url} must have {_PROMPTS[url]} and not {other}"
+        )
     return BatchRequest(custom_id, url, body, json.dumps(body, ensure_ascii=False))

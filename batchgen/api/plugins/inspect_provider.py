@@ -221,7 +221,7 @@ def _tool_calls(text: str, request_id: str) -> tuple[str, list[ToolCall]]:
             parsed = json.loads(body)
             name, arguments = str(parsed["name"]), dict(parsed.get("arguments") or {})
         except (KeyError, TypeError, ValueError) as error:
-            mistake = f"{body!r:.200} is no call of a tool: {error!r}"
+            mistake = f"{body!r:.200} is not a tool call: {error!r}"
         calls.append(ToolCall(f"call_{request_id}_{number}", name, arguments, mistake))
     return _CALL.sub("", text).strip() if calls else text, calls
 

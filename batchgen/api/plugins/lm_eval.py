@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if verb != "run":
-            raise ConfigError(f"{verb!r} is not run: see --help")
+            raise ConfigError(f"{verb!r} is not supported: see --help")
         if any(word.partition("=")[0] in ("--model", "-M") for word in rest):
             raise ConfigError("--model is batchgen here: leave it out, or call lm-eval itself")
         evaluate(rest)

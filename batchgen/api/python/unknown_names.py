@@ -58,7 +58,7 @@ class KeywordNames:
 
     def _unknown(self, name: str) -> str:
         if name in self.elsewhere:
-            return f"{self.function}: {name} is no argument: {self.elsewhere[name]}"
+            return f"{self.function}: {name} is not an argument: {self.elsewhere[name]}"
         known = [
             *self.keywords,
             *(name for name, name_here in self.same.items() if name_here in self.keywords),

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     steps = audit_steps(
         args.out, args.rows, seed, args.override, args.trust, operations=args.operations
     )
-    what = "equal beside each other and alone" if args.operations else "equal to the bit"
+    what = "equal in batches and alone" if args.operations else "equal bit for bit"
     for step, result in steps:
         different = [row for row in result.rows if row.difference is not None]
         all_equal = all_equal and not different

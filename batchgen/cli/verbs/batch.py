@@ -15,8 +15,8 @@ from batchgen.util.paths import short_user_path
 
 _ABOUT = """\
 Run an OpenAI batch file as a job, and write a result line for each of its lines, in order:
-{id, custom_id, response: {status_code, request_id, body}, error}. A line that is no valid request,
-or asks for something unsupported, gets an error; the other lines get their answers.
+{id, custom_id, response: {status_code, request_id, body}, error}. A line that is not a valid
+request, or asks for something unsupported, gets an error; the other lines get their answers.
 
 The job's folder is OUT.job. The same command resumes a stopped batch, and answers lines that were
 added to the file. Options in a line win over those of the command.

@@ -123,7 +123,7 @@ def _for_trainers(arguments: Namespace, path: Path | None) -> int:
     request = ExportRequest(to=arguments.to, across=arguments.across, **options)
     done = export_for(open_rows(arguments.out), request, path)
     if not done.is_new:
-        print(f"{arguments.file} has these rows already.", file=sys.stderr)
+        print(f"{arguments.file} already has these rows.", file=sys.stderr)
         return 0
     left_out = "".join(f"; {count:,} left out {why}" for why, count in done.left_out.items())
     if path is not None or left_out:

@@ -55,7 +55,7 @@ def _grade(arguments: Sequence[str]) -> int:
     if not config.post:
         raise ConfigError(
             f"the job in {args.out} has no `post` steps: give some with post=[{{Extract: …}}] or "
-            "take those of a ready job with +experiment=NAME"
+            "take those of a ready-made job with +experiment=NAME"
         )
     from batchgen.evals.graders.build_steps import check_scored, post_steps
     from batchgen.evals.grades.changed_marks import ChangedMarks
@@ -70,7 +70,7 @@ def _grade(arguments: Sequence[str]) -> int:
         try:
             count = samples.grades.make(config.post, job.text_column, config.score, changes=changes)
         finally:
-            file = args.changes or "--changes FILE keeps all of them when marks are made anew"
+            file = args.changes or "--changes FILE keeps all of them when marks are computed again"
             for line in changes.lines(f": {file}"):
                 print(line)
         scores = score_job(samples)

@@ -16,10 +16,10 @@ from batchgen.util.paths import user_path
 from batchgen.util.text.plain_yaml import yaml_text
 
 _HEAD = """\
-# A job of batchgen. This runs it, and goes on with it if it was stopped:
+# A batchgen job. This command runs it, and resumes it after a stop:
 #   batchgen {file}
-# Any key may be another for one run: batchgen {file} sampling.n=4
-# Paths are relative to the folder where the command runs. What is left out is as it is in conf/.
+# To change a key for one run: batchgen {file} sampling.n=4
+# Paths are relative to the folder where the command runs. Keys that are left out are as in conf/.
 """
 _TOLD_BY_CHOICE = ("kind", "_target_")
 

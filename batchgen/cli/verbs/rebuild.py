@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     equal = True
     for step in rebuild(jobs, lambda line: print(f"batchgen: {line}", file=sys.stderr)):
         if isinstance(step, int):
-            print("stopped; the same command goes on from there", file=sys.stderr)
+            print("stopped; the same command resumes", file=sys.stderr)
             return 128 + step
         print(_line(step))
         equal = equal and step.difference is None
@@ -56,7 +56,9 @@ def _parsed_arguments(arguments: Sequence[str]) -> Namespace:
         "override", metavar="KEY=VALUE", nargs="*",
         help="output.dir, and where models and data are; STEP.KEY=VALUE for one step",
     )  # fmt: skip
-    parser.add_argument("--yes", action="store_true", help="read the places that the lock names")
+    parser.add_argument(
+        "--yes", action="store_true", help=("read the models and data that the lock names")
+    )
     parser.add_argument(
         "--trust", metavar="FILE", action="append", default=[],
         help="run code that the lock names, even if it is not batchgen's own",
@@ -69,5 +71,5 @@ def _line(step: RebuiltStep) -> str:
     if step.difference is not None:
         return f"{step.name}: different: {step.difference}"
     count = f"{step.rows:,} rows in {step.shards:,} shard{'s' * (step.shards != 1)}"
-    how = "equal to the byte" if step.same_bytes else "equal rows, in files with other bytes"
+    how = "equal byte for byte" if step.same_bytes else "equal rows, in files with other bytes"
     return f"{step.name}: {how}: {count}"

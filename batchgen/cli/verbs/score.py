@@ -63,7 +63,7 @@ def _parser() -> VerbParser:
         metavar="OUT",
         action="append",
         default=[],
-        help="with --so-far: allow post steps of OUT/config.yaml that are no part of batchgen",
+        help="with --so-far: allow post steps of OUT/config.yaml that are not part of batchgen",
     )
     parser.add_argument(
         "--agreement",

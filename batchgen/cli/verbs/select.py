@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("jobs", metavar="OUT", nargs="+", help="output.dir of a complete job")
     parser.add_argument("--where", metavar="EXPR", help="which rows to keep")
     parser.add_argument("--best", metavar="COLUMN", help="one sample of each input row")
-    parser.add_argument("--dedupe", metavar="COLUMN", help="one row of those that agree in it")
+    parser.add_argument("--dedupe", metavar="COLUMN", help="keep one row per value of it")
     parser.add_argument("--top", metavar="N", type=int, help="the first N rows")
     parser.add_argument("--by", metavar="COLUMN", help="sort the rows by this")
     parser.add_argument("--ascending", action="store_true", help="sort the lowest first")
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         " may be written grades.NAME",
     )  # fmt: skip
     parser.add_argument(
-        "--text-as", metavar="NAME", default="response", help="what the generated text is called"
+        "--text-as", metavar="NAME", default="response", help="the name of the generated text"
     )
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder of the new set")
     args = parser.parse_args(arguments)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     jobs = [open_rows(job) for job in args.jobs]
     done = select(jobs, choice, out, columns=args.columns, text_as=args.text_as)
     if not done.is_new:
-        print(f"{args.out} has these rows already.")
+        print(f"{args.out} already has these rows.")
         return 0
     for step, rows in done.funnel:
         print(f"{rows:>12,}  {step}")

@@ -84,7 +84,7 @@ def lines(status: Status, num_shards: int | None) -> list[str]:
     table.append(f"shards: {status.begun:,} begun, {status.done:,} done by these workers{of}")
     for shard, ended in status.quarantined.items():
         who = ", ".join(map(str, ended))
-        table.append(f"shard {shard} is in quarantine: it has ended the workers {who}")
+        table.append(f"shard {shard} is in quarantine: it crashed the workers {who}")
     return table
 
 

@@ -42,8 +42,8 @@ SHOWN = 5
 _COLUMNS = ("row_id", "sample_index", "finish_reason", "constraint_satisfied")
 _MEANINGS = {
     "valid": "satisfied, and checked",
-    "invalid": "satisfied by the engine's word, but INVALID",
-    "unchecked": "satisfied by the engine's word; cannot be checked",
+    "invalid": "satisfied according to the engine, but INVALID",
+    "unchecked": "satisfied according to the engine; cannot be checked",
     **{name: meaning for name, meaning in OUTCOMES.items() if name != "satisfied"},
 }
 """Outcome of a row → what it means, for people. The engine's `satisfied` becomes one of the first
@@ -175,7 +175,7 @@ def _outcome(row: Mapping[str, Any], text: str, checks: _Checks) -> tuple[str, s
         if check is None:
             return "unconstrained", None
         if outcome == "unconstrained":
-            return "invalid", "the row was not held to its constraint"
+            return "invalid", "the constraint was not applied to the row"
         if outcome != "satisfied":
             return outcome, None
         reason = check(text)
@@ -216,7 +216,7 @@ def _rows(reader: JobFolderReader, text: str, column: str | None) -> Iterator[di
         features = {field.name: stored_feature(field) for field in schema}
         if (path := column_path(column, features)) is None:
             raise ConfigError(
-                f"the rows' constraints stand in the dataset column {column!r}, which the job did "
+                f"the rows' constraints are in the dataset column {column!r}, which the job did "
                 f"not copy to {reader.storage.display_name}: list it in dataset.columns and run "
                 "the job again"
             )

@@ -74,8 +74,8 @@ def _jobs(job_path: str) -> Respond:
     path = user_path(job_path, "OUT")
     if not jobs_below(path).jobs:
         raise ConfigError(
-            f"{job_path} is not the output of a job (has no manifest.json), and no job lies up to "
-            f"{DEEPEST} folders below it: give a job's output.dir, or a folder with jobs"
+            f"{job_path} is not the output of a job (has no manifest.json), and there is no job "
+            f"up to {DEEPEST} folders below it: give a job's output.dir, or a folder with jobs"
         )
     return FolderSite(path, job_path).respond
 

@@ -106,8 +106,8 @@ def _check_greedy(collected: UserValues, parsed: Sequence[Override]) -> None:
         and value > 0
     ):
         raise ConfigError(
-            f"sampling=greedy always takes the most likely token, and {key}={value} draws: leave "
-            "one of the two out, or take sampling=sample"
+            f"sampling=greedy always takes the most likely token, but {key}={value} draws at "
+            "random: drop one of the two, or use sampling=sample"
         )
 
 
@@ -144,7 +144,9 @@ def _groups_of(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, st
         with initialize_config_module("batchgen.conf", version_base="1.3"):
             composed = compose_choices("config", overrides=[*overrides], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"the choices {' '.join(overrides)} do not fit: {error}") from None
+        raise ConfigError(
+            f"the choices {' '.join(overrides)} do not fit together: {error}"
+        ) from None
     names = [str(name) for name in composed if name != "hydra"]
     groups = {name: OmegaConf.to_container(composed[name]) for name in names}
     return groups, dict(composed.hydra.runtime.choices)
@@ -178,7 +180,7 @@ def _apply(groups: dict[str, Any], collected: UserValues, override: Override) ->
     if name not in group and override.sign == "":
         raise ConfigError(start + collected.unknown_key(f"{override.group}.{name}"))
     if name in group and override.sign == "+" and len(override.names) == 1:
-        raise ConfigError(f"{start}{key} is there already: drop the +")
+        raise ConfigError(f"{start}{key} exists already: drop the +")
     if len(override.names) > 1:
         _set_below(group, override.names, override.value(), start + key)
     else:

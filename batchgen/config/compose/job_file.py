@@ -67,9 +67,11 @@ def _note(node: yaml.MappingNode, prefix: str, path: Path, locations: dict[str, 
             )
         name = prefix + key.value
         if len(name) > _LONGEST:
-            raise ConfigError(f"{where}: no key has a name of more than {_LONGEST} characters")
+            raise ConfigError(
+                f"{where}: a key has a name of more than {_LONGEST} characters, which is too long"
+            )
         if name in locations:
-            raise ConfigError(f"{where}: the key {name} is there twice")
+            raise ConfigError(f"{where}: the key {name} appears twice")
         locations[name] = f"{where}: {name}"
         if isinstance(value, yaml.MappingNode):
             _note(value, f"{name}.", path, locations)

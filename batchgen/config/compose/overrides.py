@@ -61,7 +61,7 @@ class Override:
             raise ConfigError(f"{self.argument}: {error}: {self._clear_forms()}") from None
         except Unreadable as error:
             bare = _BARE_STEP.match(self.text)
-            braces = f"; each step stands in braces of its own: [{{{bare[1]}: …}}]" if bare else ""
+            braces = f"; each step needs braces of its own: [{{{bare[1]}: …}}]" if bare else ""
             raise ConfigError(f"{self.argument} cannot be read: {error}{braces}") from None
 
     def _clear_forms(self) -> str:
@@ -96,7 +96,7 @@ def parse_override(argument: str) -> Override:
 def _no_override(argument: str) -> str:
     word = argument.partition("=")[0]
     if "=" in argument:
-        return f"{argument}: {word!r} is no key: arguments are key=value, such as sampling.n=4"
+        return f"{argument}: {word!r} is not a key: arguments are key=value, such as sampling.n=4"
     hint = "arguments are key=value, such as sampling.n=4, or a job file before all others"
     if word in GROUPS or (near := nearest_key(word)) is None:
         example = f"{word}=… or {word}.KEY=…" if word in GROUPS else None

@@ -37,7 +37,7 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
     for number, step in enumerate(values or ()):
         if isinstance(step, str) and (bare := re.match(r"(\w+): *\{", step)):
             name = bare[1]
-            raise ConfigError(f"{key}: each step stands in braces of its own: [{{{name}: {{…}}}}]")
+            raise ConfigError(f"{key}: each step needs braces of its own: [{{{name}: {{…}}}}]")
         if not isinstance(step, dict):
             raise ConfigError(f"{form}, got {step!r} in it")
         if len(step) == 1 and "_target_" not in step:
@@ -53,7 +53,7 @@ def _long_form(step: dict[str, Any], key: str, where: str) -> dict[str, Any]:
     if name in CLASSES[other]:
         what = {"rows": "chooses or makes rows", "post": "grades answers"}[other]
         raise ConfigError(
-            f"{where}: {name} {what}, and belongs into {other}: {other}=[{{{name}: …}}]"
+            f"{where}: {name} {what}, and belongs in {other}: {other}=[{{{name}: …}}]"
         )
     if name not in CLASSES[key]:
         raise ConfigError(

@@ -52,7 +52,9 @@ class Trust:
         for folder, path in zip(trusted, known, strict=True):
             if not any(path in parents for parents in homes.values()):
                 read = " and ".join(map(str, sources)) or "the command line alone"
-                raise ConfigError(f"--trust {folder}: the configuration is read from {read}")
+                raise ConfigError(
+                    f"--trust {folder}: no configuration is read from there, only from {read}"
+                )
         left = tuple(source for source, code in homes.items() if code.isdisjoint(known))
         return cls(left, frozenset(_typed(overrides)))
 

@@ -22,8 +22,8 @@ MOST_REFERENCES = 32
 """The most references in one text."""
 _BEGINS = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # no backslash, or an even number, before it
 NO_REFERENCE = (
-    "has ${ and no reference behind it: ${KEY} takes the value of another key; write \\${ for the "
-    "text"
+    "has ${ without a reference after it: ${KEY} takes the value of another key; write \\${ for "
+    "the text"
 )
 RESOLVERS_OF_HYDRA = [
     f"${{hydra:job.{name}}}" for name in ("num", "id", "name", "override_dirname")
@@ -58,7 +58,9 @@ def refuse_resolvers(value: Any, allowed: Collection[str], key: str = "") -> Non
                     "taken, with ${KEY}: write the value itself, or \\${ for the text"
                 )
         if any("${" in name for name in _keys(tree)):
-            raise ConfigError(f"{key}: a reference ${{KEY}} names a key, and no other reference")
+            raise ConfigError(
+                f"{key}: a reference ${{KEY}} names a key and cannot contain another reference"
+            )
 
 
 def refuse_endless(groups: Any) -> None:

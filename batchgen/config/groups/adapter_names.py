@@ -47,8 +47,8 @@ def named_places(adapters: LoRA) -> dict[str, str]:
             )
         if (name == BASE) != (path == BASE):
             raise ConfigError(
-                f"lora: {BASE} is the model without an adapter, so no adapter has that name; got "
-                f"{name}: {path}"
+                f"lora: {BASE} is the model without an adapter, so no adapter can have that "
+                f"name; got {name}: {path}"
             )
         paths[name] = path
     return paths
@@ -72,20 +72,20 @@ def check_choice(adapters: LoRA, column: str | None, grid: bool) -> None:
         key = "lora_grid" if grid else "lora_column"
         if grid or column is not None:
             raise ConfigError(
-                f"model.{key} chooses among adapters, and model.lora names none: give "
+                f"model.{key} chooses among adapters, but model.lora names none: give "
                 "model.lora=PATH, or a list of several"
             )
         return
     if grid and column is not None:
         raise ConfigError(
-            "model.lora_grid runs each row with each adapter, and model.lora_column names one for "
-            "each: choose one of the two"
+            "model.lora_grid runs each row with each adapter, and model.lora_column names one "
+            "adapter per row: choose one of the two"
         )
     if names == [BASE]:
         raise ConfigError("model.lora is base, the model without an adapter: leave it out")
     if len(names) > 1 and not grid and column is None:
         raise ConfigError(
-            f"model.lora has {len(names)} adapters ({', '.join(names)}): say which rows have which "
-            "with model.lora_column=COLUMN, or run each row with each of them by "
+            f"model.lora has {len(names)} adapters ({', '.join(names)}): choose one per row with "
+            "model.lora_column=COLUMN, or run each row with each of them with "
             "model.lora_grid=true"
         )

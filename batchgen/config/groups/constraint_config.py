@@ -107,8 +107,8 @@ class ChoiceConstraintConfig(_GivenConstraint):
             raise ConfigError("constraint.scores_end needs constraint.scores=true")
         if self.scores and self.start_after is not None:
             raise ConfigError(
-                "constraint.scores is of choices right behind the prompt, and constraint."
-                "start_after lets free text come before them: leave one out"
+                "constraint.scores gives the probabilities of choices directly after the prompt, "
+                "but constraint.start_after puts free text before them: leave one out"
             )
 
 

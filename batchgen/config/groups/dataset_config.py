@@ -59,7 +59,7 @@ class DatasetConfig:
             _check(isinstance(self.path, str) and bool(self.path), "path", allowed, self.path)
         self._check_of_job()
         if self.kind == "count":
-            _check(self.limit is not None, "limit", "how many rows to count", None)
+            _check(self.limit is not None, "limit", "the number of rows to count", None)
         self._check_names()
         _check(self.split != "", "split", "null or the name of a split", self.split)
         if self.limit is not None:
@@ -130,7 +130,9 @@ class DatasetConfig:
         new = list(self.rename.values())
         _check(all(new), "rename", "a mapping of columns to other names", dict(self.rename))
         if twice := [name for name in dict.fromkeys(new) if new.count(name) > 1]:
-            raise ConfigError(f"dataset.rename calls two columns {twice[0]!r}: choose other names")
+            raise ConfigError(
+                f"dataset.rename gives two columns the name {twice[0]!r}: choose different names"
+            )
 
     def _check_reading(self) -> None:
         """Check the keys that say how text files are read."""
@@ -164,7 +166,7 @@ class DatasetConfig:
         quote, escape = self.quote_char, self.escape_char
         taken = {"\r", "\n", " ", self.delimiter or ","}
         if quote not in (None, AUTO):
-            allowed = "auto, null (quotes are text) or one character that is no delimiter"
+            allowed = "auto, null (quotes are text) or one character that is not the delimiter"
             _check(len(quote) == 1 and quote not in taken, "quote_char", allowed, quote)
         if escape is not None:
             allowed = "null or one character that is neither the delimiter nor the quote"

@@ -200,17 +200,17 @@ class JobConfig:
             )
         if PARSED in self.output.columns and kind not in ("json_schema", "json"):
             raise ConfigError(
-                f"output.columns: {PARSED} is for JSON, and the constraint is {kind}: use "
+                f"output.columns: {PARSED} is for JSON, but the constraint is {kind}: use "
                 "constraint=json_schema or constraint=json, or leave the column out"
             )
         if self.scores_choices and self.sampling.n > 1:
             raise ConfigError(
-                f"constraint.scores describes a row and not its samples, and sampling.n is "
+                "constraint.scores describes a row and not its samples, but sampling.n is "
                 f"{self.sampling.n}: set it to 1"
             )
         if self.scores_choices and until is not None:
             raise ConfigError(
-                "constraint.scores describes a row and not its samples, and sampling.until draws "
+                "constraint.scores describes a row and not its samples, but sampling.until draws "
                 "samples: leave one of the two out"
             )
         answer = answer_key(self.prompt)
@@ -232,14 +232,14 @@ class JobConfig:
         if key is None and not set(self.output.columns).difference(COMMON_COLUMNS):
             raise ConfigError(
                 "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
-                "prompt.answer='{{ COLUMN }}' or prompt.answer_ids_column, ask for what rows are "
-                "read for with "
-                f"output.columns=[{EMBEDDING}] or [{CLASS_SCORES}], or set it to 1 or more"
+                "prompt.answer='{{ COLUMN }}' or prompt.answer_ids_column, ask for an embedding "
+                f"or for class scores with output.columns=[{EMBEDDING}] or [{CLASS_SCORES}], or "
+                "set it to 1 or more"
             )
         if key is None and of_tokens:
             raise ConfigError(
-                f"output.columns: {of_tokens[0]} describes generated or scored tokens, and here "
-                "rows are only read: leave it out"
+                f"output.columns: {of_tokens[0]} describes generated or scored tokens, but this "
+                "job only reads its rows: leave it out"
             )
         if limit:
             raise ConfigError(
@@ -248,15 +248,15 @@ class JobConfig:
             )
         for ok, what in (
             (self.constraint.kind == "none", f"constraint={self.constraint.kind} restricts"),
-            (self.sampling.column is None, "sampling.column has options of"),
+            (self.sampling.column is None, "sampling.column has options for"),
             (self.output.reasoning_end is None, "output.reasoning_end cuts"),
-            (self.sampling.n == 1, f"sampling.n={self.sampling.n} asks for several times"),
-            (self.sampling.until is None, "sampling.until draws again"),
+            (self.sampling.n == 1, f"sampling.n={self.sampling.n} asks for several samples of"),
+            (self.sampling.until is None, "sampling.until draws more samples of"),
         ):
             if not ok:
                 raise ConfigError(
-                    f"{what} what is generated, and with {key or 'sampling.max_new_tokens=0'} "
-                    "nothing is: leave it out"
+                    f"{what} the generated text, but with {key or 'sampling.max_new_tokens=0'} "
+                    "nothing is generated: leave it out"
                 )
 
     def _check_pooled(self, answer: str | None) -> None:
@@ -264,12 +264,12 @@ class JobConfig:
         pooled = [name for name in self.output.columns if name in POOLED]
         if pooled and self.sampling.max_new_tokens:
             raise ConfigError(
-                f"output.columns: {pooled[0]} needs rows that are only read, and "
+                f"output.columns: {pooled[0]} needs rows that are only read, but "
                 f"sampling.max_new_tokens is {self.sampling.max_new_tokens}: set it to 0"
             )
         if pooled and answer is not None:
             raise ConfigError(
-                f"output.columns: {pooled[0]} needs rows that are only read, and {answer} is "
+                f"output.columns: {pooled[0]} needs rows that are only read, but {answer} is "
                 f"scored: set {answer}=null, and write the answer into the prompt"
             )
 

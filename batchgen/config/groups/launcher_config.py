@@ -70,7 +70,7 @@ def launcher_class(target: str) -> type[Launcher]:
         )
     cls = named_code(target, "launcher._target_")
     if not (isinstance(cls, type) and issubclass(cls, Launcher)):
-        raise ConfigError(f"launcher._target_: {target} is no launcher")
+        raise ConfigError(f"launcher._target_: {target} is not a launcher")
     return cls
 
 

@@ -54,13 +54,13 @@ def with_model_values(
     if not model_values:
         raise ConfigError(
             f"sampling.{unset[0]} is null, which takes the model's value, and {path} recommends "
-            f"none ({_FILE} has none, or is not there): set sampling=sample or sampling=greedy"
+            f"none ({_FILE} has none, or is missing): set sampling=sample or sampling=greedy"
         )
     for key, neutral in _LACKING.items():
         if content.get(key) not in (neutral, None):
             raise ConfigError(
-                f"{path} recommends {key}={content[key]} ({_FILE}), which batchgen cannot do: set "
-                "the keys of sampling yourself, such as sampling=sample"
+                f"{path} recommends {key}={content[key]} ({_FILE}), which batchgen does not "
+                "support: set the keys of sampling yourself, such as sampling=sample"
             )
     values = {**OFF, **model_values}
     return {**sampling, **{key: values[key] for key in unset}}

@@ -37,7 +37,7 @@ def named_code(name: str, key: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         near = get_close_matches(path.rpartition(".")[2], list(SHORT_NAMES), 1)
         hint = f": did you mean {near[0]}?" if is_own and near else f": {error}"
-        raise ConfigError(f"{key}: {path} is not there{hint}") from None
+        raise ConfigError(f"{key}: {path} does not exist{hint}") from None
     if is_own and not str(getattr(code, "__module__", "")).startswith(OWN):
         raise ConfigError(f"{key}: {path} is not batchgen's own: give the path of its own module")
     return code

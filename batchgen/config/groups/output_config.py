@@ -130,6 +130,6 @@ class ScoreConfig:
         check(ks is None or (bool(ks) and min(ks) >= 1), "score.ks", "numbers from 1 on", ks)
         if self.column != "mark" and self.cut_texts == "wrong":
             raise ConfigError(
-                f"score.cut_texts=wrong counts cut texts with the mark 0, and scores are of the "
-                f"column {self.column} (score.column): choose as_marked or left_out"
+                "score.cut_texts=wrong gives cut texts the mark 0, but scores are computed from "
+                f"the column {self.column} (score.column): choose as_marked or left_out"
             )

@@ -125,7 +125,8 @@ def check_answer(prompt: PromptConfig) -> None:
     if prompt.answer_step_map_column is not None and prompt.answer_ids_column is None:
         raise ConfigError(
             "prompt.answer_step_map_column says when each token of prompt.answer_ids_column was "
-            "unmasked, and that is not set: name the column of the token ids, such as token_ids"
+            "unmasked, but that key is not set: name the column of the token ids, such as "
+            "token_ids"
         )
 
 

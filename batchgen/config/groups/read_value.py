@@ -130,7 +130,9 @@ def decode_escapes(text: str, *, quoted: bool = False) -> str:
     try:  # \ud83d\ude00 is one character in JSON
         return decoded.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
-        raise Unreadable("it has half of a pair \\uXXXX\\uXXXX that is one character") from None
+        raise Unreadable(
+            "it has one half of a pair \\uXXXX\\uXXXX, which only together is a character"
+        ) from None
 
 
 def _list(text: str, item: Any, escapes: bool) -> Any:
@@ -253,7 +255,7 @@ class _Brackets:
                 raise Unreadable(f"the closing {end} is missing: quote text that begins like this")
             if not rest.startswith(","):
                 raise Unreadable(
-                    f"{rest[:12]} stands where , or {end} belongs: put a text with special "
+                    f"{rest[:12]} is where , or {end} should be: put a text with special "
                     "characters into double quotes"
                 )
 
@@ -263,6 +265,6 @@ class _Brackets:
         if not self._rest().startswith(":"):
             raise Unreadable(f"the key {key} has no value: a mapping is written {{key: value}}")
         if key in dict(before):
-            raise Unreadable(f"the key {key} is there twice")
+            raise Unreadable(f"the key {key} appears twice")
         self._at += 1
         return key, self._value("}")

@@ -39,10 +39,11 @@ class UntilConfig:
     def _check_width(self, width: float) -> None:
         if self.valid is not None:
             raise ConfigError(
-                f"sampling.until has valid={self.valid} and width={width:g}: a row has enough "
-                "valid samples, or an interval that is narrow enough: leave one of the two out"
+                f"sampling.until has valid={self.valid} and width={width:g}: a row ends at a "
+                "number of valid samples or at a width of their interval, not at both: leave one "
+                "of the two out"
             )
-        allowed = "above 0 and at most 0.65, where two samples are needed at least"
+        allowed = "above 0 and at most 0.65, the width that two samples reach"
         check(0 < width <= 0.65, "sampling.until.width", allowed, width)
         limit = _MOST_BY_WIDTH
         check(1 <= self.most <= limit, "sampling.until.most", f"from 1 to {limit:,}", self.most)
@@ -67,8 +68,9 @@ class SamplingConfig(SharedSampling):
             return
         if self.n != 1:
             raise ConfigError(
-                f"sampling.n={self.n} says how many samples each row gets, and sampling.until says "
-                "when it has enough: leave n out; a row begins with as many as it needs at least"
+                f"sampling.n={self.n} says how many samples each row gets, and sampling.until "
+                "says when it has enough: leave n out. A row starts with the fewest samples that "
+                "can be enough"
             )
         if self.temperature == 0 and self.column is None:
             raise ConfigError(

@@ -49,5 +49,5 @@ def _check_no_file(key: str, text: str) -> None:
     if is_file:
         raise ConfigError(
             f"{key} is the text {text!r}, and a file has that name: write {key}_file={text} for "
-            "what the file holds"
+            "the contents of the file"
         )

@@ -30,8 +30,8 @@ class WorkersConfig:
         if self.stale_after < 2 * self.heartbeat:
             raise ConfigError(
                 f"workers.stale_after={self.stale_after} must be at least twice "
-                f"workers.heartbeat={self.heartbeat}: else a worker would be taken for dead "
-                "between two heartbeats"
+                f"workers.heartbeat={self.heartbeat}: otherwise a worker would be considered "
+                "dead between two heartbeats"
             )
 
 

@@ -103,6 +103,6 @@ def _first_fault(table: ArmTable) -> ConfigError | JobError:
             assert first is not None
             names = f"{first.arm.folders[0]} and {row.arm.folders[0]}"
             return ConfigError(
-                f"{names} are not one exam: {row.arm.other_exam}: --anyway compares them"
+                f"{names} are different exams: {row.arm.other_exam}: --anyway compares them"
             )
     return ConfigError("the jobs have no question with marks in both: nothing to compare")

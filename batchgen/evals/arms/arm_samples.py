@@ -43,8 +43,8 @@ def arm_values_of(table: pa.Table, by: str) -> list[str | None]:
     if len(values) > _MOST_VALUES:
         raise ConfigError(
             f"--by {by}: the column has {len(values):,} values, such as "
-            f"{some_names([str(value) for value in values])}, and each would be an arm: name one "
-            f"with at most {_MOST_VALUES}"
+            f"{some_names([str(value) for value in values])}, and each would be an arm: name a "
+            f"column with at most {_MOST_VALUES} values"
         )
     return values
 

@@ -154,7 +154,7 @@ def _row_remarks(row: ArmRow, first: ArmRow | None) -> list[str]:
         remarks.append(f"has no score: {arm.without}")
     if arm.other_exam:
         how = "compared anyway" if arm.anyway else "and is not compared"
-        remarks.append(f"sat another exam, {how}: {arm.other_exam}")
+        remarks.append(f"took a different exam, {how}: {arm.other_exam}")
     if arm.seeds:
         remarks.append(f"averaged over sampling.seed {', '.join(arm.seeds)}")
     if first is None or row.difference is None:

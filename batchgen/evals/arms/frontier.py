@@ -65,7 +65,7 @@ def frontier(table: ArmTable, x: str) -> Frontier:
         if value is not None and row.score is not None:
             points.append(Point(name, row.arm.name, value, row.score))
         elif x in row.arm.metrics:
-            why = "it ran beside another arm on one machine, so that its times say little"
+            why = "it shared its machine with another arm, so its times say little"
             without.append(f"{name} has no {x} here: {why}")
         else:
             without.append(f"{name} has no {x}")

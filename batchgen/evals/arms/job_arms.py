@@ -118,7 +118,9 @@ class _Job:
                 )  # raises an error that says what the folder holds
             return _Job(folder, None, str(error), damaged=isinstance(error, JobError))
         if not is_config(entry.config):
-            return _Job(folder, None, f"{folder.folder}/config.yaml is not that of a job")
+            return _Job(
+                folder, None, f"{folder.folder}/config.yaml is not the configuration of a job"
+            )
         try:
             entry.job = GradedJob(folder.folder, "compare")
         except (ConfigError, JobError) as error:
@@ -145,8 +147,8 @@ class _Job:
             return None
         if by is None and (grid := self.job.grid_column) is not None:
             raise ConfigError(
-                f"{self.folder.folder}: its rows run with several adapters, of which one score "
-                f"would say nothing: compare them with --by {grid}"
+                f"{self.folder.folder}: its rows run with several adapters, so one score for all "
+                f"of them would mean nothing: compare them with --by {grid}"
             )
         if by not in self._tables:
             try:

@@ -139,7 +139,9 @@ def matches_whole(pattern: str, answer: str, ignore_case: bool) -> bool:
     try:
         compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
     except re.error as error:
-        raise GradeFailure("bad_target", f"the target is no regular expression: {error}") from None
+        raise GradeFailure(
+            "bad_target", f"the target is not a regular expression: {error}"
+        ) from None
     return compiled.fullmatch(answer.strip()) is not None
 
 

@@ -84,12 +84,12 @@ def _step_of(key: str, number: int, config: StepConfig, protocol: type) -> Any:
     target = f"{key_path}._target_: {config.target}"
     cls = named_code(config.target, f"{key_path}._target_")
     if not isinstance(cls, type):
-        raise ConfigError(f"{target} is no class")
+        raise ConfigError(f"{target} is not a class")
     declared = {field.name for field in dataclasses.fields(cls)} if is_dataclass(cls) else set()
     members = [name for name in vars(protocol) if not name.startswith("_")]
     if lacks := [name for name in members if name not in declared and not hasattr(cls, name)]:
         raise ConfigError(
-            f"{target} is no step of {key}: the class has no {', '.join(lacks)} "
+            f"{target} is not a step of {key}: the class has no {', '.join(lacks)} "
             f"({protocol.__module__}.{protocol.__name__} says what a step has)"
         )
     options = strategy_options(cls, config.options, key_path)

@@ -80,7 +80,7 @@ def letter_of(choices: Sequence[str], right: str) -> str:
         BadChoices: none does.
     """
     if right not in choices:
-        raise BadChoices(f"the right answer {right!r} is none of the choices")
+        raise BadChoices(f"the right answer {right!r} is not one of the choices")
     return LETTERS[choices.index(right)]
 
 

@@ -87,7 +87,7 @@ class Extract(TextStep):
         for method in self.methods:
             if method not in METHODS:
                 raise ConfigError(
-                    f"Extract: methods must be among {', '.join(METHODS)}, got {method!r}"
+                    f"Extract: methods must be one of {', '.join(METHODS)}, got {method!r}"
                 )
         if not self.methods:
             raise ConfigError(f"Extract: methods is empty: choose among {', '.join(METHODS)}")
@@ -124,7 +124,7 @@ class Extract(TextStep):
     def columns(self) -> tuple[Column, ...]:
         answer, start, end, reasoning = self._names
         return (
-            Column(answer, "string", "the answer that was found in text; null if there is none"),
+            Column(answer, "string", "the answer extracted from text; null if there is none"),
             Column(start, "int32", f"where {answer} begins in text, in characters"),
             Column(end, "int32", f"where {answer} ends in text, in characters"),
             Column(

@@ -76,7 +76,9 @@ class Grade:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ConfigError(f"Grade: method must be among {', '.join(METHODS)}: {self.method!r}")
+            raise ConfigError(
+                f"Grade: method must be one of {', '.join(METHODS)}, got {self.method!r}"
+            )
         if (self.method == "function") != (self.function is not None):
             raise ConfigError("Grade: function belongs to method=function: give both")
         if self.function is not None:
@@ -198,7 +200,7 @@ class Grade:
         ):
             raise GradeFailure(
                 "no_target" if value is None else "bad_target",
-                f"column {self.target!r} must hold a text or a list of texts: {value!r:.100}",
+                f"column {self.target!r} must hold a text or a list of texts, got {value!r:.100}",
             )
         against = ", ".join(wanted)
         if answer is None:
@@ -236,14 +238,14 @@ class Grade:
         ):
             raise GradeFailure(
                 "bad_target",
-                f"column {self.target!r} must hold one target, and holds {value!r:.100}: make one "
-                "text of it, or grade with method=function",
+                f"column {self.target!r} must hold one target, and holds {value!r:.100}: join "
+                "them into one text, or grade with method=function",
             )
         if self.method == "choice" and type(value) is int and str(value) not in map(str, choices):
             raise GradeFailure(
                 "bad_target",
-                f"the target {value} is no letter and no text of a choice: the row step "
-                "OrderChoices makes the letter of a position",
+                f"the target {value} is neither a letter nor the text of a choice: the row step "
+                "OrderChoices turns a position into a letter",
             )
         return str(value)
 
@@ -257,7 +259,7 @@ class Grade:
         if self.method == "integer":
             normal_target, normal_answer = normal_integer(target), normal_integer(answer)
             if normal_target is None:
-                raise GradeFailure("bad_target", f"the target {target!r} is no whole number")
+                raise GradeFailure("bad_target", f"the target {target!r} is not a whole number")
             return normal_answer == normal_target, normal_text(
                 answer
             ) if normal_answer is None else normal_answer
@@ -295,5 +297,5 @@ def _resolve(path: Any) -> Callable[..., Any]:
         )
     function: Callable[..., Any] = named_code(path, "Grade: function._target_")
     if not callable(function):
-        raise ConfigError(f"Grade: function._target_: {path} is no function")
+        raise ConfigError(f"Grade: function._target_: {path} is not a function")
     return function

@@ -45,11 +45,26 @@ class Instructions(TextStep):
     def columns(self) -> tuple[Column, ...]:
         columns = (
             Column("mark", "float64", "1 if the response follows all instructions, 0 if not"),
-            Column("mark_loose", "float64", "the same without a first or last line or asterisks"),
+            Column(
+                "mark_loose",
+                "float64",
+                (
+                    "like mark, but also counted if the response follows them without its first or "
+                    "last line or its asterisks"
+                ),
+            ),
             Column("num_instructions", "int32", "the instructions of the row"),
             Column("num_followed", "int32", "how many of them the response follows"),
-            Column("num_followed_loose", "int32", "how many it follows as mark_loose says"),
-            Column("not_followed", "strings", "the ids of those that it does not follow as it is"),
+            Column(
+                "num_followed_loose",
+                "int32",
+                "how many it follows by the looser rule of mark_loose",
+            ),
+            Column(
+                "not_followed",
+                "strings",
+                "the ids of the instructions that it does not follow, by the rule of mark",
+            ),
         )
         return tuple(Column(self.prefix + c.name, c.kind, c.meaning) for c in columns)
 

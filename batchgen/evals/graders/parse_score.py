@@ -132,7 +132,7 @@ class ChoiceScore(TextStep):
         choice: the choice whose probability is the score. null takes the expected value of
             choices that are all numbers.
         labels: instead of choices: the column that says of each choice of the row whether it is
-            right, by 1 or 0. Dots lead into a nested column: mc1_targets.labels.
+            right, by 1 or 0. Dots name a field of a nested column: mc1_targets.labels.
         prefix: put before the names of the columns.
     """
 
@@ -154,7 +154,7 @@ class ChoiceScore(TextStep):
         object.__setattr__(self, "choices", tuple(map(str, self.choices)))
         if self.choice is not None and self.choice not in self.choices:
             raise ConfigError(
-                f"ChoiceScore: choice {self.choice!r} is none of choices {list(self.choices)}"
+                f"ChoiceScore: choice {self.choice!r} is not one of choices {list(self.choices)}"
             )
         if self.choice is None and not all(map(_is_finite, self.choices)):
             raise ConfigError(
@@ -168,7 +168,7 @@ class ChoiceScore(TextStep):
         if self.choice is not None:
             what = f"probability of {self.choice!r} among the choices"
         elif self.labels is not None:
-            what = "probability of the right ones among the choices"
+            what = "total probability of the right choices"
         score = Column(self.prefix + "score", "float64", f"the {what}; null without choices")
         if self.labels is None:
             return (score,)

@@ -84,16 +84,16 @@ class RunTests:
         object.__setattr__(self, "tests", tests)
         object.__setattr__(self, "packages", tuple(self.packages))
         if self.method not in ("assert", "cases"):
-            raise ConfigError(f"RunTests: method must be assert or cases: {self.method!r}")
+            raise ConfigError(f"RunTests: method must be assert or cases, got {self.method!r}")
         if not tests:
             raise ConfigError("RunTests: tests is empty: name the column with the tests")
         if not 0 < self.seconds <= self.total_seconds:
             raise ConfigError(
-                "RunTests: seconds must be above 0 and at most total_seconds: got "
+                "RunTests: seconds must be above 0 and at most total_seconds, got "
                 f"{self.seconds:g} and {self.total_seconds:g}"
             )
         if self.memory_mib < 64:
-            raise ConfigError(f"RunTests: memory_mib must be 64 at least: {self.memory_mib}")
+            raise ConfigError(f"RunTests: memory_mib must be at least 64, got {self.memory_mib}")
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -212,7 +212,7 @@ def _code(tests: Sequence[Any], name: str | None) -> str:
     for value in tests:
         lines += value if isinstance(value, list) else [value]
     if not all(isinstance(line, str) for line in lines):
-        raise GradeFailure("bad_target", f"tests must be code, or a list of it: {tests!r:.100}")
+        raise GradeFailure("bad_target", f"tests must be code, or a list of it, got {tests!r:.100}")
     code = "\n".join(lines)
     calls = name is None or re.search(r"^check\(", code, re.M)  # the hub's HumanEval+ has the call
     return code if calls else f"{code}\ncheck({name})"
@@ -224,8 +224,8 @@ def _function_name(value: Any) -> str | None:
         try:
             value = json.loads(value)
         except ValueError:
-            raise GradeFailure("bad_target", f"no name of a function: {value!r:.80}") from None
+            raise GradeFailure("bad_target", f"not the name of a function: {value!r:.80}") from None
     name = value.get("func_name") if isinstance(value, Mapping) else value
     if name is not None and not (isinstance(name, str) and name.isidentifier()):
-        raise GradeFailure("bad_target", f"no name of a function: {name!r:.80}")
+        raise GradeFailure("bad_target", f"not the name of a function: {name!r:.80}")
     return name

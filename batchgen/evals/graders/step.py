@@ -168,7 +168,7 @@ def num_groups(pattern: str, where: str) -> int:
     try:
         return re.compile(pattern).groups
     except re.error as error:
-        raise ConfigError(f"{where} is no regular expression: {error}") from None
+        raise ConfigError(f"{where} is not a regular expression: {error}") from None
 
 
 def arrow_schema(columns: Sequence[Column]) -> pa.Schema:

@@ -43,7 +43,7 @@ class Verdict(TextStep):
             raise ConfigError("Verdict: marks is empty: give each verdict its mark, {A: 1, B: 0}")
         for name, mark in self.marks.items():
             if isinstance(mark, bool) or not isinstance(mark, int | float) or not 0 <= mark <= 1:
-                raise ConfigError(f"Verdict: the mark of {name} must be from 0 to 1: {mark!r}")
+                raise ConfigError(f"Verdict: the mark of {name} must be from 0 to 1, got {mark!r}")
         object.__setattr__(self, "marks", {str(k): float(v) for k, v in self.marks.items()})
         if self.flip is not None:
             if len(self.flip) != 1:
@@ -58,7 +58,11 @@ class Verdict(TextStep):
     def columns(self) -> tuple[Column, ...]:
         marks = ", ".join(f"{name} {mark:g}" for name, mark in self.marks.items())
         return (
-            Column(self.prefix + "verdict", "string", "what the judge decided; null if it is none"),
+            Column(
+                self.prefix + "verdict",
+                "string",
+                "what the judge decided; null if the text has no verdict",
+            ),
             Column(self.prefix + MARK, "float64", f"the mark of the judge's verdict: {marks}"),
         )
 
@@ -123,7 +127,7 @@ class Majority(TextStep):
     def columns(self) -> tuple[Column, ...]:
         how = {
             "votes": "the mark that most judges give",
-            "median": "the judges' mark in the middle",
+            "median": "the median of the judges' marks",
         }
         share = f"how many of the judges that give a mark give {self.prefix + MARK}, as a share"
         return (

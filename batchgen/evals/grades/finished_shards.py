@@ -132,7 +132,7 @@ class GradedShards(ABC):
             return pa.table({})
         grades = graded.take(indices)
         if (row_keys(grades) != row_keys(rows)).any():
-            raise self._unusable("some are of other rows")
+            raise self._unusable("some belong to other rows")
         return grades.select(names)
 
     def _graded(self, number: int, names: Sequence[str]) -> pa.Table:
@@ -201,7 +201,7 @@ class FinishedShards(GradedShards):
                 digests.append(file.content_digest())
                 schema = file.schema
             if not self._is_graded(number, schema):
-                raise self._unusable("some are of other rows, which were computed since")
+                raise self._unusable("some belong to other rows, which were computed since")
         return fingerprint_text(*digests)
 
     def _check_grades(self) -> None:
@@ -219,7 +219,7 @@ class FinishedShards(GradedShards):
             return schema, str(error)
         schema = pa.schema([field for field in schema if field.name not in ROW_KEYS])
         if files and (len(steps) > 1 or files != list(range(len(self.shards)))):
-            return schema, "some shards have no grades, or such of other steps"
+            return schema, "some shards have no grades, or grades of other steps"
         return schema, None
 
 

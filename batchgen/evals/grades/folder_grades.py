@@ -105,8 +105,8 @@ class JobGrades:
         if missing:
             self._refuse_damaged()
             raise ConfigError(
-                f"{missing} of {len(parts)} shards of {self.job} have no grades, or such of other "
-                f"rows or steps: run `batchgen grade {self.job}` first"
+                f"{missing} of {len(parts)} shards of {self.job} have no grades, or grades of "
+                f"other rows or steps: run `batchgen grade {self.job}` first"
             )
         return parts
 

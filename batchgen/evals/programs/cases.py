@@ -43,17 +43,19 @@ def read_cases(value: Any) -> list[Case]:
     """
     listed = _listed(value) if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
-        raise ValueError(f"tests must be a list of objects with input and output: {listed!r:.80}")
+        raise ValueError(
+            f"tests must be a list of objects with input and output, got {listed!r:.80}"
+        )
     return [_case(each) for each in listed]
 
 
 def _case(test: Mapping[str, Any]) -> Case:
     stdin, wanted = test.get("input"), test.get("output")
     if not isinstance(stdin, str) or not isinstance(wanted, str):
-        raise ValueError(f"a test must have the texts input and output: {dict(test)!r:.80}")
+        raise ValueError(f"a test must have the texts input and output, got {dict(test)!r:.80}")
     kind = test.get("testtype", "stdin")
     if kind not in ("stdin", "functional"):
-        raise ValueError(f"testtype must be stdin or functional: {kind!r:.80}")
+        raise ValueError(f"testtype must be stdin or functional, got {kind!r:.80}")
     return Case(stdin, wanted, kind == "functional")
 
 

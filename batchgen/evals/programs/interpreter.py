@@ -58,13 +58,13 @@ def interpreter(python: str | None, packages: tuple[str, ...]) -> Interpreter:
         facts = json.loads(ended.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
-            f"RunTests: python: {command[0]} cannot be asked for its files ({error}): give the "
-            "path of a Python interpreter, or null for the one that runs batchgen"
+            f"RunTests: python: {command[0]} does not say where its files are ({error}): give "
+            "the path of a Python interpreter, or null for the one that runs batchgen"
         ) from None
     if missing := facts.pop("missing"):
         raise ConfigError(
-            f"RunTests: packages: {command[0]} has no files of {', '.join(missing)}: install it "
-            "there (pip install), or leave it out"
+            f"RunTests: packages: {command[0]} lacks {', '.join(missing)}: install it there (pip "
+            "install), or leave it out"
         )
     return Interpreter(
         **facts | {key: tuple(facts[key].items()) for key in ("packages", "versions")}

@@ -67,9 +67,9 @@ def _tried(sandbox: Sandbox, program: str) -> tuple[str, str | None]:
         output, failure = run_with_input(sandbox, program, "", 1 << 16)
     except SandboxError as error:
         raise ConfigError(
-            f"RunTests: bubblewrap makes no sandbox here ({error}): it must be of version 0.8 or "
-            "newer, and this user must be allowed to make namespaces (in a container, run it with "
-            "--security-opt seccomp=unconfined; on Ubuntu, sysctl "
+            f"RunTests: bubblewrap cannot make a sandbox here ({error}): it must be of version "
+            "0.8 or newer, and this user must be allowed to make namespaces (in a container, run "
+            "it with --security-opt seccomp=unconfined; on Ubuntu, sysctl "
             "kernel.apparmor_restrict_unprivileged_userns=0). There is no way to run programs "
             "without it"
         ) from None

@@ -197,5 +197,5 @@ def _last_line(errors: bytes) -> str:
 
 def _over_time(sandbox: Sandbox) -> ProgramResult:
     return ProgramResult(
-        "timeout", f"longer than {sandbox.seconds:g} seconds of the CPU, or waiting"
+        "timeout", f"longer than {sandbox.seconds:g} seconds of CPU or waiting time"
     )

@@ -98,7 +98,8 @@ def seccomp_filter(machine: str) -> bytes:
     """
     if machine not in _ARCHITECTURES:
         raise ConfigError(
-            f"RunTests: programs run on {' and '.join(_ARCHITECTURES)} alone, and this is {machine}"
+            f"RunTests: programs run only on {' and '.join(_ARCHITECTURES)}, and this machine is "
+            f"{machine}"
         )
     architecture, offset = _ARCHITECTURES[machine]
     forbidden = [numbers[offset] for numbers in _CALLS.values() if numbers[offset] is not None]

@@ -76,7 +76,7 @@ class Agreement:
     def text(self) -> str:
         """The agreement in words."""
         low, high = self.interval
-        kappa = "cannot be told" if self.kappa is None else f"{self.kappa:.2f}"
+        kappa = "unknown" if self.kappa is None else f"{self.kappa:.2f}"
         more = f", {self.left_out:,} left out" if self.left_out else ""
         alike = f"{self.share:.1%} of {self.count:,} answers"
         return f"{alike}, kappa {kappa} ({low:.2f} to {high:.2f}){more}"

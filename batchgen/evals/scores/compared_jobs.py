@@ -41,7 +41,7 @@ def compare_jobs(
     if differences and not anyway:
         names = " and ".join(job.user_path for job in jobs)
         raise ConfigError(
-            f"{names} are not one exam: {'; '.join(differences)}: --anyway compares them"
+            f"{names} are different exams: {'; '.join(differences)}: --anyway compares them"
         )
     return compare(a, b, bounded=configs[0].column == MARK), differences
 
@@ -82,7 +82,7 @@ def _tested(interval: Interval, p: float, column: str) -> str:
     """A difference, of marks in points, with its interval and p where these are known."""
     text = difference(interval.estimate, column) + (" points" if column == MARK else "")
     if math.isnan(p):
-        return f"{text}, how sure cannot be told"
+        return f"{text}, uncertainty unknown"
     low, high = bound_text(interval.low, column), bound_text(interval.high, column)
     return f"{text}, {low} to {high}, p {p_value(p)}"
 

@@ -124,7 +124,7 @@ def scoring(
     for group, argument in zip(groups, overrides, strict=True):
         if group not in _KEYS:
             raise ConfigError(
-                f"{argument}: here only post=…, score.KEY=… and +experiment=… can be given"
+                f"{argument}: only post=…, score.KEY=… and +experiment=… are allowed here"
             )
     values: dict[str, Any] = {}
     if "experiment" not in groups:

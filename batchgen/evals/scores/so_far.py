@@ -129,5 +129,7 @@ def so_far_lines(scores: Mapping[str, Any]) -> list[Line]:
         )
     if "bounds" in values:
         low, high = (as_text(bound) for bound in values["bounds"])
-        lines.append(("of all", f"{low} to {high}, if those that are missing were wrong, or right"))
+        lines.append(
+            ("of all", f"{low} to {high}, if all missing answers were wrong, or all right")
+        )
     return lines

@@ -75,5 +75,5 @@ def cell_text(kind: str, cell: Any) -> str | None:
     except RecursionError:
         raise ConstraintError("is nested too deeply") from None
     except (TypeError, ValueError) as error:  # a date or NaN in a struct, for example
-        raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got no JSON: {error}") from None
+        raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got invalid JSON: {error}") from None
     raise ConstraintError(f"must hold {_MUST_HOLD[kind]}, got {cell!r:.100}")

@@ -125,7 +125,7 @@ def _json_check(validator: Validator, max_whitespace: int) -> Check:
 
 
 def _choice_check(choices: Collection[str]) -> Check:
-    return lambda text: None if text in choices else "none of the choices"
+    return lambda text: None if text in choices else "not one of the choices"
 
 
 def _regex_check(pattern: str) -> Check:

@@ -172,7 +172,9 @@ def _declared(folder: Path) -> Literal["nothing", "only files", "more"]:
     try:
         card = DatasetCard.load(readme).data.to_dict() if readme.is_file() else {}
     except ValueError as error:
-        raise ConfigError(f"dataset.path: the YAML of {readme} is wrong: {reason(error)}") from None
+        raise ConfigError(
+            f"dataset.path: the YAML of {readme} has an error: {reason(error)}"
+        ) from None
     configs = card.get("configs") or []
     keys = {key for config in configs for key in config}
     if not configs:
@@ -234,10 +236,10 @@ def _not_loaded(config: DatasetConfig, why: str) -> str:
     name = str(config.path)
     start = f"dataset.path: cannot load {name}"
     if Path(name).exists():
-        return f"{start} from the hub: there is a file of that name here, which dataset=files reads"
+        return f"{start} from the hub: a file here has that name: read it with dataset=files"
     return (
-        f"{start}: {why} (a set that asks for an agreement needs `hf auth login`; a copy on this "
-        f"machine is read by dataset=files dataset.path=FOLDER)"
+        f"{start}: {why} (a gated data set needs `hf auth login`; read a copy on this machine "
+        "with dataset=files dataset.path=FOLDER)"
     )
 
 

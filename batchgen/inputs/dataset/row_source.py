@@ -298,7 +298,7 @@ class RowSource(Source):
                 raise unreadable_table(error, self._files) from None
             text = f"dataset.path: {self._config.path}: cannot read {what}: {reason(error)}"
             if isinstance(error, OSError):
-                raise JobError(f"{text}; run the same command to go on from there") from None
+                raise JobError(f"{text}; run the same command to resume") from None
             raise ConfigError(text) from None
 
 

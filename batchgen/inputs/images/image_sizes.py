@@ -263,7 +263,7 @@ def _check(file: Path, processor: Mapping[str, Any], expected: Mapping[str, Any]
     for key, value in expected.items():
         if (actual := processor.get(key, value)) != value:
             raise ConfigError(
-                f"model.path: {file.name} says {key}={actual!r:.60}; supported is {value!r}"
+                f"model.path: {file.name} says {key}={actual!r:.60}; supported: {value!r}"
             )
 
 

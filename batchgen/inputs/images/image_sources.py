@@ -89,7 +89,7 @@ def _of_text(text: str) -> ImageSource:
         try:
             return ImageSource(base64.b64decode(text[match.end() :], validate=True), None)
         except (binascii.Error, ValueError):
-            raise RequestError("bad_image", "the data: URL holds no base64") from None
+            raise RequestError("bad_image", "the data: URL is not in base64") from None
     scheme = _SCHEME.match(text)
     if scheme is not None and scheme[1].lower() == "file":
         parts = urlsplit(text)
@@ -103,7 +103,9 @@ def _of_text(text: str) -> ImageSource:
             "or give their bytes as data:…;base64,…",
         )
     if not text or "\0" in text:
-        raise RequestError("image_not_found", "the path of the image is empty or has a NUL")
+        raise RequestError(
+            "image_not_found", "the path of the image is empty or has a null character"
+        )
     return ImageSource(None, text)
 
 

@@ -140,9 +140,9 @@ class RowImages:
         if marks != len(tokens):
             raise RequestError(
                 "bad_images",
-                f"the chat template has made {marks} places for the row's {len(tokens)} images: a "
-                "text of the row may write the model's image token, or the template leaves images "
-                "out",
+                f"the chat template wrote {marks} image placeholders for the row's {len(tokens)} "
+                "images: either a text of the row contains the model's image token, or the "
+                "template leaves images out",
             )
         counts, expanded = iter(tokens), list[int]()
         for token in ids:

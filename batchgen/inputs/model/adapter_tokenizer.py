@@ -57,7 +57,7 @@ def with_adapter_tokenizer(name: str, folder: Path, model: OpenedModel) -> Opene
     files = tokenizer_files(folder)
     if not files:
         raise ValueError(
-            f"lora_template is adapter, and {folder} of adapter {name} has none of "
+            f"lora_template is adapter, but {folder} of adapter {name} has none of "
             f"{', '.join(TOKENIZER)}: leave it at base"
         )
     for file in files[:-1] if files[-1].name == _TEMPLATE else files:
@@ -65,8 +65,8 @@ def with_adapter_tokenizer(name: str, folder: Path, model: OpenedModel) -> Opene
     tokenizer = _tokenizer(folder, model)
     if tokenizer is None:
         raise ValueError(
-            f"lora_template is adapter, and neither {folder} nor the model has a vocabulary: leave "
-            "it at base"
+            f"lora_template is adapter, but neither {folder} nor the model has a vocabulary: "
+            "leave it at base"
         )
     vocab_size = model.config.vocab_size
     if beyond := [(i, text) for text, i in tokenizer.get_vocab().items() if i >= vocab_size]:

@@ -34,7 +34,7 @@ def pooling_file(path: Path) -> str | None:
         if kind == "Pooling":
             if re.fullmatch(r"\w[\w.-]*", folder) is None:
                 raise ValueError(
-                    f"{path / MODULES}: path is {folder[:60]!r}, and must name a folder beside it"
+                    f"{path / MODULES}: path is {folder[:60]!r}, and must name a folder next to it"
                 )
             return f"{folder}/config.json"
     return None
@@ -83,7 +83,7 @@ def checkpoint_pooling(path: Path) -> Pooling | None:
     if pooling is None:
         texts = some_names([str(name)[:60] for name in names]) or "nothing"
         raise ValueError(
-            f"{file} pools by {texts}, and only {', '.join(_POOLINGS)} can be done, one alone: "
+            f"{file} pools by {texts}, but batchgen supports only one of {', '.join(_POOLINGS)}: "
             f"{instead}"
         )
     if values.get("include_prompt") is False:

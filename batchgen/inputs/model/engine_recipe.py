@@ -92,8 +92,8 @@ class EngineRecipe:
         if self.config.lora_slots is not None and (self.model.folds or not self.model.adapters):
             what = "the adapter is added to the weights" if self.model.folds else "there are none"
             raise ValueError(
-                f"lora_slots is {self.config.lora_slots}, which counts adapters beside the "
-                f"weights, and {what}: set it to null"
+                f"lora_slots is {self.config.lora_slots}, which is for adapters that are not "
+                f"added to the weights, but {what}: set it to null"
             )
         dtype = self.model.dtype(self.dtype, self.device)
         units = units_of(device_of(self.device), dtype)

@@ -57,15 +57,15 @@ def with_adapters(
         return model
     if model.path.is_file():
         raise ValueError(
-            f"lora stands beside weights in safetensors, and {model.path.name} is a GGUF file: "
-            "merge the adapter, or use the original checkpoint"
+            f"lora needs a model in safetensors, but {model.path.name} is a GGUF file: merge the "
+            "adapter, or use the original checkpoint"
         )
     if fold and not only_one(adapters):
         raise ValueError("lora_fold adds one adapter to the weights, and lora names several")
     if fold and (model.config.form is not None or model.quantization is not None):
         raise ValueError(
-            "lora_fold adds an adapter to weights in 16 or 32 bits, and those of this model are in "
-            "fewer: leave it false, and the adapter stands beside them"
+            "lora_fold adds an adapter to weights of 16 or 32 bits, but this model's have fewer: "
+            "leave it false, which computes the adapter separately"
         )
     weights = bare(model, torch.float32, [], units=Units(fp8=False, four_bits=False))
     by_name = {}
@@ -112,8 +112,8 @@ def _folder(name: str, path: str) -> Path:
             return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
         except (HfHubHTTPError, LocalEntryNotFoundError) as error:
             raise ConfigError(
-                f"adapter {name}: {path} is neither a folder here nor can it be had from the hub: "
-                f"{str(error).splitlines()[0]}"
+                f"adapter {name}: {path} is not a folder here and cannot be fetched from the "
+                f"hub: {str(error).splitlines()[0]}"
             ) from None
     local = user_path(path, "lora")
     if not local.is_dir():
@@ -139,7 +139,7 @@ def _warn_of_base(name: str, adapter: AdapterFile, model: OpenedModel) -> None:
     base = adapter.config.base
     if base is not None and Path(base).name.lower() != model.path.name.lower():
         print(
-            f"model: adapter {name} was trained on {base}, and fits this model by its shapes",
+            f"model: adapter {name} was trained on {base}; its shapes fit this model",
             file=sys.stderr,
             flush=True,
         )

@@ -75,8 +75,9 @@ class OpenedModel:
         pairs = zip(indices, layers, strict=True)
         if outside := [one for one, layer in pairs if not 0 <= layer <= last]:
             raise ValueError(
-                f"hidden_layers has {outside[0]}, and the model has {last} layers: choose among 0 "
-                f"(the embedding of tokens) to {last} (behind the last layer and the norm), or -1"
+                f"hidden_layers has {outside[0]}, and the model has {last} layers: choose among "
+                f"0 (the embedding of tokens) to {last} (after the last layer and the norm), or "
+                "-1"
             )
         if len(set(layers)) != len(layers):
             raise ValueError(f"hidden_layers names a layer twice: {list(indices)}")
@@ -300,8 +301,8 @@ def open_model(
         )
     if config.untied:
         print(
-            f"model: {path}/config.json says tie_word_embeddings, and the weights of the embedding "
-            "and of lm_head differ: both are used, and tie_word_embeddings=false would say so",
+            f"model: {path}/config.json has tie_word_embeddings=true, but the checkpoint's "
+            "embedding and lm_head differ: both are used, as with tie_word_embeddings=false",
             file=sys.stderr,
             flush=True,
         )

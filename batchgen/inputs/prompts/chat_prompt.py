@@ -246,7 +246,7 @@ class ChatPrompt:
         for name in self._kwargs:
             if name != "chat_template" and not re.search(rf"\b{re.escape(name)}\b", source):
                 raise ConfigError(
-                    f"prompt.template_kwargs.{name}: the model's chat template knows no such option"
+                    f"prompt.template_kwargs.{name}: the model's chat template has no such option"
                 )
         effort = self._kwargs.get("reasoning_effort")
         if effort not in (None, *EFFORTS) and HarmonyTokens.of(self._tokenizer) is not None:

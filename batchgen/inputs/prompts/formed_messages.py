@@ -81,6 +81,6 @@ def _object(arguments: str) -> dict[str, Any]:
         raise RequestError(
             "bad_messages",
             "the model's chat template takes the arguments of a tool call as an object, and "
-            f"{beginning(arguments, 80)!r} is no JSON of one",
+            f"{beginning(arguments, 80)!r} is not a JSON object",
         )
     return parsed

@@ -69,7 +69,9 @@ class ImagePlaces:
                 images = []
             placed.append(message)
         if not free and images:
-            raise RequestError("bad_images", "the row has images and no user message for them")
+            raise RequestError(
+                "bad_images", "the row has images, but no user message to put them in"
+            )
         return placed, sources
 
     def own(self, row: Row) -> list[ImageSource]:

@@ -60,8 +60,8 @@ def checked_messages(
         if "function_call" in message:
             raise RequestError(
                 "bad_messages",
-                f"{where}: function_call is not read: write it as one of tool_calls, which is a "
-                "list of {type: function, function: {name, arguments}}",
+                f"{where}: function_call is not supported: write it as one of tool_calls, which "
+                "is a list of {type: function, function: {name, arguments}}",
             )
         if role not in roles:
             raise RequestError(
@@ -79,7 +79,7 @@ def _checked_content(content: list[Any], where: str, images: bool) -> str | list
         return parts
     if any(part["type"] == "image" for part in parts):
         raise RequestError(
-            "bad_messages", f"{where}: content has an image, and only text is read here"
+            "bad_messages", f"{where}: content has an image, but only text is read here"
         )
     return "".join(part["text"] for part in parts)
 

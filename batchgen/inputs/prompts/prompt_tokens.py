@@ -30,8 +30,8 @@ class TextTokens:
         if not text.isascii() and has_lone_surrogate(text):
             raise RequestError(
                 "bad_text",
-                "the prompt has half of a UTF-16 pair (such as \\ud83d), which is no character: "
-                "cut texts between characters, not between units of UTF-16",
+                "the prompt has half of a UTF-16 pair (such as \\ud83d), which is not a "
+                "character: cut texts between characters, not between units of UTF-16",
             )
         # Without `verbose=False` the tokenizer warns of long texts, which fit_prompt deals with.
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
@@ -46,9 +46,9 @@ class TextTokens:
             return
         raise RequestError(
             "prompt_too_long",
-            f"the prompt has {size:,} bytes; {self._room} tokens are left for it, so more "
-            f"than {limit:,} bytes are not even tokenised: shorten the row, use another column, "
-            "or raise engine.max_model_len",
+            f"the prompt has {size:,} bytes, which cannot fit into the {self._room} tokens that "
+            f"are left for it (more than {limit:,} bytes are not even tokenised): shorten the "
+            "row, use another column, or raise engine.max_model_len",
         )
 
     @cached_property

@@ -135,7 +135,7 @@ def fit_prompt(
     if too_long == "error":
         raise RequestError(
             "prompt_too_long",
-            f"the prompt has {len(ids)} tokens and at most {max_len} leave room for the answer: "
+            f"the prompt has {len(ids)} tokens, but the answer leaves room for only {max_len}: "
             "raise engine.max_model_len, lower sampling.max_new_tokens, or set "
             "prompt.too_long=truncate_left",
         )
@@ -155,10 +155,9 @@ def constant_prompt_refusal(key: str, prompt: Prompt, row: Row) -> str:
     names = list(row.fields)
     column = next((name for name in names if name in text), names[0] if names else "name")
     return (
-        f"{key} uses no column, so all rows would get one and the same prompt: write "
-        f"{{{{ {column} }}}} for the column {column} ({key}_file=… for the file of a template); "
-        "prompt.constant=true says that it is meant. "
-        f"The prompt:\n{excerpt}"
+        f"{key} uses no column, so all rows would get one and the same prompt: write {{{{ "
+        f"{column} }}}} for the column {column} ({key}_file=… for the file of a template); set "
+        f"prompt.constant=true if that is intended. The prompt:\n{excerpt}"
     )
 
 

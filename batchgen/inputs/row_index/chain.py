@@ -88,7 +88,7 @@ class Chain:
                 raise ConfigError(f"{name}: {error}") from None
             if twice := [column for column in stored if column in self.stored]:
                 raise ConfigError(
-                    f"{name} makes the column {twice[0]!r}, which a step before makes: give it "
+                    f"{name} makes the column {twice[0]!r}, which an earlier step makes: give it "
                     "another name"
                 )
             self.columns.append((tuple(columns), tuple(stored)))

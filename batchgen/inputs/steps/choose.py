@@ -117,7 +117,7 @@ class _Balance:
         count = self._counts.get(kind, 0)
         if count >= self._most:
             kinds = ", ".join(value_repr(field_of(row.fields, name)) for name in self._names)
-            return Dropped(f"{self._most:,} rows before have {kinds}")
+            return Dropped(f"{self._most:,} earlier rows have {kinds}")
         self._counts[kind] = count + 1
         return KEPT
 
@@ -165,7 +165,7 @@ class Keep(TableStep):
         return (
             KEPT
             if hashed_number("keep", row.id) < self.share * 2**64
-            else Dropped("not in the share")
+            else Dropped("not in the random share")
         )
 
 
@@ -179,7 +179,7 @@ class _First:
 
     def take(self, row: StepRow) -> Taken:
         if not self._left:
-            return Dropped(f"behind the first {self._rows:,}")
+            return Dropped(f"after the first {self._rows:,} rows")
         self._left -= 1
         return KEPT
 

@@ -101,7 +101,7 @@ class Join(TableStep):
             if None not in kinds and kinds[0] != kinds[1]:
                 raise ConfigError(
                     f"on: column {ours!r} holds {kinds[0]}, and {theirs!r} of {self.path} holds "
-                    f"{kinds[1]}, so they are never the same"
+                    f"{kinds[1]}, so they are never equal"
                 )
         return Features({ours: feature_of(there, name) for name, ours in self._columns.items()})
 

@@ -134,8 +134,8 @@ class Cross(_Pieces):
             number *= len(pieces)
         if number > self.most:
             raise ConfigError(
-                f"there are {number:,} combinations, more than most={self.most:,}: raise most, or "
-                "take some by chance with Pick"
+                f"there are {number:,} combinations, more than most={self.most:,}: raise most, "
+                "or draw some at random with Pick"
             )
         return [dict(zip(self.lists, values, strict=True)) for values in product(*lists)]
 

@@ -60,11 +60,11 @@ class Ruler(TableStep):
         for key in ("tasks", "lengths"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
         if unknown := [name for name in self.tasks if name not in TASKS]:
-            raise ConfigError(f"tasks must be among {', '.join(TASKS)}: {unknown[0]!r}")
+            raise ConfigError(f"tasks must be one of {', '.join(TASKS)}, got {unknown[0]!r}")
         if not self.tasks or not self.lengths:
-            raise ConfigError("give at least one of tasks and one of lengths")
+            raise ConfigError("give at least one task and one length")
         if self.reserve < 0:
-            raise ConfigError(f"reserve must not be below 0: {self.reserve}")
+            raise ConfigError(f"reserve must be at least 0, got {self.reserve}")
         minimum = _LEAST + self.reserve
         if short := [one for one in self.lengths if type(one) is not int or one < minimum]:
             raise ConfigError(f"lengths must be whole numbers from {minimum} on: {short[0]!r}")

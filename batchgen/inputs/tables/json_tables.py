@@ -146,7 +146,7 @@ def _checked_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
         parsed = json.loads(f"[{between.join(texts)}]", object_pairs_hook=unique_members)
     rows: list[dict[str, Any]] = parsed[::2]
     if parsed[1::2] != [mark] * (len(texts) - 1) or set(map(type, rows)) != {dict}:
-        raise ValueError("a row is no JSON object on one line")
+        raise ValueError("each line must hold one JSON object")
     return rows
 
 

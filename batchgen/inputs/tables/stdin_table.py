@@ -43,7 +43,7 @@ def spooled_stdin(folder: Path) -> Path:
         ) from None
     if not size:
         raise ConfigError(
-            "dataset.path=-: standard input is empty: pipe rows into the command (to go on with a "
+            "dataset.path=-: standard input is empty: pipe rows into the command (to resume a "
             "job, the same rows again)"
         )
     return file

@@ -123,7 +123,7 @@ def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         twice = first_repeated(name for name, _ in pairs)
-        raise ValueError(f"the key {twice!r:.100} stands twice in one object")
+        raise ValueError(f"the key {twice!r:.100} appears twice in one object")
     return members
 
 

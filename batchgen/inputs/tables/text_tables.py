@@ -158,8 +158,8 @@ class CsvReader:
             pairs = zip(lines, cells, strict=True)
             line, cell = next((line, cell) for line, cell in pairs if not _fits(cell, kind))
         raise ConfigError(
-            f"dataset.types: {file}, line {line}: {cell.as_py()!r} in column {name!r} is no "
-            f"{self._types[name]}"
+            f"dataset.types: {file}, line {line}: {cell.as_py()!r} in column {name!r} is not of "
+            f"type {self._types[name]}"
         )
 
 
@@ -194,10 +194,10 @@ def _wrong_quote(form: CsvForm, error: csv.Error) -> str:
     if str(error) == "unexpected end of data":
         return f"a quote that opens in this row is never closed: close it, {text}"
     quote = form.quotes
-    escape = "" if form.escape_char else ", set dataset.escape_char if a character stands for that"
+    escape = "" if form.escape_char else ", set dataset.escape_char if a character escapes quotes"
     return (
-        f"text stands behind the {quote} that closes a cell: write {quote}{quote} for a {quote} in "
-        f"a cell{escape}, {text}"
+        f"there is text after the {quote} that closes a cell: write {quote}{quote} for a {quote} "
+        f"in a cell{escape}, {text}"
     )
 
 
@@ -212,7 +212,7 @@ def _with_clear_escapes(
         if escape in line and (index := clear.sub("", line).find(escape)) >= 0:
             following = clear.sub("", line)[index + 1 : index + 2]
             raise ConfigError(
-                f"dataset.path: {file}, line {number}: dataset.escape_char {escape} stands before "
+                f"dataset.path: {file}, line {number}: dataset.escape_char {escape} comes before "
                 f"{following!r}: it belongs before a delimiter, a quote, a line end or itself; "
                 f"write {escape}{escape} for the character, or set dataset.escape_char=null"
             )

@@ -142,7 +142,7 @@ class FollowedJob(GradedShards):
         grades = self._grades_of(number) if self.needs_grades else ""
         if grades is None:
             if is_ended and self._is_of_folder:  # nobody makes them
-                raise self._unusable("some are missing, of other steps or of other rows")
+                raise self._unusable("some are missing, or belong to other steps or rows")
             return False
         with CheckedFile(path) as file:
             if not file.schema.equals(self.schema):

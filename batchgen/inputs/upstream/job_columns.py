@@ -25,8 +25,10 @@ SOURCE_FIELD = pa.field(
     SOURCE,
     pa.struct([("row_id", pa.string()), ("sample_index", pa.int32()), ("digest", pa.string())]),
     metadata={
-        "meaning": "of which answer of another job the row is made: the row and the sample there "
-        "(null if it is all samples), and a digest of the text",
+        "meaning": (
+            "the answer of another job that the row was made from: its row, its sample (null for "
+            "all samples) and a digest of its text"
+        ),
         _SOURCE_MARK.decode(): "1",
     },
 )
@@ -98,8 +100,8 @@ def job_columns(jobs: Sequence[ReadableJob], config: DatasetConfig) -> JobColumn
     if len({other.text for other in each}) > 1:
         texts = ", ".join(dict.fromkeys(other.text for other in each))
         raise ConfigError(
-            f"dataset.path: the jobs call the generated text by different names ({texts}): give it "
-            "one with dataset.text_as=NAME"
+            f"dataset.path: the jobs have different names for the generated text ({texts}): give "
+            "it one with dataset.text_as=NAME"
         )
     shared = {
         name: field

@@ -289,7 +289,7 @@ def _nothing_left(jobs: Sequence[ReadableJob], choice: AnswerSelector) -> str:
     names = ", ".join(job.user_path for job in jobs)
     steps = "; ".join(f"{left.choice}: {left.rows:,}" for left in choice.funnel)
     examples = "".join(f"\n  {example}" for example in choice.examples)
-    example_text = f"; dataset.where left out, for example:{examples}" if examples else ""
+    example_text = f"; dataset.where dropped, for example:{examples}" if examples else ""
     return f"dataset.path: no row of {names} is left ({steps}){example_text}"
 
 

@@ -19,7 +19,7 @@ from batchgen.util.shorten import some_names
 
 ROW_ID = " id"
 """The column with the id that a row has here."""
-_TEXT_MEANING = "the text of the answer of another job that the row is made of"
+_TEXT_MEANING = "the text of the answer of another job that the row was made from"
 
 
 class AnswerColumns:
@@ -43,8 +43,8 @@ class AnswerColumns:
         names = names if config.columns is None else list(config.columns)
         if SOURCE in names:
             raise ConfigError(
-                f"dataset: the column {SOURCE!r} has the name of the one that says of which answer "
-                f"a row is made: rename it with 'dataset.rename={{{SOURCE}: NAME}}'"
+                f"dataset: the column {SOURCE!r} has the name of the column that says which "
+                f"answer a row was made from: rename it with 'dataset.rename={{{SOURCE}: NAME}}'"
             )
         return pa.schema([*map(self._field, names), SOURCE_FIELD])
 

@@ -27,5 +27,5 @@ def samples_per_row(sampling: SamplingConfig, complete: int = 0, samples: int = 
         text = f"{mean:,.1f} samples of each row, as of the {complete:,} that are complete"
         return SamplesPerRow(Range.exactly(mean), text)
     fewest = Enough(until.valid, until.most, until.width).fewest
-    text = f"{fewest:,} to {until.most:,} samples of each row, as nothing is known of them"
+    text = f"{fewest:,} to {until.most:,} samples of each row, as their number is unknown"
     return SamplesPerRow(Range(fewest, (fewest + until.most) / 2, until.most), text)

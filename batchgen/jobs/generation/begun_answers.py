@@ -84,8 +84,8 @@ class BegunAnswers:
             # A torn end of a file would hide what came behind it.
             self._every = 0.0
             print(
-                f"batchgen: warning: rows that are begun are not recorded any more ({error}): "
-                "after a stop they begin again",
+                f"batchgen: warning: unfinished answers are no longer recorded ({error}): after "
+                "a stop they start again",
                 file=sys.stderr,
             )
         return len(self._known)

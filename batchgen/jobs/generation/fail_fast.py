@@ -84,5 +84,5 @@ class FailFast:
             f"{who} failed in the same way: {first.failure.type}: {first.failure} (row "
             f"{first.row_id}). The job has stopped, and none of these rows was written: correct "
             "what is wrong and run the command again, with the same output.dir; "
-            "output.on_all_errors=continue writes such rows and goes on"
+            "output.on_all_errors=continue writes such rows and continues"
         )

@@ -32,7 +32,7 @@ class LaunchProgress:
         )
         self._begun = self._shown = time.monotonic()
         self._first: int | None = None  # rows that were finished when the first worker reported
-        self.print(f"{title}; batchgen status {folder.path} says what each does")
+        self.print(f"{title}; batchgen status {folder.path} shows what each worker does")
 
     def __enter__(self) -> Self:
         return self

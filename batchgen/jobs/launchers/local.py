@@ -69,7 +69,7 @@ class LocalLauncher(Launcher):
             )
         if not count:
             raise ConfigError(
-                "launcher.workers has no value, and there is no GPU: say how many workers share "
+                "launcher.workers has no value, and there is no GPU: set how many workers share "
                 "the CPU, as in launcher.workers=2"
             )
         return count, devices

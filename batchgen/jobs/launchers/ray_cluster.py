@@ -133,8 +133,8 @@ def count_workers(asked_for: int | None, nodes: Sequence[Mapping[str, Any]], nee
     count = asked_for
     if count is None and "GPU" not in need:
         raise ConfigError(
-            "launcher.workers has no value, and the workers take no GPU: say how many there are, "
-            "as in launcher.workers=2"
+            "launcher.workers has no value, and the workers use no GPU: set their number, as in "
+            "launcher.workers=2"
         )
     if count is None and room:
         return room

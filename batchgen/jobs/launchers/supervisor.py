@@ -173,7 +173,7 @@ class Supervisor:
         while running := [slot for slot in self._slots if slot.is_running]:
             if time.monotonic() > until:
                 names = ", ".join(slot.name for slot in running)
-                print(f"{names}: told to stop, and not heard of since", file=sys.stderr)
+                print(f"{names}: asked to stop, no answer since", file=sys.stderr)
                 return
             for slot in running:
                 slot.end = slot.process.poll()
@@ -191,7 +191,7 @@ class Supervisor:
             rows, _ = counted_rows(self._folder.beats())
             message = (
                 f"Stopped all workers with {rows:,} answers done. The output so far is in "
-                f"{self._folder.path}; run the same command to go on from there."
+                f"{self._folder.path}; run the same command to resume."
             )
             return Launched(128 + stopped_by, stopped_by, message)
         if spent := [slot for slot in self._slots if slot.is_out_of_budget]:

@@ -51,18 +51,18 @@ def _check_constraint(config: JobConfig) -> None:
     constraint = config.constraint
     if not isinstance(constraint, NoConstraintConfig) and constraint.start_after is not None:
         raise ConfigError(
-            "constraint.start_after must be null with this model, which says in which channel it "
-            "answers (Harmony): a constraint holds in the final channel"
+            "constraint.start_after must be null with this model, which names the channel of its "
+            "answer (Harmony): a constraint holds in the final channel"
         )
     if config.output.whole_text:
         raise ConfigError(
-            "output.whole_text=true writes all channels as one text, and a constraint holds in the "
-            "final channel alone: leave one out"
+            "output.whole_text=true writes all channels as one text, but a constraint holds only "
+            "in the final channel: leave one out"
         )
     if config.scores_choices:
         raise ConfigError(
-            "constraint.scores says how likely choices are right behind the prompt, and this model "
-            "begins each answer with a channel (Harmony): leave it out"
+            "constraint.scores gives the probabilities of choices directly after the prompt, but "
+            "this model begins each answer with a channel (Harmony): leave it out"
         )
 
 

@@ -85,8 +85,8 @@ def _enough(until: UntilConfig) -> Enough:
     enough = Enough(until.valid, until.most, until.width)
     if enough.fewest > until.most:
         raise ConfigError(
-            f"sampling.until.width={until.width:g} needs {enough.fewest:,} samples of a row at "
-            f"least, and sampling.until.most={until.most} ends it before: raise most, or width"
+            f"sampling.until.width={until.width:g} needs {enough.fewest:,} samples of a row or "
+            f"more, but sampling.until.most={until.most} ends it before: raise most, or width"
         )
     return enough
 

@@ -116,4 +116,4 @@ class JobAttempt:
 
 def how_to_resume(display_name: str) -> str:
     """The sentence that says how to resume a stopped job."""
-    return f"The output so far is in {display_name}; run the same command to go on from there."
+    return f"The output so far is in {display_name}; run the same command to resume."

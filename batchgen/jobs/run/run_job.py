@@ -70,8 +70,8 @@ def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Tu
             ended = completed_elsewhere(storage, parts, rows=0)
         if ended is None:
             raise JobError(
-                f"the workers of the job in {config.output.dir} have left it while this one "
-                "began to join them: run the same command again"
+                f"the workers of the job in {config.output.dir} left while this one was joining: "
+                "run the same command again"
             ) from None
         return ended
 
@@ -164,7 +164,7 @@ def _refuse_quarantined(todo: ShardQueue, worker: Worker) -> None:
     for shard, rows in todo.quarantined_rows().items():
         some = ", ".join(rows[:20]) + (f" … ({len(rows):,} in all)" if len(rows) > 20 else "")
         who = ", ".join(map(str, ended.get(shard, ())))
-        lines.append(f"shard {shard} has ended the workers {who}; rows not computed: {some}")
+        lines.append(f"shard {shard} crashed the workers {who}; rows not computed: {some}")
     if lines:
         raise JobError(
             "all other rows are computed, but some are in quarantine:\n  "

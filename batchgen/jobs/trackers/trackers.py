@@ -93,7 +93,7 @@ class _Beside:
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._warn("it does not answer; what it has not taken is left out")
+            self._warn("it does not answer; values that it has not received are left out")
 
     def _put(self, report: tuple[Run, dict[str, float]] | None) -> None:
         while self._thread.is_alive():
@@ -118,7 +118,9 @@ class _Beside:
             self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, why: str) -> None:
-        text = f"progress.report_to={self._name} has failed, and the job goes on: {why}"
+        text = (
+            f"progress.report_to={self._name} has failed, and the job continues without it: {why}"
+        )
         print(f"batchgen: warning: {text}", file=sys.stderr)
 
 

@@ -27,7 +27,7 @@ _SMALL = 10_000  # characters of a row that need not become fewer
 _LONGEST_ID = 100
 _KINDS = {
     "error": "errors", "ungraded": "not graded", "none": "no answer", "wrong": "wrong",
-    "partly": "partly right", "cut": "cut", "constraint": "constraint not kept", "right": "right",
+    "partly": "partly right", "cut": "cut", "constraint": "constraint violated", "right": "right",
     "disagreeing": "samples disagree", "longest": "longest", "random": "at random",
 }  # fmt: skip
 """Kinds of rows, by class; the switches at the top of the rows choose among them."""
@@ -89,7 +89,7 @@ def faults(report: Collected) -> list[Fault]:
         "none": (seen.get("no answer", 0), "in which no answer was found"),
         "wrong": (seen.get("wrong", 0), "wrong or partly wrong"),
         "cut": (report.reasons["length"], "cut at max_new_tokens"),
-        "constraint": (seen.get("constraint", 0), "not within their constraint"),
+        "constraint": (seen.get("constraint", 0), "in which the constraint is violated"),
     }
     return [Fault(kind, f"{count:,} {text}") for kind, (count, text) in texts.items() if count]
 

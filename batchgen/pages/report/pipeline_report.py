@@ -50,7 +50,9 @@ def write_report(out: Path, display_name: str) -> Path:
     """
     facts = PipelineFacts.of(out)
     if facts is None:
-        raise ConfigError(f"{display_name} is no folder of a pipeline: it has no pipeline.json")
+        raise ConfigError(
+            f"{display_name} is not the folder of a pipeline: it has no pipeline.json"
+        )
     linked = [step.name for step in facts.steps if (out / step.folder / REPORT).is_file()]
     samples = {step.name: _samples(out / step.folder, step.name) for step in facts.steps}
     path = out / REPORT

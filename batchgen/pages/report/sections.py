@@ -144,8 +144,8 @@ def _scores(
         estimates.append(_estimate("mean, same questions", average, "same_questions"))
     elif same is not None:
         section.notes.append(
-            "How far the score would move if the same questions were asked again cannot be told: "
-            "all samples of each question have the same mark."
+            "How far the score would move if the same questions were asked again is unknown: all "
+            "samples of each question have the same mark."
         )
     if (meaning := COUNT_AS.get(score.get("cut_texts", ""))) is not None:
         section.notes.append(
@@ -176,10 +176,12 @@ def _scores(
         section.charts.append(question_dots(report.questions, links, _questions_note(report)))
     rates = [(name.replace("_", " "), percent_text(rate)) for name, rate in score["rates"].items()]
     if (chance := score.get("chance")) is not None:
-        section.notes.append(f"Of guesses {percent_text(chance)} would be right.")
+        section.notes.append(f"{percent_text(chance)} of random guesses would be right.")
     if of_marks and score["bounds"][0] != score["bounds"][1]:
         wrong, right = (percent_text(bound) for bound in score["bounds"])
-        rates.append(("score if all without a mark were wrong, or right", f"{wrong}, {right}"))
+        rates.append(
+            ("score if all answers without a mark were wrong, or all right", f"{wrong}, {right}")
+        )
     section.table = ("What the score leaves open", ("of all answers", "share"), rates)
     return section
 
@@ -208,8 +210,8 @@ def _until(report: Collected) -> Section:
     if not (outcomes := rates.outcomes):
         return section
     section.notes.append(
-        "When sampling of a row ends depends on which samples are valid, so that the share of "
-        "valid ones is no unbiased estimate of the rate at which the model finds one; scores are."
+        "When sampling of a row ends depends on which samples are valid, so the share of valid "
+        "ones is a biased estimate of the rate at which the model finds one; scores are unbiased."
     )
     if rates.exhausted:
         more = outcomes["exhausted"] - len(rates.exhausted)
@@ -278,10 +280,12 @@ def _steps(job: JobSummary, facts: TokenFacts) -> Section:
     counts = job.totals.counts or {}
     if forwards := counts.get("num_forwards"):
         tokens = job.totals.generated_tokens / forwards
-        section.notes.append(f"{tokens:.2f} tokens per forward on the whole.")
+        section.notes.append(f"{tokens:.2f} tokens per forward overall.")
     if drafts := counts.get("num_draft_tokens"):
         held = counts["num_accepted_tokens"]
-        section.notes.append(f"{held:,} of {drafts:,} drafts held ({percent_text(held / drafts)}).")
+        section.notes.append(
+            f"{held:,} of {drafts:,} drafts were accepted ({percent_text(held / drafts)})."
+        )
     if facts.per_step:
         note = f"{facts.tokens_per_step:.2f} on average.{_some(facts)}"
         tokens_of = f"tokens of one {name}"
@@ -292,11 +296,11 @@ def _steps(job: JobSummary, facts: TokenFacts) -> Section:
         positions = range(1, max(facts.accepted) + 1)
         at_least = {p: sum(c for held, c in facts.accepted.items() if held >= p) for p in positions}
         note = (
-            "How often the draft at a place held, of all forwards: a draft can only hold if those "
-            f"before it did.{_some(facts)}"
+            "Share of forwards in which the draft at each position was accepted: a draft can be "
+            f"accepted only if all before it were.{_some(facts)}"
         )
         section.charts.append(
-            numbers("Drafts that held", at_least, "place of the draft", "held", note, of=steps)
+            numbers("Accepted drafts", at_least, "position of the draft", "held", note, of=steps)
         )
     if blocks := _steps_per_block(job):
         section.charts.append(numbers("Steps of a block", blocks, "denoise steps", "blocks", ""))

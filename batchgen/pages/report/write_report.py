@@ -88,8 +88,8 @@ def report_html(reader: JobFolderReader, decode: Decode | None = None) -> str:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise JobError(
             f"{reader.path}: no report can be made of what metrics.json, manifest.json and "
-            f"config.yaml say ({type(error).__name__}: {error}): they are damaged, or not of "
-            "batchgen; without metrics.json there is a report of the rows alone"
+            f"config.yaml say ({type(error).__name__}: {error}): they are damaged, or were not "
+            "written by batchgen; without metrics.json there is a report of the rows alone"
         ) from error
 
 
@@ -207,7 +207,7 @@ def _warnings(job: JobSummary, data: JobData) -> list[str]:
     elif job.score is not None and data.grades is None:
         warnings.append("The grades do not belong to these rows: run `batchgen grade` again.")
     if why := job.attempt.get("batch_dependence"):
-        warnings.append(f"A row's tokens may depend on the rows beside it: {why}.")
+        warnings.append(f"A row's tokens may depend on the other rows of its batch: {why}.")
     if (cut := cut_remark(job.totals)) is not None:
         warnings.append(cut)
     return warnings

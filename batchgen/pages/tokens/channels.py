@@ -31,7 +31,7 @@ _FIELDS = (
     described_field(
         COMMENTARY,
         pa.string(),
-        "what the model says beside analysis, answer and calls; null without such",
+        "what the model writes besides analysis, answer and calls; null if there is none",
     ),
     described_field(
         "tool_calls",

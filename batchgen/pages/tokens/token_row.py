@@ -53,7 +53,7 @@ def _cycle_legend(title: str, prefix: str, values: Sequence[int]) -> Markup:
 _KEY = Markup('<span class="key {}">{}</span>')
 _LOGPROB = Mode("p", "log-probability", _heat_legend())
 _DRAFT = Mode(
-    "d", "drafts", _KEY.format("d1", "a draft that held") + " The others are the model's own."
+    "d", "drafts", _KEY.format("d1", "an accepted draft") + " The others are the model's own."
 )
 _NONE = Mode("n", "none", "No colours.")
 
@@ -135,7 +135,7 @@ class TokenRow:
         if self.steps is not None:
             lines.append(f"{self.step_name} {self.steps[index]}")
         if self.drafts is not None:
-            lines.append("a draft that held" if self.drafts[index] else "no draft")
+            lines.append("an accepted draft" if self.drafts[index] else "no draft")
         if self.experts is not None and (mine := self.experts[index]) is not None:
             every = max(len(self.layers) // _MOST_LAYERS, 1)
             for i in range(0, len(self.layers), every):

@@ -103,11 +103,11 @@ class FolderSite:
         known = {job.key: job for job in jobs_below(self._folder).jobs}
         jobs = [known.get(key) for key in keys]
         if None in jobs or len(jobs) > 2 or len(set(keys)) < len(keys):
-            raise NotThere("There is no such job here: the list of jobs has those that there are.")
+            raise NotThere("There is no such job here: choose one in the list of jobs.")
         return Site([_view(job) for job in jobs if job is not None], above="../")
 
 
 def _view(job: JobBelow) -> JobView:
     if fault := job.fault or config_fault(job.path):
-        raise NotThere(f"Nothing can be shown of {job.name}: {fault}.")
+        raise NotThere(f"{job.name} cannot be shown: {fault}.")
     return JobView(JobFolderReader(job.path), job.name)

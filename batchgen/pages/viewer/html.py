@@ -64,14 +64,14 @@ def answer(make: Callable[[Query], Response] | None, query: Query, html: Html) -
     except NotThere as error:
         return message(str(error), HTTPStatus.NOT_FOUND)
     except StillSearching as error:
-        text = f"{error.searched:,} rows were searched for the row_id. Going on …"
+        text = f"{error.searched:,} rows were searched for the row_id. Continuing …"
         return html("message", title="Still searching", again=True, text=text)
     except ConfigError as error:
         return message(str(error), HTTPStatus.BAD_REQUEST)
     except JobError as error:
         return message(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
     except FileNotFoundError as error:
-        text = f"{error.filename} was there and is gone: start batchgen view again."
+        text = f"{error.filename} has been deleted: start batchgen view again."
         return message(text, HTTPStatus.NOT_FOUND)
 
 

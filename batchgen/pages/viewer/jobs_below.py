@@ -173,7 +173,7 @@ def config_fault(folder: Path) -> str:
         config = JobFolderReader(folder).config
     except (ConfigError, OSError) as error:
         return str(error)
-    return "" if is_config(config) else "its config.yaml is not that of a job"
+    return "" if is_config(config) else "its config.yaml is not the configuration of a job"
 
 
 def _too_large(folder: Path) -> str:

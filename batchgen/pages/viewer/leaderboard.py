@@ -125,7 +125,7 @@ def _board(jobs: Sequence[JobBelow]) -> Board:
     names, dataset = tuple(job.name for job in jobs), jobs[0].short_dataset
     if large := [job.name for job in jobs if (job.rows or 0) > MOST_ANSWERS]:
         fault = f"{large[0]} has more than {MOST_ANSWERS:,} answers, which is too many for a page"
-        return Board(dataset, names, fault=f"{fault}: batchgen compare takes them")
+        return Board(dataset, names, fault=f"{fault}: use batchgen compare")
     folders = [ArmFolder(job.name, str(job.path), listed=True) for job in jobs]
     try:
         arms, column = job_arms(folders)

@@ -79,7 +79,7 @@ def _status(job: JobSummary) -> str:
         amount = f"{job.totals.rows:,} of {total:,} answers"
     text = f"{job.status}, {amount}"
     is_fine = job.status in ("complete", "running")
-    return text if is_fine else f"{text} (the command goes on from there)"
+    return text if is_fine else f"{text} (the command resumes it)"
 
 
 def rows_to_come(job: JobSummary) -> int | None:

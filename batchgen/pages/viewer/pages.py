@@ -132,7 +132,7 @@ class Site:
             where = "before" if back else "after"
             raise NotThere(f"There is no such row {where} row {index:,}.")
         at = hits.next_row if back else hits.next_row - 1
-        text = f"{hits.searched:,} answers were searched up to row {at:,}, and none is such."
+        text = f"{hits.searched:,} answers were searched up to row {at:,}, and none matches."
         go_on = "step?" + urlencode({**query, "n": str(at)})
         return self._html("message", title="Still searching", text=text, go_on=go_on)
 

@@ -86,7 +86,7 @@ class ViewServer(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"view: port {port} cannot be had ({error}): leave out --port to get a free one"
+                f"view: port {port} cannot be opened ({error}): leave out --port to get a free one"
             ) from None
         self.hosts = {f"{name}:{self.server_port}" for name in (ADDRESS, "localhost")}
         if self.server_port == 80:  # browsers leave this one out
@@ -129,9 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _refusal(self) -> tuple[HTTPStatus, str] | None:
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
-            return HTTPStatus.FORBIDDEN, f"this server is {self.server.url.rsplit('/', 2)[0]} alone"
+            return HTTPStatus.FORBIDDEN, (
+                f"this server answers only at {self.server.url.rsplit('/', 2)[0]}"
+            )
         if self.command not in ("GET", "HEAD"):
-            return HTTPStatus.METHOD_NOT_ALLOWED, "there is nothing to write here"
+            return HTTPStatus.METHOD_NOT_ALLOWED, "this server only reads"
         if len(self.path) > LONGEST_TARGET:
             return HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long"
         is_ours = self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
@@ -143,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             target = urlsplit(self.path)
         except ValueError:  # a bracket without the other, as of an address of IPv6
-            return _plain(HTTPStatus.BAD_REQUEST, "This is no address.")
+            return _plain(HTTPStatus.BAD_REQUEST, "This is not a valid address.")
         key, slash, page = target.path.removeprefix("/").partition("/")
         if not slash or not hmac.compare_digest(key.encode(), self.server.key.encode()):
             return _plain(

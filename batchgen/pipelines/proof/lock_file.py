@@ -85,7 +85,7 @@ class LockFile:
     def read(cls, path: Path) -> Self:
         """The lock in a file. Raises ConfigError if it is none."""
         if path.is_file() and path.stat().st_size > MOST_BYTES:
-            raise ConfigError(f"{path} is no lock file: it has more than {MOST_BYTES >> 20} MiB")
+            raise ConfigError(f"{path} is not a lock file: it has more than {MOST_BYTES >> 20} MiB")
         values, locations = read_job_file(path)
         try:
             if values[LOCK] != FORMAT_VERSION:
@@ -97,12 +97,12 @@ class LockFile:
             versions = {str(k): str(v) for k, v in values[VERSIONS].items()}
             steps = values[STEPS]
             if not isinstance(steps, dict) or not steps or steps.keys() != proof.keys():
-                raise ValueError("steps and proof name other steps")
+                raise ValueError("steps and proof name different steps")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{path} is no lock file of batchgen ({type(error).__name__}: {error}): "
+                f"{path} is not a lock file of batchgen ({type(error).__name__}: {error}): "
                 "`batchgen lock OUT` writes one"
             ) from None
         return cls(steps, proof, versions, locations)
@@ -121,9 +121,9 @@ def _proof(values: Mapping[str, Any]) -> StepProof:
     texts += [text for text in (proof.dataset, proof.grades) if text is not None]
     numbers = [proof.rows, proof.shards, proof.dataset_rows or 0]
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a digest is no text")
+        raise TypeError("a digest is not a text")
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise TypeError("a number of rows is none")
+        raise TypeError("a number of rows is not a number")
     if proof.shard_roots and not len(proof.shard_roots) == len(proof.files) == proof.shards:
-        raise ValueError("there are not as many digests as shards")
+        raise ValueError("the number of digests differs from that of shards")
     return proof

@@ -69,7 +69,9 @@ def locked_jobs(
     """
     values = read_pipeline({STEPS: dict(lock.steps)}, lock.locations, overrides)
     if is_url(values.out):
-        raise ConfigError("output.dir: a lock is rebuilt in a folder of this machine: name one")
+        raise ConfigError(
+            "output.dir: a lock can only be rebuilt in a folder of this machine: name one"
+        )
     typed = {parse_override(argument).key for argument in overrides if "=" in argument}
     if not confirmed:  # templates and schemas are read when the configuration is made
         _confirm({name: _nested(step.values) for name, step in values.steps.items()}, typed)
@@ -96,8 +98,8 @@ def _confirm(steps: Mapping[str, Mapping[str, Any]], typed: set[str]) -> None:
     if left:
         listed = "".join(f"\n  {key}={path}" for key, path in left)
         raise ConfigError(
-            f"the lock names places that would be read:{listed}\ngive your own as KEY=PLACE, or "
-            "add --yes if these are meant"
+            f"the lock names models and data that would be read:{listed}\nname your own with "
+            "KEY=PATH, or add --yes to read these"
         )
 
 

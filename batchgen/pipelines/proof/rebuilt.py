@@ -78,7 +78,7 @@ def opened(
         lines += _other_data(parts, proof, fingerprints.get(_DATASET))
         if lines:
             raise ConfigError(
-                f"step {name} was made of something else than what is here:\n  "
+                f"step {name} was made from something else than what is here:\n  "
                 + "\n  ".join(lines)
             )
         yield config, parts

@@ -43,7 +43,7 @@ def new_folder(job_path: str) -> Path:
     """Check the folder that a user names for a new set. Raises ConfigError for an object store."""
     if is_url(job_path):
         raise ConfigError(
-            f"--out {job_path}: a set is written to a folder of this machine: name one"
+            f"--out {job_path}: a set can only be written to a folder of this machine: name one"
         )
     return user_path(job_path, "--out")
 
@@ -59,8 +59,8 @@ def is_there(path: Path, request: str) -> bool:
     if path.is_dir() and not any(path.iterdir()):
         return False
     raise ConfigError(
-        f"--out {path} is there already and holds something else, or what other options or rows "
-        "made: name another folder, or delete it first"
+        f"--out {path} exists already and holds something else, or rows of other options: name "
+        "another folder, or delete it first"
     )
 
 

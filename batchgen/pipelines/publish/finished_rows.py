@@ -134,7 +134,7 @@ def set_facts(path: Path) -> dict[str, Any]:
     """
     refuse_links(path)
     if (path / SET_FILE).is_symlink():
-        raise ConfigError(f"{path / SET_FILE} is a link, and the files of a set are not")
+        raise ConfigError(f"{path / SET_FILE} is a link, and the files of a set are never links")
     try:
         facts: dict[str, Any] = json.loads((path / SET_FILE).read_text(encoding="utf-8"))
         texts = [facts["kind"], facts["request"], facts.get("text_column", "")]
@@ -157,8 +157,8 @@ def whole_set(path: Path, user_path: str) -> tuple[dict[str, Any], WholeShards]:
     whole = whole_shards(FolderStorage(path), user_path, facts.get("rows"), SET_FILE)
     if facts.get("digest", digest := set_digest(whole)) != digest:
         raise JobError(
-            f"{user_path}: its rows are not those that were written: {SET_FILE} says which these "
-            "are; make the set again in another folder"
+            f"{user_path}: its rows differ from those that were written, as {SET_FILE} lists "
+            "them; make the set again in another folder"
         )
     return facts, whole
 
@@ -174,7 +174,7 @@ def _open_set(user_path: str, path: Path) -> FinishedRows:
     if facts["kind"] != "rows":
         raise ConfigError(
             f"{user_path} is an export for a trainer ({facts['kind']}): give the job or the set "
-            "that it was made of"
+            "that it was made from"
         )
     configs = [c if isinstance(c := one.get("config"), dict) else {} for one in facts["jobs"]]
     prompts = [config.get("prompt") for config in configs]

@@ -60,8 +60,8 @@ class FolderPush:
         set_verbosity(CRITICAL)
         if get_token() is None:
             raise ConfigError(
-                "push: nobody is logged in to the hub here: run `hf auth login` first, with a "
-                "token that may write"
+                "push: you are not logged in to the hub on this machine: run `hf auth login` "
+                "first, with a token that may write"
             )
         self._folder, self._repo, self._say, self._sleep = folder, repo, say, sleep
         self._api: HfApi = HfApi(library_name="batchgen")
@@ -78,11 +78,11 @@ class FolderPush:
                 self._repo, repo_type="dataset", private=private or None, exist_ok=True
             )
         except HFValidationError as error:
-            raise ConfigError(f"push: {self._repo!r} is no USER/SET: {error}") from None
+            raise ConfigError(f"push: {self._repo!r} is not USER/SET: {error}") from None
         if private and not self._api.repo_info(self._repo, repo_type="dataset").private:
             raise ConfigError(
-                f"push --private: {self._repo} is there and public: make it private on the hub, or "
-                "choose another name"
+                f"push --private: {self._repo} exists already and is public: make it private on "
+                "the hub, or choose another name"
             )
 
     def _refuse_other_rows(self) -> None:
@@ -132,8 +132,8 @@ class FolderPush:
         self.push(complete=status == "complete")
         if status != "complete":
             raise JobError(
-                f"the job in {self._folder.user_path} is not complete ({status}), and what it has "
-                "is pushed: run its command again, and then this one"
+                f"the job in {self._folder.user_path} is not complete ({status}). What it has "
+                "was pushed: run its command again, and then this one"
             )
 
     def _push_some(self, complete: bool) -> bool:
@@ -229,7 +229,7 @@ class FolderPush:
                 if not left:
                     raise JobError(
                         f"push: the hub fails again and again ({_error_text(error)}): what was "
-                        "pushed stays, and the same command goes on"
+                        "pushed stays, and the same command resumes"
                     ) from None
                 if status != _CONFLICT:
                     self._sleep(min(after or wait, _MOST_WAIT))

@@ -50,8 +50,8 @@ def expression_value(expression: RowExpression, row: LocatedRow) -> Any:
         return expression.value(row.variables, str(row.variables.get("row_id", "")))
     except ExpressionFailed as error:
         raise ConfigError(
-            f"{set_row_name(row)}: {error}: mend the expression, or let it pass such rows over "
-            "(`x is not none and …`)"
+            f"{set_row_name(row)}: {error}: correct the expression, or let it skip such rows (`x "
+            "is not none and …`)"
         ) from None
 
 

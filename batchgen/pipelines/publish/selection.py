@@ -88,7 +88,7 @@ def _prefixes(jobs: Sequence[FinishedRows]) -> list[str]:
     names = [job.user_path.rstrip("/").rpartition("/")[2] for job in jobs]
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"two of these jobs have one name ({', '.join(sorted(names))}), and ids begin with it: "
-            "move one of them"
+            f"two of these jobs have one name ({', '.join(sorted(names))}), and ids begin with "
+            "it: rename one of the folders"
         )
     return [f"{name}/" for name in names]

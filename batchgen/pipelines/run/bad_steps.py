@@ -60,7 +60,8 @@ class ErrorWatch:
             name = row_name(row["row_id"], row["sample_index"])
             lines.append(f"  {name}: {beginning(str(row['error']['message']), _SHOWN)}")
         lines.append(
-            f"The pipeline ends here. Mend the step and run the command again; {MOST_ERRORS}=1 "
-            f"goes on as it is, and {self._step}.output.retry_errors=true computes errors again."
+            "The pipeline ends here. Correct the step and run the command again; "
+            f"{MOST_ERRORS}=1 continues as it is, and {self._step}.output.retry_errors=true "
+            "computes errors again."
         )
         return "\n".join(lines)

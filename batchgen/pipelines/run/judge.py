@@ -100,14 +100,14 @@ def _template(values: Mapping[str, Any], start: str) -> tuple[str, _Template]:
     """The name and the template that the keys `template` and `scale` choose."""
     scale = values.get("scale")
     if scale is not None and scale not in _SCALES:
-        raise ConfigError(f"{start}.scale must be among {', '.join(_SCALES)}: {scale!r:.40}")
+        raise ConfigError(f"{start}.scale must be one of {', '.join(_SCALES)}, got {scale!r:.40}")
     name = values.get("template") or _SCALES.get(str(scale))
     if name is None:
         raise ConfigError(f"{start}: give a template ({', '.join(_TEMPLATES)}) or a scale")
     if name not in _TEMPLATES:
         raise ConfigError(
-            f"{start}.template must be among {', '.join(_TEMPLATES)}: {name!r:.40} (a text of your "
-            "own: give the step prompt.user beside judge)"
+            f"{start}.template must be one of {', '.join(_TEMPLATES)}, got {name!r:.40} (a text "
+            "of your own: give the step prompt.user next to judge)"
         )
     template = _TEMPLATES[name]
     if scale not in (None, template.scale):

@@ -93,8 +93,8 @@ def panel_steps(
         raise ConfigError(f"{start}.{MODELS} names the models: leave out model.path")
     if "post" in options:
         raise ConfigError(
-            f"{start}.{MODELS}: the marks of all judges are read in one way, by their template: "
-            "leave out post, and grade the steps of the judges afterwards"
+            f"{start}.{MODELS}: the marks of all judges are read in the same way, by their "
+            "template: leave out post, and grade the judges' steps afterwards"
         )
     by_name: dict[str, tuple[dict[str, Any], Panel | None]] = {}
     steps: dict[str, str] = {}
@@ -102,8 +102,8 @@ def panel_steps(
     for judge_name, model in models.items():
         if not isinstance(judge_name, str) or not _NAME.fullmatch(judge_name):
             raise ConfigError(
-                f"{start}.{MODELS}: {judge_name!r:.40} is no name of a judge: up to 20 letters, "
-                "digits and _, the first one a letter"
+                f"{start}.{MODELS}: {judge_name!r:.40} is not the name of a judge: use up to 20 "
+                "letters, digits and _, the first one a letter"
             )
         values = {
             **options,
@@ -133,8 +133,8 @@ def check_panel(name: str, judges: Mapping[str, SamplingConfig]) -> None:
         if sampling.n > 1 or sampling.until is not None:
             key = "sampling.until" if sampling.until else f"sampling.n={sampling.n}"
             raise ConfigError(
-                f"step {name}: {JUDGE}.{MODELS} takes one mark of each judge for an answer, and "
-                f"{judge} has {key}: leave that out, or name a model several times"
+                f"step {name}: {JUDGE}.{MODELS} takes one mark per judge and answer, but {judge} "
+                f"has {key}: leave that out, or name a model several times"
             )
 
 

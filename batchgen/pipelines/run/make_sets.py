@@ -67,7 +67,7 @@ def _make_export(one: Export, source: str, record: ExportRecord) -> str:
     path, known = record.folder / one.out, record.exports.get(one.out)
     there = record.own_digest(one.out)
     if known is not None and known.request == request and known.digests[:1] == (there,):
-        return f"{path}: has these rows already"
+        return f"{path}: already has these rows"
     # One name: what a kill has left of a folder is deleted when it is written again.
     new = path.with_name(f".{path.name}.new.tmp")
     try:
@@ -106,7 +106,9 @@ def push_all(opened: OpenPipeline, say: Callable[[str], None]) -> list[str]:
         folder = PushedFolder(opened.folder(one.source) if is_step else str(set_folder))
         push = FolderPush(folder, one.repo, private=one.private, say=say)
         push.push(complete=True)
-        done = f"{push.pushed:,} files pushed" if push.pushed else "all files are there already"
+        done = (
+            f"{push.pushed:,} files pushed" if push.pushed else ("all files are on the hub already")
+        )
         lines.append(f"push {one.source}: {done}: {push.url}")
     return lines
 
@@ -179,7 +181,7 @@ def _of_step(opened: OpenPipeline, name: str, promises: dict[str, Promise]) -> P
     if step.parents:  # all jobs that are read have the columns that their reader has
         data = replace(data, path=opened.folder(step.parents[0]), follow=True)
         if data.paths[0] not in promises:
-            raise ConfigError(f"nothing is known of {step.parents[0]}")
+            raise ConfigError(f"{step.parents[0]} is not known yet")
     job = replace(config, dataset=data)
     if step.tables:  # their rows are not there, nor the columns that prompts show
         for index in step.tables:

@@ -90,7 +90,7 @@ class OldVersions:
                 return f"{name} reads it"
         current = self._record.steps[step].current
         if current is not None and not self._is_complete(self._folder(step, current)):
-            return f"{step} is not complete, and copies rows of it"
+            return f"{step} is not complete, and may copy its rows"
         return None
 
     def _is_complete(self, folder: str) -> bool:

@@ -131,10 +131,11 @@ class OpenPipeline:
             for name, folder in mine.items():
                 if (other := now.current.get(name)) != folder:
                     raise JobError(
-                        f"{self._storage.display_name}: another configuration was started in this "
-                        f"folder meanwhile, by which step {name} is {other or 'left out'} and not "
-                        f"{folder}: its exports are the current ones. All rows of this one are "
-                        "there: run its command again to make it the current one"
+                        f"{self._storage.display_name}: meanwhile another configuration was "
+                        f"started in this folder, with step {name} in {other or 'no folder'} "
+                        f"instead of {folder}, and its exports are the current ones. All rows of "
+                        "this configuration are complete: run its command again to make it the "
+                        "current one"
                     )
             yield
 
@@ -202,6 +203,6 @@ def _refuse_foreign(display_name: str, names: list[str]) -> None:
     if foreign and RECORD not in names and PIPELINE_FILE not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(
-            f"output.dir={display_name} holds files that are not of a pipeline ({listed}): choose "
-            "a new or empty folder"
+            f"output.dir={display_name} holds files that do not belong to a pipeline ({listed}): "
+            "choose a new or empty folder"
         )

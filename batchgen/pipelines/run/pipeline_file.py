@@ -110,11 +110,11 @@ def _check_name(name: Any, locations: Mapping[str, str], taken: Collection[str])
     start = locations.get(f"{STEPS}.{name}", f"{STEPS}.{name}")
     if not isinstance(name, str) or not STEP_NAME.fullmatch(name):
         raise ConfigError(
-            f"{start}: {name!r} is no name of a step: up to 41 letters, digits, _ and -, the first "
-            "one a letter"
+            f"{start}: {name!r} is not the name of a step: use up to 41 letters, digits, _ and "
+            "-, the first one a letter"
         )
     if name in taken:
-        raise ConfigError(f"{start}: {name} has another meaning here: give the step another name")
+        raise ConfigError(f"{start}: {name} is a reserved name: give the step another name")
 
 
 def _add_steps(
@@ -164,8 +164,8 @@ def _step(
         flat_values = flat_values if panel is None else panel.values(flat_values)
     if DIR in flat_values:
         raise ConfigError(
-            f"{locations.get(prefix + DIR, prefix + DIR)}: a step writes into a folder below the "
-            f"pipeline's: leave it out, and give {DIR} above steps"
+            f"{locations.get(prefix + DIR, prefix + DIR)}: a step writes into a folder inside "
+            f"the pipeline's: leave it out, and give {DIR} above steps"
         )
     if parents and ("dataset.path" in flat_values or flat_values.get("dataset", "job") != "job"):
         key = "dataset.path" if "dataset.path" in flat_values else "dataset"
@@ -226,7 +226,7 @@ def _flat(values: Mapping[str, Any], locations: Mapping[str, str], prefix: str) 
 
     def add(key: str, value: Any) -> None:
         if key in flat:
-            raise ConfigError(f"{locations.get(prefix + key, prefix + key)}: {key} is there twice")
+            raise ConfigError(f"{locations.get(prefix + key, prefix + key)}: {key} appears twice")
         flat[key] = value
 
     for key, value in values.items():

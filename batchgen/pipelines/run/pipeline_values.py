@@ -72,9 +72,7 @@ def add_override(pipeline: PipelineValues, argument: str) -> None:
             if not (step.parents and group == "dataset"):
                 step.overrides.append(argument)
     elif group in (STEPS, FROM):
-        raise ConfigError(
-            f"{argument}: which steps there are, and what they read, stands in the pipeline file"
-        )
+        raise ConfigError(f"{argument}: the steps and what they read are set in the pipeline file")
     else:
         guess = nearest(group, [*pipeline.steps, *GROUPS, *KEYS]) or nearest_key(key)
         raise ConfigError(
@@ -105,10 +103,10 @@ def _add_to_step(step: GivenStep, argument: str) -> None:
     sign, _, rest = match.groups()
     key = rest.partition("=")[0]
     if key.partition(".")[0] in (FROM, AFTER, STEPS):
-        raise ConfigError(f"{argument}: what a step reads stands in the pipeline file")
+        raise ConfigError(f"{argument}: what a step reads is set in the pipeline file")
     if key == DIR:
         raise ConfigError(
-            f"{argument}: a step writes into a folder below the pipeline's, which {DIR} says"
+            f"{argument}: a step writes into a folder inside the pipeline's, which {DIR} names"
         )
     if step.parents and key in ("dataset", "dataset.path", "dataset.kind"):
         raise ConfigError(

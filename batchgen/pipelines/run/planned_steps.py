@@ -42,8 +42,8 @@ class PlannedStep:
         rows = "its rows" if self.most_rows is None else f"at most {counted(self.most_rows, 'row')}"
         more = "" if self.most_rows is None else f", {counted(self.most_rows * samples, 'answer')}"
         return (
-            f"{head}\nwaits for {' and '.join(self.waits_for)}: {rows}{more}; what they say is not "
-            "known yet, and how long they take neither"
+            f"{head}\nwaits for {' and '.join(self.waits_for)}: {rows}{more}; neither their "
+            "content nor their time is known yet"
         )
 
 

@@ -69,12 +69,12 @@ def read_exports(pipeline: PipelineValues, steps: Collection[str]) -> list[Expor
     exports = [_export(values, start, steps) for values in _list_of(pipeline, EXPORT)]
     if exports and is_url(pipeline.out):
         raise ConfigError(
-            f"{start}it writes files of this machine, and output.dir is in an object store: leave "
-            f"it out, and run `batchgen export {pipeline.out}/STEP --out FILE` afterwards"
+            f"{start}it writes files on this machine, but output.dir is in an object store: "
+            f"leave it out, and run `batchgen export {pipeline.out}/STEP --out FILE` afterwards"
         )
     for number, one in enumerate(exports):
         if one.out in [other.out for other in exports[:number]]:
-            raise ConfigError(f"{start}two of them write {one.out}: give one another `out`")
+            raise ConfigError(f"{start}two exports write {one.out}: give one of them another `out`")
         if one.to is not None:
             try:
                 one.asked()
@@ -127,7 +127,7 @@ def read_pushes(
     if entries and trust.sources and PUSH not in pipeline.typed:
         flags = " ".join(f"--trust {source}" for source in trust.sources)
         raise ConfigError(
-            f"{start}a file that pushes rows to the hub with your login needs your word: add "
+            f"{start}the file would push rows to the hub with your login: confirm it with "
             f"{flags}, or leave it out of the file and type push=USER/SET"
         )
     if entries and is_url(pipeline.out):

@@ -88,7 +88,7 @@ def exported_line(
     folder = of or (None if recipe is None else recipe.of)
     if folder is None:
         raise ConfigError(
-            f"{user_path} does not say what it was made of: name the job or the set with --of OUT"
+            f"{user_path} does not say what it was made from: name the job or the set with --of OUT"
         )
     rows, text = open_rows(folder), json_text(content)
     if recipe is None:
@@ -109,7 +109,7 @@ def exported_line(
     if len(matches) > 1:
         raise ConfigError(
             f"{user_path}, line {line}: several rows of {rows.user_path} give this line, and the "
-            "file is in another order than it was written in: which one it is cannot be told"
+            "order of the file has changed since it was written, so the right one is unknown"
         )
     return TracedLine(user_path, line, content), matches[0][1]()
 
@@ -134,7 +134,7 @@ def _line(path: Path, line: int, user_path: str) -> dict[str, Any]:
             raise ConfigError(f"{user_path}, line {line} is not JSON: {error}") from None
         lines = iter([content] if isinstance(content, dict) else [])
     else:
-        raise ConfigError(f"{user_path}: lines of files are read of {_READ_BY_LINE}")
+        raise ConfigError(f"{user_path}: lines are read from {_READ_BY_LINE}")
     one = next(lines, None)
     if one is None:
         raise ConfigError(f"{user_path} has no line {line} with an object")
@@ -199,9 +199,9 @@ def _of_columns(
     key = _ID if rows.is_set else _ROW
     if key not in content or not set(content) <= {*rows.columns.names}:
         raise ConfigError(
-            f"{user_path} does not say how it was made, and its lines are no rows of "
-            f"{rows.user_path} with their {key}: export a .parquet file or a folder, or "
-            "in a pipeline: they keep it"
+            f"{user_path} does not say how it was made, and its lines are not rows of "
+            f"{rows.user_path} with their {key}: export a .parquet file or a folder, or export "
+            "in a pipeline, which all record it"
         )
     text = json_text(content)
     keys = [] if rows.is_set else [_SAMPLE]
@@ -213,8 +213,9 @@ def _of_columns(
     if len(origins) != 1:
         what = "no row" if not origins else f"{len(origins)} samples"
         raise ConfigError(
-            f"{user_path}, line {line}: {what} of {rows.user_path} with the {key} {content[key]!r} "
-            f"{'have' if origins else 'has'} what the line has: which one it is cannot be told"
+            f"{user_path}, line {line}: {what} of {rows.user_path} with the {key} "
+            f"{content[key]!r} {'have' if origins else 'has'} the values of the line, so the "
+            "right one is unknown"
         )
     return _origins(rows, origins[0])()
 

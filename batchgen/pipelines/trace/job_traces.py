@@ -54,7 +54,7 @@ class JobTraces:
         """
         if len(trace.origins) > _MOST_JOBS:
             raise ConfigError(
-                f"{self.user_path}: more than {_MOST_JOBS} jobs stand behind each other"
+                f"{self.user_path}: a chain of more than {_MOST_JOBS} jobs is not followed"
             )
         rows = [row for row in self._rows(row_id) if sample in (None, row[KEYS[1]])]
         if not rows:
@@ -85,7 +85,7 @@ class JobTraces:
             return
         source = row.get("source")
         if not isinstance(source, dict) or not {"row_id", KEYS[1]} <= source.keys():
-            raise ConfigError(f"{self.user_path}: its rows do not say what they were made of")
+            raise ConfigError(f"{self.user_path}: its rows do not say what they were made from")
         for job, row_id in self._upstream(str(source["row_id"])):
             JobTraces(job).add(trace, row_id, source["sample_index"])
             return
@@ -94,7 +94,7 @@ class JobTraces:
     def _no_upstream(self) -> ConfigError:
         return ConfigError(
             f"{self.user_path}: the job whose rows it has read is not there: "
-            f"{self._dataset.get('path')} (from {Path.cwd()}, or beside {self.user_path})"
+            f"{self._dataset.get('path')} (from {Path.cwd()}, or next to {self.user_path})"
         )
 
     def _upstream(self, row_id: str) -> Iterator[tuple[str, str]]:
@@ -215,7 +215,7 @@ class JobTraces:
         if where is not None and (why := _why_not(job, where, left or rows)) is not None:
             return f"dataset.where={where}", why
         if (limit := self._dataset.get("limit")) is not None:
-            return f"dataset.limit={limit}", f"it is behind the first {limit:,} rows"
+            return f"dataset.limit={limit}", f"it comes after the first {limit:,} rows"
         if self._dataset.get("rows") == "best":
             return (
                 f"dataset.best={self._dataset.get('best')}",

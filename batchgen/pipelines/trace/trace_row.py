@@ -161,4 +161,6 @@ def _left_out(rows: FinishedRows, user_path: str, row_id: str) -> DropReason:
             f"{user_path}: neither the set nor {folder} has a row with the id {row_id}"
         )
     left = [f"--{key} {request[key]}" for key in ("best", "dedupe", "top") if request.get(key)]
-    return DropReason(user_path, row_id, " or ".join(left) or "select", "another row has its place")
+    return DropReason(
+        user_path, row_id, " or ".join(left) or "select", "another row took its place"
+    )

@@ -34,8 +34,8 @@ _MADE_FROM = """\
 `config.yaml` is the configuration that the job ran with, key by key. `manifest.json` has the \
 fingerprints of its model and data set and the versions of the packages.
 
-Whoever made these files can make them again. This is run where the job was started, because paths \
-in the configuration may be relative to that place, and with the absolute path of this folder:
+Whoever made these files can make them again. Run this in the folder where the job was started, \
+because paths in the configuration may be relative to it, and with the absolute path of this folder:
 
 ```
 batchgen /path/of/this/folder/config.yaml output.dir=again
@@ -43,15 +43,15 @@ batchgen /path/of/this/folder/config.yaml output.dir=again
 
 A configuration is as powerful as a program: it says which files and models are read and where the \
 output goes, and it can name Python code to run. If you did not write `config.yaml` yourself, do \
-not run it as it is: read it, and put what you need of it into a configuration of your own.
+not run it as it is: read it, and copy what you need into a configuration of your own.
 """
 _UNFINISHED = """\
 # Answers that batchgen is writing
 
-This job is not complete. The rows that are finished come into `data/` shard by shard; until the
-first shard is there, `load_dataset` says that it finds no data files, and later it gives the shards
-that were there when it first looked. `batchgen show {folder}` shows all finished rows at any time,
-and the command that started the job goes on with it.
+This job is not complete. Finished rows appear in `data/` shard by shard. Until the first shard is
+there, `load_dataset` finds no data files; later it returns the shards that existed when it first
+looked. `batchgen show {folder}` shows all finished rows at any time, and the command that started
+the job resumes it.
 
 """
 
@@ -132,7 +132,7 @@ def _recommended(sampling: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The sampling options that the model recommends, next to those of the job."""
     if all(of["model"] is None for of in sampling.values()):
         return []
-    return [f"Of these, as the model recommends or not: {sampling_text(sampling)}"]
+    return [f"Compared with what the model recommends: {sampling_text(sampling)}"]
 
 
 def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str:

@@ -74,7 +74,7 @@ class ExportRecord:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise JobError(
                 f"{path} is not a record of batchgen ({type(error).__name__}: {error}): move the "
-                "folder away, and run the pipeline again, which writes the exports anew"
+                "folder away, and run the pipeline again, which writes the exports again"
             ) from None
 
     def own_digest(self, name: str) -> str | None:
@@ -83,14 +83,14 @@ class ExportRecord:
         written."""
         path, known = self.folder / name, self.exports.get(name)
         if path.is_symlink():
-            raise ConfigError(f"export: {path} is a link, and no export is: remove it")
+            raise ConfigError(f"export: {path} is a link, and exports are never links: remove it")
         if path.is_file() and not path.stat().st_size:
             return None
         there = content_digest(path)
         if there is not None and (known is None or not known.is_own(there)):
             raise ConfigError(
-                f"export: {path} is there already, and is not what this pipeline has written: move "
-                "it away, or give the export another `out`"
+                f"export: {path} exists already and was not written by this pipeline: move it "
+                "away, or give the export another `out`"
             )
         return there
 
@@ -106,9 +106,9 @@ def _export(values: Mapping[str, Any]) -> MadeExport:
     one = MadeExport(**values)
     texts = [one.request, one.of, *one.digests]
     if not one.digests or not all(isinstance(text, str) for text in texts):
-        raise TypeError("a digest is no text")
+        raise TypeError("a digest is not a text")
     if not isinstance(one.settings, dict) or step_of(one.of) is None:
-        raise TypeError(f"{one.of!r} is no folder of a step, or it has no settings")
+        raise TypeError(f"{one.of!r} is not a step's folder, or it has no settings")
     return MadeExport(one.request, tuple(one.digests), one.of, one.settings)
 
 

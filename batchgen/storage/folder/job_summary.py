@@ -171,7 +171,7 @@ def status_line(reader: JobFolderReader, name: str) -> str:
     if job.status == "running" and total is not None and (speed := _rows_per_s(job.attempts)):
         facts.append(f"about {duration((total - rows) / speed, 0)} left")
     goes_on = job.status in ("stopped", "killed", "failed")
-    end = "; the job's command goes on from there" if goes_on else ""
+    end = "; the job's command resumes it" if goes_on else ""
     return f"{name}: {job.status}, {', '.join(facts)}{end}"
 
 
@@ -238,7 +238,7 @@ def end_table(
     ]
     text = [table_text(scores, lines, times, files)]
     if (why := attempt.get("batch_dependence")) is not None:
-        text.append(f"A row's tokens may depend on the rows beside it: {why}.")
+        text.append(f"A row's tokens may depend on the other rows of its batch: {why}.")
     if (cut := cut_remark(totals)) is not None:
         text.append(cut)
     if strategy is not None and (remark := strategy.remark(totals.counts)) is not None:
@@ -270,7 +270,7 @@ def _times(attempt: Mapping[str, Any]) -> list[Line]:
         rows, checkpoints = memory["row_states"] or 0, memory["checkpoints"] or 0
         text = (
             f"{rows / 2**30:.2f} GiB for rows, {checkpoints / 2**30:.2f} GiB for "
-            f"{memory['num_checkpoints']:,} checkpoints of prefixes"
+            f"{memory['num_checkpoints']:,} snapshots of prefixes"
         )
         lines.append(("row states", text))
     return lines

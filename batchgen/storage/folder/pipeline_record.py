@@ -71,8 +71,8 @@ class PipelineRecord:
             return cls({step: _step(step, value) for step, value in values["steps"].items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise JobError(
-                f"{name} is not a record of batchgen ({type(error).__name__}: {error}): remove it, "
-                "and run the pipeline again, which writes it anew"
+                f"{name} is not a record of batchgen ({type(error).__name__}: {error}): remove "
+                "it, and run the pipeline again, which writes it again"
             ) from None
 
     def text(self) -> str:
@@ -99,15 +99,15 @@ def step_of(folder: str) -> str | None:
 
 def _step(name: str, value: Mapping[str, Any]) -> StepVersions:
     if not STEP_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a step")
+        raise ValueError(f"{name!r} is not the name of a step")
     versions = {}
     for address, version in value["versions"].items():
         parsed = Version(**version)
         for digest in (address, parsed.base, *parsed.parents.values()):
             if not _ADDRESS.fullmatch(digest):
-                raise ValueError(f"{digest!r} is no address")
+                raise ValueError(f"{digest!r} is not an address")
         versions[address] = parsed
     current = value["current"]
     if current is not None and current not in versions:
-        raise ValueError(f"{current!r} is no version of {name}")
+        raise ValueError(f"{current!r} is not a version of {name}")
     return StepVersions(current, versions)

@@ -243,7 +243,7 @@ class JobFolderReader:
                 if (
                     not is_there and not journals
                 ):  # a journal without rows: it was begun when the disk was full
-                    raise JobError(f"{path} is gone: nothing of its rows is left in the folder")
+                    raise JobError(f"{path} is gone, and the folder has no other copy of its rows")
                 return ReadShard(self.storage.parquet(path) if is_there else None, written)
 
     @property

@@ -66,7 +66,7 @@ def refuse_folder(storage: Storage) -> None:
         raise unusable(storage, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     usage = shutil.disk_usage(there)
     if not usage.total:
-        raise unusable(storage, JobError("no disk is there"))
+        raise unusable(storage, JobError("it is not on a disk"))
     if is_new and usage.free < MIN_FREE_BYTES:
         raise ConfigError(
             f"output.dir={storage.display_name} has {usage.free >> 20} MiB of free disk space, "
@@ -124,7 +124,7 @@ def refuse_foreign_files(storage: Storage) -> None:
     if foreign and MANIFEST not in names:
         listed = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
         raise ConfigError(
-            f"output.dir={storage.display_name} holds files that are not of a batchgen job "
+            f"output.dir={storage.display_name} holds files that do not belong to a batchgen job "
             f"({listed}): choose a new or empty folder; batchgen does not delete them, whatever "
             "output.overwrite says"
         )

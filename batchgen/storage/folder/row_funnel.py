@@ -82,10 +82,10 @@ class IndexFacts:
     @property
     def nothing_left(self) -> ConfigError:
         """The error for steps that drop all rows, with examples from each step."""
-        lines = [f"rows: the steps leave no row: {self.funnel}"]
+        lines = [f"rows: the steps drop every row: {self.funnel}"]
         for step in self.steps:
             if step.examples:
-                lines.append(f"  {step.name} took out {step.dropped:,} of {step.rows_in:,}:")
+                lines.append(f"  {step.name} dropped {step.dropped:,} of {step.rows_in:,}:")
                 lines += [f"    {one.id}: {one.reason}" for one in step.examples]
         return ConfigError("\n".join(lines))
 

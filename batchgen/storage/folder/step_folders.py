@@ -61,8 +61,8 @@ def refuse_linked(out: Path) -> None:
     with os.scandir(out) as entries:
         if linked := sorted(entry.name for entry in entries if entry.is_symlink()):
             raise ConfigError(
-                f"{out / linked[0]} is a link, and what a pipeline has in its folder is not: put "
-                "what is there in its place (`cp -rL` copies a folder without its links)"
+                f"{out / linked[0]} is a link, which a pipeline's folder may not have: replace "
+                "it by what it points to (`cp -rL` copies a folder without its links)"
             )
 
 

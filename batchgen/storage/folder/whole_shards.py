@@ -88,7 +88,8 @@ def whole_shards(
     if rows is not None and rows != first:
         raise JobError(
             f"{user_path}: its shards hold {first:,} rows, and {said_by} says {rows}: shards are "
-            "missing or of another job; run its command again, which computes what is not there"
+            "missing or belong to another job; run its command again, which computes what is "
+            "missing"
         )
     return WholeShards(shards, schema)
 
@@ -112,8 +113,8 @@ def shard_numbers(storage: Storage, user_path: str, count: int | None) -> list[i
     if not missing:
         lost = f"data/ has {len(numbers):,} shards, and {count:,} are the job's"
     raise JobError(
-        f"{user_path}: {lost}: run its command again, which computes what is not there, or copy "
-        "them from where they are"
+        f"{user_path}: {lost}: run its command again, which computes them, or copy them back "
+        "into the folder"
     )
 
 

@@ -107,5 +107,5 @@ def lost(display_name: str) -> FolderLost:
     """Make the error for a folder, called `display_name`, that no longer belongs to this job."""
     return FolderLost(
         f"output.dir={display_name} was deleted or replaced while the job ran: this process has "
-        "stopped and writes nothing there. The same command computes again what the folder lacks"
+        "stopped and writes nothing there. The same command computes again what is missing"
     )

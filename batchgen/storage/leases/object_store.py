@@ -136,9 +136,9 @@ class ObjectStore:
             raise FolderGone(f"{self.url}/{SESSION}")
         if session != self._session:
             raise JobError(
-                f"{self.url}: this worker was not heard of for longer than workers.stale_after, "
-                "and the job was opened anew meanwhile; its finished rows are safe. Run the same "
-                "command to take part again"
+                f"{self.url}: this worker did not report for longer than workers.stale_after, "
+                "and meanwhile the job was opened again without it. Its finished rows are safe. "
+                "Run the same command to join again"
             )
 
     def create(self, name: str, payload: Payload) -> bool:
@@ -236,10 +236,9 @@ class ObjectStore:
             raise ConfigError(f"output.dir={self.url} cannot be written: {error}") from None
         if not first or second:
             raise ConfigError(
-                f"output.dir={self.url}: this store makes an object that is there already "
-                "(it does not heed If-None-Match), so workers could not agree in it, nor be kept "
-                "from overwriting each other: use another store, or a folder, and copy it when "
-                "the job is complete"
+                f"output.dir={self.url}: this store overwrites objects that exist already (it "
+                "ignores If-None-Match), so workers could overwrite each other's shards: use "
+                "another store, or a folder, and copy it when the job is complete"
             )
 
     def _call(self, action: str, name: str, request: Callable[[], T]) -> T:
@@ -265,8 +264,8 @@ class ObjectStore:
 
     def _no_bucket(self, name: str) -> JobError:
         return JobError(
-            f"cannot write {self.url}/{name}: there is no such bucket, or its endpoint is another "
-            "one (AWS_ENDPOINT_URL)"
+            f"cannot write {self.url}/{name}: there is no such bucket, or AWS_ENDPOINT_URL names "
+            "another store"
         )
 
 

@@ -55,9 +55,9 @@ def refuse_links(folder: Path) -> None:
                 continue
         what = "a link" if entry.is_symlink() else "neither a file nor a folder"
         raise ConfigError(
-            f"{folder}: {os.path.relpath(entry.path, folder)} is {what}, and a job's own files are "
-            "not: it may lead to anything on this machine. If you know where it leads, put what is "
-            "there in its place (`cp -rL` copies a folder without its links)"
+            f"{folder}: {os.path.relpath(entry.path, folder)} is {what}, which a job's folder "
+            "may not have: it may lead to anything on this machine. If you know where it leads, "
+            "replace it by what is there (`cp -rL` copies a folder without its links)"
         )
 
 

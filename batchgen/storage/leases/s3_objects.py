@@ -52,8 +52,8 @@ class S3Objects:
         for an upload in parts."""
         if len(content) > _LARGEST_PUT:
             raise ValueError(
-                f"it has {len(content) / 2**30:.1f} GiB, and S3 makes no object of more than 5 GiB "
-                "on a condition: use a smaller output.rows_per_shard in a new folder"
+                f"it has {len(content) / 2**30:.1f} GiB, and a conditional write to S3 takes at "
+                "most 5 GiB: use a smaller output.rows_per_shard in a new folder"
             )
         store = self._store
         if len(content) > _LARGE:  # a slow upload still makes progress
@@ -124,8 +124,8 @@ def _account() -> dict[str, Any]:
     for name in os.environ:
         if name.startswith("FSSPEC_S3"):
             raise ValueError(
-                f"{name} is not read: unset it, and set AWS_ENDPOINT_URL, AWS_PROFILE, AWS_REGION "
-                "or AWS_SKIP_SIGNATURE instead"
+                f"{name} is not supported: unset it, and set AWS_ENDPOINT_URL, AWS_PROFILE, "
+                "AWS_REGION or AWS_SKIP_SIGNATURE instead"
             )
     # Not every store that speaks S3 has the request that deletes several objects.
     config: dict[str, Any] = {"disable_bulk_delete": True}

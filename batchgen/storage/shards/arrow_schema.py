@@ -65,7 +65,7 @@ class _Typing:
         for key, only in (("$ref", self._ref), ("anyOf", self._any), ("oneOf", self._any)):
             if key in constraints:
                 if len(constraints) > 1:
-                    raise _inexact(f"has more beside {key}", at)
+                    raise _inexact(f"has other keywords next to {key}", at)
                 return only(constraints[key], f"{at}/{key}", refs)
         if "enum" in constraints or "const" in constraints:
             return _of_values(constraints.get("enum", [constraints.get("const")]), at)

@@ -145,9 +145,9 @@ class CheckedFile:
             if content[4:].startswith(_MARK):
                 if content[:4] == _sum(content[4 + len(_MARK) :]):
                     return end_of_sums
-                raise damaged(self._source, "its footer is not as it was written")
+                raise damaged(self._source, "its footer differs from what was written")
         if _MARK in at_end:
-            raise damaged(self._source, "the length of its footer is not as it was written")
+            raise damaged(self._source, "the length of its footer differs from what was written")
         return None
 
     def _read_sums(self, end: int) -> list[bytes]:
@@ -171,7 +171,7 @@ class CheckedFile:
                 start, length = _place(chunk)
                 content = self._bytes.held[start] = self._bytes.pread(start, length)
                 if _sum(content) != self._sums[group * meta.num_columns + number]:
-                    why = f"row group {group}: column {name} is not as it was written"
+                    why = f"row group {group}: column {name} differs from what was written"
                     raise damaged(self._source, why)
 
 
@@ -212,8 +212,8 @@ def damaged(source: Source, why: str) -> DamagedFile:
 def unreadable_file(source: Source, error: OSError) -> JobError:
     """Make the error for a file that may be intact, but that the system cannot read."""
     return JobError(
-        f"cannot read {source}: {error.strerror or error}. The file may be whole: look after the "
-        "disk or the file server, and run the same command again"
+        f"cannot read {source}: {error.strerror or error}. The file itself may be intact: check "
+        "the disk or the file server, and run the same command again"
     )
 
 
@@ -294,6 +294,6 @@ def _damage_reported(source: Source, group: int | None = None) -> Iterator[None]
             raise unreadable_file(source, error) from error
         raise damaged(source, f"{where}{error}") from error
     except MemoryError as error:
-        raise JobError(f"there is no memory left to read {source} ({where}{error})") from error
+        raise JobError(f"not enough memory to read {source} ({where}{error})") from error
     except (pa.ArrowException, ValueError) as error:
         raise damaged(source, f"{where}{error}") from error

@@ -38,7 +38,7 @@ ANSWER_TOKEN_IDS = "answer_token_ids"
 _ANSWER = (
     ANSWER_TOKEN_IDS,
     pa.list_(pa.int32()),
-    "the given answer, each of whose tokens is scored; null on error",
+    "the answer whose tokens are scored; null on error",
 )
 _OF_ANSWERS = {
     TEXT: "empty, as nothing is generated; null on error",
@@ -66,9 +66,9 @@ REPLAY_EXACT = "replay_exact"
 _REPLAY_EXACT = (
     REPLAY_EXACT,
     pa.bool_(),
-    "whether each token was scored given what was unmasked before its step: false if it is not "
-    "known what stood behind the answer in its last block, or if a constraint took part in the "
-    "distribution; null if the row failed",
+    "whether each token was scored with exactly the tokens that were unmasked before its step: "
+    "false if the tokens after the answer in its last block are unknown, or if a constraint "
+    "restricted the distribution; null if the row failed",
 )
 IMAGE_FIELDS = (
     ("path", pa.string()),
@@ -161,8 +161,8 @@ def column_field(column: OutputColumn) -> pa.Field:
         type = pa.list_(type, size)
     entries = {
         "output": "one entry per generated token",
-        "edits": "one entry per replaced token: place in token_ids, step, old and new id",
-        "tail": "one entry per token that the end of the row cut off its last step",
+        "edits": "one entry per replaced token: position in token_ids, step, old and new id",
+        "tail": "one entry per token of the last step that was cut off at the end of the row",
         "context": "one entry per token that went through the model",
         "answer": "one entry per token of the answer",
         "choice": "one entry per choice of the row's constraint",

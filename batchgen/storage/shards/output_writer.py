@@ -356,7 +356,8 @@ class OutputWriter:
         if wanted != self._round.is_open:
             raise ConfigError(
                 f"output.retry_errors={str(wanted).lower()}: the workers that run in "
-                f"{self._storage.display_name} have it otherwise: wait for them or stop them first"
+                f"{self._storage.display_name} use another value: wait for them or stop them "
+                "first"
             )
 
     def _reopen(self, number: int) -> OpenShard:

@@ -141,5 +141,5 @@ class PublishedShards:
         source = self.source(number)
         extent = shard_extent(source, self._schema, number * self._rows_per_shard)
         if extent.rows > self._rows_per_shard or extent.samples > self._samples:
-            raise damaged(source, f"{extent.num_answers} rows cannot be right")
+            raise damaged(source, f"{extent.num_answers} rows, which is impossible")
         return extent

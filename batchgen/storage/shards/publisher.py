@@ -132,8 +132,8 @@ class Publisher:
         it."""
         if not self.exact:
             print(
-                f"{path.name} was computed twice, with small differences, as they can be on a "
-                "GPU: what was published first stays",
+                f"{path.name} was computed twice, with small differences, as can happen on a "
+                "GPU: the first version stays",
                 file=sys.stderr,
                 flush=True,
             )
@@ -147,7 +147,8 @@ class Publisher:
         temporary.rename(kept)
         self._storage.upload(kept)
         raise JobError(
-            f"{path} was published by another worker, and this worker has computed other rows, "
-            f"which are kept in {kept}: rows must not depend on who computes them. Compare the two "
-            "files, and look whether all workers run the same versions of batchgen and torch"
+            f"{path} was published by another worker, and this worker has computed different "
+            f"rows, which are kept in {kept}: rows must not depend on which worker computes "
+            "them. Compare the two files, and check that all workers run the same versions of "
+            "batchgen and torch"
         )

@@ -200,7 +200,7 @@ def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
         extent = Extent(rows, by.most, by, meta.num_rows)
         is_whole = samples <= by.most and rows <= meta.num_rows <= rows * by.most
     if not is_whole:
-        raise damaged(path, f"{meta.num_rows} rows cannot be right")
+        raise damaged(path, f"{meta.num_rows} rows, which is impossible")
     return extent
 
 

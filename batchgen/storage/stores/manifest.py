@@ -32,7 +32,7 @@ _DATASET = "dataset"
 _BLOCK = 1000  # rows of a digest; row_digest.py has it too, and would import datasets
 
 _CONTRACT_KEY = f"fingerprint.{CONTRACT}"
-_GOES_ON = "engine.deterministic=false takes rows as they come"
+_GOES_ON = "engine.deterministic=false accepts rows of both"
 
 
 class DifferentJob(ConfigError):
@@ -264,8 +264,8 @@ class Manifest:
         else:
             return None
         return (
-            f"dataset: {rows:,} rows → {now:,} rows; {where} (counted from 0; rows can be added at "
-            "the end, those that were there must stay)"
+            f"dataset: {rows:,} rows → {now:,} rows; {where} (counted from 0; rows can be added "
+            "at the end, earlier rows must stay as they are)"
         )
 
 
@@ -278,7 +278,7 @@ def _difference(key: str, old: str, new: str) -> str:
         name = key.removeprefix("fingerprint.")
         return f"{name}: a different model, or its files have changed ({line})"
     if key.startswith(f"fingerprint.{READ_JOB}"):
-        return f"dataset.path: another job than the one whose rows were read ({line})"
+        return f"dataset.path: a different job from the one whose rows were read ({line})"
     return line
 
 

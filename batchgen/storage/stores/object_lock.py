@@ -66,8 +66,8 @@ class ObjectLock:
         OpenedAnew."""
         if self._newest() != self._number:
             raise OpenedAnew(
-                f"{self._store.url}: another process has opened the job anew in this moment; run "
-                "the same command to join it"
+                f"{self._store.url}: another process has just opened the job; run the same "
+                "command to join it"
             )
 
     def share(self) -> None:

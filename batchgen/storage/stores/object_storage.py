@@ -229,8 +229,8 @@ class ObjectStorage:
         free = shutil.disk_usage(self.path).free - _ROOM
         if need > free:
             raise JobError(
-                f"{self.display_name} has {need >> 20:,} MiB, and to read all of it, for grades or "
-                f"a report, it must fit into {self.path.parent}, where {max(free, 0) >> 20:,} MiB "
+                f"{self.display_name} has {need >> 20:,} MiB, and reading all of it, for grades "
+                f"or a report, copies it to {self.path.parent}, where {max(free, 0) >> 20:,} MiB "
                 "are free: set TMPDIR to a folder on a larger disk, or leave out what needs it "
                 "(output.report=false post=[])"
             )

@@ -82,5 +82,5 @@ def _publish_new(temporary: Path, path: Path, new: str) -> None:
 
 def _is_there(new: str) -> ConfigError:
     return ConfigError(
-        f"{new} is there already and stays as it is: choose another name, or delete it first"
+        f"{new} exists already and was not changed: choose another name, or delete it first"
     )

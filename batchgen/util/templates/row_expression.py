@@ -140,7 +140,10 @@ def fields_read(tree: nodes.Template, name: str) -> frozenset[str] | None:
 
 
 def _unknown(key: str, name: str, columns: Collection[str]) -> ConfigError:
-    graded = "; steps of post make it: post=[{Grade: …}], or `batchgen grade` for a job that ended"
+    graded = (
+        "; the steps of post write it: set post=[{Grade: …}], or run `batchgen grade` on a "
+        "finished job"
+    )
     return ConfigError(
         f"{key}: there is no column {name!r}: choose among {some_names(columns, name)}"
         + (graded if name == "mark" else "")

@@ -92,8 +92,8 @@ class RowTemplate:
 
             raise RequestError(
                 "template_error",
-                f"{self.key} prints {error}, which is no data of the row: write "
-                f'{{{{ doc["{error}"] }}}} for the field {error!r} of a column doc',
+                f"{self.key} prints the method {error}, which is not data of the row: for the "
+                f'field {error!r} of a column doc, write {{{{ doc["{error}"] }}}}',
             ) from None
         except _NullOutput:
             from batchgen.engine.interface.outputs import RequestError
@@ -106,7 +106,7 @@ class RowTemplate:
             raise RequestError(
                 "missing_field",
                 f"{self.key} prints a value that is null ({', '.join(null) or 'see the row'}): "
-                "write {{ name or '' }} where that is meant",
+                "write {{ name or '' }} to allow that",
             ) from None
 
 
@@ -134,7 +134,7 @@ def _check_braces(key: str, tree: nodes.Template, columns: Collection[str]) -> N
         for match in _SINGLE_BRACES.finditer(part.data):
             if match[1] in columns:
                 raise ConfigError(
-                    f"{key}: {match[0]} is no column but that very text: write "
+                    f"{key}: {match[0]} is plain text and not a column: write "
                     f"{{{{ {match[1]} }}}} for the column, or {{{{ {match[0]!r} }}}} for the text"
                 )
 

@@ -73,7 +73,7 @@ def tick() -> None:
     """Count a step of a render; TemplateLimit if the time is over."""
     if time.monotonic() > _budget.end and _budget.rendering:
         if (late := time.thread_time() - _budget.cpu) > 0:
-            raise TemplateLimit(f"to render it takes longer than {MOST_SECONDS:g} s")
+            raise TemplateLimit(f"rendering it takes longer than {MOST_SECONDS:g} s")
         _budget.end = time.monotonic() - late
 
 
@@ -89,7 +89,7 @@ def spend(characters: int) -> None:
 
 
 def _too_large() -> TemplateLimit:
-    return TemplateLimit(f"to render it makes more than {MOST_CHARACTERS:,} characters")
+    return TemplateLimit(f"rendering it produces more than {MOST_CHARACTERS:,} characters")
 
 
 def printed_size(value: Any) -> int:
@@ -162,7 +162,9 @@ def before_percent(text: str | bytes, values: Any) -> None:
     """Count what `text % values` will make."""
     form = text if isinstance(text, str) else text.decode("latin-1")
     if re.search(r"%[^%a-zA-Z]*\*", form):
-        raise TemplateLimit("it formats with a width that is a value (%*): write the number")
+        raise TemplateLimit(
+            "it takes a format's width from a value (%*): write the width as a number"
+        )
     spend(len(form) + form.count("%") * (printed_size(values) + _most_digits(form)))
 
 
@@ -170,7 +172,9 @@ def before_format(text: str, values: Any) -> None:
     """Count what `text.format(…)` will make of these values."""
     specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
     if any("{" in spec for spec in specs):
-        raise TemplateLimit("it formats with a width that is a value ({:{}}): write the number")
+        raise TemplateLimit(
+            "it takes a format's width from a value ({:{}}): write the width as a number"
+        )
     spend(
         len(text) + len(specs) * (printed_size(values) + max(map(_most_digits, specs), default=0))
     )
@@ -272,7 +276,9 @@ def before_filter(name: str, value: Any, arguments: list[Any]) -> None:
         case _:
             length = sum(map(printed_size, arguments)) + printed_size(value)
             if name in _SLOW and length > _MOST_SLOW:
-                raise TemplateLimit(f"its filter {name} gets more than {_MOST_SLOW:,} characters")
+                raise TemplateLimit(
+                    f"its filter {name} is applied to more than {_MOST_SLOW:,} characters"
+                )
             spend(length)
 
 

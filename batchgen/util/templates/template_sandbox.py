@@ -100,7 +100,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if not parser.stream.eos:
             rest = str(parser.stream.current)
             reason = (
-                "= is no comparison: write ==" if rest == "=" else f"{rest} may not stand there"
+                "= does not compare: write ==" if rest == "=" else f"{rest} is not allowed there"
             )
             raise TemplateSyntaxError(reason, 1)
         target = nodes.Name(result, "store", lineno=1)

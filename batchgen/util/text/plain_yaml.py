@@ -57,7 +57,7 @@ class YamlDocument:
                 f"{at_line(self.name, error.problem_mark)}: {error.problem}"
             ) from None
         except (ValueError, OverflowError) as error:  # of int() and float()
-            raise ConfigError(f"{self.name} has a number that is none: {error}") from None
+            raise ConfigError(f"{self.name} has a malformed number: {error}") from None
 
 
 def read_yaml(content: str | bytes, name: str) -> YamlDocument:
@@ -66,7 +66,10 @@ def read_yaml(content: str | bytes, name: str) -> YamlDocument:
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{name} has more than {MOST_BYTES >> 20} MiB: no file of keys has")
+            raise ConfigError(
+                f"{name} has more than {MOST_BYTES >> 20} MiB, which is too large for a file of "
+                "keys"
+            )
         _Size(name).add_all(text)
         loader = _Loader(text)
         return YamlDocument(loader.get_single_node(), name, loader)
@@ -143,7 +146,9 @@ class _Size:
     def _of_alias(self, anchor: str | None, where: str) -> _Counted:
         size = self._anchored.get(anchor, _Counted())  # the loader says which are not there
         if size is None:
-            raise ConfigError(f"{where}: *{anchor} stands inside of &{anchor}, which has no end")
+            raise ConfigError(
+                f"{where}: *{anchor} is used inside &{anchor} itself, which would never end"
+            )
         return size
 
     def _close(self) -> None:
@@ -163,12 +168,13 @@ class _Size:
             outer.depth = max(outer.depth, size.depth + 1)
         if self._all.values > MOST_VALUES:
             raise ConfigError(
-                f"{where}: with all that its aliases repeat, the file has more than "
-                f"{MOST_VALUES:,} values: write out what is needed"
+                f"{where}: with its aliases expanded, the file has more than {MOST_VALUES:,} "
+                "values: write out only what is needed"
             )
         if len(self._open) + size.depth > DEEPEST:
             raise ConfigError(
-                f"{where}: more than {DEEPEST} lists and mappings are in each other, as no key has"
+                f"{where}: lists and mappings are nested more than {DEEPEST} deep, which no key "
+                "needs"
             )
 
     @staticmethod
@@ -176,6 +182,6 @@ class _Size:
         if tag not in (None, "!", *_TAGS):
             short = tag.replace(_CORE, "!!") if tag else ""
             raise ConfigError(
-                f"{where}: the tag {short:.80} makes no plain value: leave it out, or put the text "
-                "in quotes"
+                f"{where}: the tag {short:.80} is not allowed, because only plain values are "
+                "read: leave it out, or put the text in quotes"
             )

@@ -96,7 +96,7 @@ def score_lines(scores: Mapping[str, Any]) -> list[Line]:
     as_text = score_value(scores)
     lines = [(scores.get("column", "score"), _average(scores["avg"], as_text))]
     if (chance := scores.get("chance")) is not None:
-        lines.append(("chance", f"{percent_text(chance)}: so many guesses would be right"))
+        lines.append(("chance", f"{percent_text(chance)} of random guesses would be right"))
     if (value_range := scores.get("range")) is not None:
         lines.append(("range", f"{as_text(value_range[0])} to {as_text(value_range[1])}"))
     lines += [*_metrics(scores), *_rates(scores)]

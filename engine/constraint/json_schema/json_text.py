@@ -123,5 +123,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         twice = first_repeated(name for name, _ in pairs)
-        raise NotJson(f"the name {twice!r:.100} stands twice in one object")
+        raise NotJson(f"the name {twice!r:.100} appears twice in one object")
     return members

@@ -100,11 +100,15 @@ def check_keywords(schema: Mapping[str, object], at: str, root: bool) -> None:
             raise refuse(
                 keyword,
                 at,
-                "must be {propertyName: NAME}, with or without a `mapping`, beside `oneOf` or "
+                "must be {propertyName: NAME}, with or without a `mapping`, next to `oneOf` or "
                 "`anyOf`: it names the required property that tells their branches apart",
             )
         if keyword == "$id" and not root:
-            raise refuse(keyword, at, "may stand at the root only, since it moves references")
+            raise refuse(
+                keyword,
+                at,
+                "is allowed only at the root, since it changes what references point to",
+            )
         if keyword not in KNOWN and keyword not in REFUSED and not keyword.startswith("x-"):
             [*near] = get_close_matches(keyword, KNOWN, 1)
             hint = f"did you mean `{near[0]}`? If not, remove it" if near else "remove it"

@@ -95,7 +95,7 @@ def _both(keyword: str, a: Any, b: Any, at: str) -> Any:
     raise refuse(
         keyword,
         at,
-        "stands in two schemas that hold together, which cannot be enforced: say it once",
+        "appears in two schemas that apply together, which cannot be enforced: keep one",
     )
 
 

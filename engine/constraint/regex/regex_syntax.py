@@ -1,7 +1,7 @@
 r"""The regular expressions that a grammar can enforce, read into trees.
 
 A grammar matches the whole text, character by character. So a pattern may have literals, classes,
-groups, alternatives and counts; what looks around (assertions, references back, word boundaries) is
+groups, alternatives and counts; what looks around (assertions, backreferences, word boundaries) is
 refused. Where dialects differ, only what all of them allow is allowed: `\d` means ASCII digits, as
 in ECMAScript, so that any later check of the output agrees.
 """
@@ -70,8 +70,8 @@ def parse(pattern: str, alphabet: Ranges = TEXT) -> Node:
     """
     if (depth := _depth(pattern)) > _MOST_GROUPS:
         raise ConstraintError(
-            f"{depth} groups stand in each other in {pattern!r:.100}, and at most {_MOST_GROUPS} "
-            "may: write them beside each other"
+            f"{pattern!r:.100} nests {depth} groups, and at most {_MOST_GROUPS} are supported: "
+            "write them one after another"
         )
     try:
         re.compile(pattern)  # whoever validates the output in Python must be able to read it
@@ -227,7 +227,7 @@ class _Parser:
             self.at -= 2
             raise self.refuse(
                 f"\\{code}",
-                "references back, word boundaries and other escapes that look around cannot be "
+                "backreferences, word boundaries and other escapes that look around cannot be "
                 r"enforced; there are \d \w \s \D \W \S \n \r \t \f \v \xhh \uhhhh",
             )
         else:

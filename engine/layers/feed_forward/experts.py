@@ -113,7 +113,9 @@ class Experts(nn.Module):
             return
         if isinstance(form, MXFP4Format):
             if self.variant.function == "relu2":
-                raise ValueError(f"{path} has experts without a gate, which MXFP4 does not have")
+                raise ValueError(
+                    f"{path} has experts without a gate, which MXFP4 kernels do not support"
+                )
             self.form = form
             if form.native and takes_fp4(self.gate_up_proj.dtype, self._hidden, self._inner):
                 self.gate_up_proj, self.gate_up_scales = _empty_mxfp4(self.gate_up_proj)
@@ -122,8 +124,8 @@ class Experts(nn.Module):
             return
         if self.variant != PLAIN_EXPERTS:
             raise ValueError(
-                f"{path} has experts with biases or a gate other than SiLU's, which products in "
-                "FP8 do not have: load the model without quantisation to FP8"
+                f"{path} has experts with biases or a gate other than SiLU's, which FP8 kernels "
+                "do not support: load the model without quantisation to FP8"
             )
         if some := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
             raise ValueError(

@@ -96,7 +96,8 @@ class GGUFFile:
             empty = not tensor.shape or 0 in tensor.shape
             if empty or tensor.shape[-1] % GGML_QUANT_SIZES[_Kind(tensor.type)][0]:
                 raise ValueError(
-                    f"{self.path}: {name} has rows of no whole blocks of {_Kind(tensor.type).name}"
+                    f"{self.path}: {name} has rows that are not whole blocks of "
+                    f"{_Kind(tensor.type).name}"
                 )
             if tensor.offset < end:
                 raise ValueError(f"{self.path}: the data of {before} and {name} overlap")

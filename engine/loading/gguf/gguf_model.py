@@ -53,7 +53,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     """
     prefix = file.metadata.get("general.architecture")
     if not isinstance(prefix, str):
-        raise ValueError(f"{file.path}: metadata general.architecture is missing or no string")
+        raise ValueError(f"{file.path}: metadata general.architecture is missing or not a string")
     model = gguf_model_class(prefix, file.path)
     assert issubclass(model, DenseForCausalLM), "GGUF files of other families are not read yet"
     try:

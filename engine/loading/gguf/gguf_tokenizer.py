@@ -95,7 +95,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
         raise ValueError(f"{file.path}: its tokenizer cannot be built: {error}") from error
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
-        raise ValueError(f"{file.path}: metadata tokenizer.chat_template is no string")
+        raise ValueError(f"{file.path}: metadata tokenizer.chat_template is not a string")
     named = {
         f"{name}_token": metadata["tokens"][metadata[f"{key}_token_id"]]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -114,7 +114,7 @@ def _check_types(metadata: Mapping[str, Any]) -> None:
     for key, kind in _LISTS.items():
         value = metadata.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise ValueError(f"metadata tokenizer.ggml.{key} is no list of {kind.__name__}")
+            raise ValueError(f"metadata tokenizer.ggml.{key} is not a list of {kind.__name__}")
     number = len(metadata["tokens"])
     for key, value in metadata.items():
         if key.startswith("add_") and not isinstance(value, bool):

@@ -36,7 +36,7 @@ def named_rule(name: str, **options: Any) -> Rule:
     for key in set_options:
         if key not in known[name]:
             others = [rule for rule, options in known.items() if key in options]
-            whose = f"it is of {', '.join(others)}" if others else "no rule has"
+            whose = f"it belongs to {', '.join(others)}" if others else "no rule has it"
             raise ValueError(
                 f"{key} is set, but unmasking {name} has no such option ({whose}): leave it null"
             )

@@ -33,7 +33,7 @@ def _refusals(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> t
     ("given", "says"),
     [
         (["output.text_column=row_id"], "output.text_column=row_id is the name of another column"),
-        (["output.dir=/proc/out"], "output.dir=/proc/out cannot be written (no disk is there)"),
+        (["output.dir=/proc/out"], "output.dir=/proc/out cannot be written (it is not on a disk)"),
         (["dataset.path=/"], "dataset.path=/ is the root of all files of this machine"),
         (["sampling.n=1000000000000"], "sampling.n must be at most 1,000,000, got"),
         (

@@ -172,7 +172,7 @@ def test_a_mapping_says_which_tags_lead_to_a_branch() -> None:
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
-        ({"discriminator": {"propertyName": "t"}}, "beside `oneOf` or `anyOf`"),
+        ({"discriminator": {"propertyName": "t"}}, "next to `oneOf` or `anyOf`"),
         ({"discriminator": "t", "oneOf": [{}]}, "must be {propertyName: NAME}"),
         (
             {

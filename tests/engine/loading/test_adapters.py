@@ -64,7 +64,7 @@ def test_a_damaged_configuration(text: str, adapter: Path) -> None:
 
 
 def test_files_that_are_no_adapter(adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no adapter: it has no adapter_config\.json"):
+    with pytest.raises(ValueError, match=r"is not an adapter: it has no adapter_config\.json"):
         open_adapter(tmp_path)
     weights = adapter / "adapter_model.safetensors"
     whole = weights.read_bytes()

@@ -103,7 +103,7 @@ def test_models_that_cannot_be_divided(
 
 
 def test_key_heads_and_ranks_must_divide_one_another() -> None:
-    with pytest.raises(ValueError, match="no multiple of the model's num_key_value_heads 4"):
+    with pytest.raises(ValueError, match="not a multiple of the model's num_key_value_heads 4"):
         TensorParallel(0, 6).kv_heads(4)
     assert [TensorParallel(rank, 8).kv_heads(4)[0] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [TensorParallel(rank, 2).kv_heads(4) for rank in range(2)] == [(0, 2), (2, 4)]

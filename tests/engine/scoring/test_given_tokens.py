@@ -148,11 +148,13 @@ def test_what_cannot_be_scored_is_refused_by_name(tiny_model: TinyModel) -> None
     with pytest.raises(RequestError) as refused:
         engine.add_request("0", [], params, [3])
     assert refused.value.type == "empty_prompt"
-    with pytest.raises(ValueError, match="max_new_tokens is 0, and no answer was given"):
+    with pytest.raises(
+        ValueError, match="max_new_tokens is 0, and the request has no answer to score"
+    ):
         engine.add_request("0", [3], params)
-    with pytest.raises(ValueError, match="max_new_tokens is not 0"):
+    with pytest.raises(ValueError, match="an answer to score, and also generates"):
         engine.add_request("0", [3], RequestParams(max_new_tokens=5), [4])
-    with pytest.raises(ValueError, match="column step_map is of generated tokens"):
+    with pytest.raises(ValueError, match="column step_map describes generated tokens"):
         engine.add_request("0", [3], replace(params, columns=("step_map",)), [4])
     with pytest.raises(ValueError, match="constraint must be none with max_new_tokens=0"):
         RequestParams(max_new_tokens=0, constraint=CONSTRAINTS[0])

@@ -221,14 +221,14 @@ def test_what_cannot_be_read_is_refused_by_name(tiny_model: TinyModel, tmp_path:
             engine.add_request("0", ids, params)
         assert refused.value.type == error
     for message, changes in (
-        ("class_scores is of a classifier, and the model is Llama", {"columns": ("class_scores",)}),
-        ("column embedding is of a row that is only read", {"pooling": None}),
-        ("column step_map is of generated tokens", {"columns": ("step_map",)}),
-        ("logprobs and entropy are of tokens that are generated", {"logprobs": True}),
+        ("class_scores needs a classifier, and the model is Llama", {"columns": ("class_scores",)}),
+        ("column embedding needs a row that is only read", {"pooling": None}),
+        ("column step_map describes generated tokens", {"columns": ("step_map",)}),
+        ("logprobs and entropy describe tokens that are generated", {"logprobs": True}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             engine.add_request("0", prompt, replace(params, **changes))
-    with pytest.raises(ValueError, match="or the row is only read"):
+    with pytest.raises(ValueError, match="or pools hidden states"):
         engine.add_request("0", prompt, params, [4])
     with pytest.raises(ValueError, match="max_new_tokens must be 0 with pooling"):
         RequestParams(pooling="mean")

@@ -208,6 +208,6 @@ def test_prompts_that_do_not_fit_their_images() -> None:
     with pytest.raises(ValueError, match="has 6 image tokens, and its 2 images take 7"):
         find_spans(ids, IMAGES[:2], RULES)
     ids.insert(5, 9)
-    with pytest.raises(ValueError, match="6 tokens of image 1 are not beside each other"):
+    with pytest.raises(ValueError, match="6 tokens of image 1 are not consecutive"):
         find_spans(ids, IMAGES[:1], RULES)
     assert IMAGES[0].width % (2 * SIDE)

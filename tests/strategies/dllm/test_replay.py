@@ -251,7 +251,7 @@ def test_what_is_refused(tiny_model: TinyModel) -> None:
     engine, (prompt, params), made = one_row(tiny_model)
     with pytest.raises(ValueError, match="answer_step_map_column"):
         engine.add_request(0, prompt, as_replay(params), made.token_ids)
-    with pytest.raises(ValueError, match="column step_map is of generated tokens"):
+    with pytest.raises(ValueError, match="column step_map describes generated tokens"):
         asked = replace(as_replay(params), columns=("step_map",))
         engine.add_request(0, prompt, asked, trajectory(made))
     with pytest.raises(ValueError, match="unmasking low_confidence_dynamic replaces none"):

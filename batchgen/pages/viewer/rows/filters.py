@@ -90,7 +90,7 @@ class SampleFilter:
         """
         column = self.column or text_column
         if self.text and column not in text_columns(schema):
-            raise ConfigError(f"there is no column of texts {column!r}")
+            raise ConfigError(f"there is no text column {column!r}")
         if self.mark and not any(name in schema.names for name in (MARK, GRADE_ERROR)):
             raise ConfigError("this job has no grades: mark needs some")
         if self.subset and self.subset_column not in schema.names:

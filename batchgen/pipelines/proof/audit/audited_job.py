@@ -47,11 +47,13 @@ def open_parts(config: JobConfig, stored: Manifest, display_name: str) -> Resolv
         lines = stored.differences(manifest, lambda stop: rows_digest(source, stop))
         if lines and lines == stored.other_contract(manifest):
             raise ConfigError(
-                f"{display_name}: its rows keep their bits under one contract, and here is "
-                "another:\n  "
+                f"{display_name}: its rows were computed under another contract of bits than "
+                "this machine's:\n  "
                 + "\n  ".join(lines)
-                + "\ntheir bits prove nothing here: audit them where the contract is the same, or "
-                "compare them all the same with engine.deterministic=false"
+                + (
+                    "\nequal bits cannot be expected here: audit the job on a machine with the "
+                    "same contract, or compare anyway with engine.deterministic=false"
+                )
             )
         if lines:
             raise ConfigError(
@@ -99,7 +101,7 @@ def _audited(again: pa.Table, stored: pa.Table, by_schedule: frozenset[str]) -> 
     names = [name for name in again.schema.names if name in stored.schema.names]
     names = [name for name in names if name not in by_schedule]
     if missing := [sample for sample in samples if sample not in samples_again]:
-        difference = f"the job has a sample {missing[0]}, and computed again there is none"
+        difference = f"the job has a sample {missing[0]}, and the recomputed row has none"
         return AuditedRow(row_id, len(samples), difference)
     for index, sample in enumerate(samples):
         computed = again.slice(samples_again.index(sample), 1)

@@ -109,7 +109,7 @@ def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRo
     left_out = {_ID, *(() if _is_copied(computed, row.stored) else (SOURCE,))}
     names = [name for name in row.stored.schema.names if name in computed.schema.names]
     names = [name for name in names if name not in left_out]
-    difference: str | None = "there is no such sample here"
+    difference: str | None = "the recomputed row has no such sample"
     for at in range(computed.num_rows):
         one = computed.slice(at, 1)
         if row.sample in (None, one[KEYS[1]][0].as_py()):

@@ -55,7 +55,7 @@ def compare_operations(
     """
     if config.engine.tensor_parallel > 1:
         raise ConfigError(
-            "audit --operations: it looks at one engine on one device: set engine.tensor_parallel=1"
+            "audit --operations works with one engine on one device: set engine.tensor_parallel=1"
         )
     config = replace(config, engine=replace(config.engine, cuda_graph=False))
     assert isinstance(parts, OpenedJob)
@@ -122,7 +122,7 @@ class _Watch:
                 name, token = differing
                 where = f"token {token} of the prompt"
                 if token >= prompt:
-                    where = f"token {token - prompt} behind the prompt"
+                    where = f"token {token - prompt} after the prompt"
                 return f"sample {sample}: {name} at {where}"
             if tokens != others:
                 index = equal - prompt

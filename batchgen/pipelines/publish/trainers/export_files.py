@@ -44,8 +44,8 @@ def _refuse_more(row: Mapping[str, Any], schema: pa.Schema) -> None:
             for message in value:
                 if more := [key for key in message if key not in known]:
                     raise ConfigError(
-                        f"a message has {more[0]!r} beside {', '.join(sorted(known))}, for which "
-                        "Parquet has no place here: write .jsonl"
+                        f"a message has {more[0]!r} besides {', '.join(sorted(known))}, which "
+                        "this Parquet schema cannot hold: write .jsonl"
                     )
 
 

@@ -200,7 +200,8 @@ class TokenRows:
             routing = np.array(values[_EXPERTS], kind.to_pandas_dtype())
             if len(routing) != len(columns[_IDS]) - 1:
                 raise ConfigError(
-                    f"{set_row_name(row)}: {_EXPERTS} is not of all tokens but the last"
+                    f"{set_row_name(row)}: {_EXPERTS} must have an entry for each token except "
+                    "the last"
                 )
             columns[_EXPERTS] = {
                 "data": routing.tobytes(),

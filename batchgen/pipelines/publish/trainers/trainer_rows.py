@@ -230,8 +230,8 @@ class TrainerRows:
             return json_text([source.get("job"), source["row_id"]])
         if source is None:
             raise ConfigError(
-                f"--across is for rows that say in the column source what they were made of, as "
-                f"those of dataset=job do, and those of {self._rows.user_path} do not"
+                "--across needs rows with the column source, which says what they were made "
+                f"from, as with dataset=job; the rows of {self._rows.user_path} do not have it"
             )
         name = str(source["row_id"])
         return name.partition("/")[2] if _reads_several_jobs(self._rows.group("dataset")) else name
@@ -249,8 +249,9 @@ class TrainerRows:
             for better, worse in chosen:
                 if (prompt := group[better].content["prompt"]) != group[worse].content["prompt"]:
                     raise ConfigError(
-                        f"answers of {group[better].key} have different prompts, and a pair has "
-                        "one: give messages whose prompt is the same for all of them (--messages)"
+                        f"answers of {group[better].key} have different prompts, but a pair has "
+                        "one prompt: give messages with the same prompt for all of them "
+                        "(--messages)"
                     )
                 self.made_of = _places([group[better], group[worse]])
                 yield {

@@ -107,6 +107,6 @@ def test_calls_of_tools_are_read_and_written() -> None:
     text = f"So {call}<tool_call>{{</tool_call>"
     rest, (one, other) = _tool_calls(text, "7-0")
     assert (rest, one.function, one.arguments, one.parse_error) == ("So", "add", {"a": 1}, None)
-    assert other.parse_error is not None and "'{' is no call" in other.parse_error
+    assert other.parse_error is not None and "'{' is not a tool call" in other.parse_error
     made = _message(ChatMessageTool(content="3", function="add", tool_call_id="c"))
     assert made == {"role": "tool", "content": "3", "name": "add", "tool_call_id": "c"}

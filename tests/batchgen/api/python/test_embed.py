@@ -40,7 +40,7 @@ def test_a_language_model_embeds_beside_generating(model: Path) -> None:
         expected = reference.states(ids)[[0, -1]].transpose(1, 0, 2)
         np.testing.assert_allclose(states, expected, atol=2e-5)
         np.testing.assert_array_equal(states[len(generated.prompt_token_ids) - 1, 1], one.embedding)
-        with pytest.raises(ValueError, match="class_scores is of a classifier"):
+        with pytest.raises(ValueError, match="class_scores needs a classifier"):
             llm.classify(TEXTS[0])
     with pytest.raises(ValueError, match="hidden_layers has 9"):
         LLM(str(model), device="cpu", hidden_layers=[9])

@@ -130,6 +130,6 @@ def test_a_job_that_was_stopped_does_not_look_complete(
     with monkeypatch.context() as patch, pytest.raises(raised) as stopped:
         patch.setattr(LLMEngine, "step", interrupted)
         run_job(job)
-    says = "run the same command to go on" if number == signal.SIGINT else str(128 + number)
+    says = "run the same command to resume" if number == signal.SIGINT else str(128 + number)
     assert says in str(stopped.value)
     assert run_job(job).exit_code == 0

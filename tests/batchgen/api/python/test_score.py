@@ -82,7 +82,9 @@ def test_calls_that_make_no_sense_are_refused(llm: LLM) -> None:
         llm.score("a", 5)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="top_logprobs must be between 0 and 256"):
         llm.score("a", "b", top_logprobs=300)
-    with pytest.raises(ValueError, match="max_new_tokens is 0, and no answer was given"):
+    with pytest.raises(
+        ValueError, match="max_new_tokens is 0, and the request has no answer to score"
+    ):
         llm.generate("a", SamplingParams(max_new_tokens=0))
     with pytest.raises(ValueError, match="ask for top_logprobs=1"):
         _ = llm.score("a", "b").is_greedy

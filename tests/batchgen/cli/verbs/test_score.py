@@ -98,7 +98,7 @@ def test_verbs_warn_of_copies(
         assert run_verb(verb, [str(job), *arguments]) == 0
         shown = capsys.readouterr()
         assert (COPIES.format(job=job) in shown.err) == (temperature == 0)
-        said = "how sure cannot be told" if verb == "compare" else "all samples of a question agree"
+        said = "uncertainty unknown" if verb == "compare" else "all samples of a question agree"
         assert said in shown.out
 
 
@@ -153,7 +153,7 @@ def test_the_chance_of_guesses_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "chance        37.5%" in capsys.readouterr().out
     assert json.loads((job / "metrics.json").read_bytes())["score"]["chance"] == 0.375
     assert run_verb("report", [str(job)]) == 0
-    assert "Of guesses 37.5% would be right" in (job / "report.html").read_text()
+    assert "37.5% of random guesses would be right" in (job / "report.html").read_text()
 
 
 def test_a_judge_is_compared_with_marks_that_are_known(
@@ -194,7 +194,7 @@ def test_a_job_that_runs_is_scored_so_far(
     said = capsys.readouterr().out
     assert "so far        8 of 16 answers (50.0%)" in said and "score         62.5%" in said
     assert "those of up to 4 tokens have 100.0%, the longer half 25.0%" in said
-    assert "31.2% to 81.2%, if those that are missing were wrong, or right" in said
+    assert "31.2% to 81.2%, if all missing answers were wrong, or all right" in said
     assert run_verb("score", [str(job), "--so-far", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["so_far"]
     assert found["bounds"] == [5 / 16, 13 / 16] and found["of"] == 16

@@ -44,7 +44,7 @@ def test_rows_of_shards_and_journals_are_shown(stopped: Path, capsys: Printed) -
     assert show.main([str(stopped), "--rows", "0"]) == 0
     header = capsys.readouterr().out.splitlines()[0]
     assert f"out: failed, {len(rows)} of 80 answers ({len(rows) / 80:.0%}), " in header
-    assert header.endswith("; the job's command goes on from there")
+    assert header.endswith("; the job's command resumes it")
 
 
 def test_a_killed_job_says_so(stopped: Path, capsys: Printed) -> None:

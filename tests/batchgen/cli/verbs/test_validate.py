@@ -63,7 +63,7 @@ TEXTS: list[tuple[dict[str, Any], Any, str, str | None]] = [
     ({"kind": "regex"}, "a.b", "a\nb", "the pattern does not match it"),
     ({"kind": "regex"}, "(?<n>a)", "a", None),  # not Python's: xgrammar reads it
     ({"kind": "choice"}, ["yes", "no"], "no", None),
-    ({"kind": "choice"}, ["yes", "no"], "n", "none of the choices"),
+    ({"kind": "choice"}, ["yes", "no"], "n", "not one of the choices"),
     ({"kind": "grammar"}, GRAMMAR, "a12", None),
     ({"kind": "grammar"}, GRAMMAR, "é", None),
     ({"kind": "grammar"}, GRAMMAR, "a", "the grammar expects more"),
@@ -72,8 +72,8 @@ TEXTS: list[tuple[dict[str, Any], Any, str, str | None]] = [
     ({"kind": "structural_tag"}, TAG, "<a>x", "the grammar expects more"),
     ({"kind": "choice", "start_after": "::"}, ["a"], "x::a", None),
     ({"kind": "choice", "start_after": "::"}, ["a"], "::\n\na", None),
-    ({"kind": "choice", "start_after": "::"}, ["a"], "::     a", "none of the choices"),
-    ({"kind": "choice", "start_after": "::"}, ["a"], "a::b::a", "none of the choices"),
+    ({"kind": "choice", "start_after": "::"}, ["a"], "::     a", "not one of the choices"),
+    ({"kind": "choice", "start_after": "::"}, ["a"], "a::b::a", "not one of the choices"),
     (JSON | {"start_after": "::"}, None, "x:: {}", None),
     (JSON | {"start_after": "::"}, None, "x::{ }", "more than 0 whitespace"),
 ]  # fmt: skip
@@ -136,7 +136,7 @@ def test_every_row_is_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert "rows                 18  checked by jsonschema and its format checker\n" in text
     assert "\nvalid                 4  satisfied, and checked\n" in text
-    assert "\ninvalid               0  satisfied by the engine's word, but INVALID\n" in text
+    assert "\ninvalid               0  satisfied according to the engine, but INVALID\n" in text
     assert "\ncut                   6  ended by sampling.max_new_tokens before it was" in text
     assert "unchecked" not in text and "unconstrained" not in text
 
@@ -160,7 +160,7 @@ def test_a_row_that_was_not_constrained_is_invalid(tmp_path: Path) -> None:
     report = validate(tmp_path)
     assert report.counts == {"invalid": 1}
     assert report.problems["invalid"] == [
-        "row id0, sample 0: the row was not held to its constraint"
+        "row id0, sample 0: the constraint was not applied to the row"
     ]
 
 
@@ -275,7 +275,7 @@ def test_what_is_no_finished_job_with_constraints(
     fake = job(tmp_path / "own", {"kind": "regex", "column": "question"}, ANSWERS)
     execute_job(fake.config(), replace(fake.parts(), source=NotCopied(2)))
     assert refused(tmp_path / "own") == (
-        "the rows' constraints stand in the dataset column 'question', which the job did not copy "
+        "the rows' constraints are in the dataset column 'question', which the job did not copy "
         f"to {tmp_path}/own: list it in dataset.columns and run the job again"
     )
     stopped = job(tmp_path / "half", {"kind": "json"}, ANSWERS, rows=50, fail_at_step=3)

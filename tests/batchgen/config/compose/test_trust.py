@@ -145,7 +145,10 @@ def test_another_folder_is_nobodys_word(here: Path, capsys: pytest.CaptureFixtur
     (here / "outer").mkdir()
     for given in ("outer", "out/data", "out.yaml"):
         assert run_command(["grade", "out", "--trust", given]) == 2
-        assert f"--trust {given}: the configuration is read from out" in capsys.readouterr().err
+        assert (
+            f"--trust {given}: no configuration is read from there, only from out"
+            in capsys.readouterr().err
+        )
     assert run_command(["--trust", "out", "--dry-run", "model=nano_hybrid"]) == 2
     assert "the command line alone" in capsys.readouterr().err
 
@@ -159,7 +162,7 @@ def test_files_of_choices_are_asked_for(here: Path, capsys: pytest.CaptureFixtur
     assert "post[0]._target_ strangers_code.Step" in capsys.readouterr().err
     assert not (here / "ran").exists()
     assert run_command([*arguments, "--dry-run", "--trust", "mine"]) == 2
-    assert "is not there" in capsys.readouterr().err and (here / "ran").exists()
+    assert "does not exist" in capsys.readouterr().err and (here / "ran").exists()
 
 
 @pytest.mark.parametrize("text", ["hydra: {callbacks: {x: {_target_: strangers_code.Step}}}\n", ""])
@@ -214,7 +217,7 @@ def test_what_batchgen_imports_is_not_its_own(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["batchgen.no.such", "batchgen..x", "batchgen.\0", "batchgen.1"])
 def test_what_is_not_there_is_said_in_a_line(path: str) -> None:
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         named_code(path, "here")
 
 

@@ -85,7 +85,7 @@ def test_an_identity_is_the_one_of_version_0_1_0() -> None:
 
 def test_a_step_of_the_other_list_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"post\[0\]: Filter chooses or makes rows, and belongs into rows"
+        ConfigError, match=r"post\[0\]: Filter chooses or makes rows, and belongs in rows"
     ):
         configured({"post": [{"Filter": {"where": "a"}}]})
 

@@ -424,6 +424,6 @@ def test_showing_a_job_writes_nothing(
 
 def test_a_strategy_that_cannot_be_imported_says_why() -> None:
     with pytest.raises(
-        ConfigError, match=r"^strategy\._target_: no_such\.X is not there: No module"
+        ConfigError, match=r"^strategy\._target_: no_such\.X does not exist: No module"
     ):
         build_strategy(StrategyConfig(target="no_such.X"))

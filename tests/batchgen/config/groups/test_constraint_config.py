@@ -42,7 +42,7 @@ from tests.support.jobs.real_job import VOCAB, overrides, save_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 INLINE = "constraint.schema={type: object, properties: {name: {type: string}}, required: [name]}"
-NO_JSON = "column 'c': must hold JSON text or a struct, got no JSON: "
+NO_JSON = "column 'c': must hold JSON text or a struct, got invalid JSON: "
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
 GRAMMAR = 'root ::= "yes" | "no"\n'
 
@@ -152,7 +152,7 @@ ERRORS: list[tuple[list[str], str]] = [
     (["constraint=json_schema", "constraint.schema='{a}'"], "constraint.schema is not JSON: "),
     (
         ["constraint=json_schema", """constraint.schema='{"a": 1, "a": 2}'"""],
-        "constraint.schema is not JSON: the name 'a' stands twice in one object",
+        "constraint.schema is not JSON: the name 'a' appears twice in one object",
     ),
     (
         ["constraint=json_schema", """constraint.schema='{"const": NaN}'"""],
@@ -178,12 +178,12 @@ ERRORS: list[tuple[list[str], str]] = [
     ),
     (
         ["output.columns=[parsed]"],
-        "output.columns: parsed is for JSON, and the constraint is none: use "
+        "output.columns: parsed is for JSON, but the constraint is none: use "
         "constraint=json_schema or constraint=json, or leave the column out",
     ),
     (
         ["constraint=regex", "constraint.column=c", "output.columns=[parsed]"],
-        "output.columns: parsed is for JSON, and the constraint is regex: ",
+        "output.columns: parsed is for JSON, but the constraint is regex: ",
     ),
 ]
 

@@ -94,7 +94,7 @@ def test_the_first_with_a_score_is_what_others_are_compared_with() -> None:
     assert [row.difference is None for row in table.rows] == [True, True, True, False]
     lines = "\n".join(table_lines(table))
     assert "A: has no score: the job is not complete" in lines
-    assert "C: sat another exam, and is not compared: 40 of 40 rows" in lines
+    assert "C: took a different exam, and is not compared: 40 of 40 rows" in lines
     assert table_values(table)["arms"][0]["score"] is None
 
 

@@ -146,7 +146,7 @@ def test_scores_by_a_number(sweep: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert any("A" in line for line in lines if "┤" in line)
     # All ran at the same second on one machine, so that nobody knows how fast one alone is.
     assert run_verb("compare", [str(sweep), "--x", "tokens_per_s"]) == 2
-    assert "ran beside another arm" in capsys.readouterr().err
+    assert "shared its machine with another arm" in capsys.readouterr().err
     assert run_verb("compare", [str(sweep), "--x", "tokens_per_answr"]) == 2
     assert "choose among tokens_per_answer" in capsys.readouterr().err
 

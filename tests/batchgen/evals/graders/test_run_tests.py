@@ -84,8 +84,8 @@ def test_a_function_is_checked_by_its_name() -> None:
         ({"tests": None, "entry": "f"}, "no_target", "no value in column 'tests'"),
         ({"tests": [1], "entry": "f"}, "bad_target", "must be code"),
         ({"tests": "f(lambda: 1)", "entry": None}, "bad_target", "a function"),
-        ({"tests": "pass", "entry": "a b"}, "bad_target", "no name of a function"),
-        ({"tests": "pass", "entry": "{"}, "bad_target", "no name of a function"),
+        ({"tests": "pass", "entry": "a b"}, "bad_target", "not the name of a function"),
+        ({"tests": "pass", "entry": "{"}, "bad_target", "not the name of a function"),
     ],
 )
 def test_unfit_tests_say_nothing_of_the_program(
@@ -245,7 +245,7 @@ def test_outputs_are_compared_by_lines(output: str, wanted: str, same: bool) -> 
         ({"tests": []}, "tests is empty"),
         ({"seconds": 0}, "seconds must be above 0"),
         ({"seconds": 90}, "at most total_seconds"),
-        ({"memory_mib": 3}, "64 at least"),
+        ({"memory_mib": 3}, "at least 64"),
     ],
 )
 def test_mistakes_in_options(options: dict[str, Any], says: str) -> None:
@@ -266,10 +266,10 @@ def test_a_machine_without_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ("exit 1", "makes no sandbox here"),
+        ("exit 1", "cannot make a sandbox here"),
         # It runs the program without any sandbox.
         ('while [ "$1" != -- ]; do [ "$1" = --json-status-fd ] && fd=$2; shift; done; shift\n'
-         'eval "echo exit-code >&$fd"; exec "$@"', "makes no sandbox|does not hold"),
+         'eval "echo exit-code >&$fd"; exec "$@"', "cannot make a sandbox|does not hold"),
     ],
 )  # fmt: skip
 def test_a_sandbox_that_does_not_hold_is_refused(
@@ -288,9 +288,9 @@ def test_a_sandbox_that_does_not_hold_is_refused(
 
 def test_interpreters_and_packages_are_asked_for() -> None:
     assert "numpy==" in interpreter(None, ("numpy",)).name
-    with pytest.raises(ConfigError, match="has no files of no-such-thing"):
+    with pytest.raises(ConfigError, match="lacks no-such-thing"):
         interpreter(None, ("no-such-thing",))
-    with pytest.raises(ConfigError, match="cannot be asked for its files"):
+    with pytest.raises(ConfigError, match="does not say where its files are"):
         interpreter("/no/python", ())
 
 

@@ -48,21 +48,21 @@ def test_steps_can_be_pickled_and_declare_what_they_write(step: PostStep) -> Non
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Extract(methods=("box",)), "methods must be among"),  # type: ignore[arg-type]
+        (lambda: Extract(methods=("box",)), "methods must be one of"),  # type: ignore[arg-type]
         (lambda: Extract(methods=()), "methods is empty"),
         (lambda: Extract(methods=("regex",)), "pattern belongs"),
         (lambda: Extract(pattern="x"), "pattern belongs"),
-        (lambda: Extract(methods=("regex",), pattern="("), "no regular expression"),
+        (lambda: Extract(methods=("regex",), pattern="("), "not a regular expression"),
         (lambda: Extract(methods=("regex",), pattern="x"), "group 1"),
         (lambda: Extract(methods=("json_path",), path="a.b"), "must be like"),
         (lambda: Extract(methods=("json_path",), path="$.a[x]"), "must be like"),
         (lambda: Extract(letters="a-d"), "letters A to Z"),
         (lambda: Extract(which="all"), "first or last"),  # type: ignore[arg-type]
-        (lambda: Grade(method="sum"), "method must be among"),  # type: ignore[arg-type]
+        (lambda: Grade(method="sum"), "method must be one of"),  # type: ignore[arg-type]
         (lambda: Grade(method="function"), "function belongs"),
         (lambda: Grade(method="function", function={"_target_": "f"}), "import path"),
-        (lambda: Grade(method="function", function={"_target_": "os.no"}), "is not there"),
-        (lambda: Grade(method="function", function={"_target_": "os.sep"}), "no function"),
+        (lambda: Grade(method="function", function={"_target_": "os.no"}), "does not exist"),
+        (lambda: Grade(method="function", function={"_target_": "os.sep"}), "not a function"),
         (lambda: Grade(method="exact", schema="{}"), "schema belongs"),
         (lambda: Grade(method="json_schema", schema="{"), "schema"),
         (lambda: Grade(method="json_schema", schema={"type": "x"}), "not a valid JSON Schema"),
@@ -70,7 +70,7 @@ def test_steps_can_be_pickled_and_declare_what_they_write(step: PostStep) -> Non
         (lambda: Grade(method="exact", target_pattern="("), "target_pattern"),
         (lambda: ParseScore(low=2, high=2), "low must be below high"),
         (lambda: ParseScore(pattern="x"), "must have a group"),
-        (lambda: ParseScore(pattern="("), "no regular expression"),
+        (lambda: ParseScore(pattern="("), "not a regular expression"),
         (lambda: StepChain((Extract(), Extract())), "write the column 'answer'"),
     ],
 )

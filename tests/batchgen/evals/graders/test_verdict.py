@@ -43,7 +43,7 @@ def test_verdicts(options: dict[str, Any], text: str, verdict: str | None, mark:
         ({}, "marks is empty"),
         ({"marks": {"A": 2}}, "from 0 to 1"),
         ({"marks": {"A": True}}, "from 0 to 1"),
-        ({"marks": {"A": 1}, "pattern": "("}, "no regular expression"),
+        ({"marks": {"A": 1}, "pattern": "("}, "not a regular expression"),
         ({"marks": {"A": 1}, "pattern": "A"}, "must have a group"),
         ({"marks": {"A": 1}, "flip": {}}, "one column"),
     ],

@@ -180,7 +180,7 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
         "cell of another type",
         text("a.csv", 'a,b\n"x\ny",1\nx,\nx,1.5\n'),
         {"path": "a.csv", "types": {"b": "int64"}},
-        r"dataset.types: a.csv, line 5: '1.5' in column 'b' is no int64",
+        r"dataset.types: a.csv, line 5: '1.5' in column 'b' is not of type int64",
     ),
     (
         "type of no column",
@@ -216,7 +216,7 @@ WRONG: list[tuple[str, Callable[[], object], dict[str, Any], str]] = [
         "a key twice",
         text("a.jsonl", '{"a": 1}\n\n{"b": {"k": 1, "k": 2}}\n'),
         {"path": "a.jsonl"},
-        r"dataset.path: a.jsonl, line 3: the key 'k' stands twice in one object",
+        r"dataset.path: a.jsonl, line 3: the key 'k' appears twice in one object",
     ),
     (
         "two rows on one line",

@@ -154,7 +154,7 @@ def test_a_processor_of_another_kind_is_refused(
 def test_a_model_has_its_own_colours(tmp_path: Path) -> None:
     save_model(tmp_path, image_mean=[*CLIP.mean], image_std=[*CLIP.std])
     assert image_sizes(tmp_path, replace(VISION, colours=CLIP), None).side == 32
-    with pytest.raises(ConfigError, match=r"image_mean=\[0\.48.*supported is \[0\.5"):
+    with pytest.raises(ConfigError, match=r"image_mean=\[0\.48.*supported: \[0\.5"):
         image_sizes(tmp_path, VISION, None)
 
 

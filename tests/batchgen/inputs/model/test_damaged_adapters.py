@@ -151,11 +151,11 @@ CASES: dict[str, tuple[Damage, str]] = {
     ),
     "a module of no model": (
         given(**{"../../etc/passwd": torch.zeros(1)}),
-        "tensor ../../etc/passwd is none of a low-rank adapter",
+        "tensor ../../etc/passwd is not part of a low-rank adapter",
     ),
     "a resized embedding": (
         given(**{"base_model.model.model.embed_tokens.weight": torch.zeros(300, 64)}),
-        "tensor base_model.model.model.embed_tokens.weight is none of a low-rank adapter",
+        "tensor base_model.model.model.embed_tokens.weight is not part of a low-rank adapter",
     ),
     "another rank": (config(r=8), "has shape [4, 96], and adapter_config.json says that its rank"),
     "rank 0": (config(r=0), "r must be a whole number from 1 on, got 0"),
@@ -179,7 +179,7 @@ CASES: dict[str, tuple[Damage, str]] = {
     "no UTF-8": (text("adapter_config.json", b"\xff\xfe{}"), "adapter_config.json is damaged"),
     "deep": (deep, "adapter_config.json is damaged"),
     "large": (large, "adapter_config.json is damaged: it is larger than any configuration"),
-    "a pipe": (pipe, "is no adapter: it has no adapter_config.json"),
+    "a pipe": (pipe, "is not an adapter: it has no adapter_config.json"),
     "a link of the configuration": (link("adapter_config.json"), "outside of the adapter's folder"),
     "a link of the tensors": (link("adapter_model.safetensors"), "outside of the adapter's folder"),
     "a link of the template": (link("chat_template.jinja"), "put the file itself there"),

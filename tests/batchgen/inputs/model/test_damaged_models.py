@@ -34,7 +34,11 @@ DAMAGED: list[tuple[str, Any, str]] = [
     ("model.safetensors", struct.pack("<Q", 2**62), "model.safetensors is damaged or cut off"),
     ("model.safetensors", b"", "model.safetensors is damaged or cut off"),
     ("model.safetensors.index.json", b"{}", "index.json has no 'weight_map'"),
-    ("model.safetensors.index.json", {"weight_map": {"a": "../b"}}, "'../b', which is no file of"),
+    (
+        "model.safetensors.index.json",
+        {"weight_map": {"a": "../b"}},
+        "'../b', which is not a file of",
+    ),
 ]
 
 

@@ -64,7 +64,7 @@ def test_other_ways_are_refused_by_name(message: str, values: object, tmp_path: 
 
 @pytest.mark.parametrize("place", ["", "..", "../1_Pooling", "/etc", "a/b", "1_Pooling/.."])
 def test_only_folders_of_the_model_are_read(place: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must name a folder beside it"):
+    with pytest.raises(ValueError, match="must name a folder next to it"):
         checkpoint_pooling(embedder_files(tmp_path, {}, place=place))
 
 

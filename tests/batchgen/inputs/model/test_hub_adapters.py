@@ -43,10 +43,10 @@ def test_an_adapter_of_a_revision(
         "a": folder,
         "b": folder,
     }
-    with pytest.raises(ConfigError, match="adapter name: owner/name@gone is neither a folder here"):
+    with pytest.raises(ConfigError, match="adapter name: owner/name@gone is not a folder here"):
         with_adapters(opened, "owner/name@gone")
     (tmp_path / "owner/name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"name is no adapter: it has no adapter_config"):
+    with pytest.raises(ValueError, match=r"name is not an adapter: it has no adapter_config"):
         with_adapters(opened, "owner/name")
     assert len(asked) == 3

@@ -86,7 +86,7 @@ def test_a_text_that_both_forms_allow_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", '{"a": 1, "a": 2}', "7"])
 def test_arguments_that_are_no_object(arguments: str) -> None:
-    with pytest.raises(RequestError, match=r"as an object, and .* is no JSON of one") as caught:
+    with pytest.raises(RequestError, match=r"as an object, and .* is not a JSON object") as caught:
         text(OBJECT, USER, call(arguments))
     assert caught.value.type == "bad_messages"
     assert text(TEXT, USER, call(arguments)).endswith(arguments)
@@ -166,7 +166,7 @@ def test_a_content_that_is_null() -> None:
     assert text(prints, USER, call(ESCAPED, None)).endswith(f"<assistant><f>{ESCAPED}")
     with pytest.raises(RequestError, match="role and content must be strings"):
         text(OBJECT, say("user", None))
-    with pytest.raises(RequestError, match="function_call is not read"):
+    with pytest.raises(RequestError, match="function_call is not supported"):
         text(OBJECT, say("assistant", "", function_call={"name": "f", "arguments": "{}"}))
 
 
@@ -174,7 +174,7 @@ def test_parts_of_text_are_text_where_no_images_are_read() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "input_text", "text": "b"}]
     assert text(OBJECT, say("user", parts)) == "<user>a b"
     image = {"type": "image_url", "image_url": {"url": "x"}}
-    with pytest.raises(RequestError, match="has an image, and only text is read here"):
+    with pytest.raises(RequestError, match="has an image, but only text is read here"):
         text(OBJECT, say("user", [*parts, image]))
 
 

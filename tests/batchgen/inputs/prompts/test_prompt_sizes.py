@@ -41,7 +41,7 @@ def test_a_prompt_that_is_too_long_says_what_to_do() -> None:
         fit_prompt([1, 2, 3], 2, "error")
     assert raised.value.type == "prompt_too_long"
     assert str(raised.value) == (
-        "the prompt has 3 tokens and at most 2 leave room for the answer: raise "
+        "the prompt has 3 tokens, but the answer leaves room for only 2: raise "
         "engine.max_model_len, lower sampling.max_new_tokens, or set "
         "prompt.too_long=truncate_left"
     )
@@ -62,7 +62,9 @@ def test_a_text_that_no_tokens_could_hold_is_refused_untokenised(config: PromptC
     tokenizer.__class__ = _NeverTokenises
     columns = dict.fromkeys(COLUMNS, Value("string"))
     prompt = build_prompt(config, tokenizer, vocab_size=257, columns=columns, room=512)
-    with pytest.raises(RequestError, match=r"prompt has 6,000,0\d\d bytes; 512 tokens .*2,097,152"):
+    with pytest.raises(
+        RequestError, match=r"prompt has 6,000,0\d\d bytes, .* 512 tokens .*2,097,152"
+    ):
         prompt.token_ids(row(q="é" * 3_000_000))
 
 

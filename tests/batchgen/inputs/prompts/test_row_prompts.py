@@ -145,7 +145,7 @@ def test_a_column_in_single_braces(text: str, refused: bool) -> None:
     if not refused:
         RowTemplate("prompt.user", text, ["q"])
         return
-    with pytest.raises(ConfigError, match=r"is no column but that very text: write \{\{ q \}\}"):
+    with pytest.raises(ConfigError, match=r"is plain text and not a column: write \{\{ q \}\}"):
         RowTemplate("prompt.user", text, ["q"])
 
 

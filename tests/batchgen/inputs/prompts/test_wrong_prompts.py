@@ -78,7 +78,7 @@ WRONG_CONFIGS: list[tuple[str, PromptConfig, PreTrainedTokenizerBase | None, str
         "unknown option",
         ChatPromptConfig(user="x", template_kwargs={"thinking": True}),
         TOKENIZER,
-        "prompt.template_kwargs.thinking: the model's chat template knows no such option",
+        "prompt.template_kwargs.thinking: the model's chat template has no such option",
     ),
     (
         "no system role",
@@ -118,7 +118,7 @@ WRONG_ROWS: list[tuple[str, PromptConfig, dict[str, Any], str, str]] = [
         text("{{ n }} {{ q }}"),
         {"n": 1, "q": None},
         "missing_field",
-        "prompt.text prints a value that is null (q): write {{ name or '' }} where that is meant",
+        "prompt.text prints a value that is null (q): write {{ name or '' }} to allow that",
     ),
     (
         "missing below",

@@ -314,7 +314,7 @@ def test_balance_and_keep() -> None:
     rows = [{"topic": t} for t in "aabab"]
     _, found, running = one(Balance(by=("topic",), most=2), *rows)
     assert ids(found) == ["q0", "q1", "q2", "q4"]
-    assert running.dropped[0].reason == "2 rows before have a"
+    assert running.dropped[0].reason == "2 earlier rows have a"
     _, found, running = one(Keep(rows=2), {}, {})
     assert ids(found) == ["q0", "q1"] and running.full
     small, large = (

@@ -191,9 +191,9 @@ def test_steps_that_leave_nothing_say_what_they_took_out(job: SteppedJob, stream
     with pytest.raises(ConfigError) as raised:
         replace(job, steps=steps, streaming=streaming).run()
     said = str(raised.value)
-    assert "leave no row: 12 rows of the data set → Filter 10 → Filter 0" in said
-    assert "rows[0] Filter took out 2 of 12:\n    q0: number > 0 is false\n    q9: " in said
-    assert "rows[1] Filter took out 10 of 10:\n    q1: number > 90 is false\n" in said
+    assert "drop every row: 12 rows of the data set → Filter 10 → Filter 0" in said
+    assert "rows[0] Filter dropped 2 of 12:\n    q0: number > 0 is false\n    q9: " in said
+    assert "rows[1] Filter dropped 10 of 10:\n    q1: number > 90 is false\n" in said
     assert said.count("number > 90 is false") == 3
     assert not (Path(job.out) / "rows.json").exists()
 

@@ -125,12 +125,12 @@ def test_texts_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tasks": ["qa_1"]}, "tasks must be among"),
+        ({"tasks": ["qa_1"]}, "tasks must be one of"),
         ({"tasks": []}, "at least one"),
         ({"lengths": []}, "at least one"),
         ({"lengths": [100]}, "from 768 on"),
         ({"lengths": ["x"]}, "whole numbers"),
-        ({"reserve": -1}, "below 0"),
+        ({"reserve": -1}, "must be at least 0"),
     ],
 )
 def test_mistakes_in_options(options: dict[str, Any], says: str) -> None:

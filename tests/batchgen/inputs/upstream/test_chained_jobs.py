@@ -181,7 +181,7 @@ def test_more_samples_or_another_job_are_refused(
     run(overrides(model, rows, draft, "sampling.seed=4", "output.overwrite=true"))
     with pytest.raises(ConfigError) as error:
         run(reader(model, draft, out))
-    assert "dataset.path: another job than the one whose rows were read" in str(error.value)
+    assert "dataset.path: a different job from the one whose rows were read" in str(error.value)
     assert "row 0 (id 'r0#0')" in str(error.value)
     assert contents(out) == kept
 

@@ -157,7 +157,7 @@ def test_grades_that_nobody_makes_are_not_waited_for(whole: Path, tmp_path: Path
     config = unfolding.folder / "config.yaml"
     unfolding.show("grades/part-00000.parquet")
     config.write_text(config.read_text().replace("([0-9]+)$", "([0-8]+)$"))
-    refused = pytest.raises(ConfigError, match=r"of other steps or of other rows\): run `batchgen")
+    refused = pytest.raises(ConfigError, match=r"belong to other steps or rows\): run `batchgen")
     with refused, StopSignals() as signals:
         deque(job_turns(job.config(), job.parts(), signals), maxlen=0)
 

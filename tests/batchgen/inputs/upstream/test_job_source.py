@@ -345,7 +345,7 @@ def test_grades_must_be_of_these_rows(draft: Path, tmp_path: Path) -> None:
     assert source(job).columns
     for path in (job / "data").iterdir():
         path.touch()  # written after its grades
-    with pytest.raises(ConfigError, match="some are of other rows"):
+    with pytest.raises(ConfigError, match="some belong to other rows"):
         source(job, named=["mark"])
     shutil.rmtree(job / "grades")
     with pytest.raises(ConfigError, match="there is no column 'mark'"):

@@ -235,7 +235,7 @@ def test_a_full_disk_costs_the_records_alone(
 
     with patch.object(OutputWriter, "write_begun", full):
         assert run(overrides(model, rows, out, *LONG)).exit_code == 0
-    assert capsys.readouterr().err.count("rows that are begun are not recorded any more") == 1
+    assert capsys.readouterr().err.count("unfinished answers are no longer recorded") == 1
 
 
 @pytest.mark.thorough

@@ -20,7 +20,7 @@ def test_as_many_as_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("complete", "samples", "number", "says"),
     [
-        (0, 0, Range(2, 5, 8), "2 to 8 samples of each row, as nothing is known of them"),
+        (0, 0, Range(2, 5, 8), "2 to 8 samples of each row, as their number is unknown"),
         (10, 30, Range(3, 3, 3), "3.0 samples of each row, as of the 10 that are complete"),
         (10, 90, Range(8, 8, 8), "8.0 samples of each row, as of the 10 that are complete"),
     ],

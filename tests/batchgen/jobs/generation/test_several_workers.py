@@ -176,7 +176,7 @@ def test_a_shard_that_ends_workers_is_put_in_quarantine(tmp_path: Path) -> None:
         thread.join(60)
     assert sum("row 40 was too much" in end for end in ends) == 3
     (quarantine,) = (end for end in ends if "quarantine" in end)
-    assert "shard 5 has ended the workers" in quarantine and "id40" in quarantine
+    assert "shard 5 crashed the workers" in quarantine and "id40" in quarantine
     done = {row["row_index"] for row in JobFolderReader(out).rows(["row_index"])}
     assert done >= {i for i in range(64) if i // 8 != 5} and 40 not in done
     # With what ended the workers mended, the same command computes the rest.

@@ -82,7 +82,7 @@ def test_rows_end_when_the_interval_is_narrow(tmp_path: Path, every: Rows) -> No
         job.run()
     for other in (replace(job, width=None), UntilJob(str(tmp_path / "of"), width=0.6, most=2)):
         with pytest.raises(
-            ConfigError, match=r"until\.rule: .width|needs 3 samples of a row at least"
+            ConfigError, match=r"until\.rule: .width|needs 3 samples of a row or more"
         ):
             other.run()
 

@@ -74,7 +74,7 @@ def test_a_launcher_of_the_users_own() -> None:
         compose({"launcher": {**own["launcher"], "number": "x"}})
     with pytest.raises(ConfigError, match=r"launcher\.numbers is not a key: choose among number"):
         compose({"launcher": {**own["launcher"], "numbers": 3}})
-    with pytest.raises(ConfigError, match=r"\.Path is no launcher"):
+    with pytest.raises(ConfigError, match=r"\.Path is not a launcher"):
         compose({"launcher": {"_target_": f"{__name__}.Path"}})
 
 
@@ -103,7 +103,7 @@ def test_the_folder_of_logs(tmp_path: Path) -> None:
     remove_logs(second)
     assert list(out.iterdir()) == []
     (out / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"not of a batchgen job \(thesis\.tex\)"):
+    with pytest.raises(ConfigError, match=r"not belong to a batchgen job \(thesis\.tex\)"):
         make_logs(out, "ray")
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
     with pytest.raises(ConfigError, match="cannot be written"):

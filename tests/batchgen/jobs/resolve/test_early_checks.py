@@ -37,7 +37,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"prompt.user": None, "prompt.text": "{{ x }}"}, "prompt.text: the data set has no"),
         ({"dataset.id_column": "x"}, "dataset.id_column: no column 'x': choose among q, c"),
         ({"dataset.path": "rows.csv", "prompt.user": "{{ x }}"}, "'x': choose among q, c"),
-        ({"prompt.user": "{q}"}, "is no column but that very text"),
+        ({"prompt.user": "{q}"}, "is plain text and not a column"),
     ],
 )
 def test_mistakes(changed: dict[str, str | None], says: str) -> None:

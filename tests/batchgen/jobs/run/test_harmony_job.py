@@ -205,7 +205,7 @@ def test_what_is_refused(
     for given, why in (
         ([*regex, "constraint.start_after=x"], "constraint.start_after must be null with this"),
         ([*regex, "output.whole_text=true"], "leave one out"),
-        ([*choice, "sampling.n=1"], "constraint.scores says how likely"),
+        ([*choice, "sampling.n=1"], "constraint.scores gives the probabilities"),
         (["prompt.template_kwargs={reasoning_effort: huge}"], "low, medium, high, got 'huge'"),
         (["prompt.date=tomorrow"], "a day such as 2026-11-25, got 'tomorrow'"),
         (["output.whole_text=true", "output.reasoning_end=x"], "choose one"),

@@ -46,7 +46,7 @@ def test_rows_of_text_run_and_images_are_refused(
                 run(chosen)
             continue
         result = run(chosen)
-        assert "row states" in result.message and "checkpoints of prefixes" in result.message
+        assert "row states" in result.message and "snapshots of prefixes" in result.message
     said = capfd.readouterr().err
     assert "model: not loaded, as this job does not use it: the vision tower\n" in said
     assert "row states 0.00 GiB" in said

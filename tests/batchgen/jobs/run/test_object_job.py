@@ -180,7 +180,7 @@ def test_another_job_is_refused_and_overwrites_only_if_it_is_told_to(files: Faul
     assert replace(other, overwrite=True).run().exit_code == 3
     assert len(_metrics(files)["attempts"]) == 1
     files.put("jobs/b/thesis.tex", b"x")
-    with pytest.raises(ConfigError, match=r"not of a batchgen job \(thesis\.tex\)"):
+    with pytest.raises(ConfigError, match=r"not belong to a batchgen job \(thesis\.tex\)"):
         ObjectJob("s3://jobs/b", rows=20).run()
 
 
@@ -282,7 +282,7 @@ def test_a_worker_whose_job_is_opened_anew_joins_again(
     def opened_anew(lock: ObjectLock) -> None:
         calls.append(1)
         if len(calls) <= times:
-            raise OpenedAnew("another process has opened the job anew in this moment")
+            raise OpenedAnew("another process has just opened the job")
         confirm(lock)
 
     monkeypatch.setattr(ObjectLock, "confirm", opened_anew)
@@ -290,7 +290,7 @@ def test_a_worker_whose_job_is_opened_anew_joins_again(
     assert job.run().exit_code == 3 and len(calls) > times
     assert _data(files) == _whole(tmp_path, job)
     times += len(calls) + 10
-    with pytest.raises(OpenedAnew, match="in this moment"):
+    with pytest.raises(OpenedAnew, match="has just opened"):
         replace(job, rows=60).run()
     workers = [json.loads(b) for n, b in files.store.items() if n.startswith("jobs/a/workers/")]
     assert all(beat["ended"] for beat in workers)
@@ -309,7 +309,7 @@ def test_two_who_open_the_folder_at_once(files: FaultyFiles) -> None:
     assert second.exclusive and [p for p in files.store if ".locks" in p] == [
         "jobs/a/.locks/0002.json"
     ]
-    with pytest.raises(JobError, match="opened the job anew"):
+    with pytest.raises(JobError, match="has just opened the job"):
         first.confirm()
     second.confirm()
     second.share()

@@ -184,10 +184,10 @@ def test_a_job_that_is_cut_off_writes_the_same_values(
 @pytest.mark.parametrize(
     ("message", "more"),
     [
-        ("only read, and sampling.max_new_tokens is 5", ["sampling.max_new_tokens=5"]),
-        ("and prompt.answer is scored", ["prompt.answer=x"]),
-        ("restricts what is generated", ["constraint=json"]),
-        ("asks for several times what is generated", ["sampling.n=2", "sampling.temperature=1"]),
+        ("only read, but sampling.max_new_tokens is 5", ["sampling.max_new_tokens=5"]),
+        ("but prompt.answer is scored", ["prompt.answer=x"]),
+        ("restricts the generated text", ["constraint=json"]),
+        ("asks for several samples of", ["sampling.n=2", "sampling.temperature=1"]),
         ("logprobs describes generated or scored tokens", ["output.columns=[embedding,logprobs]"]),
         ("has no embedding", ["output.columns=[class_scores]", "output.pooling=mean"]),
         ("go together", ["output.columns=[hidden_states]"]),
@@ -195,8 +195,8 @@ def test_a_job_that_is_cut_off_writes_the_same_values(
         ("hidden_layers has 9, and the model has 3 layers", [
             "output.columns=[hidden_states]", "output.hidden_layers=[9]"]),
         ("names a layer twice", ["output.columns=[hidden_states]", "output.hidden_layers=[3,-1]"]),
-        ("has no layer for logits", ["output.columns=[]", "prompt.answer=x"]),
-        ("ask for what rows are read for", ["output.columns=[prompt_token_ids]"]),
+        ("has no head for the logits", ["output.columns=[]", "prompt.answer=x"]),
+        ("ask for an embedding", ["output.columns=[prompt_token_ids]"]),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_rows_that_are_read(

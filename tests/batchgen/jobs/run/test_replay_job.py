@@ -65,10 +65,13 @@ def test_a_row_without_its_tail_says_so(first: Path, tmp_path: Path) -> None:
         ("sampling.temperature=1", "sampling.temperature is 1.0 here and 0.7 in"),
         ("strategy.block_length=8", "strategy.block_length is 8 here and 4 in"),
         ("output.logprobs_mode=processed", "output.logprobs_mode is processed here and raw"),
-        ("prompt.answer_ids_column=null", "answer_ids_column was unmasked, and that is not set"),
+        (
+            "prompt.answer_ids_column=null",
+            "answer_ids_column was unmasked, but that key is not set",
+        ),
         ("prompt.answer_step_map_column=null", "prompt.answer_step_map_column"),
-        ("sampling.n=2", "sampling.n=2 asks for several times"),
-        ("output.columns=[step_map]", "column step_map is of generated tokens"),
+        ("sampling.n=2", "sampling.n=2 asks for several samples of"),
+        ("output.columns=[step_map]", "column step_map describes generated tokens"),
     ],
 )
 def test_what_differs_is_refused(more: str, said: str, first: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_the_user_learns_where_rows_depend_on_the_batch(tmp_path: Path, why: str
     assert _metrics(tmp_path)["attempts"][0]["batch_dependence"] == (why or None)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["batch_dependence"] == (why or None)
-    assert ("may depend on the rows beside it" in result.message) == bool(why)
+    assert ("may depend on the other rows of its batch" in result.message) == bool(why)
     assert why in result.message
 
 
@@ -242,7 +242,7 @@ def test_a_broken_engine_stops_the_job_and_loses_nothing(tmp_path: Path) -> None
     job = _job(tmp_path / "out", log=str(log), fail_at_step=20)
     with pytest.raises(RuntimeError, match="fell off the bus") as error:
         job.run()
-    assert "run the same command to go on" in error.value.__notes__[0]
+    assert "run the same command to resume" in error.value.__notes__[0]
     assert _metrics(tmp_path / "out")["status"] == "failed"
     finished = len(log.read_text().splitlines())
     assert finished > 10
@@ -274,7 +274,7 @@ def test_refused_before_the_weights_load(tmp_path: Path, refused: str) -> None:
     elif refused == "foreign":
         out.mkdir()
         (out / "precious").touch()
-        message = r"holds files that are not of a batchgen job \(precious\)"
+        message = r"holds files that do not belong to a batchgen job \(precious\)"
     elif refused == "file":
         out.touch()
         message = "cannot be written"

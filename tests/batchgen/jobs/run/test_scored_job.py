@@ -76,13 +76,16 @@ def test_rows_without_an_answer_become_errors(model: Path, tmp_path: Path) -> No
     [
         (("sampling.max_new_tokens=0",), "sampling.max_new_tokens=0 generates nothing"),
         (("prompt.answer=' a'",), "prompt.answer is scored and nothing is generated after it"),
-        ((*SCORED, "sampling.n=2"), "sampling.n=2 asks for several times"),
+        ((*SCORED, "sampling.n=2"), "sampling.n=2 asks for several samples of"),
         ((*SCORED, "constraint=choice", "constraint.choices=[a,b]"), "constraint=choice restricts"),
         (
             (*SCORED[:2], "prompt.answer='{{ nothing }}'"),
             "prompt.answer: the data set has no column",
         ),
-        ((*SCORED, "strategy=ar_spec", "output.columns=[step_map]"), "column step_map is of gener"),
+        (
+            (*SCORED, "strategy=ar_spec", "output.columns=[step_map]"),
+            "column step_map describes gener",
+        ),
         ((*SCORED, "output.columns=[top_logprobs]", "output.top_logprobs=257"), "1 to 256"),
     ],
 )
@@ -131,7 +134,7 @@ def test_choices_are_scored_as_given_answers(model: Path, tmp_path: Path) -> Non
         (("sampling.n=1", "constraint.scores_end=true"), "needs constraint.scores=true"),
         (
             ("sampling.n=1", "constraint.scores=true", "constraint.start_after=x"),
-            "start_after lets free text come before them",
+            "start_after puts free text before them",
         ),
     ],
 )
@@ -158,7 +161,7 @@ def test_a_post_step_makes_one_score_of_the_choices(
             assert score == pytest.approx(np.dot(row["choice_scores"], expected))
     with pytest.raises(ConfigError, match="reads the column 'choice_scores'"):
         run(overrides(model, rows, tmp_path / "none", post))
-    with pytest.raises(ConfigError, match="none of choices"):
+    with pytest.raises(ConfigError, match="not one of choices"):
         ChoiceScore(choices=["a", "b"], choice="c")
     with pytest.raises(ConfigError, match="not all numbers"):
         ChoiceScore(choices=["a", "2"])

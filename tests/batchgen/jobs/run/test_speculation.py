@@ -110,7 +110,7 @@ def check_totals(out: Path, found: pa.Table, message: str) -> None:
     share = sums["num_accepted_tokens"] / sums["num_draft_tokens"]
     assert f"{sums['num_draft_tokens']:,} proposed, {share:.1%} accepted" in message
     assert f"{metrics['generated_tokens'] / sums['num_forwards']:.2f} of a row" in message
-    assert ("of the drafts held" in message) == (share < 0.2)
+    assert ("of the drafts were accepted" in message) == (share < 0.2)
 
 
 def test_the_output_loads_with_its_columns(
@@ -179,7 +179,9 @@ def test_a_job_whose_drafts_were_of_no_use_says_so(
     options = ("strategy.proposer=draft", f"strategy.draft_model={draft}", "dataset.limit=3")
     arguments = [*SPEC, *options, "strategy.acceptance_floor=1"]
     found = run(overrides(model, rows, tmp_path / "few", *arguments))
-    sentence = "of the drafts held, and strategy.acceptance_floor is 100.0%: use strategy=ar"
+    sentence = (
+        "of the drafts were accepted, and strategy.acceptance_floor is 100.0%: use strategy=ar"
+    )
     assert sentence in found.message.splitlines()[-1]
     again = run(overrides(model, rows, tmp_path / "few", *arguments))
     assert again.message.splitlines()[-1] == found.message.splitlines()[-1]
@@ -194,7 +196,7 @@ def test_a_job_whose_drafts_were_of_no_use_says_so(
         (
             1000,
             199,
-            "Only 19.9% of the drafts held, and strategy.acceptance_floor is 20.0%: use "
+            "Only 19.9% of the drafts were accepted, and strategy.acceptance_floor is 20.0%: use "
             "strategy=ar, another proposer (strategy.proposer=draft with a draft model), or fewer "
             "drafts (strategy.num_spec_tokens).",
         ),

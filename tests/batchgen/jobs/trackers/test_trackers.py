@@ -136,7 +136,7 @@ def test_a_bad_tracker_does_not_stop_or_slow_what_it_is_told_of(
     assert time.monotonic() - began < 5
     bad.free.set()
     said = capsys.readouterr().err
-    assert said.count("progress.report_to=json has failed, and the job goes on") == 1
+    assert said.count("progress.report_to=json has failed, and the job continues") == 1
     assert ("no network" if how == "raises" else "does not answer") in said
 
 

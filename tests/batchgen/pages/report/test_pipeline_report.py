@@ -90,5 +90,5 @@ def test_a_damaged_step_hides_no_other(out: Path) -> None:
 
 
 def test_a_folder_without_a_pipeline_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no folder of a pipeline"):
+    with pytest.raises(ConfigError, match=r"not the folder of a pipeline"):
         write_report(tmp_path, "here")

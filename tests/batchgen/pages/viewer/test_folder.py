@@ -82,7 +82,7 @@ def test_the_list_is_sorted_and_filtered(outputs: Path) -> None:
     assert order(outputs, "?sort=answers")[-1] == "small"
     assert order(outputs, "?text=day+NONE") == ["sweep/day/7"]  # both words, of name and model
     assert order(outputs, "?state=stopped") == ["first"]
-    assert "No job is so" in read(FolderSite(outputs, "outputs"), "?text=zzz").text
+    assert "No job matches" in read(FolderSite(outputs, "outputs"), "?text=zzz").text
     read(FolderSite(outputs, "outputs"), "?sort=colour", 400)
 
 
@@ -183,7 +183,7 @@ def test_a_damaged_job_has_a_word_and_hides_no_other(
     (outputs / "first" / name).write_text(content)
     pages = FolderSite(outputs, "outputs")
     listed = read(pages, "")
-    assert "Nothing can be shown of it" in listed.text and why in listed.text
+    assert "It cannot be shown" in listed.text and why in listed.text
     assert links(outputs)["sweep/day/7"] in listed.links
     assert why in read(pages, links(outputs)["first"], 404).text
 
@@ -197,9 +197,9 @@ def test_a_damaged_job_has_a_word_and_hides_no_other(
         ("\x00", "damaged"),
         ("[" * 10_000, "damaged"),
         ("a: " + "b" * 2**20, "bytes, more than"),
-        ("model: 3", "not that of a job"),
-        ("[1, 2]", "not that of a job"),
-        ("", "not that of a job"),
+        ("model: 3", "not the configuration of a job"),
+        ("[1, 2]", "not the configuration of a job"),
+        ("", "not the configuration of a job"),
         (None, "Is a directory"),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_job_with_a_damaged_configuration_says_so_when_it_is_opened(
     path.unlink()
     path.mkdir() if content is None else path.write_text(content)
     opened = read(FolderSite(outputs, "outputs"), links(outputs)["first"], 404)
-    assert "Nothing can be shown of first" in opened.text and why in opened.text
+    assert "first cannot be shown" in opened.text and why in opened.text
 
 
 def test_names_are_texts(outputs: Path) -> None:
@@ -240,6 +240,6 @@ def test_a_folder_without_any_job_is_refused(
 ) -> None:
     (tmp_path / "empty").mkdir()
     assert view.main([str(tmp_path)]) == 2
-    assert "no job lies up to 4 folders below it" in capsys.readouterr().err
+    assert "there is no job up to 4 folders below it" in capsys.readouterr().err
     assert view.main([str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err

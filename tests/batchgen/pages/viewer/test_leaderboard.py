@@ -52,4 +52,4 @@ def test_a_damaged_job_is_named_and_takes_no_other_with_it(outputs: Path) -> Non
     (outputs / "other" / "config.yaml").write_text("[1, 2]")
     text = read(FolderSite(outputs, "outputs"), "leaderboard").text
     assert "has no score" in text and "damaged" in text and "45.0%" in text
-    assert "config.yaml is not that of a job" in text
+    assert "config.yaml is not the configuration of a job" in text

@@ -147,7 +147,7 @@ def test_a_row_with_its_samples_and_tokens(pair: list[Path]) -> None:
         ("row?n=1&sample_a=x", 400, "sample_a must be"),
         ("rows?mark=x", 400, "mark must be one of"),
         ("rows?from=x", 400, "from must be"),
-        ("rows?text=x&column=row_index", 400, "no column of texts"),
+        ("rows?text=x&column=row_index", 400, "no text column"),
         ("find?id=nobody", 404, "No finished row of jobs/a has the row_id 'nobody'"),
         ("find", 404, "has the row_id ''"),
         ("flip?i=0", 404, "need two jobs"),
@@ -352,10 +352,10 @@ def test_what_cannot_be_compared_says_why(pair: list[Path], tmp_path: Path) -> N
     grade_job(other, scored=True)
     pages = site(pair[0], other)
     refused = read(pages, "")
-    assert "are not one exam" in refused.text and "./?anyway=yes" in refused.links
-    assert "Not one exam" in read(pages, "?anyway=yes").text
+    assert "are different exams" in refused.text and "./?anyway=yes" in refused.links
+    assert "Different exams" in read(pages, "?anyway=yes").text
     assert "Next flipped" in read(pages, "flip?i=0&anyway=yes").text
-    assert "are not one exam" in read(pages, "flip?i=0", 400).text
+    assert "are different exams" in read(pages, "flip?i=0", 400).text
 
 
 @pytest.mark.thorough
@@ -387,7 +387,7 @@ def test_a_folder_that_goes_away(tmp_path: Path) -> None:
     pages = site(tmp_path / "out")
     read(pages, "rows")
     (tmp_path / "out").rename(tmp_path / "gone")
-    assert "is gone: start batchgen view again" in read(pages, "rows", 404).text
+    assert "has been deleted: start batchgen view again" in read(pages, "rows", 404).text
 
 
 def test_sorted_lists_and_their_rows(pair: list[Path]) -> None:

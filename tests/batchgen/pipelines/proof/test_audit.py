@@ -66,7 +66,7 @@ def test_all_rows_are_equal_in_a_copy_that_was_published(
     line = capsys.readouterr().out.splitlines()[-1]
     bound = 100 * (1 - 0.05 ** (1 / 6))
     assert line == (
-        "6 of 6 rows (12 samples) equal to the bit, of 11, seed 4: at 95% fewer than "
+        "6 of 6 rows (12 samples) equal bit for bit, of 11, seed 4: at 95% fewer than "
         f"{bound:.3g}% of all rows differ"
     )
     assert run_command(["audit", str(copy), "--rows", "99", "--json"]) == 0
@@ -103,7 +103,7 @@ def test_what_differs_is_named(job: Path, capsys: pytest.CaptureFixture[str]) ->
     assert lines[1].startswith("row r5: sample 0: logprobs[3] is -")
     assert lines[2].startswith("row r6: sample 0: text is '") and lines[2].endswith("!' there")
     assert (
-        lines[3] == "8 of 11 rows (22 samples) equal to the bit, of 11, seed 4: these are all rows"
+        lines[3] == "8 of 11 rows (22 samples) equal bit for bit, of 11, seed 4: these are all rows"
     )
 
 
@@ -222,14 +222,14 @@ def test_a_set_is_audited_by_what_it_knows_of_its_jobs(
     shutil.rmtree(job)
     shutil.rmtree(other)
     assert run_command(["audit", str(tmp_path / "set"), "--rows", "50"]) == 0
-    assert "22 of 22 rows equal to the bit" in capsys.readouterr().out
+    assert "22 of 22 rows equal bit for bit" in capsys.readouterr().out
 
     def change(found: list[dict[str, Any]]) -> None:
         found[3]["response"] += "!"
 
     rewrite(tmp_path / "set" / "data" / "part-00000.parquet", change)
     assert run_command(["audit", str(tmp_path / "set"), "--rows", "50"]) == 1
-    assert "its rows are not those that were written" in capsys.readouterr().err
+    assert "its rows differ from those that were written" in capsys.readouterr().err
     facts = tmp_path / "set" / "selection.json"
     values = json.loads(facts.read_text())
     del values["digest"]  # as somebody would who wants to pass them off as chosen

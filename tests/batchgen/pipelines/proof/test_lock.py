@@ -64,8 +64,8 @@ def test_a_chain_is_made_again_to_the_byte_in_another_folder(
     assert run_command(command) == 0
     count = pq.read_table(chain / "judge" / "data").num_rows
     assert capsys.readouterr().out.splitlines() == [
-        "draft: equal to the byte: 22 rows in 3 shards",
-        f"judge: equal to the byte: {count} rows in {-(-count // 8)} shards",
+        "draft: equal byte for byte: 22 rows in 3 shards",
+        f"judge: equal byte for byte: {count} rows in {-(-count // 8)} shards",
     ]
     for name in ("draft", "judge"):
         assert contents(elsewhere / "again" / name / "data") == contents(chain / name / "data")
@@ -112,7 +112,7 @@ def test_a_pipeline_is_made_again_without_its_file(
     assert run_command(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line.split(":")[0] for line in lines) == ["a", "b", "both", "last", "next"]
-    assert all("equal to the byte" in line for line in lines)
+    assert all("equal byte for byte" in line for line in lines)
     assert run_command(["audit", f"{tmp_path}/moved/next", "--rows", "4"]) == 0
     capsys.readouterr()
     assert run_command(["audit", f"{tmp_path}/moved/last", "--rows", "4"]) == 2  # moved tables
@@ -165,7 +165,7 @@ def test_models_data_and_places_are_the_users_word(
     other.write_text("\n".join([*lines[:-1], lines[-1].replace("r", "s")]) + "\n")
     given = ["rebuild", lock, out, f"model.path={model}"]
     assert run_command([*given, f"dataset.path={other}"]) == 2
-    assert "step draft was made of something else" in capsys.readouterr().err
+    assert "step draft was made from something else" in capsys.readouterr().err
     # Rows that came since are not of the set.
     other.write_text("\n".join([*lines, '{"id": "new", "q": "new"}']) + "\n")
     assert run_command([*given, f"dataset.path={other}"]) == 0
@@ -233,13 +233,13 @@ def test_an_adapter_is_that_of_the_lock(
     assert run_command(given) == 2
     assert f"model.lora={adapter}" in capsys.readouterr().err
     assert run_command([*given, f"model.lora={moved}"]) == 0
-    assert "equal to the byte" in capsys.readouterr().out
+    assert "equal byte for byte" in capsys.readouterr().out
     shutil.rmtree(moved)
     write_adapter(moved, model, strength=0.2, seed=1)
     given[2] = f"output.dir={tmp_path}/other"
     assert run_command([*given, f"model.lora={moved}"]) == 2
     err = capsys.readouterr().err
-    assert "was made of something else than what is here" in err and "adapter: " in err
+    assert "was made from something else than what is here" in err and "adapter: " in err
     assert not (tmp_path / "other").exists()
 
 

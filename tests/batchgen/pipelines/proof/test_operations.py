@@ -21,7 +21,7 @@ def test_the_operation_is_named(
     run(overrides(model, rows, tmp_path / "out"))
     look = [str(tmp_path / "out"), "--seed", "1", "--operations", "--rows"]
     assert main([*look, "2"]) == 0
-    said = "2 of 2 rows (4 samples) equal beside each other and alone, of 11, seed 1: at 95% fewer"
+    said = "2 of 2 rows (4 samples) equal in batches and alone, of 11, seed 1: at 95% fewer"
     assert said in capsys.readouterr().out
     assert main([*look, "2", "engine.tensor_parallel=2"]) == 2
     assert "set engine.tensor_parallel=1" in capsys.readouterr().err

@@ -260,7 +260,7 @@ def test_a_job_that_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (None, "does not say which data set"),
         ("files", "does not say which data set"),
-        ({"kind": "job", "path": "x"}, "do not say what they were made of"),
+        ({"kind": "job", "path": "x"}, "do not say what they were made from"),
         ({"kind": "job", "path": {"a": 1}}, "dataset.path"),
     ],
 )

@@ -389,7 +389,7 @@ def test_where_also_chooses_the_rows_of_the_plain_formats(
         ("--to kto", "--to kto needs --label"),
         ("--to sft --by mark", "--by is not for --to sft"),
         ("--to dpo --by marks", "no column 'marks'"),
-        ("--to dpo --by mark --across", "--across is for rows that say"),
+        ("--to dpo --by mark --across", "--across needs rows with the column"),
         ("--to prm", "no column 'steps'"),
         ("--to grpo --answer gold", "no column 'gold'"),
         ("--to sft --columns text", "--columns is not for --to sft"),

@@ -237,7 +237,7 @@ def test_a_set_that_is_not_what_was_written_is_not_pushed(
                    tmp_path / name) == 0  # fmt: skip
     shutil.copy(tmp_path / "no/data/part-00000.parquet", tmp_path / "yes/data")
     assert run("push", tmp_path / "yes", SET) == 1
-    assert "are not those that were written" in capsys.readouterr().err
+    assert "differ from those that were written" in capsys.readouterr().err
     assert run("select", job, "--where", "mark == 1", "--text-as", "yes", "--out",
                tmp_path / "yes") == 1  # fmt: skip
 
@@ -294,7 +294,7 @@ def test_a_public_set_does_not_become_private(
     hub.repos[SET] = Repo()
     hub.repos[SET].commit({".gitattributes": b""})
     assert run("push", job, SET, "--private") == 2
-    assert "is there and public" in capsys.readouterr().err
+    assert "exists already and is public" in capsys.readouterr().err
     assert set(hub.repos[SET].files) == {".gitattributes"}
 
 
@@ -305,7 +305,7 @@ def stop(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "arguments", "says"),
     [
-        (lambda p: None, ["job", "no name at all"], "is no USER/SET"),
+        (lambda p: None, ["job", "no name at all"], "is not USER/SET"),
         (lambda p: None, ["job/config.yaml", SET], "push takes folders"),
         (lambda p: None, ["s3://bucket/job", SET], "works on a folder of this machine"),
         (stop, ["job", SET], "not complete"),

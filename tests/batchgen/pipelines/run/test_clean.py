@@ -66,7 +66,7 @@ def test_what_is_needed_stays(
     assert run(pipeline, "judge.sampling.seed=1", "judge.budget.tokens=1") == 4
     assert run_command(["clean", str(out), "--yes"]) == 1
     said = capsys.readouterr().out
-    assert f"{first['judge']}  stays: judge is not complete, and copies rows of it" in said
+    assert f"{first['judge']}  stays: judge is not complete, and may copy its rows" in said
     assert "Nothing was deleted." in said
     assert run(pipeline, "judge.sampling.seed=1") == 0
     found = OldVersions(str(out))

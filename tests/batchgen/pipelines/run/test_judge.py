@@ -111,8 +111,8 @@ def test_what_the_step_says_itself_counts() -> None:
     [
         ("simpleqa", "solve", "must be a mapping"),
         ({}, "solve", "give a template .simpleqa, hle"),
-        ({"template": "simplqa"}, "solve", "template must be among"),
-        ({"scale": "stars"}, "solve", "scale must be among choice, score, pair"),
+        ({"template": "simplqa"}, "solve", "template must be one of"),
+        ({"scale": "stars"}, "solve", "scale must be one of choice, score, pair"),
         ({"scale": "score", "template": "hle"}, "solve", "is for scale choice"),
         ({"scale": "score", "low": 5}, "solve", "low below high"),
         ({"template": "match", "high": 5}, "solve", "belong to scale score"),

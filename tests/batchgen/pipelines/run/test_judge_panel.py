@@ -94,7 +94,7 @@ def test_the_text_of_the_pipeline_has_all_judges() -> None:
         (["org/a"], {}, "two models or more"),
         (["org/a", 7], {}, "must be the path of a model"),
         (["org/a", {"dtype": "float32"}], {}, "must be the path of a model"),
-        ({"a": "org/a", "b c": "org/b"}, {}, "'b c' is no name of a judge"),
+        ({"a": "org/a", "b c": "org/b"}, {}, "'b c' is not the name of a judge"),
         (["org/a", "org/b"], {"model.path": "org/c"}, "leave out model.path"),
         (["org/a", "org/b"], {"model": {"path": "org/c"}}, "leave out model.path"),
         (["org/a", "org/b"], {"post": []}, "leave out post"),
@@ -122,7 +122,7 @@ def test_a_step_of_a_judge_has_a_name_of_its_own() -> None:
     found = values(Path("model"), Path("rows.jsonl"), Path("out"))
     judge = {**MATCH, "models": {"a": "org/a", "b": "org/b"}}
     found["steps"] = {"solve": {}, "rate_a": {}, "rate": {"from": "solve", "judge": judge}}
-    with pytest.raises(ConfigError, match="rate_a has another meaning here"):
+    with pytest.raises(ConfigError, match="rate_a is a reserved name"):
         composed(found)
 
 

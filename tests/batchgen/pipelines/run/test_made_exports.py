@@ -105,7 +105,7 @@ def test_what_is_not_as_it_was_written_is_not_believed(
     content = path.read_bytes()
     for more in ((), ("judge.sampling.seed=5", "draft.sampling.seed=5")):
         assert again(made, copy, *more) == 2
-        assert "is not what this pipeline has written" in capsys.readouterr().err
+        assert "was not written by this pipeline" in capsys.readouterr().err
     assert path.read_bytes() == content
 
 
@@ -117,7 +117,7 @@ def test_a_file_of_somebody_else_is_refused_before_the_first_step(
     (tmp_path / "out/export/rows.csv").write_text("mine")
     for more in ((), ("--dry-run",)):
         assert again(made, tmp_path / "out", *more) == 2
-        assert "is not what this pipeline has written" in capsys.readouterr().err
+        assert "was not written by this pipeline" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*/manifest.json"))
 
 

@@ -96,19 +96,19 @@ def top(**keys: Any) -> Change:
         (step("judge", **{"from": 3}), "must be the name of a step"),
         (step("judge", **{"dataset.path": "x"}), "leave out from or dataset.path"),
         (step("judge", dataset="files"), "leave out from or dataset"),
-        (step("judge", **{"output.dir": "x"}), "a step writes into a folder below the pipeline's"),
+        (step("judge", **{"output.dir": "x"}), "a step writes into a folder inside the pipeline's"),
         (step("judge", **{"sampling.temprature": 1}), "did you mean sampling.temperature"),
         (step("judge", smapling=1), "there is no group smapling"),
-        (step("sampling"), "sampling has another meaning"),
-        (step("show"), "show has another meaning"),
-        (step("export"), "export has another meaning"),
-        (step("a/b"), "'a/b' is no name of a step"),
-        (step("../b"), "is no name of a step"),
+        (step("sampling"), "sampling is a reserved name"),
+        (step("show"), "show is a reserved name"),
+        (step("export"), "export is a reserved name"),
+        (step("a/b"), "'a/b' is not the name of a step"),
+        (step("../b"), "is not the name of a step"),
         (step("judge", rows=[{"Join": {"from": "x", "on": "a"}}]), "there is no step 'x'"),
         (step("judge", rows=[{"Join": {"from": "draft", "path": "y"}}]), "give one of them"),
         (step("judge", **{"output.overwrite": True}), "gets a new folder"),
         (step("judge", **{"launcher.workers": 2}), "a pipeline starts no workers"),
-        (step("judge", **{"prompt": {"user": "a"}, "prompt.user": "b"}), "is there twice"),
+        (step("judge", **{"prompt": {"user": "a"}, "prompt.user": "b"}), "appears twice"),
         (top(steps={}), "give each step by its name"),
         (top(steps={"a": 3}), "must be a mapping of keys"),
         (top(output={}), "give output.dir=FOLDER"),
@@ -119,7 +119,7 @@ def top(**keys: Any) -> Change:
         (top(export={"from": "judge", "to": "sft", "were": "x"}), "did you mean where"),
         (top(export={"from": "judge", "out": "../x.jsonl"}), "without a path"),
         (top(export={"from": "judge", "out": "x.pdf"}), "does not say the format"),
-        (top(export=[{"from": "judge", "out": "x.csv"}] * 2), "two of them write x.csv"),
+        (top(export=[{"from": "judge", "out": "x.csv"}] * 2), "two exports write x.csv"),
         (top(push={"from": "nobody", "to": "me/set"}), "there is no step 'nobody'"),
         (top(push={"from": "judge", "to": "me/set", "privat": True}), "no option 'privat'"),
         (top(push=3), "give USER/SET"),
@@ -138,10 +138,10 @@ def test_a_mistake_in_the_file_is_refused(
     [
         ("jugde.sampling.seed=1", "no step, group or key jugde: did you mean judge"),
         ("judge=1", "judge is a step: give one of its keys"),
-        ("judge.from=draft", "stands in the pipeline file"),
-        ("steps.judge.sampling.seed=1", "stands in the pipeline file"),
+        ("judge.from=draft", "set in the pipeline file"),
+        ("steps.judge.sampling.seed=1", "set in the pipeline file"),
         ("judge.dataset=files", "the step has rows from draft"),
-        ("judge.output.dir=x", "a step writes into a folder below"),
+        ("judge.output.dir=x", "a step writes into a folder inside"),
         ("judge.sampling.sed=1", "did you mean sampling.seed"),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_strangers_file_runs_no_code_and_pushes_nothing(
     with pytest.raises(ConfigError, match="not batchgen's own code"):
         composed_pipeline(parse_options([path]))
     path = written(tmp_path / "p.yaml", given | {"push": "thief/set"})
-    with pytest.raises(ConfigError, match="needs your word"):
+    with pytest.raises(ConfigError, match="would push rows to the hub with your login"):
         composed_pipeline(parse_options([path]))
     for more in (["--trust", path], ["push=me/set"]):
         pipeline = composed_pipeline(parse_options([path, *more]))

@@ -78,7 +78,7 @@ def test_audit_computes_rows_of_every_step_again(out: Path, capsys: Said) -> Non
     assert [line.split(" rows")[0] for line in lines] == [
         "draft: 3 of 3", "judge: 2 of 2", "last: 2 of 2"
     ]  # fmt: skip
-    assert all("equal to the bit" in line for line in lines)
+    assert all("equal bit for bit" in line for line in lines)
     gone = f"judge.model.path={model}/gone"
     assert run_command(["audit", str(out), "--rows", "1", gone]) == 2
     assert "model" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_overwrite_deletes_what_a_job_wrote_and_nothing_else(tmp_path: Path) -> 
 def test_files_of_others_are_never_touched(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     (tmp_path / "data").mkdir()
-    with pytest.raises(ConfigError, match=r"not of a batchgen job \(data, thesis\.tex\)"):
+    with pytest.raises(ConfigError, match=r"not belong to a batchgen job \(data, thesis\.tex\)"):
         _open(tmp_path, overwrite=overwrite)
     assert _names(tmp_path) == ["data", "thesis.tex"]
 

@@ -55,7 +55,7 @@ def test_status_of_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert printed[2].split()[:6] == ["1", "a", "running", "1", "1,234", "250"]
     assert printed[3].split()[:4] == ["2", "stopped", "2", "0"]
     assert printed[4].startswith("shards: 2 begun, 1 done by these workers")
-    assert printed[5] == "shard 5 is in quarantine: it has ended the workers 1, 3, 4"
+    assert printed[5] == "shard 5 is in quarantine: it crashed the workers 1, 3, 4"
     assert run_command(["status", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["workers"][0]["shards"] == [1] and found["quarantined"] == {"5": [1, 3, 4]}

@@ -125,8 +125,8 @@ def test_the_error_names_file_row_group_column_and_what_to_do(tmp_path: Path) ->
         with pytest.raises(DamagedFile) as found:
             list(file.batches(10))
     assert str(found.value) == (
-        f"the published shard {path} is damaged (row group 1: column ids.list.element is not as it "
-        "was written): delete it and run the same command, which computes its rows again"
+        f"the published shard {path} is damaged (row group 1: column ids.list.element differs from "
+        "what was written): delete it and run the same command, which computes its rows again"
     )
 
 
@@ -194,7 +194,7 @@ def test_verbs_refuse_a_shard_that_has_rotted(
     _rot(job / "data/part-00000.parquet", "text")
     assert _arguments(job)[verb]() != 0
     error = capsys.readouterr().err
-    assert "part-00000.parquet is damaged (row group 0: column text is not as it was" in error
+    assert "part-00000.parquet is damaged (row group 0: column text differs from what" in error
     assert "Traceback" not in error
 
 
@@ -242,7 +242,7 @@ def test_a_shard_that_lost_a_bit_is_computed_again_after_it_was_deleted(tmp_path
     path = tmp_path / "data/part-00001.parquet"
     before = path.read_bytes()
     path.write_bytes(_flipped(before, 8 * (len(before) - 20)))
-    with pytest.raises(DamagedFile, match="footer is not as it was written"):
+    with pytest.raises(DamagedFile, match="footer differs from what was written"):
         open_writer(tmp_path)
     path.unlink()
     with open_writer(tmp_path) as writer:

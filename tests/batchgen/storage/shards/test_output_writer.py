@@ -192,12 +192,12 @@ def test_copies_of_a_shard_are_compared_to_the_bit_but_for_what_follows_the_sche
         ]
 
     for what in (changed("num_cached_tokens", 99), changed("text", "other")):
-        with pytest.raises(JobError, match="has computed other rows"):
+        with pytest.raises(JobError, match="has computed different rows"):
             publish(what, True, ())
     assert list((tmp_path / "two" / "differing").iterdir())
     publish(changed("num_cached_tokens", 99), True, {"num_cached_tokens"})
     assert capsys.readouterr().err == ""
-    with pytest.raises(JobError, match="has computed other rows"):
+    with pytest.raises(JobError, match="has computed different rows"):
         publish(changed("text", "other"), True, {"num_cached_tokens"})
     publish(changed("text", "other"), False, {"num_cached_tokens"})
     assert "computed twice, with small differences" in capsys.readouterr().err

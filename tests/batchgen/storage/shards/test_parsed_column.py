@@ -93,7 +93,10 @@ NO_TYPE: list[tuple[Any, str]] = [
     ({"type": "array", "items": {"type": "string"}, "prefixItems": []}, "has prefixItems"),
     ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "/anyOf may be of several types"),
     ({"anyOf": [{"type": "null"}]}, "/anyOf may be of several types"),
-    ({"type": "string", "anyOf": [{"type": "string"}]}, "the schema has more beside anyOf"),
+    (
+        {"type": "string", "anyOf": [{"type": "string"}]},
+        "the schema has other keywords next to anyOf",
+    ),
     ({"allOf": [{"type": "string"}], "type": "string"}, "the schema has allOf"),
     ({"$ref": "https://example.org/x"}, "/$ref refers to https://example.org/x"),
     ({"$ref": "#/$defs/none"}, "/$ref refers to #/$defs/none"),

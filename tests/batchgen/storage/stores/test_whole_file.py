@@ -47,7 +47,7 @@ def test_a_new_file_never_takes_the_place_of_another(
         monkeypatch.setattr(os, "link", no_link)
     path = tmp_path / "file"
     write_atomic(path, "first", "-o file")
-    with pytest.raises(ConfigError, match="-o file is there already"):
+    with pytest.raises(ConfigError, match="-o file exists already"):
         write_atomic(path, "second", "-o file")
     late = tmp_path / "late"
     with pytest.raises(ConfigError, match="already"), whole_file(late, "-o late") as temporary:

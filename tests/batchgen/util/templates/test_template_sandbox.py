@@ -82,9 +82,9 @@ OTHERS = [
     ("{{ 10 ** (10 ** 10) }}", "an integer of more than 100,000 bits"),
     ("{{ 1.5|round(10000000000, 'ceil') }}", "an integer of more than 100,000 bits"),
     ("{{ ('f' * 100000)|int(base=16) }}", "an integer of more than 100,000 bits"),
-    ("{{ '%*d' % (1000000000, 1) }}", "width that is a value"),
-    ("{{ '{:{}}'.format(1, 1000000000) }}", "width that is a value"),
-    ("{{ (big * 2)|wordwrap(1) }}", "its filter wordwrap gets more than 100,000 characters"),
+    ("{{ '%*d' % (1000000000, 1) }}", "width from a value"),
+    ("{{ '{:{}}'.format(1, 1000000000) }}", "width from a value"),
+    ("{{ (big * 2)|wordwrap(1) }}", "its filter wordwrap is applied to more than 100,000 characters"),
     ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
     ("x" * (2**20 + 1), "has more than 1,048,576 characters"),
 ]  # fmt: skip

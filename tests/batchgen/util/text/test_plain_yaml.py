@@ -28,30 +28,30 @@ def repeated(first: str, form: str) -> str:
 
 
 HOSTILE = {
-    "lists": (repeated("[x,x,x,x,x,x,x,x,x]", "[%s]"), "line 5: with all that its aliases"),
-    "mappings": (repeated("{k: 1}", "{k: [%s]}"), "with all that its aliases"),
-    "merges": (repeated("{k: 1, l: 2}", "{<<: [%s]}"), "with all that its aliases"),
+    "lists": (repeated("[x,x,x,x,x,x,x,x,x]", "[%s]"), "line 5: with its aliases expanded"),
+    "mappings": (repeated("{k: 1}", "{k: [%s]}"), "with its aliases expanded"),
+    "merges": (repeated("{k: 1, l: 2}", "{<<: [%s]}"), "with its aliases expanded"),
     "keys": ("a: &a [x]\n? [*a, *a]\n: b", "needs quotes"),
-    "texts": (f"a: &a {'x' * 10**6}\nb: [{'*a, ' * 9000}]", "with all that its aliases"),
-    "values": (f"a: [{'b, ' * MOST_VALUES}]", "with all that its aliases"),
-    "itself": ("a: &a {b: [*a]}", "\\*a stands inside of &a"),
-    "itself, merged": ("a: &a {<<: *a}", "\\*a stands inside of &a"),
+    "texts": (f"a: &a {'x' * 10**6}\nb: [{'*a, ' * 9000}]", "with its aliases expanded"),
+    "values": (f"a: [{'b, ' * MOST_VALUES}]", "with its aliases expanded"),
+    "itself": ("a: &a {b: [*a]}", "\\*a is used inside &a"),
+    "itself, merged": ("a: &a {<<: *a}", "\\*a is used inside &a"),
     "undefined": ("a: *b", "found undefined alias"),
-    "depth": (f"a: {'[' * 70}{']' * 70}", f"more than {DEEPEST} lists"),
+    "depth": (f"a: {'[' * 70}{']' * 70}", f"nested more than {DEEPEST} deep"),
     "depth of libyaml": (f"a: {'[' * 10**5}", "depth|more than"),
     "depth of aliases": (
         "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000)),
-        f"line 64: more than {DEEPEST} lists",
+        f"line 64: lists and mappings are nested more than {DEEPEST} deep",
     ),
-    "block keys": ("? " * 10**5, f"more than {DEEPEST} lists"),
+    "block keys": ("? " * 10**5, f"nested more than {DEEPEST} deep"),
     "code": ("a: !!python/object/apply:os.system [id]", "tag !!python/object/apply:os.system"),
     "code by %TAG": ("%TAG ! tag:yaml.org,2002:python/\n---\na: !name:os.system x", "tag !!python"),
     "set": ("a: !!set {b, c}", "the tag !!set"),
     "pairs": ("a: !!omap [b: 1]", "the tag !!omap"),
     "bytes": ("a: !!binary YQ==", "the tag !!binary"),
     "own tag": ("a: !mine b", "the tag !mine"),
-    "no integer": ("a: !!int b", "a number that is none"),
-    "digits": (f"a: {'1' * 5000}", "a number that is none"),
+    "no integer": ("a: !!int b", "a malformed number"),
+    "digits": (f"a: {'1' * 5000}", "a malformed number"),
     "two files": ("a: 1\n---\nb: 2", "another document"),
     "no YAML": ("a: [", "not YAML"),
     "control": ("a: \x01", "is not YAML"),
@@ -143,7 +143,7 @@ REFERENCES: dict[str, list[Any]] = {
 def test_references_come_to_an_end(kind: str) -> None:
     values = {f"a{i}": value for i, value in enumerate(REFERENCES[kind])}
     values[f"a{len(values)}"] = "xx"
-    with pytest.raises(ConfigError, match=r"references|cannot be resolved|no other reference"):
+    with pytest.raises(ConfigError, match=r"references|cannot be resolved|cannot contain another"):
         compose({"prompt.template_kwargs": values, "dataset.path": "rows.jsonl"})
 
 

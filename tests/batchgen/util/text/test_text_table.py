@@ -50,7 +50,7 @@ def test_copies_cannot_tell_how_sure_a_score_is() -> None:
     assert lines["score"].endswith("same questions unknown (all samples of a question agree)")
     found = compare(Marks.of(copies), Marks.of(copies[4:]))
     text = table_text(comparison_lines(found))
-    assert "how sure cannot be told (same questions)" in text and "nan" not in text
+    assert "uncertainty unknown (same questions)" in text and "nan" not in text
 
 
 def test_cut_texts_are_no_texts_without_a_mark() -> None:
@@ -85,5 +85,5 @@ def test_one_cluster_has_no_interval() -> None:
         Marks.of([Sample(str(i), 0, m, "k", cluster="c") for i in range(3)]) for m in (0.0, 1.0)
     ]
     text = dict(comparison_lines(compare(*marks)))["B − A"]
-    assert text == "+100.0 points, how sure cannot be told (new questions)"
+    assert text == "+100.0 points, uncertainty unknown (new questions)"
     assert np.isnan(compare(*marks).p)

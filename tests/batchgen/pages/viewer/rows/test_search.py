@@ -227,7 +227,7 @@ def test_filters_that_cannot_be(query: dict[str, str], message: str) -> None:
 def test_filters_need_their_columns(tmp_path: Path) -> None:
     write_job(tmp_path / "out", 3, 1)
     rows = rows_of(tmp_path / "out")
-    with pytest.raises(ConfigError, match="no column of texts 'row_index'"):
+    with pytest.raises(ConfigError, match="no text column 'row_index'"):
         Search(rows, SampleFilter(text="x", column="row_index"))
     with pytest.raises(ConfigError, match="has no grades"):
         Search(rows, SampleFilter(mark="right"))
