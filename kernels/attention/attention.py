@@ -90,8 +90,7 @@ def paged_attention(
         assert window is None or part.block_length == 1
         part = part if looks_ahead else causal_part(part)
         tokens = slice(start, start := start + len(part.positions))
-        reach = window if window is None or not part.widened else window + part.widened
-        run(q[tokens], cache, part, scale, out[tokens], reach, sinks, cap)
+        run(q[tokens], cache, part, scale, out[tokens], part.reach(window), sinks, cap)
     assert start == len(q)
     return out
 

@@ -61,6 +61,10 @@ class AttentionMetadata:
     widened: int = 0
     plans: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
+    def reach(self, window: int | None) -> int | None:
+        """Return the window of layers that have this one, in this part."""
+        return window if window is None or not self.widened else window + self.widened
+
     def tables(self, window: int | None) -> Tensor:
         """Return the block tables [B, N] of layers with this window."""
         if window is None or self.window_tables is None:

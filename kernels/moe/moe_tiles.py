@@ -63,8 +63,8 @@ TABLE = (
     ),
 )
 """For 16-bit values on Hopper: (the most slots of an expert, on average, tiles). Measured with
-`scripts/bench/bench_kernels.py experts --tune` on an H200, 128 experts of 2048 × 768. Few lines:
-each is compiled at the start of an engine whose batches need it."""
+`bench_kernels.py experts --tune` of commit 6bf10a68 on an H200, 128 experts of 2048 × 768. Few
+lines: each is compiled at the start of an engine whose batches need it."""
 
 
 def choose_moe_tiles(num_slots: int, gate_up: Tensor) -> MoETiles:

@@ -1,7 +1,6 @@
-"""Measure what a job costs beside its engine: its rows, and records of those that are begun.
+"""Measure what a job costs beside its engine.
 
 python scripts/bench/bench_job_layer.py job [--rows 200000] [--grade] [--report] [--rounds 3]
-python scripts/bench/bench_job_layer.py begun [--rows 256] [--tokens 3600]
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from measuring import Mode, run_mode
-from modes import begun
 from synthetic_job import InstantEngine, instant_job, integer_steps, must_be_flat
 
 from batchgen.jobs.run.graded_job import grade_and_score
@@ -132,10 +130,7 @@ def run_jobs(options: argparse.Namespace) -> list[Any]:
     return [{kind: [took._asdict() for took in all_took]} for kind, all_took in found.items()]
 
 
-MODES = {
-    "job": Mode(add_job_arguments, run_jobs),
-    "begun": Mode(begun.add_arguments, begun.run),
-}
+MODES = {"job": Mode(add_job_arguments, run_jobs)}
 
 
 if __name__ == "__main__":

@@ -1,32 +1,25 @@
 """Time kernels beside the floor of the bytes that they move and of their operations.
 
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
-    python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256] [--tune]
-    python scripts/bench/bench_kernels.py int4 [--tokens 1,32] [--tune]     # and nvfp4
-    python scripts/bench/bench_kernels.py experts --tune
+    python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256]
+    python scripts/bench/bench_kernels.py int4 [--tokens 1,32]     # and nvfp4
 
-Each time is that of a launch in a CUDA graph. `--tune` tries the tiles of a list instead, compiled
-beforehand in as many threads as there are CPUs, and prints the fastest as the table beside the
-kernel has them. On a CPU the kernels run under TRITON_INTERPRET=1 and `--tiny`, to try the
-benchmark itself.
+Each time is that of a launch in a CUDA graph. On a CPU the kernels run under TRITON_INTERPRET=1 and
+`--tiny`, to try the benchmark itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from cases import experts, four_bits, mxfp4
 from measuring import (
-    DEVICE,
     Case,
-    Group,
     Rates,
     commas,
     measure_rates,
@@ -34,23 +27,15 @@ from measuring import (
     save_results,
     synchronize,
 )
-from triton.runtime.errors import OutOfResources
 
-from batchgen.kernels.compile_ahead import can_compile_ahead, compiling_ahead
 from batchgen.kernels.four_bit.fp4_layout import NVFP4
 from batchgen.kernels.four_bit.panels import Layout
 
-_WRONG = 0.02
-"""The largest distance of two results, in units of the norm of one. Two roundings to bfloat16 make
-about 0.003."""
-_SHOWN = 4
-
 
 class Section(NamedTuple):
-    """The cases of a kind of kernel, groups of tiles that --tune tries, and defaults of options."""
+    """The cases of a kind of kernel, and defaults of options."""
 
     cases: Callable[[argparse.Namespace], Iterator[Case]]
-    groups: Callable[[argparse.Namespace], Iterator[Group]]
     shape: str
     tokens: str
 
@@ -60,27 +45,22 @@ _MXFP4_TOKENS = "1,8,32,128,256,1024,8192"
 
 
 def _linear_section(layout: Layout) -> Section:
-    cases = partial(four_bits.linear_cases, layout), partial(four_bits.linear_groups, layout)
-    return Section(*cases, "qwen3-8b", _MXFP4_TOKENS)
+    return Section(partial(four_bits.linear_cases, layout), "qwen3-8b", _MXFP4_TOKENS)
 
 
 SECTIONS = {
-    "experts": Section(experts.expert_cases, experts.expert_groups, "30b-a3b", _EXPERT_TOKENS),
-    "mxfp4": Section(mxfp4.mxfp4_cases, mxfp4.mxfp4_groups, "gpt-oss-20b", _MXFP4_TOKENS),
+    "experts": Section(experts.expert_cases, "30b-a3b", _EXPERT_TOKENS),
+    "mxfp4": Section(mxfp4.mxfp4_cases, "gpt-oss-20b", _MXFP4_TOKENS),
     "int4": _linear_section(four_bits.INT4),
     "nvfp4": _linear_section(NVFP4),
 }
-
-
-def time_of(case: Case, tiles: Any = None) -> float:
-    return microseconds([partial(case.launch, tiles, i) for i in range(case.count)])
 
 
 def timed(case: Case, rates: Rates | None) -> dict[str, Any]:
     """Time a case, and print its line: microseconds, those of the floor and their share, GB/s and
     TFLOP/s."""
     try:
-        time = time_of(case)
+        time = microseconds([partial(case.launch, i) for i in range(case.count)])
     except (RuntimeError, ValueError, AttributeError) as error:  # an older torch, or GPU
         print(f"{case.name}: {str(error).splitlines()[0]}", flush=True)
         return {"name": case.name, "error": str(error)}
@@ -95,62 +75,8 @@ def timed(case: Case, rates: Rates | None) -> dict[str, Any]:
     return found
 
 
-def fastest(case: Case, most: int | None = None) -> list[tuple[float, Any]]:
-    """Time a kernel with each of its candidates, the fastest first.
-
-    Candidates that do not compile, or whose results are not those of the first, are reported and
-    left out.
-    """
-    found: list[tuple[float, Any]] = []
-    expected: torch.Tensor | None = None
-    for tiles in case.candidates[:most]:
-        try:
-            out = case.launch(tiles, 0)
-            out.view(torch.uint8).fill_(255)  # NaN in every type
-            result = case.launch(tiles, 0).float()
-            synchronize()
-        except (RuntimeError, OutOfResources) as error:  # too much shared memory, or registers
-            print(f"  {tiles}: {str(error).splitlines()[0]}", flush=True)
-            continue
-        expected = result if expected is None else expected
-        wrong = float((result - expected).norm() / expected.norm())
-        if not wrong < _WRONG:
-            print(f"  {tiles}: wrong by {wrong:.3f}", flush=True)
-            continue
-        found.append((time_of(case, tiles), tiles))
-    return sorted(found, key=lambda tried: tried[0])
-
-
-def tune(group: Group, most: int | None = None) -> list[tuple[float, Any]]:
-    """Print the fastest tiles of each way, and the ways that take least, as lines of a table.
-
-    At most `most` ways, and candidates of each, are tried.
-    """
-    totals: list[tuple[float, Any]] = []
-    if can_compile_ahead() and DEVICE.type == "cuda":
-        with compiling_ahead(os.cpu_count() or 1, partial(torch.cuda.set_device, 0)):
-            for case in chain.from_iterable(group.ways.values()):
-                for tiles in case.candidates:
-                    case.launch(tiles, 0)
-    for way, cases in [*group.ways.items()][:most]:
-        best = []
-        for case in cases:
-            tried = fastest(case, most)
-            if len(case.candidates) > 1:
-                shown = ", ".join(f"{time:.1f} {tiles}" for time, tiles in tried[:_SHOWN])
-                print(f"  {way} {case.name}: {shown}", flush=True)
-            best += tried[:1]
-        if len(best) == len(cases):
-            entry = group.table(way, [tiles for _, tiles in best])
-            totals.append((sum(time for time, _ in best), entry))
-    totals.sort(key=lambda total: total[0])
-    for time, entry in totals[:_SHOWN]:
-        print(f"{group.name}: {time:.1f} µs {entry}", flush=True)
-    return totals
-
-
 def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> list[Any]:
-    """Time the cases of a section, or its candidates, with the options that were not given."""
+    """Time the cases of a section, with its defaults of options."""
     section = SECTIONS[name]
     defaults: dict[str, Any] = {
         "shape": "tiny" if options.tiny else section.shape,
@@ -158,10 +84,7 @@ def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> 
     }
     given = {key: value for key, value in vars(options).items() if value is not None}
     options = argparse.Namespace(**vars(options) | defaults | given)
-    if not options.tune:
-        return [timed(case, rates) for case in section.cases(options)]
-    most, groups = 2 if options.tiny else None, section.groups(options)
-    return [{"name": group.name, "best": str(tune(group, most)[:1])} for group in groups]
+    return [timed(case, rates) for case in section.cases(options)]
 
 
 def main(arguments: list[str] | None = None) -> list[Any]:
@@ -169,7 +92,6 @@ def main(arguments: list[str] | None = None) -> list[Any]:
     parser.add_argument("sections", type=commas(str, SECTIONS), help=", ".join(SECTIONS))
     parser.add_argument("--shape", help="of a model")
     parser.add_argument("--tokens", type=commas(int), help="comma separated")
-    parser.add_argument("--tune", action="store_true", help="try tiles, print the fastest")
     parser.add_argument("--tiny", action="store_true", help="sizes to try this on a CPU")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)

@@ -180,7 +180,7 @@ def random_normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(shape, dtype=dtype, device=DEVICE)
 
 
-Launch = Callable[[Any, int], Any]
+Launch = Callable[[int], Any]
 """A kernel with given tiles, or its own for None, on the i-th of its inputs."""
 
 
@@ -188,8 +188,7 @@ Launch = Callable[[Any, int], Any]
 class Case:
     """A kernel to be timed, with the bytes that a launch must read and write and its operations.
 
-    Its `count` inputs are not all in the L2 cache at once. `candidates` are the tiles that --tune
-    tries; what a launch returns is compared between them.
+    Its `count` inputs are not all in the L2 cache at once.
     """
 
     name: str
@@ -197,16 +196,3 @@ class Case:
     count: int = 1
     num_bytes: float = 0
     flops: float = 0
-    candidates: Sequence[Any] = ()
-
-
-class Group(NamedTuple):
-    """Ways to compute the same, of which the one whose cases take least together is best.
-
-    `table(way, tiles)` is the line of a table of tiles in the kernels' folders, `tiles` being the
-    fastest of each case.
-    """
-
-    name: str
-    ways: dict[Any, list[Case]]
-    table: Callable[[Any, list[Any]], object]

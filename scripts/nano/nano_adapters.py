@@ -36,24 +36,13 @@ WORDINGS = ("What is twice {a}?", "Double {a}.", "What is the double of {a}?")
 
 JOB = """\
 # Each question runs with each adapter and with the model alone, in one batch.
-model:
-  choice: nano_vl
-  lora: [base, {adapters}]
-  lora_grid: true
-dataset:
-  path: {out}/doubles.jsonl
-  id_column: id
+model: {{choice: nano_vl, lora: [base, {adapters}], lora_grid: true}}
+dataset: {{path: {out}/doubles.jsonl, id_column: id}}
 prompt.user: "{{{{ question }}}}"
-sampling:
-  choice: greedy
-  max_new_tokens: 64
+sampling: {{choice: greedy, max_new_tokens: 64}}
 post:
-  - Extract:
-      methods: [regex]
-      pattern: 'Answer: (\\w+)'
-  - Grade:
-      method: exact
-      target: final
+  - Extract: {{methods: [regex], pattern: 'Answer: (\\w+)'}}
+  - Grade: {{method: exact, target: final}}
 output.dir: {out}/out
 """
 
@@ -104,14 +93,9 @@ def write_adapter(folder: Path, layers: Mapping[str, LowRankLinear]) -> None:
             tensors[f"base_model.model.{name}.lora_{factor}.weight"] = values.detach().contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "nano_vl",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "target_modules": list(TARGETS),
-        "bias": "none",
-    }
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "nano_vl",
+        "r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS), "bias": "none",
+    }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -47,7 +47,7 @@ class Batches(Dataset[Batch]):
 
 
 def train(recipe: Recipe, config: dict[str, Any], seed: int) -> tuple[Any, float]:
-    """Train with AdamW, a warm-up and a cosine; returns the module and the last mean loss."""
+    """Train with AdamW, a warm-up and a cosine; returns the module and the last loss."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     learner = recipe.learner(config)
@@ -59,7 +59,7 @@ def train(recipe: Recipe, config: dict[str, Any], seed: int) -> tuple[Any, float
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device.type == "cuda")
-    start, losses = time.perf_counter(), list[torch.Tensor]()
+    start = time.perf_counter()
     workers = len(os.sched_getaffinity(0))
     for step, rows in enumerate(DataLoader(Batches(recipe, seed), None, num_workers=workers), 1):
         cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
@@ -72,12 +72,9 @@ def train(recipe: Recipe, config: dict[str, Any], seed: int) -> tuple[Any, float
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        losses.append(loss.detach())
         if step % REPORT_EVERY == 0 or step == recipe.steps:
-            mean, losses = float(torch.stack(losses).mean()), []
-            seconds = time.perf_counter() - start
-            print(f"{seconds:4.0f} s  step {step}  loss {mean:.4f}", flush=True)
-    return learner.module, mean
+            print(f"{time.perf_counter() - start:4.0f} s  step {step}  loss {loss:.4f}", flush=True)
+    return learner.module, float(loss)
 
 
 def write_folder(out: Path, shipped: Path, module: Any, training: dict[str, Any]) -> None:

@@ -79,22 +79,9 @@ def test_the_job_layer() -> None:
         assert error.code
 
 
-def test_records_of_begun_rows() -> None:
-    arguments = ["begun", "--rows", "3", "--tokens", "40"]
-    for found in run_mode("", bench_job_layer.MODES, arguments):
-        assert found["recorded"] == 1 and found["bytes"] >= 4 * 3 * 40
-
-
 @pytest.mark.thorough
 @ON_CPU
 @pytest.mark.parametrize("section", bench_kernels.SECTIONS)
 def test_kernels(section: str) -> None:
     found = bench_kernels.main([section, "--tiny"])
     assert found and all("us" in case or "cuBLAS" in case["name"] for case in found)
-
-
-@pytest.mark.thorough
-@ON_CPU
-def test_tiles_are_tried() -> None:
-    found = bench_kernels.main(["experts", "--tiny", "--tune"])
-    assert found and all(group["best"] != "[]" for group in found)

@@ -9,19 +9,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from measuring import Case, Group, Launch, microseconds, random_normal
+from measuring import Case, random_normal
 from torch import Tensor
 
 from batchgen.kernels.moe.experts import PlainExperts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, moe_combine
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
 from batchgen.kernels.moe.moe_align_triton import moe_align
-from batchgen.kernels.moe.moe_tiles import MoETiles, ProductTiles, choose_moe_tiles
+from batchgen.kernels.moe.moe_tiles import ProductTiles, choose_moe_tiles
 from batchgen.kernels.moe.router.routing_triton import route_triton
-from batchgen.kernels.moe.tiled_layout import PANEL, panels_shape
+from batchgen.kernels.moe.tiled_layout import panels_shape
 
 DTYPE = torch.bfloat16
 random = partial(random_normal, dtype=DTYPE)
+Product = Callable[[Any, int], Tensor]
 ROUTINGS = 4
 """Ways in which the same tokens are routed, one launch after another, so that the weights of few
 tokens do not stay in the L2 cache."""
@@ -49,11 +50,6 @@ _TINY = Shape(2, 1, 128, 128)
 
 def shape_of(options: argparse.Namespace) -> Shape:
     return _TINY if options.tiny else SHAPES[options.shape]
-
-
-def timed(run: Callable[[int], object]) -> float:
-    """Return the microseconds of run(i), for i of the routings in turn."""
-    return microseconds([partial(run, i) for i in range(ROUTINGS)])
 
 
 class Layer(NamedTuple):
@@ -87,7 +83,7 @@ class Batch:
         return moe_align(self.ids[i], self.shape.experts, block_m)
 
     def case(self, name: str, run: Callable[[int], object]) -> Case:
-        return Case(f"{len(self.x):6} tokens, {name}", lambda _, i: run(i), ROUTINGS)
+        return Case(f"{len(self.x):6} tokens, {name}", run, ROUTINGS)
 
     def layer_case(self, name: str, run: Callable[[int], object], value_bytes: int) -> Case:
         """A whole layer, which reads the weights of the experts that tokens go to."""
@@ -118,7 +114,7 @@ def expert_cases(options: argparse.Namespace) -> Iterator[Case]:
         yield batch.case("  sum", lambda _, add=add: add())  # type: ignore[misc]
 
 
-def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Launch, Launch]:
+def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Product, Product]:
     """Return the two products of a layer, with given tiles and the i-th routing."""
     alignments = [batch.align(block_m, i) for i in range(ROUTINGS)]
     written = torch.empty_like(batch.activated)
@@ -133,75 +129,3 @@ def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Launch, Launch]:
         return batch.parts
 
     return gate_up, down
-
-
-def way(both: tuple[list[Any], list[Any]], launches: tuple[Launch, Launch]) -> list[Case]:
-    """Return the cases of both products with tiles to be tried."""
-    return [
-        Case(name, launch, ROUTINGS, candidates=tiles)
-        for name, launch, tiles in zip(("gate_up", "down"), launches, both, strict=True)
-    ]
-
-
-def expert_groups(options: argparse.Namespace) -> Iterator[Group]:
-    shape = shape_of(options)
-    layer = Layer.make(shape)
-    for tokens in options.tokens:
-        batch, slots = Batch(shape, tokens), tokens * shape.k / shape.experts
-        ways = {
-            block_m: way(both, products(layer, batch, block_m))
-            for block_m, both in product_candidates(slots).items()
-        }
-
-        def line(block_m: int, tiles: list[Any], slots: float = slots) -> object:
-            return slots, MoETiles(block_m, *tiles)
-
-        yield Group(f"{options.shape}, {tokens} tokens", ways, line)
-
-
-_FEW = (
-    (32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4),
-    (128, 64, 4, 4), (128, 128, 8, 3),
-)  # fmt: skip
-_MANY = (
-    (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 3),
-    (128, 64, 4, 4), (128, 64, 4, 5), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2),
-    (256, 64, 8, 3), (256, 64, 8, 4),
-)  # fmt: skip
-"""Columns, values of a step, warps and stages: of products whose time is that of reading the
-weights, and of those whose time is that of multiplying."""
-
-
-def product_candidates(slots: float) -> dict[int, tuple[list[ProductTiles], list[ProductTiles]]]:
-    """Return the tiles to try for a number of slots of an expert: gate and up, and down, by
-    block_m."""
-    found = {}
-    for block_m in (16, 32, 64, 128):
-        if block_m > 2 * max(8, slots) or (block_m < 128 and block_m * 2 < slots):
-            continue
-        tiles = [ProductTiles(*size, False, False) for size in _FEW]
-        # The left operand of wgmma has 64 rows.
-        tiles += [t._replace(swap=True) for t in tiles if t.block_n >= 64]
-        if block_m > 32:
-            tiles = [ProductTiles(*size, False, False) for size in _MANY]
-        if block_m == 128:
-            tiles += [t._replace(halve=True) for t in tiles]
-        gate_up, down = ([t for t in tiles if _fits(block_m, t, weights)] for weights in (2, 1))
-        if block_m > 32:  # one program of a multiprocessor, whose result has memory of its own
-            down += [
-                t._replace(persistent=True)
-                for t in down
-                if t.block_k == PANEL and not t.halve
-                if _fits(block_m, t, 1, beside=block_m * t.block_n // 2)
-            ]
-        found[block_m] = gate_up, down
-    return found
-
-
-def _fits(block_m: int, tiles: ProductTiles, weights: int, beside: int = 0) -> bool:
-    """Whether the sums fit into registers, and the tiles of all stages with `beside` other values
-    into the 227 KiB of shared memory of a program."""
-    if block_m > 32 and block_m * tiles.block_n // tiles.num_warps > 4096 // weights:
-        return False
-    rows = block_m + weights * tiles.block_n
-    return (rows * tiles.block_k * tiles.num_stages + beside) * 2 <= 225 * 1024

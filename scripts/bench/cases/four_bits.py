@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from cases.experts import DTYPE, random
-from measuring import DEVICE, Case, Group
+from measuring import DEVICE, Case
 from torch import Tensor
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_rows
 from batchgen.kernels.four_bit.linear_triton import four_bit_linear_triton
 from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
-from batchgen.kernels.four_bit.tiles import FourBitLinearTiles
 from batchgen.kernels.layers.linear import linear
 
 INT4 = Layout("int4", 128, DTYPE)
@@ -63,8 +62,8 @@ class Layer:
             panels.scales[:, -1] = _FACTOR
         return panels
 
-    def run(self, x: Tensor, out: Tensor, tiles: FourBitLinearTiles | None, i: int) -> Tensor:
-        four_bit_linear_triton(x, self.weights[i], out, tiles=tiles)
+    def run(self, x: Tensor, out: Tensor, i: int) -> Tensor:
+        four_bit_linear_triton(x, self.weights[i], out)
         return out
 
 
@@ -87,37 +86,9 @@ def linear_cases(layout: Layout, options: argparse.Namespace) -> Iterator[Case]:
             yield case("  in bf16", partial(_plain, x, plain), 2.0 * values)
 
 
-def _dequantised(x: Tensor, layer: Layer, _: object, i: int) -> Tensor:
+def _dequantised(x: Tensor, layer: Layer, i: int) -> Tensor:
     return F.linear(x, dequantise_rows(layer.weights[i])[0])
 
 
-def _plain(x: Tensor, weights: list[Tensor], _: object, i: int) -> Tensor:
+def _plain(x: Tensor, weights: list[Tensor], i: int) -> Tensor:
     return linear(x, weights[i])
-
-
-def linear_groups(layout: Layout, options: argparse.Namespace) -> Iterator[Group]:
-    for name, shape in SHAPES[options.shape].items():
-        layer = Layer(shape, layout)
-        for tokens in options.tokens:
-            x, out = random(tokens, shape.columns), random(tokens, shape.rows)
-            run = partial(layer.run, x, out)
-            cases = [Case(name, run, layer.count, candidates=candidates(tokens))]
-
-            def line(_: object, tiles: list[Any], tokens: int = tokens) -> object:
-                return tokens, *tiles
-
-            yield Group(f"{options.shape} {name}, {tokens} tokens", {layout.code: cases}, line)
-
-
-def candidates(tokens: int) -> list[FourBitLinearTiles]:
-    """Return the tiles to try for this many rows."""
-    found = []
-    for block_m in (16, 32, 64, 128):
-        if block_m > 2 * max(8, tokens) or (block_m < 128 and block_m * 2 < tokens):
-            continue
-        sizes = [(64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 3)]
-        for size in sizes:
-            if block_m * size[0] // size[1] <= 4096:
-                for programs in (264, 528):
-                    found.append(FourBitLinearTiles(block_m, *size, programs=programs))
-    return found

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases.experts import ROUTINGS, Batch, Shape, random, shape_of, way
-from measuring import DEVICE, Case, Group, Launch
+from cases.experts import ROUTINGS, Batch, Product, Shape, random, shape_of
+from measuring import DEVICE, Case
 from torch import Tensor
 
 from batchgen.kernels.four_bit.dequantise_triton import dequantise_panels
@@ -18,7 +18,7 @@ from batchgen.kernels.four_bit.experts import FourBitExperts
 from batchgen.kernels.four_bit.fp4_layout import MXFP4
 from batchgen.kernels.four_bit.grouped_product_triton import four_bit_down, four_bit_gate_up
 from batchgen.kernels.four_bit.panels import FourBitPanels, empty_panels
-from batchgen.kernels.four_bit.tiles import FourBitProductTiles, FourBitTiles, four_bit_tiles
+from batchgen.kernels.four_bit.tiles import FourBitProductTiles, four_bit_tiles
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
 from batchgen.kernels.moe.experts import PlainExperts
 from batchgen.kernels.moe.experts_triton import ExpertWeights, grouped_mlp_triton
@@ -81,7 +81,7 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
             yield case("  down", partial(down, tiles.down), least)
 
 
-def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Launch, Launch]:
+def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Product, Product]:
     """Return the two products of a layer, with given tiles and the i-th routing."""
     alignments = [batch.align(block_m, i) for i in range(ROUTINGS)]
     written, epilogues = torch.empty_like(batch.activated), layer.epilogues
@@ -99,32 +99,3 @@ def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Launch, Launch]:
         return batch.parts
 
     return gate_up, down
-
-
-def mxfp4_groups(options: argparse.Namespace) -> Iterator[Group]:
-    shape = shape_of(options)
-    layer = Layer(shape)
-    for tokens in options.tokens:
-        batch, slots = Batch(shape, tokens), tokens * shape.k / shape.experts
-        ways = {
-            block_m: way(
-                (candidates(block_m), candidates(block_m)), products(layer, batch, block_m)
-            )
-            for block_m in (16, 32, 64, 128)
-            if block_m <= 2 * max(8, slots) and (block_m == 128 or block_m * 2 >= slots)
-        }
-
-        def line(block_m: int, tiles: list[Any], slots: float = slots) -> object:
-            return slots, FourBitTiles(block_m, *tiles)
-
-        yield Group(f"{options.shape}, {tokens} tokens", ways, line)
-
-
-def candidates(block_m: int) -> list[FourBitProductTiles]:
-    """Return the tiles to try for products of this many slots."""
-    sizes = [(64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 3)]
-    sizes += [(128, 8, 4), (256, 8, 3), (256, 8, 4)]
-    tiles = [FourBitProductTiles(*size) for size in sizes if block_m * size[0] // size[1] <= 4096]
-    if block_m > 16:
-        tiles += [each._replace(halve=True) for each in tiles]
-    return tiles
