@@ -3,6 +3,9 @@
 The library xgrammar does the compiling. A job has one `GrammarCompiler`: `CompileQueue` asks it for
 the grammar of each constrained row, and the checks before a job ask it whether a constraint can be
 enforced at all.
+
+A constraint may begin only behind a *marker*, such as "</think>" (`Constraint.start_after`).
+Between the two there may be a little whitespace, the *gap*.
 """
 
 from __future__ import annotations
@@ -35,16 +38,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COMPILE_AT_ONCE = 2
+"""Constraints that are compiled at the same time."""
 _COMPILE_THREADS = 8
 """Threads on which xgrammar compiles one constraint."""
 _FILL_THREADS = 16
 """Threads on which xgrammar fills the masks of a batch."""
 _MARKERS = 16
-"""Markers whose search tables are kept."""
+"""The most markers whose search tables are kept."""
 _CACHE_ENTRIES = 4096
 _CACHE_BYTES = 512 * 2**20
 _XGRAMMAR_CACHE_BYTES = 256 * 2**20
 _PROBED_TOKENS = 16
+"""Tokens for which a new grammar is tried out."""
 _PROBE_STRIDE = 7919
 """A prime, so that each probed token comes from another part of the vocabulary."""
 _MOST_MASK_SECONDS = 1.0
@@ -67,12 +72,12 @@ class GrammarCompiler:
         vocab_size: int,
         special_ids: tuple[int, ...],
     ) -> None:
-        """Check the tokenizer and xgrammar, whose printed grammars depend on its version.
+        """Check that xgrammar works with the tokenizer, and that its version prints grammars in the
+        form that `keep_literals` repairs.
 
-        `special_ids` end a row, or are a diffusion model's mask token; like special tokens they are
-        no part of a grammar's text. No grammar allows an id below the width V that the tokenizer
-        lacks. Raises ConstraintError if xgrammar does not work with the tokenizer or was not
-        tested.
+        `vocab_size` is the number V of logits; ids below V that the tokenizer lacks are allowed by
+        no grammar. `special_ids` end a row, or are a diffusion model's mask token; like special
+        tokens they are no part of a grammar's text. Raises ConstraintError if a check fails.
         """
         check_print()
         work = _Work(Vocabulary(tokenizer, vocab_size, special_ids))
@@ -118,7 +123,8 @@ class GrammarCompiler:
             self._cache.clear()
 
     def _make_room(self) -> None:
-        """Drop what was not used for longest; what still compiles counts from later calls on."""
+        """Drop the grammars that were used least recently, until another one has room. A grammar
+        that is not compiled yet counts as 0 bytes."""
         done = [f for f in self._cache.values() if f.done() and f.exception() is None]
         num_bytes = sum(future.result().num_bytes for future in done)
         while self._cache and (num_bytes > _CACHE_BYTES or len(self._cache) >= _CACHE_ENTRIES):
@@ -128,7 +134,8 @@ class GrammarCompiler:
 
 
 class _Work:
-    """What the threads do and need; without futures, whose errors hold frames that hold this."""
+    """The work of the threads, and what they need for it. It refers to no future, because the error
+    in one holds stack frames, and those hold this object."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
@@ -156,13 +163,14 @@ class _Work:
         return grammar
 
     def _compile(self, constraint: Constraint) -> Any:
-        """xgrammar's CompiledGrammar of a constraint, with room for whitespace behind a marker."""
+        """xgrammar's CompiledGrammar of a constraint, which begins with the gap behind a marker."""
         from xgrammar import Grammar
 
         if constraint.kind == "structural_tag" and not constraint.start_after:
             # Only the compiler knows the ids of tokens that a tag names.
             compiled = self._compiler.compile_structural_tag(structural_tag_argument(constraint))
-            keep_literals(compiled.grammar)  # raises if the tag has a string that needs a cut
+            # Raises if the tag has a string that xgrammar would misread: it cannot be repaired.
+            keep_literals(compiled.grammar)
             return compiled
         grammar = keep_literals(to_grammar(constraint))
         if constraint.start_after:
@@ -171,7 +179,8 @@ class _Work:
 
 
 def _probe(grammar: Grammar) -> None:
-    """Follow a grammar for some tokens, and refuse one without texts or with too slow a mask."""
+    """Follow a grammar for some tokens. Raises ConstraintError if no text fits it, or if finding
+    the tokens that it allows next (its mask) takes too long."""
     import xgrammar
 
     state = xgrammar.GrammarMatcher(grammar.compiled)

@@ -16,15 +16,17 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK
 class FourBitFormat:
     """Weights of linear layers and experts that stay in 4 bits (`kernels/four_bit`).
 
-    Layers whose columns do not end where panels of 64 do are dequantised, as are merged ones of
-    which only a part is in 4 bits.
+    Kernels read 64 columns at a time, so a layer is dequantised all the same if 64 does not divide
+    its number of columns. So is a merged layer, such as one for q, k and v, if only a part of it is
+    in 4 bits.
 
     Attributes:
         name: the name of the format, for messages.
         group: the number of columns that share a scale; None: all columns of a row.
         code: which values the 16 codes stand for.
-        modules: the names in checkpoints of the modules in 4 bits; None: every layer that may be.
-        native: whether kernels read the 4 bits; if not, weights are dequantised when loaded.
+        modules: the names in checkpoints of the modules in 4 bits; None: every layer that can be.
+        native: whether the device has kernels that read the 4 bits; if not, weights are dequantised
+            when they are loaded.
     """
 
     name: str
@@ -46,15 +48,16 @@ class FourBitFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedFormat:
-    """How the weights of a checkpoint are quantised. Which of them are, its tensors show
-    (`packed_weights`).
+    """How the weights of a checkpoint are quantised. Which modules are quantised is not said here:
+    `packed_weights` sees that from the names of the tensors.
 
     Attributes:
         name: the name of the format, for messages.
-        kept: the format in which kernels read the weights; None: weights are dequantised.
+        kept: the 4-bit format in which the weights stay on the device; None: they are dequantised.
         activations: the type of activations that the checkpoint was made for, if it is not the
             model's dtype, in which batchgen computes.
-        zeros_are_less: whether zero points are stored minus 1, as GPTQ's first form does.
+        zeros_are_less: whether each zero point is stored as its value minus 1, as in the first
+            version of GPTQ's files.
         block: the rows and columns that share a scale, where the last blocks of a weight may be
             incomplete; None: scales divide each axis into equal parts.
         ordered: whether inputs were ordered by activation (`desc_act`, `actorder`), so that a
@@ -73,8 +76,8 @@ class PackedFormat:
 
 
 def packed_format(quantization: Mapping[str, Any]) -> PackedFormat | None:
-    """Read the `quantization_config` of AWQ, GPTQ, compressed-tensors, ModelOpt, FBGEMM, or of FP8
-    other than by blocks of 128; None for another method.
+    """Read the `quantization_config` of AWQ, GPTQ, compressed-tensors, ModelOpt, FBGEMM or FP8;
+    None for another method, and for FP8 with blocks of 128 × 128, which `fp8_format.py` reads.
 
     Raises ValueError, which names the key, for a form that is not supported.
     """
@@ -116,7 +119,7 @@ def _int4(name: str, group: int) -> FourBitFormat:
 
 
 def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
-    """Say in words which inputs share a scale; raises ValueError for a wrong size of groups."""
+    """Say in words which inputs share a scale; raises ValueError if the group size is invalid."""
     size = values.get(key)
     if type(size) is not int or (size < 1 and size != -1):
         raise _refused(key, size, "-1 or the values of a group")
@@ -209,7 +212,7 @@ def _fbgemm(values: Mapping[str, Any]) -> PackedFormat:
 def _fp8(values: Mapping[str, Any]) -> PackedFormat | None:
     block = values.get("weight_block_size")
     if block == [BLOCK, BLOCK]:
-        return None  # kernels read this form: `fp8_weight.py`
+        return None  # kernels read this form as it is: `fp8_format.py`
     _check(values, "fmt", ("e4m3", "float8_e4m3fn", None))
     if block is None:
         return PackedFormat(name="FP8", activations="FP8")

@@ -13,8 +13,11 @@ from batchgen.engine.lora.layer_lora import ChoosesProduct, LoRAState, packed_pr
 class SavedWeights:
     """The weights [N, K] that some adapters compute with instead of the layer's.
 
+    Adapters are numbered from 1 on. So are the slots, the places on the device for the adapters
+    that rows may have now; slot 0 is that of tokens without an adapter. See `LoRAState`.
+
     Args:
-        weights: of each adapter, on the host; None leaves the layer as it is.
+        weights: those of each adapter, on the host; None for one that uses the layer's own weight.
         state: shared by all layers of the model.
     """
 
@@ -39,7 +42,7 @@ class SavedWeights:
         state.layers.append(self)
 
     def load(self, slot: int, adapter: int) -> None:
-        """Put the adapter of this number into a slot, see `LoRAState.load`."""
+        """Put the weight of the adapter of this number into a slot, see `LoRAState.load`."""
         if self._stacked is not None:
             weight = self._weights[adapter - 1]
             self._has[slot].fill_(weight is not None)
@@ -48,19 +51,21 @@ class SavedWeights:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the device has the weights of the slots."""
+        """The address of the slots' weights in device memory; empty on a CPU."""
         return () if self._stacked is None else (self._stacked.data_ptr(),)
 
     def pack(self, products: ChoosesProduct) -> None:
-        """Choose how a CPU computes, so that a token's bits do not depend on the batch."""
+        """Choose how a CPU computes the products, so that a token's bits do not depend on the
+        batch. On other devices nothing is chosen."""
         if self._stacked is None:
             self._products = [
                 None if each is None else packed_product(each, products) for each in self._weights
             ]
 
     def replace_products_(self, out: Tensor, x: Tensor) -> Tensor:
-        """Put x·Wᵀ with the W of tokens' adapters into the rows of `out` [T, ≥ N] whose tokens x
-        [T, K] have one, and return it. A graph cannot contain this, as the host decides."""
+        """Write x·Wᵀ into the rows of `out` [T, ≥ N] of tokens whose adapter has a weight W of its
+        own, and return `out`; x is [T, K]. A CUDA graph cannot contain this, because the host looks
+        which adapters are in the slots."""
         tokens = self._state.tokens_of(len(x))
         for slot, number in enumerate(self._state.in_slots if tokens is not None else (), 1):
             weight = self._weights[number - 1]
@@ -77,13 +82,13 @@ class SavedWeights:
         return out
 
     def replace_rows_(self, out: Tensor, ids: Tensor) -> Tensor:
-        """Put rows `ids` [T] of the W of tokens' adapters into the rows of `out` [T, K] whose
-        tokens have one, and return it."""
+        """Return `out` [T, K], in which token t has row `ids[t]` of W if its adapter has a weight W
+        of its own. On a CPU `out` itself is changed, elsewhere a new tensor is returned."""
         tokens = self._state.tokens_of(len(ids))
         if tokens is None:
             return out
         if self._stacked is not None:
-            # Tokens without an adapter read that of the last slot, and keep what they have.
+            # Slot 0 has index -1: tokens without an adapter read the last slot in vain.
             its = self._stacked[tokens.slots - 1, ids]
             return torch.where(self._has[tokens.slots].unsqueeze(1), its, out)
         for slot, number in enumerate(self._state.in_slots, 1):

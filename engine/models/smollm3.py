@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama with layers that rotate nothing."""
+"""SmolLM3 (Hugging Face 2025): Llama, in which some layers have no rotary embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SmolLM3ForCausalLM(DenseForCausalLM):
-    """SmolLM3: the checkpoint says which layers have no rotary embedding (NoPE), every fourth."""
+    """SmolLM3. Its checkpoint says which layers have no rotary embedding (NoPE): every fourth."""
 
     hf_class = "SmolLM3Config"
 

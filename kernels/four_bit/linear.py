@@ -20,11 +20,11 @@ from batchgen.kernels.rules import BY_BATCH, BitRules
 
 def four_bit_linear(
     x: Tensor,  # [M, K] in the dtype of the panels
-    weight: FourBitPanels,  # [1, N, K]
+    weight: FourBitPanels,  # [1, N, K]: a linear layer counts as one expert
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,  # [M, N], the last axis contiguous
-    add: bool = False,  # to what `out` holds, in place
+    add: bool = False,  # add the result to what `out` holds, in place
     rules: BitRules = BY_BATCH,
 ) -> Tensor:
     """Compute x·Wᵀ + b [M, N], adding up in float32, into `out` or a new tensor."""
@@ -44,14 +44,16 @@ def four_bit_linear(
 def four_bit_linear_parts(
     x: Tensor, weight: FourBitPanels, rules: BitRules = BY_BATCH
 ) -> Tensor | None:
-    """Compute x·Wᵀ in partial sums [P, M, N] in float32 where adding it to a residual would take a
-    launch of its own; None if `four_bit_linear` is to compute it."""
+    """Compute x·Wᵀ as P > 1 partial sums [P, M, N] in float32, if the sums along K are cut. To add
+    these up takes a launch, which a caller saves if its next kernel does it. None if sums are not
+    cut, or weights are dequantised: then call `four_bit_linear`."""
     if not x.is_cuda or is_dequantised(len(x), rules):
         return None
     return four_bit_linear_parts_triton(x, weight, four_bit_linear_tiles(len(x), rules))
 
 
 def is_dequantised(rows: int, rules: BitRules) -> bool:
-    """Whether weights are dequantised for a product of this many rows. The library may add in
-    another order than our kernel, so the rows' number must not decide under `BY_ROW`."""
+    """Whether weights are dequantised for a product of this many rows, and cuBLAS multiplies. It
+    may add in another order than our kernel. So this is never done under `BY_ROW`, where the number
+    of rows in a batch must not change the bits of a row."""
     return rules.cut_sums and rows > MOST_ROWS

@@ -1,4 +1,8 @@
-"""`prepare.prepare_latent` in Triton: norm, rotation and the write to the cache in one launch."""
+"""`latent_prepare.prepare_latent` in Triton: norm, rotation and the write to the cache in one
+launch.
+
+Each of T tokens has a latent of L values and one key of R values, which all heads share.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,21 @@ _LEAST = tl.constexpr(LEAST)
 _LARGEST = tl.constexpr(LARGEST)
 _MOST_VALUE = tl.constexpr(MOST_VALUE)
 _TILE = 2048
-"""Rotated pairs of queries that a program turns at a time."""
+"""Pairs of query values that a program rotates at a time."""
 
 
 def prepare_latent_triton(
-    q: Tensor,
-    latent: Tensor,
-    weight: Tensor,
+    q: Tensor,  # [T, num_heads, N + R], of which the last R values are rotated
+    latent: Tensor,  # [T, L + R]: the latent, then the key
+    weight: Tensor,  # [L] of the latent's RMSNorm
     eps: float,
-    cos_sin: Tensor,
-    plane: Tensor,
-    slots: Tensor,
-    scales: Tensor | None = None,
+    cos_sin: Tensor,  # [T, R]: R/2 cosines, R/2 sines
+    plane: Tensor,  # [num_blocks, block_size, L + R], the cache
+    slots: Tensor,  # [T], where each token goes in the cache
+    scales: Tensor | None = None,  # [num_blocks, block_size] of a cache in FP8
 ) -> Tensor:
-    """`prepare.prepare_latent` in one launch, which rotates q in place and returns it."""
+    """Compute `latent_prepare.prepare_latent` in one launch, which rotates q in place and returns
+    it."""
     num_tokens, num_heads, query_size = q.shape
     size, rotated = len(weight), cos_sin.shape[1]
     assert plane.shape[-1] == latent.shape[1] == size + rotated and plane.is_contiguous()
@@ -79,6 +84,8 @@ def _prepare_latent(
     if scales_ptr is None:
         dtype = plane_ptr.dtype.element_ty
         first, second = first.to(dtype), second.to(dtype)
+    # A token with a value that is not finite is stored as a latent of 0 and a key (in FP8: a scale)
+    # of NaN: the queries that see it become NaN, and no others.
     broken = tl.max(not_finite(normed).to(tl.int32), 0)
     broken += tl.max((not_finite(first) | not_finite(second)).to(tl.int32), 0)
     if scales_ptr is not None:

@@ -1,10 +1,13 @@
 """Speculative sampling by rejection in three launches.
 
+As in `rejection`, p is the model's law, the softmax of the logits, and q the law of the drafts.
+
 The vocabulary is cut into chunks of a fixed size, so that a row's bits do not depend on its batch.
-The first launch reduces each chunk of each row of logits that is needed. In the second a program
-for each row of the batch and chunk joins these to learn at which draft its row stops, which is
-cheaper than a launch, and draws within its own chunk there. The third takes the best of each row's
-chunks.
+The first launch reduces each chunk of each row of logits that is needed. The second has a program
+for each row of the batch and each chunk. It joins the results of all chunks to find the draft at
+which its row stops: that every program does this is cheaper than a launch of its own. Then it draws
+a candidate from its own chunk of the logits there. The third launch takes the best candidate of
+each row.
 """
 
 from __future__ import annotations
@@ -34,17 +37,17 @@ _RECOVER = tl.constexpr(int(Stream.RECOVER))
 
 
 def verify_triton(
-    logits: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
-    draft_probs: Tensor | None,
+    logits: Tensor,  # [B · (k + 1), V]
+    drafts: Tensor,  # [B, k]
+    num_drafts: Tensor,  # [B]
+    draft_probs: Tensor | None,  # [B, k, V], q; None: all on the draft
     seeds: Tensor,
     positions: Tensor,
     greedy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute num_tokens, token_ids and failed of `rejection.verify` on CUDA.
 
-    q is read at the drafts, and wholly where a draft is rejected.
+    Of q the probabilities of the drafts are read, and all those at a draft that is rejected.
     """
     batch, k = drafts.shape
     width, vocab = k + 1, logits.shape[1]
@@ -118,7 +121,8 @@ def _accept(
     stride, vocab, width, count, row, chunks,
     PROBS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Count the drafts that a row accepts, and load what is known of each before it [WIDTH]."""
+    """Count the drafts that a row accepts. Also return for each step [WIDTH] the draft, the column
+    of the highest logit, that logit, and Σ exp(logit - highest)."""
     step = tl.arange(0, WIDTH)
     chunk = tl.arange(0, CHUNKS)
     logits_rows = row * width + step
@@ -158,7 +162,7 @@ def _draw_chunk(
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Find where a row stops, and draw from one chunk there: the best token by (p - q)+ and the
-    best by p, with equal noise.
+    best by p, with the same Gumbel noise.
 
     The first one's score is -inf if (p - q)+ is zero in the whole chunk or all drafts were
     accepted. The program of chunk 0 also writes the accepted drafts, a greedy row's token,

@@ -78,8 +78,9 @@ class LLM:
         strategy: the decoding paradigm; None means `ARStrategy()`. A strategy holds the state of
             its rows, so the LLM works with a copy, and several LLMs can share one object.
         config: batch and memory sizes; None means the defaults.
-        context_columns: the columns of context scope that requests may ask for
-            (`SamplingParams(columns=…)`); each takes memory of the paged cache.
+        context_columns: the columns of context scope, with a value for each token that the model
+            reads, that requests may ask for (`SamplingParams(columns=…)`); each takes memory of the
+            paged cache.
         images: whether a model that reads images is loaded with its vision tower.
         max_pixels: the maximum number of pixels of an image; larger images are scaled down. None
             allows as many as make 1,280 tokens, or fewer if the model says so.
@@ -88,9 +89,9 @@ class LLM:
             name (`lora`), or none.
         lora_fold: whether the only adapter is added to the weights, which costs no speed but rounds
             differently.
-        lora_template: whose tokenizer and chat template the LLM has; `adapter` takes those in the
-            folder of the only adapter.
-        hidden_layers: the layers behind which `SamplingParams(columns=["hidden_states"])` gives the
+        lora_template: `base` takes the tokenizer and the chat template of the model, `adapter`
+            those in the folder of the only adapter.
+        hidden_layers: the layers after which `SamplingParams(columns=["hidden_states"])` gives the
             hidden states: 0 is the embedding of tokens, -1 the last layer with the norm.
         **engine: single keys of `EngineConfig`, such as `max_model_len`, `max_num_seqs` and
             `gpu_memory_utilization`; they override those of `config`. vLLM's names for them work
@@ -153,7 +154,7 @@ class LLM:
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine, which `stream` feeds.
+        """The engine that runs the requests of all calls.
 
         Raises:
             ValueError: this LLM was closed.
@@ -370,7 +371,7 @@ class LLM:
         progress: bool | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Score | list[Score]:
-        """Say how likely each token of given answers is behind its prompt; nothing is generated.
+        """Say how likely each token of given answers is after their prompts; nothing is generated.
 
             llm.score("The capital of France is", " Paris")              → Score
             llm.score("The capital of France is", [" Paris", " Rome"])   → [Score, Score]
@@ -426,7 +427,7 @@ class LLM:
         Args:
             prompts: as for `generate`; nothing follows the last message of a conversation if it is
                 the assistant's.
-            pooling: which hidden states behind the last norm make it: that of the `last` token, the
+            pooling: which hidden states after the last norm make it: that of the `last` token, the
                 `mean` of all, or that of the first token (`cls`).
             normalise: whether embeddings are divided by their length.
             lora: as for `generate`.
@@ -498,6 +499,7 @@ class LLM:
         """Generate as `generate` says."""
         read, is_one = read_prompts(prompts)
         params = call.params_of(len(read))
+        # Prompts that are only read, for embeddings or classes, get no start of an answer.
         is_read = all(of_row.pooling is not None for of_row in params)
         ids = PromptIds(self.tokenizer, call.template_kwargs or {}, self._images, is_read)
         show_progress = sys.stderr.isatty() if call.progress is None else call.progress

@@ -1,4 +1,4 @@
-"""The post step `RunTests`, which runs the program in an answer against its tests, in a sandbox."""
+"""The grader `RunTests`, a post step: runs the program in an answer against tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class RunTests:
     it passes all of them.
 
     Programs run in a sandbox of bubblewrap (apt-get install bubblewrap): without network, files of
-    this machine, a place to write, other processes and variables of the environment. Where there is
-    none, or where a program gets out of it when the job begins, the job is refused. `test_result`
-    says what came of a program: passed, wrong, timeout, crash (an error, or too much memory or
-    output) or forbidden (it made a process, a socket or the like); the first test that fails
-    ends it. Results are kept in the user's cache, and a program with the same tests is run
-    once.
+    this machine, a place to write, other processes and variables of the environment. The job is
+    refused if bubblewrap is missing, or if programs that try to get out of the sandbox, which run
+    when the job begins, succeed. `test_result` says what came of a program: passed, wrong, timeout,
+    crash (an error, or too much memory or output) or forbidden (it made a process, a socket or the
+    like); the first test that fails ends it. Results are kept in the user's cache, and a program
+    with the same tests is run once.
 
     - `assert`: the tests are code that calls the program and raises AssertionError. It runs in a
       sandbox of its own, and gets copies of what the program returns: None, numbers, texts, bytes,
@@ -54,15 +54,16 @@ class RunTests:
         function: the column with the name of the function that is tested, as text or as
             {"func_name": NAME} in JSON. With assert, check(NAME) is added to tests without it.
         prelude: code that stands before each program.
-        seconds: of the CPU for a test; all code of assert is one.
-        total_seconds: the longest time for all tests of a program.
-        memory_mib: the address space of a program, and of its tests.
+        seconds: the CPU time for one test; with `assert` all code of the tests is one test.
+        total_seconds: the longest wall-clock time for all tests of a program.
+        memory_mib: the address space of a program, and that of its tests.
         python: the path of the interpreter; null takes the one that runs batchgen.
         packages: names of packages that programs and tests may import, as they are installed for
             that interpreter.
         prefix: put before the names of the columns.
     """
 
+    # See `PostStep`.
     version = 1
     isolated = True
     reads_text = False

@@ -27,13 +27,14 @@ from batchgen.evals.math.reading.nodes import (
 INFINITY = float("inf")
 _MOST_PIECES = 100
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "="}
+"""Relation → the one that holds if its sides change places; `~` (about) is read as `=`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
     """A place between real numbers: just below a value, or just above it."""
 
-    value: Any
+    value: Any  # as `numbers` has it; an infinity is a float
     above: bool
 
     def __lt__(self, other: Edge) -> bool:
@@ -120,8 +121,8 @@ def interval_bound(node: Node) -> Any:
 
 
 def set_of(node: Node, only_sets: bool = True) -> Pieces:
-    """The set of real numbers that an answer says. Raises NotRead if it is none. With `only_sets`
-    relations are refused, which say what is in a set but are none."""
+    """The set of real numbers that an answer describes. Raises NotRead if it describes none, and
+    with `only_sets` also if it is a relation such as `x > 2`, which is not written as a set."""
     if isinstance(node, Bracketed):
         if node.opening == "{set":
             return set_union(interval(at, at, True, True) for at in map(interval_bound, node.items))
@@ -160,13 +161,14 @@ def set_of_relations(node: Node) -> Pieces:
                 result = intersection(result, one)
             return result
         either = set_union(sets)
-        if either == ALL and node.joined == ",":  # `x > 2, x < 5` says both
+        if either == ALL and node.joined == ",":  # `x > 2, x < 5` means that both hold
             return intersection(sets[0], sets[1]) if len(sets) == 2 else either
         return either
     raise NotRead
 
 
 def _excludes(node: Node) -> bool:
+    """Whether an answer only excludes a number, such as `x != 2`."""
     return isinstance(node, Relation) and node.names == ("!=",)
 
 
@@ -190,7 +192,8 @@ def _set_of_chain(node: Relation) -> Pieces:
 
 
 def _set_of_one(left: Node, name: str, right: Node) -> Pieces:
-    """The set that a relation of two sides says, one of which has the variable, linearly."""
+    """The set that a relation of two sides describes. These must be linear in the variable, but one
+    side may be the absolute value of such an expression."""
     if not variables_of(left):
         left, right, name = right, left, _MIRRORED[name]
     if isinstance(left, Call) and left.name == "abs" and not variables_of(right):
@@ -233,7 +236,7 @@ def _line(node: Node) -> tuple[Value, Value]:
 
 
 def _half(value: Any, name: str) -> Pieces:
-    """The numbers in a relation to a value."""
+    """The numbers that are in the relation `name` to a value."""
     match name:
         case "<" | "<=":
             return interval(-INFINITY, value, True, name == "<=")

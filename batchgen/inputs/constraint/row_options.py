@@ -15,7 +15,7 @@ from batchgen.engine.sampling.sampling_params import RequestParams, SharedSampli
 from batchgen.util.errors import ConfigError
 
 BAD_OPTION = "bad_option"
-"""The type of a row's error whose options cannot be honoured."""
+"""The type of the error of a row whose options cannot be honoured."""
 SAME_OPTIONS = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -70,8 +70,8 @@ class RowOptions:
         self._make_decoding = make_decoding
 
     def params(self, values: Mapping[str, Any]) -> RequestParams:
-        """The job's parameters with the options of a row, a null being none; RequestError
-        (bad_option, bad_constraint) for an option that cannot be honoured."""
+        """The job's parameters, changed by the options of a row; a null is no option. Raises
+        RequestError (bad_option, bad_constraint) for an option that cannot be honoured."""
         changes: dict[str, Any] = {}
         names: dict[str, str] = {}
         for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Converts rows from stored Arrow tables into the fields that templates and steps see."""
+"""Converts rows from stored Arrow tables into the fields that prompt templates and steps see."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class JsonFields:
     columns = (ROW_TEXT,)
 
     def __init__(self, columns: JsonColumns, names: Mapping[str, str]) -> None:
-        """`names` maps the name that users see to the column's name in the files."""
+        """Use `columns` to type the values; `names` maps the name of a column that users see to its
+        name in the files."""
         self._json, self._names = columns, names
         self._same = tuple(names) if list(names) == list(names.values()) else None
 
@@ -98,8 +99,8 @@ def _read(
 
 
 def _has_padding(array: pa.Array) -> bool:
-    """Whether a struct in an array has a null field that the others lack; decided by counting
-    nulls."""
+    """Whether a struct in an array has a null field, which may be there only because other structs
+    have that field. This is decided by counting nulls."""
     kind = array.type
     if pa.types.is_struct(kind):
         parts = array.flatten()  # null where the struct is

@@ -23,7 +23,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The formats that are read. Others that Pillow knows start programs, such as EPS, or are rare."""
 MOST_PIXELS = 100_000_000
 """The most pixels of a file: a header may claim any number."""
-_BAND_PIXELS = 1 << 20
+_BAND_PIXELS = 1 << 20  # that are converted to RGB at a time
 _BYTES_PER_PIXEL = 16  # of WebP: two canvases, a copy and the image; others take less
 _ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""
@@ -143,8 +143,8 @@ def _turn(image: Pillow.Image) -> int:
 
 
 def _in_colour(image: Pillow.Image) -> Pillow.Image:
-    """The image in red, green and blue. It is made of a band of rows after the other, since each
-    step on the way takes up to four bytes a pixel."""
+    """The image in red, green and blue. It is converted in bands of some rows, because each step of
+    the conversion takes up to four bytes for a pixel."""
     from PIL import Image as pillow
 
     if image.mode in ("I", "F"):

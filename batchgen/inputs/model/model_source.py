@@ -32,8 +32,8 @@ _OTHER_FILES = (
     "chat_template*",
 )
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
-"""The files that say how large images may be. They are not digested here, because the digests of a
-job's images contain what matters of them."""
+"""The files that say how large images may be. They are not among `model_files`, which identify a
+model: what matters of them is in the digests of the job's images."""
 
 
 def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -45,6 +45,7 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
             model `owner/name/FILE.gguf`. A path that exists on this machine is not looked for on
             the hub.
         revision: the commit, branch or tag of a hub model; None is its main branch.
+        weights: whether the weights of a hub model are downloaded as well.
 
     Raises:
         ConfigError: the model cannot be found or downloaded; the message says what to do.
@@ -68,8 +69,8 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
 
 
 def model_files(path: Path) -> list[Path]:
-    """The files that define a model and its tokenizer, in the folder or file of `resolve_model`,
-    by name."""
+    """The files that define a model and its tokenizer, sorted by name. `path` is what
+    `resolve_model` returned."""
     if path.is_file():
         return [path]
     patterns = ("*.safetensors", *_WEIGHT_FILES, *_OTHER_FILES)
@@ -117,8 +118,8 @@ def _from_hub(repo: str, file: str | None, revision: str | None, weights: bool) 
 
 
 def _fetch_pooling(repo: str, folder: Path) -> None:
-    """Download the files that say how an embedder pools, at the commit of a folder in the hub's
-    cache. Without it a job that needs it is refused later, and others go on."""
+    """Download the file that says how an embedder pools, at the commit of a folder in the hub's
+    cache. If the hub has none, a job that needs it is refused later; other jobs run."""
     try:
         if (name := pooling_file(folder)) is not None:
             hf_hub_download(repo, name, revision=folder.name)

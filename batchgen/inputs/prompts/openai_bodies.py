@@ -22,12 +22,22 @@ from batchgen.inputs.prompts.prompt_tokens import TextTokens, not_empty
 from batchgen.util.errors import ConfigError
 
 BAD_BODY = "bad_body"
-"""The type of a row's error whose body has no prompt."""
+"""The type of the error of a row whose body has no prompt."""
 
 
 class BodyPrompt:
     """The `messages` of a body with its `tools`, by the chat template; or its `prompt`: a text, to
-    which the tokenizer adds its special tokens, or token ids as they are."""
+    which the tokenizer adds its special tokens, or token ids as they are.
+
+    Args:
+        columns: the data set's columns, and what they hold in the terms of datasets.
+        room: the most tokens of a prompt; far longer texts are refused before they are tokenised.
+            None for no limit.
+        images: makes the images of rows; None where the model or the rows have none.
+        day: returns the day that chat templates write, if the configuration names none.
+        is_read: whether the model only reads prompts, without answering them (for embeddings and
+            classes), so that the template adds no start of an answer.
+    """
 
     is_constant = False
 
@@ -77,7 +87,7 @@ class BodyPrompt:
         return not_empty(prompt)
 
     def asked(self, row: Row) -> tuple[list[int], list[RowImage]]:
-        """The prompt of a row with its images. RequestError: see `token_ids`."""
+        """The prompt of a row, and its images. Raises RequestError as `token_ids`."""
         body = self._body(row)
         if "messages" not in body:
             return self.token_ids(row), []
@@ -85,11 +95,11 @@ class BodyPrompt:
 
     @property
     def images(self) -> RowImages | None:
-        """What makes the images of rows; None if these have none."""
+        """The object that makes the images of rows; None if rows have no images."""
         return None if self._chat is None else self._chat.images
 
     def image_sources(self, row: Row) -> list[ImageSource]:
-        """The images that a row names. RequestError: see `token_ids`."""
+        """The images that a row names. Raises RequestError as `token_ids`."""
         body = self._body(row)
         if "messages" not in body:
             return []

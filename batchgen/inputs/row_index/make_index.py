@@ -22,6 +22,7 @@ from batchgen.storage.folder.row_funnel import IndexFacts, IndexPart
 from batchgen.util.errors import JobError
 
 _SHOWN_SECONDS = 10.0
+"""The least time between two messages about the progress."""
 
 
 @dataclass
@@ -33,8 +34,8 @@ class _Making:
     running: ChainPass
     folder: IndexFolder
     rows: Iterator[Row]
-    read: int
-    total: int
+    read: int  # rows of the data set before the next one
+    total: int  # rows of the data set up to the stretch's end
     pending: list[IndexRow] = field(default_factory=list)
     is_over: bool = False
     error_rows: int = 0
@@ -64,21 +65,21 @@ class IndexGrowth:
     grow with the rows, except for what steps remember.
 
     Attributes:
-        facts: the new content of rows.json.
+        facts: the summary of the index, as the caller should write it to rows.json.
     """
 
     def __init__(
         self, chain: Chain, source: Source, tokenizer: Any, folder: IndexFolder, facts: IndexFacts
     ) -> None:
-        """Go on behind the rows of an index, which the steps go through again if they remember
-        rows."""
+        """Continue the index that `facts` describes. If steps remember rows, they go through the
+        rows that the index covers once more."""
         self._chain, self._source, self._folder = chain, source, folder
         self._running = chain.start(tokenizer)
         self.facts = facts
         _catch_up(chain, self._running, source, facts)
 
     def add(self, stop: int) -> None:
-        """Write the parts of the rows of the source before `stop` that have none."""
+        """Extend the index to the rows of the source before `stop`, in new parts."""
         facts, start = self.facts, self.facts.data_rows
         rows = islice(self._source.rows(start), stop - start) if start < stop else iter(())
         making = _Making(self._chain, self._running, self._folder, rows, facts.read_rows, stop)
@@ -99,7 +100,7 @@ class IndexGrowth:
         )
 
     def close(self) -> None:
-        """Give up what the steps hold."""
+        """Release what the steps hold in memory or on disk."""
         self._running.close()
 
 
@@ -121,7 +122,7 @@ def _catch_up(chain: Chain, running: ChainPass, source: Source, facts: IndexFact
 
 
 def _write_part(making: _Making, number: int) -> IndexPart:
-    """Write the next rows, some PART_ROWS, and what was dropped meanwhile."""
+    """Write the next part: about PART_ROWS rows, and those that were dropped meanwhile."""
     folder, running = making.folder, making.running
     kept = folder.writing(folder.part(number), folder.schema)
     gone = folder.writing(folder.dropped(number), DROPPED)

@@ -9,6 +9,7 @@ from batchgen.storage.shards.output_schema import FinishedRow
 from batchgen.util.errors import JobError
 
 FIRST_ROWS = 50
+"""Rows that must all fail in the same way before a job stops."""
 
 
 class AllRowsFailed(JobError):
@@ -25,7 +26,9 @@ class FailFast:
     """
 
     def __init__(self, enabled: bool, others_have_rows: Callable[[], bool] = lambda: False) -> None:
-        """Hold back rows if `enabled`, until another worker has written rows, too."""
+        """Hold back rows if `enabled`. `others_have_rows` says whether another worker of the job
+        has written rows: then rows are not all failing, and those of this worker are let
+        through."""
         self._undecided = enabled
         self._others_have_rows = others_have_rows
         self._held: list[FinishedRow] = []
@@ -33,8 +36,8 @@ class FailFast:
 
     @property
     def wait(self) -> bool:
-        """Whether enough rows have failed that no more should begin until it is known how those
-        end which have begun."""
+        """Whether FIRST_ROWS rows have failed, so that no further row should begin before those in
+        flight have ended."""
         return self._undecided and len(self._indices) >= FIRST_ROWS
 
     @property
@@ -72,7 +75,7 @@ class FailFast:
         return self.rest()
 
     def rest(self) -> list[FinishedRow]:
-        """All rows that were held back, which may be written whatever comes."""
+        """All rows that were held back, for writing; no more rows are held back after this."""
         self._undecided = False
         held, self._held = self._held, []
         return held

@@ -10,12 +10,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Turns = Generator[float, None, T]
-"""A job as a generator that returns its result. It yields 0 when its requests need a step of the
-engine, and else the seconds for which it has nothing to do."""
+"""A job as a generator that returns its result. It yields 0 to let other jobs go first, such as
+before it asks the engine that they share for a step, and otherwise the seconds for which it has
+nothing to do."""
 
 
 def alone(turns: Turns[T]) -> T:
-    """Run the turns of a single job to the end; return its result."""
+    """Run a single job, which steps its engine itself, to its end; return its result."""
     while True:
         try:
             seconds = next(turns)
@@ -27,8 +28,8 @@ def alone(turns: Turns[T]) -> T:
 
 
 def between(turns: Turns[T], look: Callable[[], None]) -> Turns[T]:
-    """Call `look()` after every turn. Its errors, and those that the caller throws in, are raised
-    inside the turns."""
+    """Call `look()` after every turn. Errors that it raises, and those that the caller throws into
+    this generator, are thrown into `turns`."""
     with closing(turns):
         go_on: Callable[[], float] = partial(next, turns)
         while True:

@@ -34,7 +34,7 @@ from batchgen.util.paths import is_url
 _COMPARED = 50
 """The number of prompts that are compared to find their common prefix."""
 _SAME_SPEED = ("model", "strategy", "engine", "constraint")
-"""The groups of a job that decide its speed."""
+"""The groups of the configuration that decide a job's speed."""
 
 
 def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
@@ -43,7 +43,7 @@ def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
     Nothing is written, and no weights are loaded.
     """
     started = time.perf_counter()
-    if settings.device is not None:  # the job's own device need not be here
+    if settings.device is not None:  # this machine need not have the device of the job's config
         config = replace(config, engine=replace(config.engine, device="auto"))
     check_launcher(config)
     with outlined(config) as outline:
@@ -92,7 +92,7 @@ class _Planner:
         )
 
     def _engine(self, device: Device) -> tuple[EngineEstimate, MemoryPlan | None]:
-        """The engine and its memory on a device; None if that does not suffice."""
+        """The engine on a device, and the plan of its memory, or None if it does not fit there."""
         opened, memory = self._opened, device.memory or None
         four_bits = device.is_gpu and opened.dtype.itemsize == 2
         units = Units(device.fp8, four_bits, opened.dtype)
@@ -110,9 +110,11 @@ class _Planner:
         sampling, samples = config.sampling, self._outline.samples
         prompts = [read.request.prompt for read in scan.sample[:_COMPARED]]
         block, cached = settings.block_size, settings.prefix_caching
+        # Prompts that begin alike share the whole blocks of that beginning in the cache.
         equal = takewhile(lambda tokens: len({*tokens}) == 1, zip(*prompts, strict=False))
         prefix = len([*equal]) // block * block
         likely = samples.number.likely
+        # Rows that are still to be answered; bad ones get no answer.
         rows = self._outline.answers / likely - self._outline.rows * scan.bad_share
         work = Work(
             prompts=scan.lengths,
@@ -144,7 +146,7 @@ class _Planner:
             return calibration
         folder = Path(config.output.dir)
         if is_url(config.output.dir) or not (folder / "metrics.json").is_file():
-            return None  # what an earlier attempt took is not fetched for this
+            return None  # the metrics of an earlier attempt are not downloaded for a plan
         return seen_in(folder, same, device.is_gpu, config.output.dir)
 
     def _disk(self, expected: Forecast) -> DiskUse:
@@ -161,7 +163,7 @@ class _Planner:
         )
 
     def _row_errors(self) -> Iterator[str]:
-        """Errors of the rows; a small share of bad ones is a warning."""
+        """The plan's errors about rows; a small share of bad rows is only a warning."""
         scan, limit = self._scan, self._settings.most_bad
         text = f"{scan.num_bad:,} of {scan.looked_at:,} rows"
         if scan.looked_at and not scan.sample:

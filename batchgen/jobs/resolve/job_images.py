@@ -1,4 +1,4 @@
-"""Finds out whether the rows of a job have images, and makes what loads them for the engine."""
+"""Finds out whether the rows of a job have images, and makes the object that loads them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ def image_columns(config: JobConfig, model: OpenedModel) -> Collection[str]:
             raise ConfigError(f"prompt.{named[0]}: {_reads_text_only(model)}")
         return ()
     if prompt.image_column is not None:
+        # A dot may separate a column from a field in it, or belong to the column's name.
         return {prompt.image_column, prompt.image_column.split(".")[0]}
     return () if prompt.images is not None else USUAL_COLUMNS
 
 
 def row_images(config: JobConfig, model: OpenedModel, source: Source) -> RowImages | None:
-    """Make what loads the images of the job's rows; None if rows have none, or the model reads
-    none. In the latter case a row with images becomes an error row.
+    """Make the object that loads the images of the job's rows; None if rows have none, or the model
+    reads none. In the latter case a row with images becomes an error row.
 
     Raises:
         ConfigError: all conversations have images, and the model reads none; Pillow is not there;
@@ -88,7 +89,8 @@ def _reads_text_only(model: OpenedModel) -> str:
 
 
 def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> list[bool]:
-    """Which of the first conversations of the data set have parts that are images."""
+    """Which of the first conversations of the data set have images among the parts of their
+    messages; empty if no column has conversations."""
     body = isinstance(prompt, OpenAIPromptConfig)
     column = prompt.body_column if isinstance(prompt, OpenAIPromptConfig) else None
     if isinstance(prompt, ChatPromptConfig):
@@ -97,7 +99,7 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
         return []
     key = "prompt.body_column" if body else "prompt.messages_column"
     path = named_path(key, column, source.features)
-    # A job that this one follows may not have more rows yet.
+    # If the rows come from a job that still runs, that may not have finished more than one.
     rows = islice(source.rows(), 1 if source.follows else _PEEKED)
 
     def messages(value: Any) -> Any:

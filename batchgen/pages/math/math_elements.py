@@ -1,4 +1,7 @@
-"""Functions that make the MathML elements of formulas, as HTML."""
+"""Functions that make the MathML elements of LaTeX formulas, as HTML.
+
+A *node* is the HTML of one element.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def math_tag(name: str, text: str) -> str:
 
 
 def math_row(nodes: list[str]) -> str:
-    """Nodes as one node."""
+    """Several nodes as one, in a row."""
     return nodes[0] if len(nodes) == 1 else f"<mrow>{''.join(nodes)}</mrow>"
 
 
@@ -30,7 +33,7 @@ def fence(text: str) -> str:
 
 
 def character(text: str) -> str:
-    """A character that is no command."""
+    """The element of one character: a digit, a letter or an operator."""
     if text in _FENCES:
         return f'<mo stretchy="false">{text}</mo>'
     if text[0].isdecimal():
@@ -39,7 +42,11 @@ def character(text: str) -> str:
 
 
 def with_scripts(base: str, below: str, above: str) -> str:
-    """A node with its index and its power, one of which can be empty."""
+    """A node with its index and its power, one of which can be empty.
+
+    They stand below and above the base if that is a limit (`movablelimits`), a sum or another of
+    the BIG operators, or has something below it or a brace above it already.
+    """
     if "movablelimits" in base[:30] or base[4:5] in symbols.BIG or base[:10] == "<munder><m":
         return under_over(base, below, above)
     if base.startswith("<mover") and "⏞" in base[-12:]:
@@ -67,7 +74,7 @@ def space(width: float) -> str:
 
 
 def text_node(name: str, text: str) -> str:
-    """A text, as the command of that name shows it."""
+    """The element of the text that is the argument of the LaTeX command `name`, such as `text`."""
     text = re.sub(r"\\([{}$%&#_ ])", r"\1", text)
     return math_tag(
         "mi" if name.startswith(("operator", "math")) and text.isalnum() else "mtext", text

@@ -33,8 +33,8 @@ class MadeExport:
     Attributes:
         request: a digest of the rows and the options that it was made of.
         digests: those of the file or folder itself and of the one that it replaces; empty in a
-            record of the oldest version, in which every file of a recorded name counted as the
-            pipeline's own.
+            record of format 1, in which every file of a recorded name counted as the pipeline's
+            own.
         of: the name of the folder of the step whose rows it has.
         settings: its options, as the pipeline file has them.
     """
@@ -78,9 +78,9 @@ class ExportRecord:
             ) from None
 
     def own_digest(self, name: str) -> str | None:
-        """The present digest of an export; None if it is missing, or a folder that has lost all its
-        files. Raises ConfigError if there is something of this name that the pipeline has not
-        written."""
+        """The present digest of an export; None if it is missing or an empty file, in whose place
+        it may be written. Raises ConfigError if there is anything else of this name that the
+        pipeline has not written."""
         path, known = self.folder / name, self.exports.get(name)
         if path.is_symlink():
             raise ConfigError(f"export: {path} is a link, and exports are never links: remove it")

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from typing import TypeVar
 
 _PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
-"""The errors of NFS if a file was replaced while it was opened, or if the server was away."""
+"""The errors of NFS when a file was replaced while it was being opened, or the server was away."""
 _PAUSES = (0.02, 0.1, 0.5, 1.0)
+"""Seconds to wait after each attempt that failed; the attempt after the last one is final."""
 T = TypeVar("T")
 
 
 def patiently(act: Callable[[], T]) -> T:
-    """Call a repeatable function, up to a few times if the file server fails; then raise its
-    OSError."""
+    """Return what a function returns that may be called again: up to five times while the file
+    server fails, and then its OSError is raised."""
     for pause in _PAUSES:
         try:
             return act()

@@ -12,6 +12,7 @@ ANNOTATIONS = frozenset(
 DEFINITIONS = frozenset({"$defs", "definitions"})
 """Keywords that only hold schemas for `$ref`."""
 COMBINATIONS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "enum", "const", "type"})
+"""Keywords that restrict values of any type: by other schemas, a list of values, or types."""
 
 _ABOUT = {
     "object": "properties required additionalProperties unevaluatedProperties patternProperties "
@@ -60,7 +61,7 @@ REFUSED = {
 """Keyword that a grammar cannot enforce → what the user can do instead."""
 
 MOST = 1_000_000
-"""The greatest count; higher limits become it, as xgrammar counts with 32 bits."""
+"""The greatest limit of a count; higher ones are lowered to it, as xgrammar counts with 32 bits."""
 
 
 def refuse(keyword: str, at: str, reason: str) -> ConstraintError:
@@ -75,8 +76,9 @@ def restricts(keyword: str, value: object) -> bool:
 
 
 def read_limits(schema: Mapping[str, object], low: str, high: str) -> tuple[int, int | None]:
-    """Return the least count that two keywords such as `minItems` and `maxItems` allow, 0 without
-    one, and the greatest, `MOST` at most and None without one."""
+    """Return the lowest and the highest count that two keywords such as `minItems` and `maxItems`
+    allow. Without the first keyword the lowest is 0, without the second the highest is None; it is
+    at most `MOST`."""
     lower, upper = schema.get(low, 0), schema.get(high)
     assert isinstance(lower, int | float)
     if upper is None:

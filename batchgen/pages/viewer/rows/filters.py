@@ -17,7 +17,8 @@ from batchgen.util.errors import ConfigError
 
 Bools = npt.NDArray[np.bool_]
 Condition = tuple[tuple[str, ...], Callable[[pa.Table], Bools]]
-"""The columns that are read, and which samples [R] of a table of whole rows hold it."""
+"""The columns that a condition reads, and a function that says which samples [R] of a table meet
+it. The table has all samples of each of its rows."""
 
 MARKS = {
     "right": "right",
@@ -31,7 +32,7 @@ MARKS = {
 REASONS = ("stop", "length", "tool_call", "no_answer", "constraint_conflict", "error")
 TEXT_TYPES = (pa.string(), pa.large_string())
 LONGEST = 1000
-"""Characters of a text that is sought."""
+"""The most characters of a text that is searched for."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class SampleFilter:
     mark: str = ""  # one of MARKS
     reason: str = ""  # one of REASONS
     error: str = ""  # the type of the row's error
-    least: str = ""  # generated tokens
-    most: str = ""
+    least: str = ""  # the fewest generated tokens
+    most: str = ""  # the most generated tokens
     disagree: str = ""
     """`yes` for rows whose samples differ in their answer; in their mark, where the job has no
     answers; in their text, where it has no marks either."""
     subset: str = ""  # the value of `subset_column`, as text
-    subset_column: str = ""  # the job's, and no key of a URL
+    subset_column: str = ""  # from the job's configuration; not a key of a URL
 
     def __post_init__(self) -> None:
         for name, known in (("mark", MARKS), ("reason", REASONS), ("disagree", ("yes",))):
@@ -67,7 +68,7 @@ class SampleFilter:
         """The filter that the query of a URL describes.
 
         Raises:
-            ConfigError: a value is none that the key may have.
+            ConfigError: a key has a value that is not allowed.
         """
         names = {field.name for field in fields(cls)} - {"subset_column"}
         values = {key: value for key, value in query.items() if key in names}
@@ -100,7 +101,8 @@ class SampleFilter:
         return [name for name in columns if name in schema.names]
 
     def matches(self, table: pa.Table, text_column: str) -> Bools:
-        """[R] Which samples of a table of whole rows, with the columns of `columns`, are listed."""
+        """[R] Which samples of a table are listed. The table has the columns of `columns`, and all
+        samples of each of its rows."""
         matches = np.ones(table.num_rows, np.bool_)
         for _, holds in self._conditions(table.column_names, text_column):
             if matches.any():
@@ -108,7 +110,7 @@ class SampleFilter:
         return matches
 
     def _conditions(self, names: Collection[str], text_column: str) -> Iterator[Condition]:
-        """All conditions, the dearest last.
+        """All conditions, the slowest ones last.
 
         Args:
             names: of the columns that there are.
@@ -181,7 +183,7 @@ def _error_type(table: pa.Table) -> pa.Array:
 
 
 def _texts(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The values of a column as the scores name them."""
+    """The values of a column as texts, written as the names of subsets in the job's scores are."""
     if values.type in TEXT_TYPES:
         return values
     names = [None if value is None else str(value) for value in values.to_pylist()]
@@ -193,5 +195,5 @@ def _one(column: pa.ChunkedArray | pa.Array) -> pa.Array:
 
 
 def _bools(column: pa.ChunkedArray) -> Bools:
-    """The values of a column of truths, with null for false."""
+    """The values of a column of Booleans, in which null counts as false."""
     return np.asarray(pc.fill_null(column, False), np.bool_)
