@@ -24,9 +24,9 @@ from batchgen.kernels.lora.lora import (
     StackedFactors,
     add_lora_,
     add_lora_columns_,
+    output_blocks,
 )
 from batchgen.kernels.lora.lora_tokens import LoRATokens
-from batchgen.kernels.lora.lora_triton import BLOCK_N
 
 
 class InSlots(Protocol):
@@ -135,7 +135,8 @@ class LayerLoRA:
         self._apart: list[tuple[Tensor, Tensor]] = []
         parts = site.adapted_parts(factors)
         stacked = stacks(device)
-        self._down, self._up, self._blocks = self._empty(parts, dtype, device, stacked)
+        self._blocks, self._multiple = output_blocks(parts, stacked_rank(state.ranks), device)
+        self._down, self._up = self._empty(parts, dtype, device, stacked)
         for index, pairs in enumerate(factors):
             cut = [
                 _Cut(target.expert, target.part, *own_factors(target, pairs[target.name], dtype))
@@ -157,19 +158,13 @@ class LayerLoRA:
 
     def _empty(
         self, parts: Sequence[LoRAPart], dtype: torch.dtype, device: torch.device, stacked: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Make the factors for a GPU, all zeros; a CPU computes with those of each adapter."""
         site, rank = self._site, stacked_rank(self._state.ranks)
         lead = (self._state.num_slots if stacked else 0, site.experts)
-        blocks = [
-            (first, min(first + BLOCK_N, part.start + part.size), index * rank)
-            for index, part in enumerate(parts)
-            for first in range(part.start, part.start + part.size, BLOCK_N)
-        ]
         return (
             torch.zeros((*lead, len(parts) * rank, site.depth), dtype=dtype, device=device),
             torch.zeros((*lead, site.width, rank), dtype=dtype, device=device),
-            torch.tensor(blocks, dtype=torch.int32, device=device),
         )
 
     def _on_host(self, parts: list[LoRAPart], cut: Sequence[_Cut]) -> tuple[Tensor, Tensor]:
@@ -211,7 +206,8 @@ class LayerLoRA:
 
     @property
     def _stacked(self) -> StackedFactors:
-        return StackedFactors(self._down.flatten(0, 1), self._up.flatten(0, 1), self._blocks)
+        down, up = self._down.flatten(0, 1), self._up.flatten(0, 1)
+        return StackedFactors(down, up, self._blocks, self._multiple)
 
     def _in_slots(self) -> list[dict[int, list[LoRAProducts]]]:
         """The products of each slot on a CPU, by the expert."""

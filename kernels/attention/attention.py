@@ -76,8 +76,7 @@ def paged_attention(
     if that is a `ChunkWindow`, and attention must be causal. `sinks` [num_heads] are scores that
     stand in each head's softmax beside those of the tokens, for which nothing is added. With a
     `cap`, a token's score s becomes cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118). With
-    `looks_ahead` a query sees its row up to the part's `last_seen`; a window begins where it does
-    without.
+    `looks_ahead` a query sees its row up to the part's `last_seen`; windows begin as without.
 
     The cache already holds the T new tokens; on a CPU key and value may be one tensor. Each part of
     the tokens, one after another, is computed by itself, so decoding rows and rows of prefill are

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_weight import FP8, LARGEST, LEAST
 
+MOST_VALUE = 114_000.0
+"""In FP8 a larger value counts as infinite: attention multiplies weights by a value's scale in
+float16, times `split_combine.SCALED_BY`."""
 _TOKENS = 256
 """Tokens that one program of the slot mapping kernel computes."""
 
@@ -32,7 +35,8 @@ class KVCache(NamedTuple):
 
     In FP8 (e4m3) each head of a token has a scale for its key and one for its value, by which what
     is stored is multiplied: they depend on that key and value alone. What is not finite is stored
-    as 0 then, with NaN as the key's scale and a finite one for the value.
+    as 0 then, with NaN as the key's scale and a finite one for the value; a value of more than
+    `MOST_VALUE` counts as that.
     """
 
     key: Tensor  # [num_kv_heads, num_blocks, block_size, head_dim]
@@ -55,7 +59,9 @@ def write_kv(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
     """
     if cache.scales is None:
         key, value = key.to(cache.key.dtype), value.to(cache.value.dtype)
-    finite = (key.isfinite().all(-1) & value.isfinite().all(-1)).unsqueeze(-1)
+    bound = float("inf") if cache.scales is None else MOST_VALUE
+    finite = key.isfinite() & value.isfinite() & (value.abs() <= bound)
+    finite = finite.all(-1, keepdim=True)
     if cache.scales is None:
         key, value = key.where(finite, float("nan")), value.where(finite, 0.0)
     else:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.attention.kv_cache import KVCache, write_kv
+from batchgen.kernels.attention.kv_cache import MOST_VALUE, KVCache, write_kv
 from batchgen.kernels.fp8.fp8_weight import LARGEST, LEAST
 from batchgen.kernels.fp8.quantise_triton import to_fp8
 from batchgen.kernels.layers.rms_norm import rms_norm_reference
@@ -18,6 +18,7 @@ _TILE = 1024
 one 16-byte access of 2-byte elements."""
 _LEAST = tl.constexpr(LEAST)
 _LARGEST = tl.constexpr(LARGEST)
+_MOST_VALUE = tl.constexpr(MOST_VALUE)
 
 
 def prepare_qkv(
@@ -174,6 +175,8 @@ def _kv_heads(
         dtype = key_ptr.dtype.element_ty
         k1, k2, v1, v2 = k1.to(dtype), k2.to(dtype), v1.to(dtype), v2.to(dtype)
     broken = not_finite(k1) | not_finite(k2) | not_finite(v1) | not_finite(v2)
+    if scales_ptr is not None:
+        broken |= tl.maximum(tl.abs(v1.to(tl.float32)), tl.abs(v2.to(tl.float32))) > _MOST_VALUE
     broken = tl.max(broken.to(tl.int32), axis=1)[:, None] > 0
     target = head.to(tl.int64) * cache_stride + column
     if scales_ptr is None:

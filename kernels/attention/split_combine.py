@@ -130,3 +130,25 @@ def _combine_kernel(
         target = (token * KV_HEADS + head) * GROUP + member
         values = sums.to(out.dtype.element_ty)
         tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], values, mask=real)
+
+
+@triton.jit
+def byte_of_words(words, INDEX: tl.constexpr, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return byte INDEX of int32 words, FP8, in `dtype`, or in float32 for the interpreter."""
+    values = ((words >> (8 * INDEX)) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return values.to(tl.float32 if INTERPRETED else dtype)
+
+
+@triton.jit
+def converted_apart(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Convert values of FP8 to `dtype`, float16 or float32, before they are brought to the layout
+    of a product. Triton moves no conversion past what may have effects."""
+    if INTERPRETED or dtype == tl.float32:
+        converted = values.to(dtype)
+    else:
+        converted = tl.inline_asm_elementwise(
+            "{.reg .b16 low, high; mov.b32 {low, high}, $2; "
+            "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;}",
+            "=r,=r,r", [values], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    return converted

@@ -5,6 +5,7 @@ Tokens of one forward may have different adapters, or none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.lora.lora_tokens import LoRATokens
-from batchgen.kernels.lora.lora_triton import add_hidden_triton_, add_lora_triton_
+from batchgen.kernels.lora.lora_triton import BLOCK_N, add_hidden_triton_, add_lora_triton_
 
 Product = Callable[[Tensor], Tensor]
 """Computes x·Wᵀ for x [T, K]."""
@@ -35,6 +36,18 @@ class StackedFactors(NamedTuple):
     # [blocks, 3] int32: the output features in blocks of at most BLOCK_N of one part, each with its
     # first feature, the one behind its last, and where the part's ranks begin.
     blocks: Tensor
+    multiple: int = 1  # divides the first two, and is at most 8: 16 bytes of outputs of 16 bits
+
+
+def output_blocks(parts: Sequence[LoRAPart], rank: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return the `blocks` and the `multiple` of `StackedFactors` with this rank R."""
+    blocks = [
+        (first, min(first + BLOCK_N, part.start + part.size), index * rank)
+        for index, part in enumerate(parts)
+        for first in range(part.start, part.start + part.size, BLOCK_N)
+    ]
+    multiple = math.gcd(8, *(bound for block in blocks for bound in block[:2]))
+    return torch.tensor(blocks, dtype=torch.int32, device=device), multiple
 
 
 class LoRAProducts(NamedTuple):
@@ -73,11 +86,12 @@ def add_lora_columns_(
 ) -> Tensor:
     """Add B times column ids [T] int64 of A of each token's adapter to `out` [T, out_features] in
     place, and return it: what `add_lora_` does for x that has a one there, and zeros."""
-    down, up, blocks = stacked
+    down, up, blocks, multiple = stacked
     # Tokens without an adapter read that of the last slot, and nothing is added to them.
     hidden = down[tokens.slots - 1, :, ids].float()
     if tokens.alignment is not None:
-        return add_hidden_triton_(out, hidden.unsqueeze(0), tokens.alignment, up, blocks)
+        hidden = hidden.unsqueeze(0)
+        return add_hidden_triton_(out, hidden, tokens.alignment, up, blocks, multiple)
     for first, end, at in blocks.tolist():
         factors = up[tokens.slots - 1, first:end].float()
         added = torch.einsum("tnr,tr->tn", factors, hidden[:, at : at + up.shape[2]])
@@ -88,7 +102,7 @@ def add_lora_columns_(
 
 def add_lora_reference_(out: Tensor, x: Tensor, slots: Tensor, stacked: StackedFactors) -> Tensor:
     """Compute what `add_lora_` does from the stacked factors, with sums in float32."""
-    down, up, blocks = stacked
+    down, up, blocks, _ = stacked
     rank = up.shape[2]
     for token, slot in enumerate(slots.tolist()):
         if not slot:

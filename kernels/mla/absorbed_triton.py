@@ -19,7 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.attention.decode_plan import UNIT_FIELDS, DecodePlan
-from batchgen.kernels.attention.split_combine import SCALED_BY, combine_splits, partial_results
+from batchgen.kernels.attention.split_combine import (
+    SCALED_BY,
+    combine_splits,
+    converted_apart,
+    partial_results,
+)
 from batchgen.kernels.device import device_programs
 from batchgen.kernels.mla.absorbed_sizes import (
     AbsorbedConfig,
@@ -213,8 +218,23 @@ def _attend(
     query2 = _quarter(q, exists, 2, SIZE, PART, INTERPRETED)
     query3 = _quarter(q, exists, 3, SIZE, PART, INTERPRETED)
     spun = tl.load(turned[:, None] + spin[None, :], mask=exists[:, None] & turns, other=0.0)
+    scale = tl.zeros([QUERIES_PAD], tl.float32) + scale_log2
+    if scales is not None and spun.dtype != tl.float32:
+        # Products with FP8 are float16, as in `attention.decode`.
+        largest = tl.maximum(_largest(query0, query1), _largest(query2, query3))
+        excess = tl.maximum(tl.maximum(largest, _largest(spun, spun)) / 32768.0, 1.0)
+        scale *= excess
+        query0 = (query0 / excess[:, None]).to(tl.float16)
+        query1 = (query1 / excess[:, None]).to(tl.float16)
+        query2 = (query2 / excess[:, None]).to(tl.float16)
+        query3 = (query3 / excess[:, None]).to(tl.float16)
+        spun = (spun / excess[:, None]).to(tl.float16)
     kept = spun.dtype
     if INTERPRETED:
+        query0 = query0.to(tl.float32)
+        query1 = query1.to(tl.float32)
+        query2 = query2.to(tl.float32)
+        query3 = query3.to(tl.float32)
         spun = spun.to(tl.float32)
     top = tl.full([QUERIES_PAD], -float("inf"), tl.float32)
     weight_sums = tl.zeros([QUERIES_PAD, BLOCK_N], tl.float32)
@@ -240,11 +260,11 @@ def _attend(
             # Weights of 0 are multiplied by something finite.
             value_scale = tl.where(key_scale == key_scale, key_scale, 0.0) * SCALED_BY
             keys = keys.to(kept)
-            if not INTERPRETED:
-                latent0 = latent0.to(kept)
-                latent1 = latent1.to(kept)
-                latent2 = latent2.to(kept)
-                latent3 = latent3.to(kept)
+            if not INTERPRETED:  # where they are float32
+                latent0 = converted_apart(latent0, kept, INTERPRETED)
+                latent1 = converted_apart(latent1, kept, INTERPRETED)
+                latent2 = converted_apart(latent2, kept, INTERPRETED)
+                latent3 = converted_apart(latent3, kept, INTERPRETED)
         # The KV blocks of the next tile are loaded now, so its loads never wait for an address.
         ahead = position + BLOCK_N
         block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
@@ -255,7 +275,7 @@ def _attend(
         score1 = tl.dot(query1, tl.trans(latent1), input_precision=PRECISION)
         score2 = tl.dot(query2, tl.trans(latent2), input_precision=PRECISION)
         score3 = tl.dot(query3, tl.trans(latent3), input_precision=PRECISION)
-        score = (score + (score0 + score1) + (score2 + score3)) * scale_log2
+        score = (score + (score0 + score1) + (score2 + score3)) * scale[:, None]
         if scales is not None:
             score *= key_scale[None, :]
         # The score is replaced, not added to: the key of an unseen token may be NaN.
@@ -294,6 +314,12 @@ def _quarter(
         mask = mask & (dim < SIZE)[None, :]
     values = tl.load(rows[:, None] + dim[None, :], mask=mask, other=0.0)
     return values.to(tl.float32) if INTERPRETED else values
+
+
+@triton.jit
+def _largest(first, second):
+    """Return the largest magnitude of each query's values, [Q] float32."""
+    return tl.max(tl.maximum(tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32))), 1)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention.kv_cache import quantise_vectors
+from batchgen.kernels.attention.kv_cache import MOST_VALUE, quantise_vectors
 from batchgen.kernels.layers.rms_norm import rms_norm_reference
 from batchgen.kernels.layers.rotary import apply_rotary
 from batchgen.kernels.mla.latent_prepare_triton import prepare_latent_triton
@@ -53,6 +53,8 @@ def prepare_latent_reference(
     turned, key = apply_rotary(turned, key.unsqueeze(1), cos_sin)
     key = key.squeeze(1).to(kept)
     finite = (values.isfinite().all(-1) & key.isfinite().all(-1)).unsqueeze(-1)
+    if scales is not None:
+        finite &= values.abs().amax(-1, keepdim=True) <= MOST_VALUE
     broken = 0.0 if scales is not None else float("nan")
     stored = torch.cat((values.where(finite, 0.0), key.where(finite, broken)), 1)
     flat = plane.view(-1, size + rotated)

@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.attention.kv_cache import MOST_VALUE
 from batchgen.kernels.attention.qkv import not_finite, rotate_pairs
 from batchgen.kernels.fp8.fp8_weight import LARGEST, LEAST
 from batchgen.kernels.fp8.quantise_triton import to_fp8
 
 _LEAST = tl.constexpr(LEAST)
 _LARGEST = tl.constexpr(LARGEST)
+_MOST_VALUE = tl.constexpr(MOST_VALUE)
 _TILE = 2048
 """Rotated pairs of queries that a program turns at a time."""
 
@@ -79,6 +81,8 @@ def _prepare_latent(
         first, second = first.to(dtype), second.to(dtype)
     broken = tl.max(not_finite(normed).to(tl.int32), 0)
     broken += tl.max((not_finite(first) | not_finite(second)).to(tl.int32), 0)
+    if scales_ptr is not None:
+        broken += (tl.max(tl.abs(normed.to(tl.float32)), 0) > _MOST_VALUE).to(tl.int32)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     target = plane_ptr + slot * (SIZE + ROTATED)
     if scales_ptr is None:

@@ -72,7 +72,7 @@ def tokens_of(image: Image) -> list[int]:
 
 ROWS = rows_with(SMALL, WIDE, TALL)
 SQUARE_ROWS = rows_with(*(picture_for("gemma3", seed, 1, 1) for seed in (1, 2, 3)))
-"""The same with images of the only size that a model takes."""
+"""Rows with images of the only size that Gemma 3 takes."""
 
 
 def rows_of(kind: str) -> list[Row]:

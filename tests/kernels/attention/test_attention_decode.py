@@ -237,9 +237,13 @@ def test_by_row_a_program_has_as_many_queries_as_keep_their_bits(width: int, gro
         assert BY_BATCH.pieces(width, group, room, window=window) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_splits_of_keys_and_values_in_fp8(dtype: torch.dtype) -> None:
-    case = make_case([600, 40, 300], head_dim=80, group=4, width=2, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.float32, 80), (torch.bfloat16, 80), (torch.bfloat16, 64)]
+)
+def test_splits_of_keys_and_values_in_fp8(dtype: torch.dtype, head_dim: int) -> None:
+    """One query is larger than float16 takes, in which products with FP8 are computed."""
+    case = make_case([600, 40, 300], head_dim=head_dim, group=4, width=2, dtype=dtype)
+    case.q[1] *= 2**17
     case = case._replace(cache=in_fp8(case.cache))
     check(case, max_splits=4)
     check(case, config=None)
