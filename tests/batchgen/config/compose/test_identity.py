@@ -56,6 +56,10 @@ STRATEGY: dict[str, dict[str, Any]] = {
         "denoising_steps": 2, "fused_commit": False, "min_tokens_per_step": 2,
         "entropy_bound": 0.5, "edit_threshold": 0.5, "max_edit_steps": 2, "sub_block_length": 4,
     },
+    "canvas": {
+        "max_denoising_steps": 3, "entropy_bound": 0.5, "start_temperature": 0.9,
+        "end_temperature": 0.3, "stable_steps": 2, "stop_entropy": 0.1,
+    },
 }  # fmt: skip
 
 
