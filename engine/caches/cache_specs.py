@@ -19,7 +19,7 @@ from batchgen.kernels.fp8.fp8_weight import FP8
 
 
 class LatentCache(NamedTuple):
-    """The latents and keys of one layer of latent attention, see `mla.prepare_latent`."""
+    """The latents and keys of one layer of latent attention, see `kernels.mla.latent_prepare`."""
 
     plane: Tensor  # [num_blocks, block_size, head_dim]
     scales: Tensor | None  # [num_blocks, block_size] float32, of FP8

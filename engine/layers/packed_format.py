@@ -122,7 +122,7 @@ def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
     """Say in words which inputs share a scale; raises ValueError if the group size is invalid."""
     size = values.get(key)
     if type(size) is not int or (size < 1 and size != -1):
-        raise _refused(key, size, "-1 or the values of a group")
+        raise _refused(key, size, "-1 or the number of values in a group")
     groups = "a scale for each output" if size == -1 else f"groups of {size}"
     return f"{groups} ordered by activation" if ordered else groups
 
@@ -151,7 +151,7 @@ def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
             blocks.append(_block(f"{key}.block_structure", block))
         size, order = weights.get("group_size"), weights.get("actorder")
         if not (size is None or (type(size) is int and (size > 0 or size == -1))):
-            raise _refused(f"{key}.group_size", size, "null, -1 or the values of a group")
+            raise _refused(f"{key}.group_size", size, "null, -1 or the number of values in a group")
         forms.append((f"{kind}{bits}", None if size == -1 else size))
         # With the values `static` and `weight` groups stay in the order of the inputs.
         ordered = ordered or order in (True, "group", "dynamic")

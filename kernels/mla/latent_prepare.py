@@ -27,7 +27,7 @@ def prepare_latent(
     A token with a value that is not finite in the cache's dtype is stored as a latent of all 0 and
     a key of all NaN: a query that sees it becomes NaN, and one that does not is unharmed. Tokens
     may share a slot, as padding does; any one of them is stored. In FP8 (e4m3) a token has a scale,
-    by which its latent and key are multiplied; what is not finite is stored as 0 with a scale of
+    by which its latent and key are divided; what is not finite is stored as 0 with a scale of
     NaN. Returns q with its last R values rotated; q may be overwritten.
     """
     run = prepare_latent_triton if q.is_cuda else prepare_latent_reference

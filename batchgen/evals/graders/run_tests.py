@@ -175,18 +175,18 @@ class RunTests:
         if calling and name is None:
             raise GradeFailure("no_target", "the tests call a function whose name the row lacks")
         read = [case for case in cases if not case.calls]
+        deadline = time.monotonic() + self.total_seconds
         result = (
             self._run_calls(program, calling, name) if calling and name else ProgramResult("passed")
         )
-        return self._with_inputs(program, read) if result.outcome == "passed" else result
+        return self._with_inputs(program, read, deadline) if result.outcome == "passed" else result
 
     def _run_calls(self, program: str, cases: Sequence[Case], name: str) -> ProgramResult:
         seconds = min(self.seconds * len(cases), self.total_seconds)
         sandbox = replace(self._sandbox, seconds=seconds)
         return run_tests(sandbox, program, calling_tests(cases, name))
 
-    def _with_inputs(self, program: str, cases: Sequence[Case]) -> ProgramResult:
-        deadline = time.monotonic() + self.total_seconds
+    def _with_inputs(self, program: str, cases: Sequence[Case], deadline: float) -> ProgramResult:
         for index, case in enumerate(cases):
             limit = max(_LEAST_OUTPUT, 4 * len(case.output))
             sandbox = replace(self._sandbox, wall_seconds=deadline - time.monotonic())

@@ -65,11 +65,13 @@ def _make_export(one: Export, source: str, record: ExportRecord) -> str:
     rows = open_rows(source)
     request = request_digest({**export_settings(one), "rows": rows.digest})
     path, known = record.folder / one.out, record.exports.get(one.out)
+    # Names of their own: what a kill has left of a folder is deleted when the pipeline goes on.
+    new, old = (path.with_name(f".{path.name}.{kind}.tmp") for kind in ("new", "old"))
+    if old.is_dir():
+        shutil.rmtree(old)
     there = record.own_digest(one.out)
     if known is not None and known.request == request and known.digests[:1] == (there,):
         return f"{path}: already has these rows"
-    # One name: what a kill has left of a folder is deleted when it is written again.
-    new = path.with_name(f".{path.name}.new.tmp")
     try:
         done = _write(one, rows, path, new)
         digest = content_digest(new)
@@ -78,8 +80,10 @@ def _make_export(one: Export, source: str, record: ExportRecord) -> str:
         of = source.rpartition("/")[2]
         record.write(one.out, MadeExport(request, digests, of, export_settings(one)))
         if path.is_dir():
-            shutil.rmtree(path)
+            path.rename(old)
         publish_file(new, path)
+        if old.is_dir():
+            shutil.rmtree(old)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
     why = "".join(f"; {count:,} left out {reason}" for reason, count in done.left_out.items())

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -152,6 +153,22 @@ def test_a_kill_between_record_and_file_ends_well(
     assert again(made, copy, *more) == 0 and as_recorded(copy)
     if not more:
         assert contents(copy) == contents(made / "out")
+
+
+@pytest.mark.thorough
+def test_a_kill_while_an_earlier_folder_is_deleted_ends_well(
+    made: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path) -> None:
+        next(folder.rglob("*.parquet")).unlink()
+        raise SystemExit(137)
+
+    monkeypatch.setattr(make_sets, "shutil", SimpleNamespace(rmtree=killed))
+    with pytest.raises(SystemExit):
+        again(made, copy, "judge.sampling.seed=4", "draft.sampling.seed=4")
+    monkeypatch.undo()
+    assert again(made, copy) == 0 and as_recorded(copy)
+    assert contents(copy) == contents(made / "out")
 
 
 @pytest.mark.thorough
