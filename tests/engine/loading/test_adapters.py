@@ -97,7 +97,7 @@ def give(name: str, *shape: int) -> Callable[[dict[str, Tensor]], None]:
         (lose(f"{LAST}.q_proj.lora_B.weight"), rf"tensor {LAST}.q_proj.lora_B.weight is missing"),
         (
             give("base_model.model.lm_head.weight", 128, 64),
-            "tensor base_model.model.lm_head.weight is none",
+            "tensor base_model.model.lm_head.weight is not part",
         ),
         (
             give("base_model.model.model.embed_tokens.lora_embedding_A", 4, 128),
@@ -105,7 +105,7 @@ def give(name: str, *shape: int) -> Callable[[dict[str, Tensor]], None]:
         ),
         (
             give("base_model.model.model.norm.base_layer.weight", 64),
-            "norm.base_layer.weight is none",
+            "norm.base_layer.weight is not part",
         ),
         (give(f"{LAST}.q_proj.lora_magnitude_vector", 64), "is of DoRA"),
     ],

@@ -146,7 +146,7 @@ def test_int4_is_rounded_to_fp8_where_that_is_asked_for(
 def test_the_format_is_named_for_the_user() -> None:
     names = {name: packed_format(quantization) for name, (quantization, _) in FORMS.items()}
     assert names["gptq by activation"] == PackedFormat(
-        name="int4 (GPTQ, groups of 32 by activation)", zeros_are_less=True, ordered=True
+        name="int4 (GPTQ, groups of 32 ordered by activation)", zeros_are_less=True, ordered=True
     )
     assert names["fp8 by tensor"] == PackedFormat(
         name="float8 (compressed-tensors)", activations="float8"

@@ -233,7 +233,7 @@ def test_steps_that_no_row_can_have_had(tiny_model: TinyModel) -> None:
         "9 tokens have 6 steps": replace(whole, steps=whole.steps[:-3]),
         "is below 1": replace(whole, steps=[0, *whole.steps[1:]]),
         "the block before its own": replace(whole, steps=[9, *whole.steps[1:]]),
-        "its block has 0 behind": replace(
+        "its block has 0 after": replace(
             whole, token_ids=whole.token_ids[:5], steps=whole.steps[:5]
         ),
     }

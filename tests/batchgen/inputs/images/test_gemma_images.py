@@ -64,7 +64,7 @@ def test_pixels_by_a_budget_are_those_of_transformers(width: int, height: int) -
 @pytest.mark.parametrize(
     ("says", "why"),
     [
-        ({"do_normalize": True}, "do_normalize=True; supported is False"),
+        ({"do_normalize": True}, "do_normalize=True; supported: False"),
         ({"resample": 2}, "resample=2"),
         ({"max_soft_tokens": 100}, "supported are 70, 140"),
         ({"pooling_kernel_size": 3}, "tokens of 8 pixels"),
@@ -109,7 +109,7 @@ def test_pixels_of_one_size_are_those_of_transformers() -> None:
     ("says", "max_pixels", "why"),
     [
         ({"do_pan_and_scan": True}, None, "do_pan_and_scan=true, .* set it to false"),
-        ({"resample": 3}, None, "resample=3; supported is 2"),
+        ({"resample": 3}, None, "resample=3; supported: 2"),
         ({"size": {"height": 28, "width": 28}}, None, "size=.*28"),
         ({"image_mean": [0.0] * 3}, None, "image_mean"),
         ({}, 4096, r"prompt\.max_pixels: all images have 32×32 pixels"),
@@ -193,6 +193,6 @@ def test_a_text_that_writes_a_mark_is_an_error(tmp_path: Path) -> None:
     given = arguments(save_gemma(tmp_path / "model"), rows, tmp_path / "out")
     parts = opened(given, DecodingEngine(side=8))
     (row,) = parts.source.rows()
-    with pytest.raises(RequestError, match="has made 2 places for the row's 1 images"):
+    with pytest.raises(RequestError, match="wrote 2 image placeholders for the row's 1 images"):
         parts.prompt.token_ids(row)
     assert run(given, DecodingEngine(side=8)).exit_code == 3

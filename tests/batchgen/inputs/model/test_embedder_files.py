@@ -47,9 +47,9 @@ def test_other_folders_say_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "values"),
     [
-        (r"pools by max, and only lasttoken, mean, cls can be done", {"pooling_mode": "max"}),
+        (r"pools by max, but batchgen supports only one of lasttoken, mean, cls", {"pooling_mode": "max"}),
         ("pools by weightedmean", {"pooling_mode_weightedmean_tokens": True}),
-        ("pools by cls, mean, and", {"pooling_mode": ["cls", "mean"]}),
+        ("pools by cls, mean, but", {"pooling_mode": ["cls", "mean"]}),
         ("pools by nothing", {"pooling_mode": []}),
         ("pools by {'a': 1}", {"pooling_mode": {"a": 1}}),
         ("include_prompt=false, which leaves out", {"include_prompt": False}),

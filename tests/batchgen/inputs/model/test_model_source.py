@@ -45,7 +45,7 @@ def test_what_a_package_holds_is_found_without_importing_it(
     folder = resolve_model("package://model_package_for_test/data/model")
     assert folder == package / "data" / "model"
     assert "model_package_for_test" not in sys.modules
-    with pytest.raises(ConfigError, match=r"installed package .* has no other\.gguf"):
+    with pytest.raises(ConfigError, match=r"installed package .* does not contain other\.gguf"):
         resolve_model("package://model_package_for_test/other.gguf")
     with pytest.raises(ConfigError, match=r"is a file but not a \.gguf file"):
         resolve_model("package://model_package_for_test/weights.bin")

@@ -281,7 +281,7 @@ def test_tokens_of_a_step_drafts_and_experts_are_counted(tmp_path: Path) -> None
     _, page = read(job)
     for what in (
         "Speculation",
-        "2 of 9 drafts held (22.2%)",
+        "2 of 9 drafts were accepted (22.2%)",
         "Load of experts",
         "Tokens of a forwa",
     ):

@@ -254,7 +254,7 @@ def test_the_first_page_of_two_jobs_says_in_what_they_differ(tmp_path: Path) -> 
     assert re.search(r"B−A-33\.3points,-[0-9.]+to-[0-9.]+,p", text)
     assert text.index("Difference") < text.index("Flippedrows") < text.index("Bisworse:")
     same = read(site(tmp_path / "a", copied(tmp_path / "a", tmp_path / "c")), "")
-    assert "Nothing of the configurations that decides answers." in same.text
+    assert "No setting that decides answers." in same.text
 
 
 def copied(job: Path, to: Path) -> Path:

@@ -74,7 +74,7 @@ def test_pages_and_their_headers(server: ViewServer) -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW"])
 def test_nothing_can_be_written(server: ViewServer, method: str) -> None:
     response, body = ask(server, "rows", method)
-    assert (response.status, body) == (405, b"there is nothing to write here\n")
+    assert (response.status, body) == (405, b"this server only reads\n")
     assert response.headers["Allow"] == "GET, HEAD"
     assert response.headers["Content-Security-Policy"]
 
@@ -157,7 +157,7 @@ def test_a_page_that_fails_ends_no_more_than_itself(
 
 
 def test_a_port_that_is_taken(server: ViewServer) -> None:
-    with pytest.raises(ConfigError, match=f"view: port {server.server_port} cannot be had"):
+    with pytest.raises(ConfigError, match=f"view: port {server.server_port} cannot be opened"):
         ViewServer(server.respond, server.server_port)
 
 
