@@ -380,7 +380,7 @@ def test_the_plan_counts_states() -> None:
     records = 3 * 2 * 3 * 64 * 4  # in two halves, three vectors
     assert engine.memory.row_states == 4 * (per_state + records)
     assert engine.memory.checkpoints == 5 * per_state and engine.memory.num_checkpoints == 5
-    assert "row states" in str(engine.memory) and "state snapshots 0.00 GiB (5)" in str(engine.memory)
+    assert "row states 0.00 GiB, state snapshots 0.00 GiB (5)" in str(engine.memory)
 
 
 @pytest.mark.gpu

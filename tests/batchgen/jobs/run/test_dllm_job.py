@@ -99,7 +99,7 @@ def test_mistakes(
 def test_a_model_of_next_tokens_is_refused(model: Path, rows: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="strategy dllm needs a diffusion model"):
         run(overrides(model, rows, tmp_path / "out", *DLLM))
-    with pytest.raises(ConfigError, match="strategy=ar_spec, strategy=canvas, strategy=dllm; choose among"):
+    with pytest.raises(ConfigError, match="strategy=canvas, strategy=dllm; choose among"):
         run(overrides(model, rows, tmp_path / "out", "output.columns=[step_map]"))
 
 
