@@ -29,8 +29,8 @@ OTHER_NAMES = {
 """Distributions by their modules, where the names differ."""
 PUBLIC = """
     ARSpecStrategy ARStrategy AnswerRow BadRow CanvasStrategy Column CompleteJob ConfigError
-    Constraint DLLMStrategy Dropped GradeFailure JobError JobFolderReader LLM Output PostStep RowStep
-    SamplingParams Score StepRow TableStep __version__ follows_instruction
+    Constraint DLLMStrategy Dropped GradeFailure JobError JobFolderReader LLM Output PostStep
+    RowStep SamplingParams Score StepRow TableStep __version__ follows_instruction
     run_job same_math
 """
 
