@@ -244,8 +244,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "quotes",
         ["dataset=files", "dataset.path=d", "dataset.quote_char=,"],
-        "dataset.quote_char must be auto, null (quotes are text) or one character that is no "
-        "delimiter, got ','",
+        "dataset.quote_char must be auto, null (quotes are text) or one character that is not "
+        "the delimiter, got ','",
     ),
     (
         "escape",
@@ -309,7 +309,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     (
         "target",
         ["strategy._target_=medusa"],
-        "strategy._target_ must be ar, ar_spec, dllm or the import path of a class, got 'medusa'",
+        "strategy._target_ must be ar, ar_spec, dllm, canvas or the import path of a "
+        "class, got 'medusa'",
     ),
 ]
 

@@ -216,5 +216,5 @@ def test_no_keys_for_a_bucket_of_anyone(
 
 def test_the_configuration_of_fsspec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", "http://x")
-    with pytest.raises(ConfigError, match=r"FSSPEC_S3_ENDPOINT_URL is not read.*AWS_ENDPOINT_URL"):
+    with pytest.raises(ConfigError, match=r"FSSPEC_S3_ENDPOINT_URL is not sup.*AWS_ENDPOINT_URL"):
         connect("s3://a/b")

@@ -29,7 +29,6 @@ def test_steps_share_a_budget(
     whole, out = tmp_path / "whole", tmp_path / "out"
     given = values(model, rows, out)
     given["engine"]["max_num_seqs"] = 2
-    given["dataset"]["limit"] = 5
     pipeline = written(tmp_path / "pipeline.yaml", given)
     assert run(pipeline, f"output.dir={whole}") == 0
     total = used(whole, *every)
