@@ -28,6 +28,7 @@ from batchgen.kernels.attention.split_combine import (
     capped_score,
     combine_splits,
     converted_apart,
+    float16_excess,
     partial_results,
     sink_share,
 )
@@ -302,7 +303,7 @@ def _in_float16(queries, scale):
     excess = tl.full([queries.shape[0], 1], 1.0, tl.float32)
     if queries.dtype != tl.float32:
         wide = queries.to(tl.float32)
-        excess = tl.maximum(tl.max(tl.abs(wide), 1) / 32768.0, 1.0)[:, None]
+        excess = float16_excess(tl.max(tl.abs(wide), 1))[:, None]
         queries = (wide / excess).to(tl.float16)
     return queries, scale * excess
 

@@ -140,6 +140,13 @@ def byte_of_words(words, INDEX: tl.constexpr, dtype: tl.constexpr, INTERPRETED: 
 
 
 @triton.jit
+def float16_excess(largest):
+    """Return what queries whose largest magnitudes are `largest` are divided by before products in
+    float16 with FP8: 1, or more so that they become 32768 at most."""
+    return tl.maximum(largest / 32768.0, 1.0)
+
+
+@triton.jit
 def converted_apart(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """Convert values of FP8 to `dtype`, float16 or float32, before they are brought to the layout
     of a product. Triton moves no conversion past what may have effects."""

@@ -23,6 +23,7 @@ from batchgen.kernels.attention.split_combine import (
     SCALED_BY,
     combine_splits,
     converted_apart,
+    float16_excess,
     partial_results,
 )
 from batchgen.kernels.device import device_programs
@@ -218,17 +219,16 @@ def _attend(
     query2 = _quarter(q, exists, 2, SIZE, PART, INTERPRETED)
     query3 = _quarter(q, exists, 3, SIZE, PART, INTERPRETED)
     spun = tl.load(turned[:, None] + spin[None, :], mask=exists[:, None] & turns, other=0.0)
-    scale = tl.zeros([QUERIES_PAD], tl.float32) + scale_log2
     if scales is not None and spun.dtype != tl.float32:
         # Products with FP8 are float16, as in `attention.decode`.
         largest = tl.maximum(_largest(query0, query1), _largest(query2, query3))
-        excess = tl.maximum(tl.maximum(largest, _largest(spun, spun)) / 32768.0, 1.0)
-        scale *= excess
-        query0 = (query0 / excess[:, None]).to(tl.float16)
-        query1 = (query1 / excess[:, None]).to(tl.float16)
-        query2 = (query2 / excess[:, None]).to(tl.float16)
-        query3 = (query3 / excess[:, None]).to(tl.float16)
-        spun = (spun / excess[:, None]).to(tl.float16)
+        excess = float16_excess(tl.maximum(largest, _largest(spun, spun)))[:, None]
+        scale_log2 *= excess
+        query0 = (query0 / excess).to(tl.float16)
+        query1 = (query1 / excess).to(tl.float16)
+        query2 = (query2 / excess).to(tl.float16)
+        query3 = (query3 / excess).to(tl.float16)
+        spun = (spun / excess).to(tl.float16)
     kept = spun.dtype
     if INTERPRETED:
         query0 = query0.to(tl.float32)
@@ -275,7 +275,7 @@ def _attend(
         score1 = tl.dot(query1, tl.trans(latent1), input_precision=PRECISION)
         score2 = tl.dot(query2, tl.trans(latent2), input_precision=PRECISION)
         score3 = tl.dot(query3, tl.trans(latent3), input_precision=PRECISION)
-        score = (score + (score0 + score1) + (score2 + score3)) * scale[:, None]
+        score = (score + (score0 + score1) + (score2 + score3)) * scale_log2
         if scales is not None:
             score *= key_scale[None, :]
         # The score is replaced, not added to: the key of an unseen token may be NaN.
