@@ -114,6 +114,11 @@ class CanvasStepInputs(StepInputs):
         return self.canvases.finished | self.canvases.over
 
     @property
+    def waiting(self) -> Tensor:
+        """[B] bool, the rows whose finished canvas is to become part of the context."""
+        return self.canvases.finished & ~self.canvases.over
+
+    @property
     def model_inputs(self) -> ModelInputs:
         """The canvas of each row. Idle rows read and write scratch instead, because the same
         forward may write their context."""
@@ -132,8 +137,7 @@ class CanvasStepInputs(StepInputs):
     def commit(self, room: int) -> None:
         """Let up to `room` finished canvases become part of the context in the current forward, and
         their rows begin the next canvas."""
-        canvases = self.canvases
-        waiting = canvases.finished & ~canvases.over
+        canvases, waiting = self.canvases, self.waiting
         rank = waiting.cumsum(0)
         rows = waiting & (rank <= room)
         answers = canvases.answers.clamp(min=0)

@@ -151,7 +151,7 @@ class CanvasStrategy(Strategy):
         assert self._runner is not None
         state, waiting = self.step_inputs, self._waiting
         if self._runner.device.type == "cpu":
-            waiting = int((state.canvases.finished & ~state.canvases.over).sum())
+            waiting = int(state.waiting.sum())
         state.commit(min(waiting, batch.num_rows))
 
     def forward(
@@ -197,10 +197,7 @@ class CanvasStrategy(Strategy):
             token_ids=final.token_ids,
             failed=failed,
             columns=final.columns,
-            observed={
-                _DENOISED: final.denoised,
-                _WAITING: state.canvases.finished & ~state.canvases.over,
-            },
+            observed={_DENOISED: final.denoised, _WAITING: state.waiting},
             unread_tokens=0,
         )
         return step.with_counts(**{NUM_FORWARDS.name: forwards.int()})

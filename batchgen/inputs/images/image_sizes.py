@@ -185,9 +185,8 @@ def _area_sizes(
     file: Path, processor: dict[str, Any], vision: VisionConfig, max_pixels: int | None
 ) -> AreaSizes:
     """Read the limits of Qwen's processor."""
-    side, colours = vision.rules.pixels_per_token, vision.colours
-    model_colours = {"image_mean": [*colours.mean], "image_std": [*colours.std]}
-    _check(file, processor, _EXPECTED | model_colours)
+    side = vision.rules.pixels_per_token
+    _check(file, processor, _EXPECTED | _colours(vision))
     _check_patches(file, processor, "merge_size", vision)
     size = processor.get("size") or {}
     smallest = size.get("shortest_edge", processor.get("min_pixels", 65536))
@@ -242,10 +241,10 @@ def _fixed_sizes(
     file: Path, processor: dict[str, Any], vision: SquareConfig, max_pixels: int | None
 ) -> FixedSizes:
     """Check Gemma 3's processor, which has no choice."""
-    side, colours = vision.grid_side * vision.patch_size, vision.colours
-    model_colours = {"image_mean": [*colours.mean], "image_std": [*colours.std]}
+    side = vision.grid_side * vision.patch_size
     size = {"height": side, "width": side}
-    _check(file, processor, _EXPECTED | model_colours | {"resample": _BILINEAR, "size": size})
+    expected = _EXPECTED | _colours(vision) | {"resample": _BILINEAR, "size": size}
+    _check(file, processor, expected)
     if processor.get("do_pan_and_scan"):
         raise ConfigError(
             f"model.path: {file.name} says do_pan_and_scan=true, which would add crops of images "
@@ -256,6 +255,11 @@ def _fixed_sizes(
             f"prompt.max_pixels: all images have {side}×{side} pixels in this model: leave it out"
         )
     return FixedSizes(vision.rules.pixels_per_token, side**2, side**2)
+
+
+def _colours(vision: VisionConfig) -> dict[str, Any]:
+    """The processor's keys for what the model subtracts from colours and divides them by."""
+    return {"image_mean": [*vision.colours.mean], "image_std": [*vision.colours.std]}
 
 
 def _check(file: Path, processor: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
