@@ -178,9 +178,9 @@ class ShardQueue:
         self._writer.take(shard)
         rows = self._forwards(first) if task.kind == "shard" else self._backwards(first)
         for row in rows:
-            if not self._writer.is_open(shard):
+            if (samples := self._writer.begin(shard, row.index)) is None:
                 return
-            if samples := self._writer.begin(row.index):
+            if samples:
                 yield row, samples
 
     def _forwards(self, first: int) -> Iterator[Row]:

@@ -120,6 +120,10 @@ class BegunRows:
             length = start + int(lengths[index])
             chains[attempt] = _Chain(key, length, (*parts, (batch, index)))
 
+    def __contains__(self, sample: tuple[int, int]) -> bool:
+        """Whether there are records of a sample: (index of the row, index of the sample)."""
+        return sample in self._rows
+
     def longest(self, opened: OpenShard | None) -> set[int]:
         """The attempts whose files hold the longest records of some unfinished row."""
         numbers = set()
@@ -211,6 +215,8 @@ class BegunRecords:
         """The recorded tokens of a sample in an open shard; see `BegunRows.find`."""
         if (begun := self._rows.get(number)) is None:
             begun = self._rows[number] = self._read(number)
+        if (row_index, sample_index) not in begun:
+            return None
         failed = opened.is_failed(row_index, sample_index)
         return begun.find(row_index, sample_index, key, self._schema, retried=failed)
 

@@ -75,11 +75,11 @@ class OpenShard:
 
     def is_by_others(self, row_index: int, sample: int) -> bool:
         """Whether another worker has written a sample of a row while this one computed it."""
-        return bool(self.by_others[row_index - self._first, sample])
+        return self.by_others.item(row_index - self._first, sample)
 
     def is_failed(self, row_index: int, sample: int) -> bool:
         """Whether a sample of a row has an error and is computed again."""
-        return bool(self.failed[row_index - self._first, sample])
+        return self.failed.item(row_index - self._first, sample)
 
     def add(self, rows: Sequence[FinishedRow], attempt: int) -> None:
         """Note rows that this worker, whose number is `attempt`, has written."""
@@ -97,9 +97,14 @@ class OpenShard:
 
     def begin(self, row_index: int) -> list[int]:
         """The samples of a row that are neither done nor begun; they are begun from now on."""
-        index = row_index - self._first
-        taken = (self.done[index] | self.begun[index]).tolist()
-        samples = [sample for sample, is_taken in enumerate(taken) if not is_taken]
+        # Most rows have few samples: flags are read one by one, because an array of them for
+        # each row takes longer to make.
+        index, done, begun = row_index - self._first, self.done.item, self.begun.item
+        samples = [
+            sample
+            for sample in range(self._samples)
+            if not (done(index, sample) or begun(index, sample))
+        ]
         for sample in samples:
             self.begun[index, sample] = True
         return samples

@@ -167,10 +167,11 @@ class OutputWriter:
             return list(range(self._samples))
         return opened.missing(row_index)
 
-    def begin(self, row_index: int) -> list[int]:
-        """The samples of a row of an open shard that are neither done nor begun by this worker;
-        they are begun from now on."""
-        return self._open[self.shard_of(row_index)].begin(row_index)
+    def begin(self, number: int, row_index: int) -> list[int] | None:
+        """The samples of a row of a shard that are neither done nor begun by this worker; they are
+        begun from now on. None if the shard is not open."""
+        opened = self._open.get(number)
+        return None if opened is None else opened.begin(row_index)
 
     def shard_of(self, row_index: int) -> int:
         """The number of the shard that holds a row."""
