@@ -64,7 +64,7 @@ class RowParams:
             RequestError: bad_option, bad_constraint, unknown_adapter: the row's options cannot be
                 honoured, or it names no adapter.
         """
-        params = self._sampled(row)
+        params = self._job if self._column is None else self._sampled(row)
         if self._adapter_column is None:
             return params
         name = value_at(row.fields, self._adapter)
@@ -77,9 +77,7 @@ class RowParams:
         return replace(params, lora=name)
 
     def _sampled(self, row: Row) -> RequestParams:
-        """What `sampling` returns, without the row's adapter."""
-        if self._column is None:
-            return self._job
+        """What `sampling` returns for a job whose rows have options, without the row's adapter."""
         try:
             options = json_cell(value_at(row.fields, self._path))
         except ValueError as error:

@@ -119,7 +119,9 @@ def row_request(
         num_behind = params.max_new_tokens if answer is None else len(answer)
         params = row_params.constrained(row, params)
         choices = parts.choices(params.constraint)
-        room = prompt_room(parts.max_model_len, max([num_behind, *map(len, choices)]))
+        for choice in choices:
+            num_behind = max(num_behind, len(choice))
+        room = prompt_room(parts.max_model_len, num_behind)
         prompt = parts.prompt
         ids, images = prompt.asked(row) if with_images else (prompt.token_ids(row), [])
         too_long = "error" if images else config.prompt.too_long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -140,26 +140,26 @@ class Tally:
             for item in pc.value_counts(first).to_pylist():
                 self._until[item["values"]] += item["counts"]
 
-    def add(self, rows: Iterable[FinishedRow]) -> None:
+    def add(self, rows: Sequence[FinishedRow]) -> None:
         """Count rows that have just finished."""
-        for row in rows:
-            self._rows += 1
-            self._reasons[row.finish_reason] += 1
-            if row.finish_reason == _CUT and (channel := row.extra.get(_CHANNEL)) is not None:
-                self._cut_in[channel] += 1
-            if row.failure is not None:
-                self._errors[row.failure.type] += 1
-            output, satisfied = row.output, None
-            if output is not None:
-                self._sums["num_prompt_tokens"] += len(output.prompt_token_ids)
-                self._sums["num_generated_tokens"] += len(output.token_ids)
-                for name, count in output.counts.items():
-                    self._sums[name] += count
-                satisfied = output.constraint_satisfied
-            if self._constrained:
-                self._outcomes[constraint_outcome(row.finish_reason, satisfied)] += 1
-            if self._until:
-                self._until[VALID] += row.valid is True
+        reasons = [row.finish_reason for row in rows]
+        outputs = [row.output for row in rows]
+        answers = [output for output in outputs if output is not None]
+        self._rows += len(rows)
+        self._reasons.update(reasons)
+        self._errors.update([row.failure.type for row in rows if row.failure is not None])
+        self._sums["num_prompt_tokens"] += sum([len(o.prompt_token_ids) for o in answers])
+        self._sums["num_generated_tokens"] += sum([len(o.token_ids) for o in answers])
+        for name, count in [pair for output in answers for pair in output.counts.items()]:
+            self._sums[name] += count
+        if self._channels:
+            cut = [row.extra.get(_CHANNEL) for row in rows if row.finish_reason == _CUT]
+            self._cut_in.update([channel for channel in cut if channel is not None])
+        if self._constrained:
+            satisfied = [None if o is None else o.constraint_satisfied for o in outputs]
+            self._outcomes.update(map(constraint_outcome, reasons, satisfied))
+        if self._until:
+            self._until[VALID] += sum([row.valid is True for row in rows])
 
 
 def _count(counts: Counter[str], values: pa.ChunkedArray) -> None:
