@@ -1,8 +1,7 @@
 """The sampling options of a request. Each request has its own frozen object, so that rows share no
 state."""
 
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Literal
 
 from batchgen.engine.constraint.constraint import Constraint
@@ -14,7 +13,7 @@ LogprobsMode = Literal["raw", "processed"]
 """Which distribution log-probabilities describe: the model's, or the one that is sampled from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedSampling:
     """The options that a job's configuration has, too. `RequestParams` checks their ranges."""
 
@@ -33,7 +32,7 @@ class SharedSampling:
     seed: int = 0  # the 64-bit seed of the row's random numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RequestParams(SharedSampling):
     """How one row is sampled and when it stops.
 
@@ -102,9 +101,7 @@ class RequestParams(SharedSampling):
         """Return these parameters with another seed, in [0, 2**64). Nothing else is checked again,
         which keeps it fast: a job calls this for each of its rows."""
         other = object.__new__(RequestParams)
-        for write, value in zip(_WRITERS, _VALUES(self), strict=True):
-            write(other, value)
-        _WRITE_SEED(other, seed)
+        vars(other).update(vars(self), seed=seed)
         return other
 
     @property
@@ -121,10 +118,3 @@ class RequestParams(SharedSampling):
     def has_penalties(self) -> bool:
         """Whether any of the three penalties is on, so that the sampler needs the row's tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-
-_NAMES = [field.name for field in fields(RequestParams)]
-_VALUES = attrgetter(*_NAMES)
-_WRITERS = [getattr(RequestParams, name).__set__ for name in _NAMES]
-_WRITE_SEED = _WRITERS[_NAMES.index("seed")]
-"""Functions that read and write the slots of frozen parameters."""

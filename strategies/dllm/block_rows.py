@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from batchgen.engine.device.batched import Batched, row
@@ -56,13 +55,3 @@ class KnownBlocks:
     denoised: Tensor  # [B] int64, how many denoise steps a block has had
     # Maps the name of an output column to [B, L, *tail], the values of the unmasked positions.
     columns: Mapping[str, Tensor]
-
-
-def widened(old: Tensor | None, values: Tensor) -> Tensor:
-    """Return a tensor in the shape of `values` that contains `old` where the shapes overlap, and 0
-    elsewhere."""
-    out = torch.zeros_like(values)
-    if old is not None:
-        tail = tuple(slice(min(a, b)) for a, b in zip(old.shape, values.shape, strict=True))
-        out[tail] = old[tail]
-    return out
