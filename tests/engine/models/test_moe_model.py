@@ -50,7 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=7)
 @pytest.mark.parametrize(("kind", "packed"), [("qwen2_moe", True), ("qwen3_moe", False)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers(
