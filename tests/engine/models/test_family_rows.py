@@ -153,7 +153,7 @@ def test_any_schedule(
     assert engine.stats.cached_tokens > 0
 
 
-@pytest.mark.quick(0, thorough=2)
+@pytest.mark.quick(0, thorough=1)
 def test_rows_that_lose_their_caches(
     alone: Alone, folder: Path, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def _rows(dtype: torch.dtype, depth: int) -> torch.Tensor:
     return x.to(DEVICE, dtype)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(4, thorough=4)
 @pytest.mark.parametrize("powers_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("depth", [64, 200, 1300])
