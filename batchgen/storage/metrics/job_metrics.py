@@ -248,9 +248,9 @@ class Metrics:
 
     def session(self) -> list[Mapping[str, Any]]:
         """The attempts of the workers that ran at the same time, with this one as the last."""
-        own = asdict(self.attempt)
-        others = [one for one in self._attempts() if one != own]
-        return [*(one for one in others if one.get("session") == own["session"] != ""), own]
+        last = asdict(self.attempt)
+        others = [one for one in self._attempts() if one != last]
+        return [*(one for one in others if one.get("session") == last["session"] != ""), last]
 
     def costs(self, job: str) -> list[JobCost]:
         """The costs of the jobs whose rows are read, and of this job under the name `job`."""
