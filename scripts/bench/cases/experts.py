@@ -123,16 +123,15 @@ def products(
 ) -> tuple[Product, Product]:
     """Return the two products of a layer, with given tiles and the i-th routing."""
     alignments = [batch.align(block_m, i) for i in range(ROUTINGS)]
-    written, k, (experts, epilogues) = torch.empty_like(batch.activated), batch.shape.k, layer
-    first, second = kernels
+    written, (first, second), own = torch.empty_like(batch.activated), kernels, layer.experts
 
     def gate_up(tiles: Any, i: int) -> Tensor:
-        first(batch.x, experts.gate_up, alignments[i], tiles, k, written, epilogues)
+        first(batch.x, own.gate_up, alignments[i], tiles, batch.shape.k, written, layer.epilogues)
         return written
 
     def down(tiles: Any, i: int) -> Tensor:
-        inputs = batch.activated, experts.down, batch.weights[i], alignments[i]
-        second(*inputs, tiles, batch.parts, epilogues.down_bias)
+        inputs = batch.activated, own.down, batch.weights[i], alignments[i]
+        second(*inputs, tiles, batch.parts, layer.epilogues.down_bias)
         return batch.parts
 
     return gate_up, down

@@ -18,8 +18,7 @@ from batchgen.kernels.moe.tiled_layout import PANEL
 
 
 def rank_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """The experts of a rank from the ids on: all of them, cut in width, up to whole panels; or
-    fewer whole ones, on average and on the rank whose experts have the most tiles."""
+    """All experts, cut in width up to whole panels; or fewer, on the mean and the busiest rank."""
     shape = shape_of(options)
     for ranks, tokens in product((2, 4), options.tokens):
         batch, own = Batch(shape, tokens), shape.experts // ranks
