@@ -6,12 +6,15 @@ state. A token is computed from the state S and from its *entries*, the records 
 yet, its own included. With u_e, k_e and d_e the update, key and decay of entry e, the token's state
 is
 
-    G·S + Σ_e g_e · u_e ⊗ k_e,    G = Π d_i over all entries,    g_e = Π d_i over the entries after
-        e,
+    G·S + Σ_e g_e · u_e ⊗ k_e,
+    G = Π d_i over all entries,    g_e = Π d_i over the entries after e.
 
-so the token's value `found` under its key k, its update u and its output o for the query q are
+So the value that the state recalls for the token's key k, the update u, and the output o for its
+query q are
 
-    found = G·S·k + Σ_e g_e (k_e·k) u_e,    u = β · (v − found),    o = G·S·q + Σ_e g_e (k_e·q) u_e.
+    recalled = G·S·k + Σ_e g_e (k_e·k) u_e,
+    u = β · (v − recalled),
+    o = G·S·q + Σ_e g_e (k_e·q) u_e.
 
 Mamba2's rule has u = β · v, for which no state is read, and adds D · v to o.
 
@@ -41,8 +44,8 @@ class StepTiles(NamedTuple):
     """How a head's state is divided among programs and threads."""
 
     block_v: int  # value channels of a program
-    # Threads that share a value channel: fewer exchange less to sum over the key channels, and hold
-    # more keys each.
+    # Threads that share a value channel. Fewer threads exchange less to sum over the key channels,
+    # but each of them holds more keys.
     lanes: int
     num_warps: int
 
