@@ -131,7 +131,7 @@ def epilogues_of(gate: str, case: Case) -> Epilogues:
     [
         (SWAPPED, (7, 2, 3, 144, 272, False)),
         (HALVED, (7, 2, 3, 144, 128, False)),
-        (COLUMNS, (7, 2, 3, 200, 128, False, True)),
+        (COLUMNS, (7, 2, 3, 256, 128, False, True)),
         (WIDE_COLUMNS, (7, 2, 3, 128, 136, True)),
     ],
 )
