@@ -236,9 +236,11 @@ class Metrics:
         return all_steps({**cost, "read_jobs": as_values(self.read_jobs)}, job)
 
     def keep(self) -> None:
-        """Write the file again, at the end, if it is not what this worker saved last: the first
-        worker may have overwritten it with figures from before the job was complete."""
-        if self._storage.read(self._path) != self._text.encode():
+        """Write the file again, at the end, unless it says that the job is complete: the first
+        worker may have overwritten it with older figures. A file that another worker completed has
+        more figures than this one, as what the workers told each other is deleted since."""
+        content = self._storage.read(self._path)
+        if content is None or json.loads(content)["status"] != "complete":
             write_atomic(self._path, self._text)
             self._storage.upload(self._path)
 
