@@ -182,7 +182,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2, thorough=40)
+@pytest.mark.quick(2, thorough=16)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,
@@ -204,7 +204,7 @@ def test_logits_equal_transformers(
 DUMMY = ("glm4_moe", "minimax_m2", "mistral3", "olmo3", "smollm3", "gemma3", "gpt_oss", *CLASSES)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, thorough=9)
 @pytest.mark.parametrize("kind", [*DUMMY, "gemma4_moe", "gemma4_e2b"])
 def test_dummy_weights(kind: str, tiny_model: TinyModel, run_paged: Callable[..., Tensor]) -> None:
     model = load_model(tiny_model(kind), device=CPU, load_format="dummy")
@@ -306,7 +306,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], float]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=12)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_sizes(name: str, tmp_path: Path) -> None:
     kind, values, parameters = PUBLISHED[name]

@@ -178,7 +178,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(
     ("sizes", "tiles"),
     [
