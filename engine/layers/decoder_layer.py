@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.layers.feed_forward.mlp_and_experts import MLPAndExperts
 from batchgen.engine.layers.layer_inputs import LayerInput
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
@@ -113,6 +114,14 @@ class DecoderLayer(nn.Module):
         assert scalar is not None or canvas_scalar is None
         self.own_input, self.layer_scalar = own_input, scalar
         self.canvas_scalar = canvas_scalar
+
+    @property
+    def normed_parts(self) -> list[tuple[object, RMSNorm]]:
+        """The parts of the layer that read what a norm yields, each with its norm."""
+        pairs = [(self.mixer, self.mixer_norm), (self.mlp, self.mlp_norm)]
+        if isinstance(self.mlp, MLPAndExperts):
+            pairs += [(self.mlp.mlp, self.mlp.mlp_norm), (self.mlp.moe, self.mlp.moe_norm)]
+        return [(part, norm) for part, norm in pairs if norm is not None]
 
     @property
     def cache_spec(self) -> CacheSpec | None:

@@ -137,14 +137,18 @@ class WeightSlot:
         """Combine this rank's part of the sources, and copy it to `target`: the parameter or its
         scales."""
         if shard is not None:
-            tensors = {name: _own(name, tensor, shard) for name, tensor in tensors.items()}
+            tensors = {name: take_part(name, tensor, shard) for name, tensor in tensors.items()}
         values = tensors[self.sources[0]] if self.combine is None else self.combine(tensors)
+        self._check_shape(values, target)
+        self._write(target, values)
+
+    def _check_shape(self, values: Tensor, target: Tensor) -> None:
+        """Raise ValueError if the values for the parameter, or its scales, have another shape."""
         if list(values.shape) != self._shape_of(target):
             raise ValueError(
                 f"tensor {self.sources[0]} has shape {list(values.shape)}, the configuration says "
                 f"{self._shape_of(target)}"
             )
-        self._write(target, values)
 
     def _shape_of(self, target: Tensor) -> list[int]:
         """Return the shape that checkpoints give the parameter, or its scales."""
@@ -191,7 +195,9 @@ class WeightSlot:
         return FP8Weight(tensor.values.to(device), tensor.scales.to(device)).dequantise()
 
 
-def _own(name: str, whole: Tensor, shard: Shard) -> Tensor:
+def take_part(name: str, whole: Tensor, shard: Shard) -> Tensor:
+    """Return the part of a checkpoint's tensor that is here. Raises ValueError, which names it, if
+    the tensor is no such whole."""
     try:
         return shard.take(whole)
     except ValueError as error:

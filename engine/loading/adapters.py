@@ -208,10 +208,8 @@ def _check_copies(adapter: AdapterFile, tensors: Mapping[str, Tensor], model: Ca
 
 def _read_unquantised(layer: DecoderLayer) -> None:
     """Switch off the quantisation of norms' results that an adapter reads."""
-    for reader, norm in ((layer.mixer, layer.mixer_norm), (layer.mlp, layer.mlp_norm)):
-        if norm is None or not isinstance(reader, HasInputProjection):
-            continue
-        if reader.input_projection.lora is not None:
+    for reader, norm in layer.normed_parts:
+        if isinstance(reader, HasInputProjection) and reader.input_projection.lora is not None:
             norm.quantise_result(None)
 
 

@@ -27,12 +27,7 @@ def quantise_layer(layer: DecoderLayer, path: str, form: WeightFormat) -> None:
             part.quantise(form, name)
     if not isinstance(form, FP8Format):
         return
-    for reader, norm in (
-        (layer.mixer, layer.mixer_norm),
-        (layer.mlp, layer.mlp_norm),
-    ):
-        if norm is None:
-            continue
+    for reader, norm in layer.normed_parts:
         if isinstance(reader, HasInputProjection) and reader.input_projection.computes_in_fp8:
             norm.quantise_result(form)
         if isinstance(reader, SparseMoE) and reader.experts.computes_in_fp8:

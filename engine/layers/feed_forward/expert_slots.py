@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.layers.four_bit_slot import FourBitSlot
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot, take_part
 from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.kernels.layers.activation import ExpertFunction
@@ -91,12 +91,14 @@ def expert_slots(
             )
     whole = f"{path}.{projections.name}"
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    at_load = form is not None and form.at_load
     if variant.interleaved or variant.turned:
         combine = partial(_turned, parts=len(parts) if variant.interleaved else 1)
-    elif all_scales is None:
+    elif all_scales is None or at_load:
         combine = partial(_upright, columns=projections.columns)
+    kind = RoundedExperts if at_load else WeightSlot
     for source in (whole, f"{whole}.weight"):
-        yield WeightSlot(
+        yield kind(
             weights,
             tuple(pieces),
             (source,),
@@ -107,6 +109,37 @@ def expert_slots(
             in_panels=in_panels,
         )
     yield from bias_slots(path, projections, len(parts) if variant.interleaved else 1, shard)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedExperts(WeightSlot):
+    """The slot of a projection of all experts, whose tensor is rounded to FP8 while it loads.
+
+    `combine` is applied before rounding, because blocks share scales in the parameter's order. The
+    experts are rounded one after another, so that little extra memory is needed.
+    """
+
+    def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+        """Round this rank's experts of the checkpoint's tensor into the parameter.
+
+        Raises ValueError if the shape differs.
+        """
+        ((name, tensor),) = tensors.items()
+        assert self.combine is not None
+        own = self._plain(tensor)
+        if self.shard is not None:
+            own = take_part(name, own, self.shard)
+        self._check_shape(self.combine({name: own.to("meta")}), self.parameter)
+        for index, expert in enumerate(own.split(1)):
+            its = slice(index, index + 1)
+            WeightSlot(
+                self.parameter[its],
+                self.pieces,
+                self.sources,
+                form=self.form,
+                scales=None if self.scales is None else self.scales[its],
+                in_panels=self.in_panels,
+            ).fill({name: self.combine({name: expert})})
 
 
 def four_bit_slots(

@@ -23,7 +23,7 @@ from batchgen.engine.layers.feed_forward.mxfp4_slots import mxfp4_slots
 from batchgen.engine.layers.four_bit_slot import four_bit_parameters
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import empty_fp8, empty_parameter
-from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
+from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat, format_name
 from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.lora.layer_lora import LayerLoRA, LoRAState
@@ -115,29 +115,32 @@ class Experts(nn.Module):
             path: this module's name in checkpoints.
 
         Raises:
-            ValueError: only some experts are excluded, or FP8 is not supported for experts with
-                these epilogues.
+            ValueError: only some experts are excluded, experts have no gate, or an FP8 checkpoint
+                holds experts with interleaved rows or transposed axes.
         """
         if isinstance(form, FourBitFormat):
             self._keep_four_bits(form, path)
             return
         if form.excludes(path):
             return
+        name, variant = format_name(form), self.variant
+        if variant.function == "relu2":
+            raise ValueError(
+                f"{path} has experts without a gate, which {name} kernels do not support: load the "
+                f"model without quantisation to {name}"
+            )
         if isinstance(form, MXFP4Format):
-            if self.variant.function == "relu2":
-                raise ValueError(
-                    f"{path} has experts without a gate, which MXFP4 kernels do not support"
-                )
             self.form = form
             if form.native and takes_fp4(self.gate_up_proj.dtype, self._hidden, self._inner):
                 self.gate_up_proj, self.gate_up_scales = _empty_mxfp4(self.gate_up_proj)
                 self.down_proj, self.down_scales = _empty_mxfp4(self.down_proj)
                 self._layouts = MXFP4, MXFP4
             return
-        if self.variant != PLAIN_EXPERTS:
+        if not form.at_load and (variant.interleaved or variant.turned):
             raise ValueError(
-                f"{path} has experts with biases or a gate other than SiLU's, which FP8 kernels "
-                "do not support: load the model without quantisation to FP8"
+                f"{path} is in FP8 in the checkpoint, with axes or rows in another order than "
+                "the blocks that share scales: use the checkpoint in bfloat16 with "
+                "model.quantization=fp8"
             )
         if some := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
             raise ValueError(

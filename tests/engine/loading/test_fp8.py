@@ -49,6 +49,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("glm4", {}),
     ("qwen3_next", {}),
     ("qwen3_5_moe", {}),
+    ("gemma4_moe", {}),
 ]
 
 
