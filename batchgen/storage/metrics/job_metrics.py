@@ -260,7 +260,7 @@ class Metrics:
     def keep(self) -> None:
         """Write the file again, at the end, unless it says that the job is complete: the first
         worker may have overwritten it with older figures. A file that another worker completed has
-        more figures than this one, as what the workers told each other is deleted since."""
+        more figures than this one, because the workers' messages have been deleted since."""
         content = self._storage.read(self._path)
         if content is None or json.loads(content)["status"] != "complete":
             write_atomic(self._path, self._text)
