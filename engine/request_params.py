@@ -4,9 +4,9 @@ that are asked for."""
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from struct import Struct
+from typing import TYPE_CHECKING
 
 from batchgen.engine.interface.hidden_columns import CLASS_SCORES
 from batchgen.engine.interface.outputs import OutputColumn
@@ -20,24 +20,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_JOB_AND_SAMPLE = Struct("<QQ")
+"""How `derive_seed` digests the job's seed and the sample's index: as 64 bits each."""
+
+
 def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
     """The seed of one sample of one row, in [0, 2**64): different for each, equal everywhere. It
     depends on the row's id and not on its position, so that a row keeps its tokens when others are
     added or dropped."""
-    digest = blake2b(digest_size=8, person=b"batchgen.seed")
-    digest.update((job_seed % 2**64).to_bytes(8, "little"))
-    digest.update(sample_index.to_bytes(8, "little"))
-    digest.update(row_id.encode("utf-8", "surrogatepass"))
-    return int.from_bytes(digest.digest(), "little")
+    numbers = _JOB_AND_SAMPLE.pack(job_seed % 2**64, sample_index)
+    text = row_id.encode("utf-8", "surrogatepass")
+    digest = blake2b(numbers + text, digest_size=8, person=b"batchgen.seed").digest()
+    return int.from_bytes(digest, "little")
 
 
-def sample_params(
-    params: RequestParams, row_id: str, sample_index: int, **changes: Any
-) -> RequestParams:
-    """The parameters of one sample of a row: those of all rows with the sample's own seed, and with
-    what the row has of its own (`changes`), such as a constraint."""
-    seed = derive_seed(params.seed, row_id, sample_index)
-    return replace(params, seed=seed, **changes) if changes else params.with_seed(seed)
+def sample_params(params: RequestParams, row_id: str, sample_index: int) -> RequestParams:
+    """The parameters of one sample of a row: those of all rows with the sample's own seed."""
+    return params.with_seed(derive_seed(params.seed, row_id, sample_index))
 
 
 def check_params(

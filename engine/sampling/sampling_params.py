@@ -1,7 +1,6 @@
 """The sampling options of a request. Each row has its own frozen value, so rows share no state."""
 
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Literal
 
 from batchgen.engine.constraint.constraint import Constraint
@@ -13,7 +12,7 @@ LogprobsMode = Literal["raw", "processed"]
 """Which distribution log-probabilities are of: the model's, or the one that is sampled from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedSampling:
     """Options that a job's configuration has, too; `RequestParams` checks their ranges."""
 
@@ -32,7 +31,7 @@ class SharedSampling:
     seed: int = 0  # 64 bits, of the row's random numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RequestParams(SharedSampling):
     """How one row is sampled and when it stops.
 
@@ -101,9 +100,7 @@ class RequestParams(SharedSampling):
         """Return these parameters with another seed, in [0, 2**64). Nothing else is checked again:
         a job calls this for each of its rows, and so it is fast."""
         other = object.__new__(RequestParams)
-        for write, value in zip(_WRITERS, _VALUES(self), strict=True):
-            write(other, value)
-        _WRITE_SEED(other, seed)
+        vars(other).update(vars(self), seed=seed)
         return other
 
     @property
@@ -120,10 +117,3 @@ class RequestParams(SharedSampling):
     def has_penalties(self) -> bool:
         """Whether any of the three penalties is on, so that the sampler needs the row's tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-
-_NAMES = [field.name for field in fields(RequestParams)]
-_VALUES = attrgetter(*_NAMES)
-_WRITERS = [getattr(RequestParams, name).__set__ for name in _NAMES]
-_WRITE_SEED = _WRITERS[_NAMES.index("seed")]
-"""What reads and writes the slots of frozen parameters."""

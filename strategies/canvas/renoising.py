@@ -17,6 +17,7 @@ from torch import Tensor
 
 from batchgen.engine.device.batched import Batched, row
 from batchgen.engine.device.transfer import upload
+from batchgen.strategies.blocks import with_whole_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +68,13 @@ class Renoising:
                 raise ValueError(
                     f"{name!r:.100} is no option of strategy canvas: these are {', '.join(known)}"
                 )
-        options = {name: value for name, value in values.items() if value is not None}
-        for name in ("max_denoising_steps", "stable_steps"):
-            value = options.get(name)
-            if isinstance(value, float) and value.is_integer():
-                options[name] = int(value)  # JSON may have an integer as 16.0
-        return cls(**options)
+        return cls(
+            **{
+                name: value
+                for name, value in with_whole_numbers(values).items()
+                if value is not None
+            }
+        )
 
 
 @dataclass(frozen=True)

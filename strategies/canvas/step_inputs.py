@@ -19,9 +19,8 @@ from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 from batchgen.kernels.sampling.philox import Stream, uniform_ids
+from batchgen.strategies.blocks import commit_inputs, steps_so_far, widened
 from batchgen.strategies.canvas.renoising import Renoising, RenoisingRows
-from batchgen.strategies.dllm.block_rows import widened
-from batchgen.strategies.dllm.joining_blocks import commit_inputs, steps_so_far
 
 
 @dataclass(frozen=True)

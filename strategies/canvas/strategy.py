@@ -23,10 +23,10 @@ from batchgen.engine.sampling.sampler import draw_tokens, take_tokens
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
+from batchgen.strategies.blocks import STEP_MAP
 from batchgen.strategies.canvas.renoising import Renoising
 from batchgen.strategies.canvas.step_inputs import CanvasStepInputs
 from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
-from batchgen.strategies.dllm.joining_blocks import STEP_MAP
 
 _DENOISED = "denoised"
 """The name in `StepOutput.observed` of how many steps each final canvas has had."""

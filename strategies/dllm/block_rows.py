@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from batchgen.engine.device.batched import Batched, row
@@ -56,12 +55,3 @@ class KnownBlocks:
     denoised: Tensor  # [B] int64, how many denoise steps a block has had
     # Name of an output column → [B, L, *tail], the values of the unmasked positions.
     columns: Mapping[str, Tensor]
-
-
-def widened(old: Tensor | None, values: Tensor) -> Tensor:
-    """A tensor in the shape of `values` that holds `old` where the shapes overlap, and else 0."""
-    out = torch.zeros_like(values)
-    if old is not None:
-        tail = tuple(slice(min(a, b)) for a, b in zip(old.shape, values.shape, strict=True))
-        out[tail] = old[tail]
-    return out

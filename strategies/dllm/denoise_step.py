@@ -13,10 +13,10 @@ from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.sampling.sampler import Drawn, draw_tokens, take_tokens
 from batchgen.kernels.sampling.token_mask import TokenMask
+from batchgen.strategies.blocks import STEP_MAP
 from batchgen.strategies.dllm.block_rows import Writes
 from batchgen.strategies.dllm.edits import EDIT_LOG, edit_log
 from batchgen.strategies.dllm.guided import denoise
-from batchgen.strategies.dllm.joining_blocks import STEP_MAP
 from batchgen.strategies.dllm.replay import next_step
 from batchgen.strategies.dllm.step_inputs import DLLMStepInputs
 

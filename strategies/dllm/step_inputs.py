@@ -21,9 +21,10 @@ from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.sampling.sampler import Drawn
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
-from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes, widened
+from batchgen.strategies.blocks import commit_inputs, widened
+from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
 from batchgen.strategies.dllm.edits import EDIT_LOG
-from batchgen.strategies.dllm.joining_blocks import commit_inputs, joining_blocks
+from batchgen.strategies.dllm.joining_blocks import joining_blocks
 from batchgen.strategies.dllm.replay import Replays
 from batchgen.strategies.dllm.rules.rule import Rule
 from batchgen.strategies.dllm.unmasking import RuleRows

@@ -24,11 +24,11 @@ from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH
+from batchgen.strategies.blocks import STEP_MAP
 from batchgen.strategies.counts import NUM_FORWARDS
 from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.denoise_step import decide_writes, draw_blocks, ordered
 from batchgen.strategies.dllm.edits import EDIT_LOG
-from batchgen.strategies.dllm.joining_blocks import STEP_MAP
 from batchgen.strategies.dllm.option_checks import check_length, check_row, rule_of
 from batchgen.strategies.dllm.replay import is_exact
 from batchgen.strategies.dllm.rules.named_rules import named_rule, rule_of_row

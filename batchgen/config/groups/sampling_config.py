@@ -52,7 +52,7 @@ class UntilConfig:
         check(1 <= self.most <= limit, "sampling.until.most", f"from 1 to {limit:,}", self.most)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingConfig(SharedSampling):
     """How tokens are chosen in every row. Each sample of each row gets a seed derived from the
     job's; `SamplingParams` checks the ranges."""

@@ -248,9 +248,14 @@ class Metrics:
         return all_steps({**cost, "read_jobs": as_values(self.read_jobs)}, job)
 
     def keep(self) -> None:
-        """Write the file again at the end, if it is not what this worker saved last. The first
-        worker may have overwritten it with figures from before the job was complete."""
-        if self._storage.read(self._path) != self._text.encode():
+        """Write the file again at the end, unless it says that the job is complete.
+
+        The first worker may have overwritten it with figures from before the job was complete. A
+        file of a complete job has more figures than this worker can collect by then, because the
+        files that the workers exchange are deleted.
+        """
+        content = self._storage.read(self._path)
+        if content is None or json.loads(content)["status"] != "complete":
             write_atomic(self._path, self._text)
             self._storage.upload(self._path)
 

@@ -72,10 +72,10 @@ def _engine(options: argparse.Namespace, adapters: int) -> LLMEngine:
     model = dummy_model(options.model, DEVICE)
     if adapters:
         with tempfile.TemporaryDirectory() as folder:
-            paths = {f"a{i}": Path(folder, f"a{i}") for i in range(adapters)}
-            for path in paths.values():
-                _write_adapter(path, model, options.rank, experts=options.experts)
-            add_adapters(model, {name: open_adapter(path) for name, path in paths.items()})
+            # One file under all names: slots hold a copy for each of them.
+            path = Path(folder)
+            _write_adapter(path, model, options.rank, experts=options.experts)
+            add_adapters(model, {f"a{i}": open_adapter(path) for i in range(adapters)})
     config = EngineConfig(max_num_seqs=256, max_model_len=2304, kv_cache_gib=options.kv_cache_gib)
     engine = LLMEngine(model, None, (), ARStrategy(), config)
     engine.capture_graphs()
@@ -84,7 +84,6 @@ def _engine(options: argparse.Namespace, adapters: int) -> LLMEngine:
 
 def _write_adapter(folder: Path, model: CausalLM, rank: int, *, experts: bool) -> None:
     """Write an adapter of all linear layers that can have one, and maybe of all experts."""
-    folder.mkdir()
     tensors = dict[str, torch.Tensor]()
     slots = {slot.pieces[0]: slot for slot in model.checkpoint_slots() if len(slot.pieces) == 1}
     targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -115,7 +114,10 @@ def _factors(module: str, width: int, depth: int, rank: int) -> dict[str, torch.
     """Small random factors of a weight, by their names in an adapter's file."""
     shapes = {"A": (rank, depth), "B": (width, rank)}
     return {
-        f"base_model.model.{module}.lora_{factor}.weight": torch.randn(shape).mul_(0.01).bfloat16()
+        f"base_model.model.{module}.lora_{factor}.weight": torch.randn(shape, device=DEVICE)
+        .mul_(0.01)
+        .bfloat16()
+        .cpu()
         for factor, shape in shapes.items()
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from batchgen.strategies.blocks import with_whole_numbers
 from batchgen.strategies.dllm.rules.entropy_bound import EntropyBound
 from batchgen.strategies.dllm.rules.joint_threshold import JointThreshold
 from batchgen.strategies.dllm.rules.low_confidence_dynamic import LowConfidenceDynamic
@@ -50,13 +51,11 @@ def _options_of(name: str) -> set[str]:
 def rule_of_row(values: Mapping[str, Any]) -> Rule:
     """Make the rule of a row that brings it along: `unmasking` and the rule's options. Raises
     ValueError as `named_rule` does, and for a value that is no number."""
-    options = dict(values)
+    options = with_whole_numbers(values)
     name = options.pop("unmasking", None)
     if not isinstance(name, str):
         raise ValueError(f"unmasking must be {' or '.join(RULES)}, got {name!r:.100}")
     for key, value in options.items():
         if value is not None and type(value) not in (int, float):
             raise ValueError(f"{key} must be a number, got {value!r:.100}")
-        if isinstance(value, float) and value.is_integer():
-            options[key] = int(value)  # JSON may have an integer as 16.0
     return named_rule(name, **options)

@@ -6,7 +6,9 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ import pytest
 import batchgen.jobs.run.job_end
 import batchgen.jobs.run.run_job
 from batchgen.jobs.generation.worker import Worker
-from batchgen.jobs.run.graded_job import grade_and_score
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.storage.folder.job_folder import JobFolder
 from batchgen.storage.leases.folder_lock import FolderLock
@@ -36,11 +37,15 @@ def _messages(results: list[JobResult | Exception]) -> list[str]:
     return [result.message for result in results if isinstance(result, JobResult)]
 
 
-def _wait_until_gone(path: Path) -> None:
+def _wait_until(is_over: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while path.exists():
+    while not is_over():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def _wait_until_gone(path: Path) -> None:
+    _wait_until(lambda: not path.exists())
 
 
 @pytest.fixture
@@ -181,28 +186,56 @@ def test_who_deleted_the_leases_and_died_is_not_waited_for(
     assert json.loads((tmp_path / "metrics.json").read_text())["status"] == "complete"
 
 
+class _Paused:
+    """Of the workers, the first to come to a function stands still there, without a heartbeat,
+    until `is_over`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch, self._beat = monkeypatch, Heartbeat.beat
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self._paused: list[Heartbeat] = []
+        monkeypatch.setattr(Heartbeat, "beat", lambda heartbeat: self._beat_unless(heartbeat))
+
+    def _beat_unless(self, heartbeat: Heartbeat) -> None:
+        self._heartbeats[threading.get_ident()] = heartbeat
+        if heartbeat not in self._paused:
+            self._beat(heartbeat)
+
+    def at(self, module: ModuleType, name: str, is_over: Callable[[], bool]) -> None:
+        function = getattr(module, name)
+
+        def late(*args: Any) -> Any:
+            if not self._paused:
+                self._paused.append(self._heartbeats[threading.get_ident()])
+                _wait_until(is_over)
+            return function(*args)
+
+        self._patch.setattr(module, name, late)
+
+
 def test_who_was_paused_while_it_completed_the_job_leaves_it_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
 ) -> None:
-    scores, beat = grade_and_score, Heartbeat.beat
-    paused: list[Heartbeat] = []
-    made: dict[int, Heartbeat] = {}
-
-    def beat_unless_paused(self: Heartbeat) -> None:
-        made[threading.get_ident()] = self
-        if self not in paused:
-            beat(self)
-
-    def slow_scores(*args: Any) -> Any:
-        if not paused:
-            paused.append(made[threading.get_ident()])
-            _wait_until_gone(tmp_path / "leases")
-        return scores(*args)
-
-    monkeypatch.setattr(Heartbeat, "beat", beat_unless_paused)
-    monkeypatch.setattr(batchgen.jobs.run.run_job, "grade_and_score", slow_scores)
+    leases = tmp_path / "leases"
+    paused = _Paused(monkeypatch)
+    paused.at(batchgen.jobs.run.run_job, "grade_and_score", lambda: not leases.exists())
     job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02, stale_after=1.0)
     messages = _messages(in_threads([job] * 2))
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert len(completed) == 2 and len(metrics["attempts"]) == 2
     assert sum("this worker has computed" in message for message in messages) == 1
+
+
+def test_who_was_paused_and_completes_the_job_again_keeps_the_others_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completed: list[JobResult]
+) -> None:
+    """It had seen that the job was not complete. When it goes on, another has completed it and
+    deleted what the workers told each other."""
+    paused = _Paused(monkeypatch)
+    paused.at(batchgen.jobs.run.job_end, "_count_shards", lambda: len(completed) == 1)
+    job = SharedJob(str(tmp_path), rows=60, rows_per_shard=4, step_s=0.02, stale_after=1.0)
+    _messages(in_threads([job] * 2))
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert len(completed) == 2 and metrics["status"] == "complete"
+    assert len(metrics["attempts"]) == 2
+    assert sum(attempt["rows"] for attempt in metrics["attempts"]) >= metrics["rows"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 
 from batchgen.config.groups.workers_config import BudgetConfig
+from batchgen.engine.interface.outputs import RequestOutput
 from batchgen.jobs.generation.spending import Used
 from batchgen.jobs.run.job_end import JobResult
 from batchgen.jobs.run.run_job import execute_job
 from batchgen.util.errors import ConfigError
-from tests.support.jobs.fake_job import FakeJob
+from tests.support.jobs.fake_job import FakeEngine, FakeJob
 from tests.support.jobs.forked import fork_server
 from tests.support.jobs.job_comparison import attempts, compare_outputs, finished_rows
 
@@ -88,6 +90,22 @@ def test_time_and_price_are_limits(tmp_path: Path, budget: dict[str, float], sai
     assert result.exit_code == 4 and said in result.message
     assert json.loads((tmp_path / "metrics.json").read_text())["budget"]
     assert run(job(tmp_path)).exit_code == 0  # without a limit
+
+
+class _Endless(FakeEngine):
+    """An engine whose rows never end."""
+
+    def step(self) -> list[RequestOutput]:
+        self.stats.steps += 1
+        time.sleep(0.01)
+        return []
+
+
+def test_a_budget_is_looked_at_after_each_step(tmp_path: Path) -> None:
+    fake = job(tmp_path)
+    config = replace(fake.config(), budget=BudgetConfig(minutes=0.005))
+    result = execute_job(config, replace(fake.parts(), port=lambda: _Endless(fake)))
+    assert result.exit_code == 4 and "0 answers done" in result.message
 
 
 def attempt(tokens: int = 0, second: int = 0, wall_s: float = 0.0, **more: Any) -> dict[str, Any]:
