@@ -23,7 +23,6 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "engine/layers/mixers/attention.py __init__": "its arguments are what differs between families",
-    "engine/models/dense.py dense_config": "one call, with a line for each key of config.json",
     "kernels/sampling/sampling_triton.py draw_triton": "it makes the arguments of two kernels",
 }
 

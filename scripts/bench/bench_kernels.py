@@ -1,7 +1,7 @@
 """Time kernels beside the floor of the bytes that they move and of their operations.
 
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
-    python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256]
+    python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256]  # and ranks
     python scripts/bench/bench_kernels.py int4 [--tokens 1,32]     # and nvfp4
 
 Each time is that of a launch in a CUDA graph. On a CPU the kernels run under TRITON_INTERPRET=1 and
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from cases import experts, four_bits, mxfp4
+from cases import experts, four_bits, mxfp4, ranks
 from measuring import (
     Case,
     Rates,
@@ -51,6 +51,7 @@ def _linear_section(layout: Layout) -> Section:
 SECTIONS = {
     "experts": Section(experts.expert_cases, "30b-a3b", _EXPERT_TOKENS),
     "mxfp4": Section(mxfp4.mxfp4_cases, "gpt-oss-20b", _MXFP4_TOKENS),
+    "ranks": Section(ranks.rank_cases, "30b-a3b", "8,64,256,2048,8192"),
     "int4": _linear_section(four_bits.INT4),
     "nvfp4": _linear_section(NVFP4),
 }

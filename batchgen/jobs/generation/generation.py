@@ -136,6 +136,10 @@ class Generation:
                 self._save_metrics()
                 progress.set_others(self._metrics.others, self._metrics.attempt.worker)
                 watch()
+            elif finished and self._metrics.report_due():
+                # The worker that completes the job does not wait until this one saves its figures.
+                self._note_engine()
+                self._metrics.report()
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
             if signals.received is not None or self._spending.is_spent:
@@ -179,10 +183,13 @@ class Generation:
         self._metrics.timeline.add(seconds, rows, self._engine.generated_tokens)
 
     def _save_metrics(self) -> None:
+        self._note_engine()
+        self._metrics.save("running")
+
+    def _note_engine(self) -> None:
         self._metrics.in_flight = self._engine.num_running
         self._metrics.attempt.device_s = round(self._costs.seconds, 6)
         self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
-        self._metrics.save("running")
 
     def _refill(self, requests: Iterator[SampleRequest | None]) -> list[FinishedRow]:
         """Queue requests until the window is full. Returns the rows that need no engine: they

@@ -6,7 +6,7 @@ Each function returns the `JobResult`, whose message the command prints.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from batchgen.config.compose.load_config import resolved
 from batchgen.config.groups.job_config import JobConfig
@@ -96,7 +96,7 @@ def complete(
 
     display_name = storage.display_name
     metrics.tally = _count_shards(config, parts, folder)
-    steps = metrics.costs(_name(storage))
+    metrics.look()
     totals, fingerprints = metrics.tally.totals, folder.manifest.fingerprints
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
     sampling = metrics.sampling
@@ -105,7 +105,7 @@ def complete(
         totals,
         config=resolved(config),
         row_facts=facts,
-        costs=steps,
+        costs=metrics.costs(_name(storage)),
         sampling=sampling,
         questions=questions,
     )
@@ -118,13 +118,13 @@ def complete(
     report = _report(parts, folder) if config.output.report else None
     job = JobSummary(
         totals,
-        attempts=[asdict(metrics.attempt)],
+        attempts=metrics.session(),
         score=metrics.score,
         adapter_scores=metrics.adapter_scores,
         config=resolved(config),
         row_facts=facts,
         rows_copied=metrics.rows_copied,
-        costs=steps,
+        costs=metrics.costs(_name(storage)),
         sampling=sampling,
         questions=questions,
     )

@@ -219,8 +219,8 @@ def end_table(
     """The table at the end of a job: scores; answers; time and cost; files.
 
     Args:
-        job: the summary. Its only attempt is the one that completed the job; it has none if the job
-            was complete before.
+        job: the summary. Its attempts are those of the workers that ran at the end, and the last
+            one completed the job; it has none if the job was complete before.
         folder: the job's folder as people call it.
         strategy: adds lines to the table.
         report: the path or URL of report.html, if it was made.
@@ -251,7 +251,7 @@ def end_table(
         lines += strategy.summary(totals.counts, stats, totals.generated_tokens)
     scores = [] if job.score is None else score_lines(job.score)
     scores += adapter_lines(job.adapter_scores)
-    times = _times(attempt) if attempt else []
+    times = _times(job.attempts) if attempt else []
     if job.cost is not None:
         times.append(("device", job.cost))
     files = [
@@ -284,10 +284,13 @@ def cut_remark(totals: Totals) -> str | None:
     )
 
 
-def _times(attempt: Mapping[str, Any]) -> list[Line]:
-    """The time and the speed of an attempt, and the memory of recurrent states of its engine."""
+def _times(attempts: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """The time of the last attempt, the memory of recurrent states of its engine, and the speed of
+    all attempts together, which ran at the same time."""
+    attempt = attempts[-1]
     seconds = f"{duration(attempt['wall_s'])} ({duration(attempt['generate_s'])} generating)"
-    lines = [("time", seconds), ("speed", f"{tokens_per_s(attempt):,.1f} tokens/s")]
+    speed = sum(map(tokens_per_s, attempts))
+    lines = [("time", seconds), ("speed", f"{speed:,.1f} tokens/s")]
     memory = attempt["memory"]
     if memory.get("row_states"):
         rows, checkpoints = memory["row_states"] or 0, memory["checkpoints"] or 0

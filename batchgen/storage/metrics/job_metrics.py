@@ -26,6 +26,7 @@ from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.whole_file import write_atomic
 
 SAVE_SECONDS = 10.0  # between two times that a running job saves the file
+_REPORT_SECONDS = 1.0  # between two reports to the other workers
 Status = Literal["running", "complete", "stopped", "failed", "killed"]
 
 
@@ -107,7 +108,7 @@ class Metrics:
     Attributes:
         attempt: the running attempt.
         tally: counts of all finished rows, those of earlier attempts included.
-        others: the figures that the other workers had reported when this one last looked.
+        others: the figures that the other workers had reported at the last `look` or `save`.
         in_flight: the number of rows in the engine that are running, not waiting.
         was_complete: whether an earlier attempt completed the job.
         score: the score of the job's marks; None without marks.
@@ -136,7 +137,7 @@ class Metrics:
         self._storage = FolderStorage(path.parent) if storage is None else storage
         self._team = team
         self._started = time.monotonic()
-        self._saved = 0.0
+        self._saved = self._reported = 0.0
         self._text = ""
         self.attempt = Attempt(rows_resumed)
         if team is not None:
@@ -184,24 +185,39 @@ class Metrics:
         """Whether SAVE_SECONDS have passed since the file was saved."""
         return time.monotonic() - self._saved >= SAVE_SECONDS
 
+    def report_due(self) -> bool:
+        """Whether it is time to call `report` again."""
+        return time.monotonic() - self._reported >= _REPORT_SECONDS
+
     def begin(self) -> None:
         """Note that the engine begins now."""
         self.attempt.start_s = round(self.age, 3)
 
-    def save(self, status: Status) -> None:
-        """Write the file. Only the first of several workers writes it; the others report to it."""
-        self._saved = now = time.monotonic()
-        self.attempt.status = status
-        self.attempt.wall_s = round(now - self._started, 3)
-        self.attempt.peak_rss_mib = peak_rss_mib()
-        totals = asdict(self.tally.totals)
-        all_totals = [totals]
+    def report(self) -> None:
+        """Give this worker's figures to the other workers, in its next heartbeat."""
+        self._reported = time.monotonic()
+        self.attempt.wall_s = round(self._reported - self._started, 3)
         if self._team is not None:
+            totals = asdict(self.tally.totals)
             facts = {"attempt": asdict(self.attempt), "totals": totals, "in_flight": self.in_flight}
             self._team.tell(facts)
+
+    def look(self) -> None:
+        """Read what the other workers have reported."""
+        if self._team is not None:
+            self.others = self._team.others()
+
+    def save(self, status: Status) -> None:
+        """Write the file."""
+        self._saved = time.monotonic()
+        self.attempt.status = status
+        self.attempt.peak_rss_mib = peak_rss_mib()
+        self.report()
+        all_totals = [asdict(self.tally.totals)]
+        if self._team is not None:
             if status != "complete" and not self._team.is_first():
                 return
-            self.others = self._team.others()
+            self.look()
             if status != "complete":  # a complete job has counted all rows in the shards
                 all_totals += [beat["totals"] for beat in self.others if "totals" in beat]
                 if any(not beat["dead"] for beat in self.others):
@@ -241,6 +257,12 @@ class Metrics:
         self._text = metrics_text(summary)
         self._storage.write(self._path, self._text)
         self.tell(summary)
+
+    def session(self) -> list[Mapping[str, Any]]:
+        """The attempts of the workers that ran at the same time, with this one as the last."""
+        last = asdict(self.attempt)
+        others = [one for one in self._attempts() if one != last]
+        return [*(one for one in others if one.get("session") == last["session"] != ""), last]
 
     def costs(self, job: str) -> list[JobCost]:
         """The costs of the jobs whose rows are read, and of this job under the name `job`."""

@@ -100,7 +100,7 @@ class OutputWriter:
         self.retried: int | None = None
         if older is None:
             self._journal.delete_unfinished()
-            self.retried = self._written.begin_retries() if retry_errors else self._round.end()
+            self.retried = self._written.begin_retries(retry_errors)
         else:
             self._round.check(retry_errors)
         self._open: dict[int, OpenShard] = {}

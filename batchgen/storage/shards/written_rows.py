@@ -105,11 +105,15 @@ class WrittenRows:
                     begun.take(batch, journal_worker(path))
         return begun
 
-    def begin_retries(self) -> int | None:
+    def begin_retries(self, retry_errors: bool) -> int | None:
         """Begin a retry round, in which the error rows of earlier attempts are computed again.
 
-        Returns the number of these rows; None if an earlier attempt has begun the round.
+        Returns the number of these rows; None if an earlier attempt has begun the round. Without
+        `retry_errors`, end the round of earlier attempts, and return None.
         """
+        if not retry_errors:
+            self._round.end()
+            return None
         if self._round.is_open:
             return None
         errors: dict[int, int] = {}
