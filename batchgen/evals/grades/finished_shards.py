@@ -130,10 +130,10 @@ class GradedShards(ABC):
             for group, end in enumerate(shard.ends):
                 start, stop = np.searchsorted(indices, [first, end])
                 for rows, at in _taken(file, group, names, indices[start:stop], first):
-                    yield rows, self._grades_of(rows, at, graded, grades)
+                    yield rows, self._rows_grades(rows, at, graded, grades)
                 first = end
 
-    def _grades_of(
+    def _rows_grades(
         self, rows: pa.Table, indices: pa.Array, graded: pa.Table | None, names: Sequence[str]
     ) -> pa.Table:
         """Some columns of the grades of rows with these indices; a table without columns if there

@@ -114,8 +114,7 @@ class Generation:
                         finished.append(row)
                 self._costs.add(self._engine.take_costs())
             elif not finished:
-                # A job that follows another one that still runs gets more rows,
-                # which may not fail.
+                # A job that follows a running one gets more rows, which may not fail.
                 num_rows = self._writer.num_rows
                 if held := [] if todo.is_following else self._first.ended(num_rows):
                     self._write(held, progress)
@@ -143,16 +142,21 @@ class Generation:
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
             if signals.received is not None or self._spending.is_spent:
-                self._write(self._waves.rest(), progress)
-                self._save_begun(STOP_SECONDS)
-                self._end_costs()
-                self._save_metrics()
+                self._stop(progress)
                 return False
         self._metrics.attempt.rows_recorded = 0
         self._add_point(time.monotonic() - started)
         self._end_costs()
         self._save_metrics()
         return True
+
+    def _stop(self, progress: Progress) -> None:
+        """Write the finished rows, record the tokens of the rows in flight, and save the
+        figures."""
+        self._write(self._waves.rest(), progress)
+        self._save_begun(STOP_SECONDS)
+        self._end_costs()
+        self._save_metrics()
 
     def _save_begun(self, seconds: float | None = None) -> None:
         """Record the tokens of the rows in flight, unless all rows may be failing."""
