@@ -270,18 +270,12 @@ class Metrics:
         return all_steps({**cost, "read_jobs": as_values(self.read_jobs)}, job)
 
     def keep(self) -> None:
-<<<<<<< HEAD
-        """Write the file again, at the end, unless it says that the job is complete: the first
-        worker may have overwritten it with older figures. A file that another worker completed has
-        more figures than this one, because the workers' messages have been deleted since."""
-=======
         """Write the file again at the end, unless it says that the job is complete.
 
         The first worker may have overwritten it with figures from before the job was complete. A
         file of a complete job has more figures than this worker can collect by then, because the
         files that the workers exchange are deleted.
         """
->>>>>>> origin/main
         content = self._storage.read(self._path)
         if content is None or json.loads(content)["status"] != "complete":
             write_atomic(self._path, self._text)

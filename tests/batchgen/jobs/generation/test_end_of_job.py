@@ -187,12 +187,8 @@ def test_who_deleted_the_leases_and_died_is_not_waited_for(
 
 
 class _Paused:
-<<<<<<< HEAD
-    """Halts the first worker that calls a function, without a heartbeat, until `is_over`."""
-=======
     """The first worker that comes to a function stands still there, without a heartbeat, until
     `is_over`."""
->>>>>>> origin/main
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch, self._beat = monkeypatch, Heartbeat.beat
