@@ -1,6 +1,9 @@
-"""Collects the models that a strategy runs, the target and others such as a draft model, and checks
-that they fit together. `EngineParts` calls this when an engine starts, and `engine_estimate.py` to
-forecast one."""
+"""Collects the models that a strategy runs (the target, and others such as a draft model) and
+checks that they fit together.
+
+`EngineParts` calls this module when an engine starts. `engine_estimate.py` calls it to forecast an
+engine's memory before any weight is loaded.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ from batchgen.engine.strategy import TARGET, Head, Strategy
 from batchgen.kernels.library import Product, first_unsteady
 
 _ACTIVATIONS = 3 * 2**30
-"""The bytes that steps need besides weights and caches, as a guess before it is measured."""
+"""The bytes that the activations of a step take, besides weights and caches: a guess, used before
+they can be measured."""
 
 
 def planned_uses(
@@ -42,12 +46,18 @@ def planned_uses(
     config: EngineConfig,
     context_columns: abc.Sequence[str],
 ) -> tuple[dict[str, ModelUse], ResolvedConfig]:
-    """Return the models of an engine by name, with how it runs each of them, and its settings with
-    all defaults filled in. The models may be without values. Raises ValueError if the model or
-    device does not allow the configuration, has no such column, or another model does not fit.
+    """Return the models of an engine by name, each with how the engine runs it, and the engine's
+    settings with all defaults filled in.
+
+    Only shapes are read, so the models may be on the meta device.
 
     Args:
-        others: as for `model_uses`.
+        others: the models besides the target, as for `model_uses`.
+        context_columns: the names of the columns of context scope to compute.
+
+    Raises:
+        ValueError: the model or the device does not allow the configuration, the model has no
+            column of such a name, or one of `others` does not fit the target.
     """
     longest = config.model_len(target.config.max_position_embeddings)
     max_model_len = strategy.model_len(longest, target.config)
@@ -64,9 +74,18 @@ def model_uses(
     columns: tuple[OutputColumn, ...],
     max_model_len: int,
 ) -> dict[str, ModelUse]:
-    """Return the strategy's models by name, with how it runs each of them. `others` are those
-    with checkpoints of their own, by name, whose weights are packed in place. Raises ValueError if
-    a model is missing, is not used by the strategy, or does not fit the target."""
+    """Return all models of the strategy by name, each with how the engine runs it.
+
+    Args:
+        others: the models that have checkpoints of their own, by name. Their weights are packed in
+            place.
+        columns: the target's columns of context scope to compute.
+        max_model_len: the most tokens that a row can have.
+
+    Raises:
+        ValueError: a model is missing, the strategy does not use a model of `others`, or a model
+            does not fit the target.
+    """
     uses: dict[str, ModelUse] = {}
     for name, role in strategy.models.items():
         model: TokenModel = target
@@ -82,17 +101,17 @@ def model_uses(
                 raise ValueError(f"strategy {strategy.name} needs a {name} model: none was given")
             model = others[name]
             model.pack()
-            _check_beside(name, others[name], target, max_model_len)
-        of_target = columns if model is target else ()
+            _check_compatible(name, others[name], target, max_model_len)
+        target_columns = columns if model is target else ()
         all_hidden = strategy.needs_hidden and model is target
-        uses[name] = ModelUse(model, role.widths, role.forward_rows, of_target, all_hidden)
+        uses[name] = ModelUse(model, role.widths, role.forward_rows, target_columns, all_hidden)
     if unused := [name for name in others if name not in uses]:
         raise ValueError(f"strategy {strategy.name} has no use for a {unused[0]} model")
     return uses
 
 
-def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: int) -> None:
-    """Check that a model can run beside the target."""
+def _check_compatible(name: str, model: CausalLM, target: CausalLM, max_model_len: int) -> None:
+    """Raise ValueError if a draft model cannot be run together with the target."""
     if model.vocab_size != target.vocab_size:
         raise ValueError(
             f"the {name} model's vocabulary has {model.vocab_size} ids and the model's has "
@@ -126,10 +145,11 @@ def _check_beside(name: str, model: CausalLM, target: CausalLM, max_model_len: i
 
 @torch.inference_mode()
 def check_products(model: CausalLM) -> None:
-    """Check that the products of linear layers keep the bits of rows, or raise ValueError."""
-    products = [checked for module in model.modules() for checked in _products(module)]
-    once = {product.name: product for product in products}.values()
-    if (unsteady := first_unsteady(once, model.device)) is not None:
+    """Check that every linear layer computes a row to the same bits in any batch. Raises ValueError
+    if one does not."""
+    products = [product for module in model.modules() for product in _products(module)]
+    distinct = {product.name: product for product in products}.values()
+    if (unsteady := first_unsteady(distinct, model.device)) is not None:
         raise ValueError(
             "deterministic is true, and the GPU's library computes a row differently in a batch "
             f"than alone ({unsteady}): make the engine before anything else computes on the GPU "
@@ -138,8 +158,12 @@ def check_products(model: CausalLM) -> None:
 
 
 def _products(layer: nn.Module) -> Iterator[Product]:
-    """Yield the products of a layer: by itself, and added to a residual where it may be. Where
-    ranks share a layer, their parts are added to it in the order of the ranks, row by row."""
+    """Yield the matrix products that a layer computes.
+
+    A linear layer has one for the plain product. A row-parallel layer has another one for the
+    product that is added to a residual, unless its weight is divided among ranks: then the ranks'
+    partial sums are added in rank order, row by row, which no batch can change.
+    """
     if isinstance(layer, KVExpansion):
         size = layer.weight.shape[2]
         yield Product(f"an expansion of latents of {size} values", size, layer.expand)
@@ -148,8 +172,8 @@ def _products(layer: nn.Module) -> Iterator[Product]:
     width, depth = layer.out_features, layer.in_features
     biased = "" if layer.bias is None else " and a bias"
     packed = layer.in_four_bits
-    kept = layer.weight.dtype if packed is None else packed.layout.code
-    name = f"a product with a weight of {width}×{depth}{biased} in {kept}"
+    format_name = layer.weight.dtype if packed is None else packed.layout.code
+    name = f"a product with a weight of {width}×{depth}{biased} in {format_name}"
     yield Product(name, depth, layer)
     if isinstance(layer, RowParallelLinear) and not layer.is_divided:
         ones = torch.ones((1, width), dtype=torch.bfloat16, device=layer.weight.device)
@@ -161,8 +185,8 @@ def _products(layer: nn.Module) -> Iterator[Product]:
 
 
 def chosen_columns(model: CausalLM, names: abc.Sequence[str]) -> tuple[OutputColumn, ...]:
-    """Find the model's columns of context scope by their names. Raises ValueError if the model has
-    no column of one of these names."""
+    """Return the model's columns of context scope that have these names. Raises ValueError if the
+    model has no column of one of them."""
     known = {column.name: column for column in model.declared_columns(model.config)}
     for name in names:
         if name not in known:
@@ -174,14 +198,18 @@ def chosen_columns(model: CausalLM, names: abc.Sequence[str]) -> tuple[OutputCol
 
 
 def chunk_multiple(model: CausalLM) -> int:
-    """Return the number of tokens of which every cut of a row's prefill must be a multiple. It is
-    the least common multiple of what the model's recurrent layers ask for; 1 without any."""
+    """Return the number of tokens that the length of every prefill chunk but a row's last must be a
+    multiple of.
+
+    It is the least common multiple of what the model's recurrent layers require; 1 for a model
+    without recurrent layers.
+    """
     specs = model.cache_specs
     return int(np.lcm.reduce([1, *(s.chunk_multiple for s in specs if isinstance(s, StateSpec))]))
 
 
 def sizes_of(target: CausalLM, strategy: Strategy, config: EngineConfig) -> Sizes:
-    """Return what the defaults of the engine's settings depend on."""
+    """Return the sizes that the defaults of the engine's settings are computed from."""
     device = target.device
     weights, width = target.weight_bytes, max(strategy.models[TARGET].widths)
     memory, room = 0, int(available_memory() * CPU_SHARE)

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PATIENCE = 4
-"""How long a row waits for its adapter to get a slot: until this many times as many rows as can run
-at once have started before it."""
+"""How long a row may wait until its adapter is loaded into an adapter slot, in multiples of
+`max_num_seqs`: this is how many other rows may start before it."""
 
 
 class EngineParts:
@@ -67,7 +67,7 @@ class EngineParts:
     ) -> None:
         """Allocate caches and make the parts; errors are those of `LLMEngine`."""
         self._strategy = strategy
-        # This raises an error if the strategy does not fit the model.
+        # Checked first: this raises ValueError if the strategy does not fit the model.
         self._block_length = strategy.block_length(model.config)
         rules = bit_rules(config.deterministic, model.device)
         model.pack(rules)
@@ -80,11 +80,11 @@ class EngineParts:
         self.memory = plan_memory(list(uses.values()), self.config)
         manager = self._block_manager(model, list(uses.values()))
         self.images: ImageStore | None = None
-        limits_of_images = None
+        image_limits = None
         if model.visual is not None:
             max_image_tokens = self.config.image_tokens
             self.images = ImageStore(model.visual, max_image_tokens, model.device, model.parallel)
-            limits_of_images = self._image_limits(model.visual.config.rules, manager)
+            image_limits = self._image_limits(model.visual.config.rules, manager)
         self._adapters = _adapter_slots(model, config.lora_slots, max_num_seqs)
         self.requests = Requests(
             tokenizer,
@@ -94,18 +94,19 @@ class EngineParts:
             max_model_len=max_model_len,
             cache_capacity=manager.capacity,
             context_columns=uses[TARGET].columns,
-            images=limits_of_images,
+            images=image_limits,
             lora=model.lora,
         )
         self.runners = {name: self._runner(use) for name, use in uses.items()}
         self.scheduler = self._scheduler(manager, model, uses[TARGET])
         strategy.attach(self.runners)
-        rows, windows = max_scored_tokens(model, self.config), manager.window is not None
+        scored_tokens = max_scored_tokens(model, self.config)
+        windows = manager.window is not None
         runner = self.runners[TARGET]
         self.launcher = StepLauncher(
             strategy,
             runner,
-            rows,
+            scored_tokens,
             timer,
             self.images,
             self._adapters,
@@ -129,7 +130,7 @@ class EngineParts:
         return BlockManager(
             self.memory.num_blocks,
             config.block_size,
-            # No row may share a block of the cache that ends inside a block of the attention.
+            # A row must not share a cache block that ends inside a block of block-causal attention.
             config.prefix_caching and config.block_size % self._block_length == 0,
             states,
             chunk_multiple(model),
@@ -143,8 +144,9 @@ class EngineParts:
         limits = BatchLimits(
             config.max_num_seqs,
             config.max_batched_tokens,
-            # Prompts are read beside decoding rows only if these have one token each, and if a
-            # graph holds both: without one a step of few prompt tokens waits for the host.
+            # Prompts are read together with decoding rows only if these have one token each and a
+            # CUDA graph holds both. Without a graph, a step of few prompt tokens would wait for the
+            # host.
             config.chunk_tokens if 1 in use.widths and shapes.reads_prompts else 0,
             CHUNK_ROWS,
             shapes.alone_tokens if config.cuda_graph else 0,
@@ -181,8 +183,9 @@ class EngineParts:
 def _adapter_slots(
     model: CausalLM, lora_slots: int | None, max_num_seqs: int
 ) -> AdapterSlots | None:
-    """Make what chooses the adapters in the slots; None for a model without adapters. ValueError if
-    the model was not loaded with as many slots as are asked for."""
+    """Return the object that decides which adapters are in the adapter slots; None for a model
+    without adapters. Raises ValueError if the model was loaded with another number of slots than
+    `lora_slots`."""
     lora = model.lora
     number = 0 if lora is None else num_slots(len(lora.names), lora_slots)
     if lora_slots is not None and (lora is None or lora.num_slots != number):

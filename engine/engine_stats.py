@@ -1,6 +1,7 @@
 """Counts of what an engine has done since it started: steps, tokens, rows, preemptions, images.
 
-`LLMEngine` keeps them up to date; the summary at the end of a job and the Python API show them.
+`LLMEngine` updates one `EngineStats` in every step. The summary at the end of a job and the Python
+API show it.
 """
 
 from __future__ import annotations
@@ -21,31 +22,36 @@ from batchgen.engine.scheduling.scheduler import Scheduler
 
 @dataclass
 class EngineStats:
-    """Counts since the engine started. A mixed step counts as a prefill and as a decode step."""
+    """Counts since the engine started. A mixed step counts both as a prefill step and as a decode
+    step."""
 
     prefill_steps: int = 0  # the number of steps that read prompts
-    # The number of tokens that prefills computed, including recomputed ones.
+    # The number of tokens that prefills computed. Tokens that are computed again after a preemption
+    # count again.
     prefill_tokens: int = 0
-    # The number of tokens that prefills did not compute, because the prefix cache had them.
+    # The number of prompt tokens that prefills skipped because the prefix cache held them.
     cached_tokens: int = 0
     decode_steps: int = 0  # the number of steps with decoding rows
-    # The sum of the numbers of rows over all decode steps; divided by `decode_steps` it is the mean
+    # The sum of the batch sizes of all decode steps; divided by `decode_steps`, it is the mean
     # batch size.
     decode_rows: int = 0
     generated_tokens: int = 0  # the number of tokens generated for finished and running requests
     # Maps the name of each of the strategy's counts to its sum over all rows.
     counts: dict[str, int] = field(default_factory=dict)
-    # What the strategy reports besides (`Strategy.stats`).
+    # Further statistics of the strategy (`Strategy.stats`).
     strategy: dict[str, Any] = field(default_factory=dict)
     preemptions: int = 0  # how often a row lost its cache entries to other rows
-    images: int = 0  # the number of images that were encoded, again after a preemption
-    image_tokens: int = 0  # the number of their tokens
-    # The seconds of the device for them, of the last few only once no request is left.
+    # The number of images that were encoded. An image counts again if a preemption makes the
+    # engine encode it again.
+    images: int = 0
+    image_tokens: int = 0  # the number of tokens of these images
+    # The device's seconds for encoding images. The newest images are missing until all requests
+    # have ended, because their times are read late.
     image_seconds: float = 0.0
     peak_kv_usage: float = 0.0  # the largest share of the blocks that rows owned, from 0 to 1
 
     def count_batch(self, batch: ScheduledBatch, scheduler: Scheduler) -> None:
-        """Add a scheduled batch."""
+        """Add a scheduled batch to the counts."""
         self.preemptions = scheduler.num_preemptions
         self.cached_tokens = scheduler.num_cached_tokens
         self.peak_kv_usage = max(self.peak_kv_usage, scheduler.block_manager.usage)
@@ -60,8 +66,13 @@ class EngineStats:
     def count_rows(
         self, running: RunningBatch, images: ImageStore | None, *, are_last: bool
     ) -> None:
-        """Take over the counts of all rows so far. Once rows that ended are the last ones, nothing
-        is encoded any more, and the times of all images are known."""
+        """Copy the totals over all rows so far.
+
+        Args:
+            images: the encoder of images; None if the model reads none.
+            are_last: whether no unfinished request is left. Then no image is being encoded, and the
+                times of all images can be read without waiting.
+        """
         self.generated_tokens = running.num_committed
         self.counts = dict(running.totals)
         if images is not None:

@@ -1,4 +1,9 @@
-"""The engine: it takes requests, runs them step by step and returns those that have finished."""
+"""The engine's entry point: `LLMEngine` takes requests, runs them step by step and returns finished
+ones.
+
+`LLM` (the Python API) and a job's row generator drive it: they call `add_request` and then `step`
+until `has_unfinished` is False.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A batch, or the part of one, that was launched, and its results on their way to the host."""
+    """A launched batch, or one part of a mixed batch, and its results on their way to the host."""
 
     batch: PrefillBatch | DecodeBatch | StateBatch
     copy: HostCopy
@@ -49,22 +54,22 @@ class LLMEngine:
     """Runs requests over one target model with continuous batching.
 
     A request's tokens depend only on the model, the prompt and the `RequestParams` (including the
-    seed). They depend neither on the requests beside it nor on any value of `config`, except
-    through the device's floating-point rounding; on a CPU in float32 they are exactly equal.
+    seed). They depend neither on the other requests in the batch nor on any value of `config`,
+    except through the device's floating-point rounding; on a CPU in float32 they are exactly equal.
 
     Args:
         model: the target with its weights, on its device; the weights are packed in place.
-        tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
-            constraints.
+        tokenizer: decodes the output to text. With None, texts are empty, and stop strings and
+            constraints are refused.
         timer: measures the steps; None measures nothing.
-        others: the strategy's other models that have checkpoints of their own, by name, on the same
-            device; their weights are packed in place.
-        compiler: compiles constraints for this tokenizer and vocabulary; None makes one when the
-            first constrained request comes.
+        others: the strategy's further models that have checkpoints of their own, by name, on the
+            same device; their weights are packed in place.
+        compiler: compiles constraints for this tokenizer and vocabulary. With None, the engine
+            makes a compiler for the first constrained request.
         context_columns: the names of the columns of context scope that requests may ask for; each
-            takes room in the paged cache.
-        leader: the other ranks, which do what this engine does; None if there are none, or if this
-            engine does what another one does (`follow`).
+            takes memory in the paged cache.
+        leader: sends every request and step to the other ranks. None on a single rank, and on every
+            rank but 0, where `follow` runs the steps.
 
     Raises:
         ValueError: the model or device does not allow the configuration, the caches do not fit into
@@ -85,7 +90,7 @@ class LLMEngine:
         leader: Leader | None = None,
     ) -> None:
         self._leader = leader
-        # The digest of all tokens that were read, by which ranks see that they have the same.
+        # The digest of all tokens read so far. Ranks compare it to detect that their tokens differ.
         self._digest = 0
         parts = EngineParts(
             model,
@@ -107,16 +112,16 @@ class LLMEngine:
         self._live: dict[Hashable, Sequence] = {}
         special_ids = (*eos_token_ids, *model.config.never_generated)
         self._compiling = CompileQueue(compiler, tokenizer, self.vocab_size, special_ids)
-        # Both hold rows that have ended and were not returned yet. Those in `_leaving` wait for
-        # their columns of context scope, which are on their way to the host since the last launch.
+        # Rows that have ended and were not returned yet. The rows in `_leaving` still wait for
+        # their columns of context scope, which the last launch began to copy to the host.
         self._finished: list[Sequence] = []
         self._leaving: list[Sequence] = []
-        self._launched: deque[list[_Launched]] = deque()  # Batches that were not read yet.
+        self._launched: deque[list[_Launched]] = deque()  # launched batches that were not read yet
 
     def capture_graphs(self) -> None:
-        """Capture all CUDA graphs that steps may replay. Most are else captured while steps run,
-        which the times of these steps show. With other ranks, all of them must do this at the same
-        point of their work."""
+        """Capture all CUDA graphs that steps may replay. Without this call, most graphs are
+        captured during the first steps that need them, which makes these steps slow. With several
+        ranks, all ranks must call this at the same point of their work."""
         for runner in self._runners.values():
             runner.capture_all()
 
@@ -139,16 +144,18 @@ class LLMEngine:
         images: abc.Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> bool:
-        """Queue a request. Returns whether it goes on from what was `begun`.
+        """Queue a request. Returns whether the request continues from `begun`.
 
         Args:
-            answer: tokens behind the prompt that are scored instead of generating any, of diffusion
-                models with their steps: the columns of answer scope say how likely each of them is.
-                They must be given if `params.max_new_tokens` is 0, and not otherwise.
-            images: the pictures of the prompt, in order. For each the prompt has as many of the
-                model's image tokens as the picture takes.
-            begun: what another engine has generated of the request. The request begins again if
-                that cannot be: if a column is missing, or it would have ended there.
+            answer: tokens to score after the prompt, instead of generating any; for diffusion
+                models, with the steps that unmasked them. The columns of answer scope say how
+                likely each token is. Required if `params.max_new_tokens` is 0, and forbidden
+                otherwise.
+            images: the images of the prompt, in order. For each image the prompt contains as many
+                of the model's image tokens as the image takes.
+            begun: what another engine has already generated for the request. The request starts
+                from the beginning if it cannot continue: if a column is missing, or if the row
+                would have ended there.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -166,39 +173,42 @@ class LLMEngine:
             self._compiling.add(seq)
         self._live[request_id] = seq
         if self._leader is not None:
-            known = [image.without_pixels() for image in images]
-            self._leader.post(Add(request_id, prompt, params, answer, known, begun))
+            without_pixels = [image.without_pixels() for image in images]
+            self._leader.post(Add(request_id, prompt, params, answer, without_pixels, begun))
         return seq.resumed
 
     def begun_lengths(self) -> dict[Any, int]:
-        """How many tokens each request that has not ended has generated so far, by its id, of those
-        that have some. Replays generate none."""
+        """Return how many tokens each unfinished request has generated so far, by request id.
+        Requests without generated tokens are left out, and so are replays, which generate none."""
         running, lengths = self.scheduler.running, {}
         for request_id, seq in self._live.items():
             slot = seq.batch_slot
-            known = seq.num_tokens if slot is None else int(running.num_tokens[slot])
+            num_tokens = seq.num_tokens if slot is None else int(running.num_tokens[slot])
             if (
                 seq.finish_reason is None
                 and seq.trajectory is None
-                and known > seq.num_prompt_tokens
+                and num_tokens > seq.num_prompt_tokens
             ):
-                lengths[request_id] = known - seq.num_prompt_tokens
+                lengths[request_id] = num_tokens - seq.num_prompt_tokens
         return lengths
 
     @torch.inference_mode()
     def begun(self, request_id: Hashable, start: int = 0) -> Begun | None:
-        """What one of these requests has generated from the token `start` on, as far as steps were
-        read. It waits for columns of context scope alone. None if some of those are not there yet,
-        as in a row that is computed again."""
+        """Return what an unfinished request has generated from its output token `start` on, in the
+        steps that were read.
+
+        The call waits for the device only to copy columns of context scope. Returns None if some of
+        their values are missing, as in a preempted row that is being computed again.
+        """
         seq = self._live[request_id]
         counts = self.scheduler.flush(seq)
-        known = seq.num_prompt_tokens + start - 1 if start else 0
+        context_start = seq.num_prompt_tokens + start - 1 if start else 0
         if seq.context_columns and seq.context.num_tokens < seq.num_tokens - 1:
             return None
         columns = {name: buffer.array(start) for name, buffer in seq.columns.items()}
         for column in seq.requested_columns:
             if column.scope == "context":
-                columns[column.name] = seq.context.array(column, known)
+                columns[column.name] = seq.context.array(column, context_start)
         return Begun(seq.token_ids[seq.num_prompt_tokens + start :], columns, dict(counts))
 
     def abort(self, request_id: Hashable) -> bool:
@@ -220,29 +230,32 @@ class LLMEngine:
         return True
 
     def close(self) -> None:
-        """End the other ranks, and stop compiling constraints, without waiting for those that are
-        being compiled. After that the engine takes no further constrained requests, and none at all
-        if there were other ranks."""
+        """End the other ranks, and stop compiling constraints without waiting for running
+        compilations. Afterwards the engine takes no constrained requests, and no requests at all if
+        there were other ranks."""
         self._compiling.close()
         if self._leader is not None:
-            # The ranks' communicator must outlive what was captured of it.
+            # The ranks' communicator must outlive the CUDA graphs that captured its operations.
             for runner in self._runners.values() if self.is_usable else ():
                 runner.drop_graphs()
             self._leader.close()
 
     def measure_costs(self) -> None:
-        """Begin to measure what each request costs, before the first one. Whoever asks for this
-        must call `take_costs` from time to time, because costs are kept until then."""
+        """Start to measure what each request costs. Must be called before the first request. The
+        caller must call `take_costs` from time to time, because costs are stored until then."""
         assert self._costs is None and not self._live
         timer = StepTimer(self._runner.device)
         self._launcher.timer = timer
         self._costs = CostShares(timer, self.max_num_seqs)
 
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
-        """Return the seconds of the device that requests took, by their ids, of those that have
-        ended and whose last step was read. With `wait` it waits for all steps that were launched,
-        and tells of requests that have not ended what they took so far; what they take from then on
-        comes later."""
+        """Return pairs of a request id and the seconds of the device that the request took. Each
+        call returns the requests that have ended and whose last step was read.
+
+        Args:
+            wait: wait for all launched steps, and also return what unfinished requests took so far.
+                What they take later is returned by a later call.
+        """
         assert self._costs is not None
         if wait:
             self._costs.share(leave=0)
@@ -250,13 +263,13 @@ class LLMEngine:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the device answers. It may wait for ever if another rank was lost."""
+        """Whether the device can be waited for. If another rank was lost, waiting may never end."""
         return self._leader is None or not self._leader.is_lost
 
     @property
     def batch_dependence(self) -> str | None:
-        """Why the bits of a token's result depend on what else is in its batch, in words for the
-        user. None if they do not, and on a GPU, where batchgen makes no such promise."""
+        """Why the bits of a token's result depend on the rest of its batch, as a sentence for the
+        user. None if they do not depend on it, and on a GPU, where batchgen does not promise it."""
         reasons = (runner.model.batch_dependence for runner in self._runners.values())
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -267,8 +280,8 @@ class LLMEngine:
 
     @property
     def num_running(self) -> int:
-        """The number of rows that own blocks of the cache. Rows that wait for their turn or for
-        their constraint to compile are not among them."""
+        """The number of rows that own blocks of the cache. Rows that wait to start, or for their
+        constraint to be compiled, do not count."""
         return len(self.scheduler.running)
 
     @property
@@ -278,20 +291,26 @@ class LLMEngine:
 
     @property
     def running_ids(self) -> list[Any]:
-        """The ids of these rows, in the order of `running_lengths`."""
+        """The ids of the `num_running` rows, in the order of `running_lengths`."""
         return [seq.request_id for seq in self.scheduler.running.rows]
 
     def has_unfinished(self) -> bool:
-        """Whether some request was added and neither returned nor aborted yet."""
+        """Whether some request was added and has neither been returned nor aborted."""
         return bool(self._live)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Launch a batch and read one: with overlap the batch before it, else the same batch.
-        Returns the requests that have finished and were not returned yet. Raises RuntimeError if
-        another rank was lost. The engine can do nothing after that."""
+        """Launch a batch and read one. With overlap, the batch that is read is the one launched
+        before; without it, the same one.
+
+        Returns:
+            The requests that have finished since the last call.
+
+        Raises:
+            RuntimeError: another rank was lost. The engine cannot continue.
+        """
         with nullcontext() if self._leader is None else self._leader.step():
-            # The engine waits for the compiler only if all rows wait for their constraints.
+            # The engine waits for the compiler only if every row waits for its constraint.
             block = len(self._compiling) == len(self._live)
             compiled = list(self._compiling.take(block=block))
             if self._leader is not None:
@@ -302,14 +321,15 @@ class LLMEngine:
 
     @torch.inference_mode()
     def follow(self, step: StepBegins) -> None:
-        """Make the step that the engine of rank 0 makes. Raises RuntimeError if this engine's
-        tokens differ from those of rank 0."""
+        """Run the step that the engine of rank 0 runs. Raises RuntimeError if this rank's tokens
+        differ from those of rank 0."""
         if step.digest != self._digest:
             raise RuntimeError("the tokens of this rank differ from those of rank 0")
         self._step([self._compiling.take_one(*compiled) for compiled in step.compiled])
 
     def _step(self, compiled: list[Sequence]) -> list[RequestOutput]:
-        """Make a step, as `step` says, after the constraints of some rows were compiled."""
+        """Run a step as `step` describes. `compiled` are the rows whose constraints have just been
+        compiled, or have failed to compile."""
         for seq in compiled:
             if seq.error is None:
                 self.scheduler.add(seq)
@@ -331,7 +351,8 @@ class LLMEngine:
         num_unread = 1 if batch is not None and self.config.overlap else 0
         while len(self._launched) > num_unread:
             self._read_oldest()
-        if batch is None:  # No later batch will come that would hide the wait.
+        if batch is None:
+            # No later batch will hide the wait for these rows' columns.
             self._finished += self._leaving
             self._leaving = []
         return self._take_finished()
@@ -351,8 +372,8 @@ class LLMEngine:
         return outputs
 
     def _read_oldest(self, launching: int = 0) -> None:
-        """Wait for the results of the oldest batch that was launched, and commit its tokens. While
-        another batch is being launched, `launching` is 1."""
+        """Wait for the results of the oldest launched batch, and commit its tokens. `launching` is
+        the number of batches, 0 or 1, whose launch is in progress."""
         parts = self._launched.popleft()
         for part in parts:
             step = part.copy.wait()
@@ -364,7 +385,7 @@ class LLMEngine:
                 self.strategy.observe(step, self.scheduler.is_current(part.batch))
             for seq in self.scheduler.update(part.batch, step):
                 (self._leaving if seq.context_columns else self._finished).append(seq)
-        if parts and self._costs is not None:  # the copy came behind the step, which is over
+        if parts and self._costs is not None:  # its results were copied, so the step is over
             self._costs.share(leave=len(self._launched) + launching)
 
     def _catch_up(self) -> None:

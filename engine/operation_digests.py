@@ -1,8 +1,8 @@
-"""Digests of what each operation of a model computed for each token, to find out where a row's bits
-depend on its batch.
+"""Digests of what each operation of a model computed for each token, used to find where a row's
+bits depend on its batch.
 
-One runs the same row in two batches, with a `Tape` watching the model each time, and asks for the
-first operation whose digests differ (`pipelines/proof/audit/operations.py`).
+The audit (`pipelines/proof/audit/operations.py`) runs the same row in two batches, with a `Tape`
+watching the model each time, and asks for the first operation whose digests differ.
 """
 
 from __future__ import annotations
@@ -44,15 +44,19 @@ _OPERATIONS_OF: tuple[tuple[Any, str, str | None, Callable[[Any], Tensor] | None
     (moe_layer, "route", "routing", lambda match: match[1]),
     (experts_layer, "grouped_parts", "experts", lambda match: match.transpose(0, 1)),
 )
-"""Where an operation is called, its function, how it is called here (products by their weights),
-and how the rows of its result are found."""
+"""The operations to watch, each as (the module that calls it, the function's name there, its label,
+how to get the values [tokens, …] from its result). Products have no label: they are named after
+their weight."""
 
 
 class Tape:
-    """The digests [operations, slots] of what operations made of the tokens at KV slots.
+    """Digests of the values that each operation computed for the token at each KV slot.
 
     Attributes:
-        operations: maps (layer, name, how often it ran in the layer before) to a row of `plane`.
+        plane: [operations, slots] int64, the digests; 0 means that the operation has not seen the
+            slot.
+        operations: maps (layer index, operation's name, number of earlier calls in this layer and
+            forward) to a row of `plane`.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -66,13 +70,13 @@ class Tape:
         self._whole = True
 
     def resize(self, slots: int) -> None:
-        """Make room for a number of slots, and forget what was there."""
+        """Make room for this number of KV slots and clear all digests."""
         self.plane = self.plane.new_zeros(len(self.plane), slots)
 
     def first_difference(self, one: Tensor, other: Tensor) -> tuple[str, int] | None:
-        """Name the first operation, in the order of the layers, whose digests [operations, tokens]
-        differ at tokens of which both are known, and the first such token; None if there is
-        none."""
+        """Compare two planes [operations, tokens]. Returns the name of the first operation, in the
+        order of the layers, whose digests differ at a token that both have seen, and the index of
+        the first such token. Returns None if all agree."""
         order = sorted(self.operations.items(), key=lambda match: (match[0][0], match[1]))
         for (layer, name, _), index in order:
             a, b = one[index], other[index]
@@ -83,7 +87,7 @@ class Tape:
 
     @contextmanager
     def watching(self, model: CausalLM) -> Iterator[None]:
-        """Note the operations of the model's layers within the context."""
+        """Record the operations of the model's layers inside the context."""
         weights = {
             id(module.weight): path.rpartition(".")[2]
             for path, module in model.named_modules()
@@ -107,7 +111,7 @@ class Tape:
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._slots, self._layer = args[2].kv_slots, None
         self._whole = args[2].outputs is None
-        self.plane.index_fill_(1, self._slots, 0)  # what other rows left there
+        self.plane.index_fill_(1, self._slots, 0)  # clear what earlier rows left at these slots
 
     def _enter(self, layer: int, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._layer = layer if self._whole or not last else None
@@ -128,7 +132,7 @@ class Tape:
         def noting(*args: Any, **options: Any) -> Any:
             result = run(*args, **options)
             if self._layer is not None and result is not None:
-                names = (weights[id(each)] for each in args[1:] if id(each) in weights)
+                names = (weights[id(arg)] for arg in args[1:] if id(arg) in weights)
                 self._note(label or next(names), result if rows is None else rows(result))
             return result
 
@@ -149,7 +153,7 @@ class Tape:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Let the owner have another attribute of this name within the context."""
+    """Replace an attribute of `owner` inside the context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

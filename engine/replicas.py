@@ -1,9 +1,10 @@
-"""Keeps the engines of several ranks equal: rank 0 sends the others every request and step.
+"""Keeps the engines of several ranks equal: rank 0 sends every request and step to the other ranks.
 
-All ranks run the same engine on the same requests. What an engine does follows from the requests,
-from the tokens, which all ranks compute from the same logits, and from a few things that depend on
-clocks, which rank 0 decides. So rank 0 sends what comes from outside, in order. With every step it
-sends a digest of the tokens so far; a rank whose digest differs stops with an error.
+All ranks run the same engine on the same requests. What an engine does follows from three things:
+the requests, the tokens (which all ranks compute from the same logits), and a few decisions that
+depend on clocks, which rank 0 makes. So rank 0 sends requests and decisions in order (`Leader`),
+and the other ranks execute them (`follow_engine`). Every step carries a digest of the tokens so
+far; a rank whose digest differs stops with an error.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class Add(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """A request was dropped."""
+    """A request was aborted."""
 
     request_id: Hashable
 
 
 class StepBegins(NamedTuple):
-    """A step begins."""
+    """Rank 0 begins a step."""
 
-    # The requests whose constraints rank 0 has compiled since the last step, each with the error
-    # that it ends with, or None.
+    # Requests whose constraints rank 0 has compiled since the last step, each with the message of
+    # its error, or None.
     compiled: list[tuple[Hashable, str | None]]
     digest: int  # of all tokens that rank 0 has read so far
 
@@ -55,7 +56,7 @@ Command = Add | Abort | StepBegins
 
 
 class Leader:
-    """What the engine of rank 0 knows of the other ranks."""
+    """The connection of rank 0's engine to the other ranks."""
 
     def __init__(self, processes: RankProcesses) -> None:
         self._processes = processes
@@ -63,13 +64,13 @@ class Leader:
         self._interrupted = False
 
     def post(self, command: Command) -> None:
-        """Let the other ranks do this before their next step."""
+        """Queue a command that the other ranks execute before their next step."""
         self._posted.append(command)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch a step, which must end in time. Raises RuntimeError if a rank was lost before or in
-        the step, or a step was interrupted before."""
+        """Watch a step, which must end in time. Raises RuntimeError if a rank was lost before or
+        during the step, or if an earlier step was interrupted."""
         if self._interrupted:
             raise RuntimeError(
                 "an earlier step of the engine was interrupted, so its ranks are out of step: "
@@ -83,14 +84,15 @@ class Leader:
                 raise
 
     def begin(self, compiled: Sequence[tuple[Hashable, str | None]], digest: int) -> None:
-        """Let the other ranks begin the step that rank 0 begins."""
+        """Send the queued commands to the other ranks, and let them begin the step that rank 0
+        begins."""
         self._posted.append(StepBegins(list(compiled), digest))
         posted, self._posted = self._posted, []
         self._processes.send(posted)
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank was lost. Its GPU's neighbours may wait for it for ever."""
+        """Whether a rank was lost. Ranks that wait for it on the device may then wait for ever."""
         return self._processes.is_lost
 
     def check(self) -> None:
@@ -103,7 +105,7 @@ class Leader:
 
 
 class Follower(Protocol):
-    """The engine of a rank that does what rank 0 does."""
+    """The part of `LLMEngine` that a rank other than 0 uses to do what rank 0 does."""
 
     def add_request(
         self,
@@ -121,8 +123,8 @@ class Follower(Protocol):
 
 
 def follow_engine(engine: Follower, connection: Connection[Any, Any]) -> None:
-    """Do what rank 0 does, until it closes the connection. Raises RuntimeError if this rank's
-    tokens differ from those of rank 0."""
+    """Execute the commands of rank 0 until it closes the connection. Raises RuntimeError if this
+    rank's tokens differ from those of rank 0."""
     while True:
         try:
             commands: list[Command] = connection.recv()
@@ -139,8 +141,8 @@ def follow_engine(engine: Follower, connection: Connection[Any, Any]) -> None:
 
 
 def tokens_digest(step: HostOutput, before: int) -> int:
-    """Return a digest of the tokens of a step and of all before it, by which ranks see that they
-    have the same."""
+    """Extend the digest `before` by the tokens of a step. Ranks compare digests to see that they
+    have the same tokens."""
     width = step.token_ids.shape[1]
     valid = np.arange(width) < step.num_tokens[:, np.newaxis]
     return zlib.crc32(np.where(valid, step.token_ids, -1).tobytes(), before)

@@ -1,4 +1,5 @@
-"""Makes the finished request, a `RequestOutput`, of a row that has ended. `Requests` calls this."""
+"""Turns a row that has ended into a finished request, a `RequestOutput`. `Requests.output` calls
+this."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 def request_output(
     seq: Sequence, strategy: Strategy, tokenizer: PreTrainedTokenizerBase | None
 ) -> RequestOutput:
-    """Make the finished request of a row that has ended."""
+    """Return the finished request of a row that has ended. Without a tokenizer its text is
+    empty."""
     assert seq.finish_reason is not None
     token_ids = seq.token_ids[seq.num_prompt_tokens :]
     if seq.trajectory is not None:
@@ -50,7 +52,7 @@ def request_output(
 
 
 def _replayed(seq: Sequence, strategy: Strategy) -> RequestOutput:
-    """Make the finished request of a row that has replayed a trajectory."""
+    """Return the finished request of a row that has replayed a trajectory."""
     assert seq.trajectory is not None and seq.finish_reason in ("length", "error")
     num_prompt = seq.num_prompt_tokens
     is_exact = strategy.is_exact(seq.trajectory, num_prompt, seq.params)
@@ -71,8 +73,11 @@ def _replayed(seq: Sequence, strategy: Strategy) -> RequestOutput:
 
 
 def _columns(seq: Sequence) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns that a row asked for, by name. Those of context scope have one value less
-    than the row has tokens, because no forward has read the last token, unless it was only read."""
+    """Return the columns that a row asked for, by name.
+
+    Columns of context scope have one value for each token that a forward has read. That is every
+    token but the last one, or every token if the row was only read (for an embedding).
+    """
     columns = {name: buffer.array() for name, buffer in seq.columns.items()}
     if seq.trajectory is not None:
         columns = of_answer(columns)

@@ -1,5 +1,5 @@
-"""The parameters of a request: the seed of each sample, what the engine can honour, and the columns
-that are asked for."""
+"""The parameters of a request: derives the seed of each sample, and checks before any weights load
+that the engine can honour the parameters and columns asked for."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 
 _JOB_AND_SAMPLE = Struct("<QQ")
-"""How `derive_seed` digests the job's seed and the sample's index: as 64 bits each."""
+"""The format in which `derive_seed` digests the job's seed and the sample's index: 64 bits each."""
 
 
 def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
-    """The seed of one sample of one row, in [0, 2**64): different for each, equal everywhere. It
-    depends on the row's id and not on its position, so that a row keeps its tokens when others are
-    added or dropped."""
+    """Return the seed of one sample of one row, in [0, 2**64). It depends on the row's id and not
+    on the row's position, so that a row keeps its tokens when other rows are added or dropped."""
     numbers = _JOB_AND_SAMPLE.pack(job_seed % 2**64, sample_index)
     text = row_id.encode("utf-8", "surrogatepass")
     digest = blake2b(numbers + text, digest_size=8, person=b"batchgen.seed").digest()
@@ -35,7 +34,7 @@ def derive_seed(job_seed: int, row_id: str, sample_index: int) -> int:
 
 
 def sample_params(params: RequestParams, row_id: str, sample_index: int) -> RequestParams:
-    """The parameters of one sample of a row: those of all rows with the sample's own seed."""
+    """Return the parameters of one sample of a row: `params` with the sample's seed."""
     return params.with_seed(derive_seed(params.seed, row_id, sample_index))
 
 
@@ -48,9 +47,15 @@ def check_params(
     *,
     replays: bool = False,
 ) -> None:
-    """Check that the engine can honour sampling parameters, without any weights. Raises ValueError
-    if the parameters cannot be honoured; the message names the option. If an answer is scored,
-    `replays` says whether it is a trajectory."""
+    """Check that the engine can honour the parameters of a request. No weights are needed.
+
+    Args:
+        context_columns: the columns of context scope that the engine computes.
+        replays: whether the request scores a trajectory.
+
+    Raises:
+        ValueError: the parameters cannot be honoured; the message names the option.
+    """
     options = strategy.decoding
     if params.decoding is not None and not (options and isinstance(params.decoding, options)):
         raise ValueError(
@@ -88,7 +93,8 @@ def _check_columns(
     config: ModelConfig,
     context_columns: abc.Sequence[OutputColumn],
 ) -> None:
-    """Raise ValueError for a column that nothing computes, or not with these parameters."""
+    """Raise ValueError for a column that nothing computes, or that cannot be computed with these
+    parameters."""
     pooled = pooled_columns(config)
     declared = (ENTROPY, *strategy.columns, *context_columns, *pooled)
     known = [column.name for column in declared]
@@ -107,14 +113,14 @@ def _check_columns(
         raise ValueError(
             f"column {generated[0]} describes generated tokens, and max_new_tokens is 0: remove it"
         )
-    read = [c.name for c in pooled if c.name in params.columns]
-    if read and params.pooling is None:
+    requested_pooled = [c.name for c in pooled if c.name in params.columns]
+    if requested_pooled and params.pooling is None:
         raise ValueError(
-            f"column {read[0]} needs a row that is only read: set max_new_tokens to 0, leave out "
-            "the answer and set the pooling"
+            f"column {requested_pooled[0]} needs a row that is only read: set max_new_tokens to 0, "
+            "leave out the answer and set the pooling"
         )
-    of_tokens = params.logprobs or params.top_logprobs or ENTROPY.name in params.columns
-    if params.pooling is not None and of_tokens:
+    describes_tokens = params.logprobs or params.top_logprobs or ENTROPY.name in params.columns
+    if params.pooling is not None and describes_tokens:
         raise ValueError(
             "logprobs and entropy describe tokens that are generated or scored, and a row with "
             "pooling has neither: remove them"
@@ -127,8 +133,8 @@ def output_columns(
     config: ModelConfig,
     context_columns: abc.Sequence[OutputColumn] = (),
 ) -> tuple[OutputColumn, ...]:
-    """Return the columns that a request with these parameters returns: from the sampler, from the
-    strategy, from the model's layers (`context_columns`), and what is pooled of them."""
+    """Return the columns that a request with these parameters returns: those of the sampler, of the
+    strategy, of the model's layers (`context_columns`) and the pooled ones."""
     declared = (*strategy.columns, *context_columns, *pooled_columns(config))
     requested = (column for column in declared if column.name in params.columns)
     return (*requested_columns(params), *requested)

@@ -1,7 +1,7 @@
-"""Turns requests into the rows of the engine, and rows that have ended into finished requests.
+"""Turns requests into rows of the engine, and rows that have ended into finished requests.
 
-`LLMEngine.add_request` comes here first. What can never be served is refused here, before the row
-reaches the scheduler.
+`LLMEngine` calls `Requests.sequence` for each new request and `Requests.output` for each row that
+has ended. A request that can never be served is refused here, before its row reaches the scheduler.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _ANSWER_OR_TOKENS = (
 
 
 class ImageLimits(NamedTuple):
-    """How prompts hold images, the most tokens of one image, and the most of an `ImageRun`."""
+    """How prompts contain images, the most tokens of one image, and the most tokens of one
+    `ImageRun`."""
 
     rules: ImageRules
     image_tokens: int
@@ -49,13 +50,14 @@ class ImageLimits(NamedTuple):
 
 
 class Requests:
-    """Checks requests and makes rows of them, and makes finished requests of rows.
+    """Checks requests and turns them into rows; turns ended rows into finished requests.
 
     Args:
-        tokenizer: decodes the output to text; None leaves texts empty and refuses stop strings and
-            constraints.
-        images: how prompts hold images; None if the model reads none.
-        lora: the adapters that requests may ask for; None for a model without any.
+        tokenizer: decodes the output to text. With None, texts are empty, and stop strings and
+            constraints are refused.
+        cache_capacity: the number of tokens that the whole paged cache holds.
+        images: how prompts contain images; None if the model reads none.
+        lora: the adapters that requests may name; None for a model without adapters.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class Requests:
         images: abc.Sequence[Image] = (),
         begun: Begun | None = None,
     ) -> Sequence:
-        """Make the row of a request, whose answer is scored if one is `to_score`, and whose prompt
-        has these `images`. It goes on from what was `begun`, if it can.
+        """Check a request and return its row. The row scores the answer `to_score` if there is one,
+        and continues from what was already generated, `begun`, if possible.
 
         Raises:
             RequestError: the request can never be served; its `type` says why.
@@ -119,19 +121,20 @@ class Requests:
                 "a constrained row ends with EOS or a stop id, and this one has neither: set "
                 "ignore_eos to false, or give stop_token_ids"
             )
-        known = answer or []
+        scored = answer or []
         if trajectory is not None:
-            # The row yields its tokens step by step, and `output` makes an answer of them.
+            # The row yields the trajectory's tokens step by step, and `output` returns them as the
+            # answer.
             self._check_trajectory(trajectory, len(prompt), params)
             params = replace(params, max_new_tokens=len(trajectory))
-            rule, known = StopRule({}, (), 0, len(trajectory)), []
+            rule, scored = StopRule({}, (), 0, len(trajectory)), []
         columns = output_columns(params, self._strategy, self._config, self._context_columns)
         never = () if self._images is None else self._images.rules.never_sampled
         border = self._config.rope_border or 0
-        num_behind = border if len(prompt) + len(known) > border else 0
+        rope_offset = border if len(prompt) + len(scored) > border else 0
         seq = Sequence(
-            request_id, prompt + known, params, rule, columns, len(known), spans, never, adapter,
-            trajectory, turned_behind=num_behind,
+            request_id, prompt + scored, params, rule, columns, len(scored), spans, never, adapter,
+            trajectory, turned_behind=rope_offset,
         )  # fmt: skip
         if params.pooling is not None:
             seq.num_pooled_tokens = 1 if params.pooling == "last" else len(prompt)
@@ -142,15 +145,15 @@ class Requests:
     def _check_trajectory(
         self, trajectory: Trajectory, num_prompt_tokens: int, params: RequestParams
     ) -> None:
-        """Raise RequestError if no row can have had this trajectory."""
+        """Raise RequestError if no row can have produced this trajectory."""
         bad = [i for i in trajectory.all_token_ids if not 0 <= i < self._vocab_size]
         if bad:
             raise RequestError("bad_token_ids", _not_in_vocabulary("tail", bad, self._vocab_size))
         self._strategy.is_exact(trajectory, num_prompt_tokens, params)
 
     def _can_go_on(self, seq: Sequence, begun: Begun) -> bool:
-        """Whether a new row can have these tokens and go on behind them, with all its columns. Its
-        text is then known to its stop rule."""
+        """Return whether a new row can continue after the tokens of `begun`, with all its columns.
+        If so, its stop rule has seen the text of these tokens."""
         ids, rule = begun.token_ids, seq.stop
         if not 0 < len(ids) < rule.max_new_tokens:
             return False
@@ -161,10 +164,10 @@ class Requests:
         for column in seq.requested_columns:
             if column.scope == "tail":
                 continue
-            values, known = begun.columns.get(column.name), len(ids)
+            values, length = begun.columns.get(column.name), len(ids)
             if column.scope == "context":
-                known += seq.num_prompt_tokens - 1
-            if values is None or values.shape != (known, *column.tail_shape):
+                length += seq.num_prompt_tokens - 1
+            if values is None or values.shape != (length, *column.tail_shape):
                 return False
         if rule.strings and rule.find_string(ids, 0) is not None:
             seq.stop = self._stop_rules.rule(len(seq.token_ids), seq.params)
@@ -172,7 +175,8 @@ class Requests:
         return True
 
     def _adapter(self, name: str | None) -> int:
-        """Return the number of an adapter. Raises RequestError if there is none of this name."""
+        """Return the number of the adapter of this name; 0 for None. Raises RequestError if there
+        is no such adapter."""
         if name not in self._adapters:
             known = ", ".join(repr(known) for known in self._adapters if known is not None)
             raise RequestError(
@@ -185,7 +189,8 @@ class Requests:
     def _spans(
         self, prompt: list[int], images: abc.Sequence[Image], answer: list[int] | None
     ) -> tuple[ImageSpan, ...]:
-        """Find a prompt's images. Raises RequestError if they do not fit the prompt or engine."""
+        """Find where the images are in a prompt. Raises RequestError if they do not fit the prompt
+        or the engine."""
         if self._images is None:
             if images:
                 raise RequestError(
@@ -217,23 +222,23 @@ class Requests:
         return spans
 
     def output(self, seq: Sequence) -> RequestOutput:
-        """Make the finished request of a row that has ended."""
+        """Return the finished request of a row that has ended."""
         return request_output(seq, self._strategy, self._tokenizer)
 
     def _check_prompt(
         self, prompt: list[int], answer: list[int] | None, params: RequestParams
     ) -> None:
-        """Raise a RequestError if a prompt, or the answer behind it, can never be served."""
+        """Raise RequestError if a prompt, or a prompt with its answer, can never be served."""
         if not prompt:
             raise RequestError("empty_prompt", "the prompt has no tokens")
         if answer is not None and not answer:
             raise RequestError("empty_answer", "the answer has no tokens")
-        known = [*prompt, *(answer or ())]
-        bad = [i for i in known if not 0 <= i < self._vocab_size]
+        token_ids = [*prompt, *(answer or ())]
+        bad = [i for i in token_ids if not 0 <= i < self._vocab_size]
         if bad:
             whose = "prompt" if answer is None else "prompt or answer"
             raise RequestError("bad_token_ids", _not_in_vocabulary(whose, bad, self._vocab_size))
-        if answer is not None and len(known) > self._max_model_len:
+        if answer is not None and len(token_ids) > self._max_model_len:
             raise RequestError(
                 "answer_too_long",
                 f"prompt and answer have {len(prompt)} and {len(answer)} tokens, and max_model_len "
@@ -246,15 +251,16 @@ class Requests:
                 f"the prompt has {len(prompt)} tokens, and max_model_len is {self._max_model_len}: "
                 "shorten it, or raise max_model_len if the model allows it",
             )
-        longest = min(len(known) + params.max_new_tokens, self._max_model_len)
+        longest = min(len(token_ids) + params.max_new_tokens, self._max_model_len)
         border = self._config.rope_border
-        if border is not None and len(known) <= border < longest - 1:  # none reads the last token
+        # No forward reads the last token of a row.
+        if border is not None and len(token_ids) <= border < longest - 1:
             raise RequestError(
                 "crosses_longrope",
-                f"the prompt has {len(known)} tokens, and with "
+                f"the prompt has {len(token_ids)} tokens, and with "
                 f"max_new_tokens={params.max_new_tokens} the row may pass {border:,} tokens, "
                 "where LongRoPE rotates all its tokens by other angles and the row would have to "
-                f"be computed again: lower max_new_tokens to {border + 1 - len(known)}, or "
+                f"be computed again: lower max_new_tokens to {border + 1 - len(token_ids)}, or "
                 f"max_model_len to {border + 1}",
             )
         needed = int(self._strategy.most_cache_tokens(np.array([longest]))[0])

@@ -1,5 +1,8 @@
-"""Computes from the hidden states of a prefill what rows that generate nothing want: the scores of
-given tokens, and pooled values such as embeddings. `StepLauncher` calls this after each prefill."""
+"""Computes results from a prefill's hidden states for rows that generate no tokens: the scores of
+the answer's tokens, and pooled values such as embeddings.
+
+`StepLauncher` calls `StateReader.read` after each prefill.
+"""
 
 from __future__ import annotations
 
@@ -22,111 +25,131 @@ from batchgen.engine.scheduling.prefill_inputs import lora_slots
 
 
 class StateReader:
-    """Scores the tokens of answers, and pools rows that are only read, by the hidden states of a
-    prefill. It takes a few at a time, so that the memory of their logits does not depend on how
-    many there are.
+    """Scores answers' tokens and pools hidden states, both from the hidden states of a prefill.
+
+    It works in parts of `limit` hidden states, so that the memory for their logits is bounded.
 
     Args:
         runner: the runner of the target.
-        limit: the most hidden states that are taken at once.
+        limit: the most hidden states in a part.
     """
 
     def __init__(self, runner: ModelRunner, limit: int) -> None:
-        self._runner, self._most = runner, limit
+        self._runner, self._limit = runner, limit
 
     def read(
         self, batch: PrefillBatch, output: ModelOutput | None
     ) -> Iterator[tuple[StateBatch, StepOutput]]:
-        """Take the wanted hidden states of a prefill, before the next forward. `output` is that of
-        its forward, with the hidden states of all tokens if the batch wants any."""
-        for of_answers in (True, False):
+        """Yield the results of a prefill's rows that generate no tokens, part by part. Must be
+        called before the next forward.
+
+        Args:
+            output: the output of the prefill's forward. It has the hidden states of all tokens if
+                any row of the batch needs them.
+        """
+        for scores_answers in (True, False):
             rows = [
                 row
                 for row in batch.state_rows
-                if bool(batch.seqs[row.row].num_answer_tokens) is of_answers
+                if bool(batch.seqs[row.row].num_answer_tokens) is scores_answers
             ]
             if rows:
                 assert output is not None and output.hidden is not None
-                make = self._scored if of_answers else self._pooled
-                yield from make(batch, rows, output.hidden)
+                compute = self._scored if scores_answers else self._pooled
+                yield from compute(batch, rows, output.hidden)
 
     def _scored(
         self, batch: PrefillBatch, rows: list[StateRow], hidden: Tensor
     ) -> Iterator[tuple[StateBatch, StepOutput]]:
-        """Score the tokens behind these, each by the hidden state of the token before it."""
+        """Yield the scores of the answers' tokens. Each token is scored by the hidden state of the
+        token before it."""
         seqs, device = [batch.seqs[row.row] for row in rows], self._runner.device
-        owners, positions, sources = _places(batch, rows)
+        row_indices, positions, sources = _state_indices(batch, rows)
         token_ids = [
             i
             for row, seq in zip(rows, seqs, strict=True)
             for i in seq.token_ids[row.first + 1 : row.end + 1]
         ]
-        answer_ids, there, index = upload(
+        answer_ids, next_positions, hidden_indices = upload(
             np.stack((token_ids, positions + 1, sources)), torch.int64, device
         ).unbind()
         sampling = sampling_inputs(seqs, device)
         slots = lora_slots(seqs, device) if self._runner.model.adapts_logits else None
 
         def scored(part: slice) -> StepOutput:
-            row_slots = None if slots is None else slots[upload(owners[part], torch.int64, device)]
-            logits = self._runner.compute_logits(hidden[index[part]], row_slots)
+            row_slots = (
+                None if slots is None else slots[upload(row_indices[part], torch.int64, device)]
+            )
+            logits = self._runner.compute_logits(hidden[hidden_indices[part]], row_slots)
             return score_tokens(
-                logits, sampling.index_select(owners[part]), there[part], answer_ids[part]
+                logits,
+                sampling.index_select(row_indices[part]),
+                next_positions[part],
+                answer_ids[part],
             )
 
-        yield from self._parts(rows, owners, scored)
+        yield from self._parts(rows, row_indices, scored)
 
     def _pooled(
         self, batch: PrefillBatch, rows: list[StateRow], hidden: Tensor
     ) -> Iterator[tuple[StateBatch, StepOutput]]:
-        """Give what is pooled of the hidden states of these tokens."""
-        owners, _, sources = _places(batch, rows)
-        index = upload(sources, torch.int64, self._runner.device)
-        wanted = {name for row in rows for name in batch.seqs[row.row].columns}
+        """Yield the pooled values of these rows."""
+        row_indices, _, sources = _state_indices(batch, rows)
+        hidden_indices = upload(sources, torch.int64, self._runner.device)
+        requested = {name for row in rows for name in batch.seqs[row.row].columns}
 
         def pooled(part: slice) -> StepOutput:
-            states, columns = hidden[index[part]], {}
-            if EMBEDDING in wanted:
+            states, columns = hidden[hidden_indices[part]], {}
+            if EMBEDDING in requested:
                 columns[EMBEDDING] = states.float().unsqueeze(1)
-            if CLASS_SCORES in wanted:
+            if CLASS_SCORES in requested:
                 columns[CLASS_SCORES] = self._runner.class_scores(states).float().unsqueeze(1)
             failed = ~states.isfinite().all(-1)
-            none = torch.zeros((len(states), 1), dtype=torch.int64, device=states.device)
-            return StepOutput(torch.ones_like(none[:, 0]).int(), none, failed, columns)
+            no_tokens = torch.zeros((len(states), 1), dtype=torch.int64, device=states.device)
+            num_tokens = torch.ones(len(states), dtype=torch.int32, device=states.device)
+            return StepOutput(num_tokens, no_tokens, failed, columns)
 
-        yield from self._parts(rows, owners, pooled)
+        yield from self._parts(rows, row_indices, pooled)
 
     def _parts(
         self,
         rows: list[StateRow],
-        owners: npt.NDArray[np.int64],
+        row_indices: npt.NDArray[np.int64],
         result: Callable[[slice], StepOutput],
     ) -> Iterator[tuple[StateBatch, StepOutput]]:
-        """Yield the results of parts of the hidden states, whose rows `owners` names."""
+        """Yield the results of parts of S hidden states.
+
+        Args:
+            row_indices: [S], for each hidden state the index in `rows` of its row; ascending.
+            result: computes the results of a slice of the hidden states.
+        """
         slots = np.array([row.slot for row in rows], np.int64)
         epochs = np.array([row.epoch for row in rows], np.int64)
-        for start in range(0, len(owners), self._most):
-            part = slice(start, start + self._most)
-            here, of_row = np.unique(owners[part], return_counts=True)
-            yield StateBatch(slots[here], epochs[here], of_row), result(part)
+        for start in range(0, len(row_indices), self._limit):
+            part = slice(start, start + self._limit)
+            part_rows, counts = np.unique(row_indices[part], return_counts=True)
+            yield StateBatch(slots[part_rows], epochs[part_rows], counts), result(part)
 
 
-def _places(
+def _state_indices(
     batch: PrefillBatch, rows: list[StateRow]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return for each wanted hidden state its row, as an index in `rows`, its token's position in
-    that row, and its place among all tokens of the forward."""
+    """Return three arrays [S] that say where the S hidden states of these rows are: the index in
+    `rows` of the state's row, the position of the state's token in that row, and the token's index
+    among all tokens of the forward."""
     counts = np.array([row.end - row.first for row in rows], np.int64)
-    owners = np.repeat(np.arange(len(rows)), counts)
+    row_indices = np.repeat(np.arange(len(rows)), counts)
     firsts = np.array([row.first for row in rows], np.int64)
-    offsets = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)
+    offsets = np.arange(len(row_indices)) - np.repeat(counts.cumsum() - counts, counts)
     positions = np.repeat(firsts, counts) + offsets
-    begins = np.cumsum(batch.lengths) - batch.lengths - batch.starts
-    return owners, positions, positions + np.repeat(begins[[row.row for row in rows]], counts)
+    # Adding this to a position in a row gives the token's index in the forward.
+    position_offsets = np.cumsum(batch.lengths) - batch.lengths - batch.starts
+    sources = positions + np.repeat(position_offsets[[row.row for row in rows]], counts)
+    return row_indices, positions, sources
 
 
 def sampling_inputs(seqs: Sequence[Row], device: torch.device) -> SamplingInputs:
-    """Make the sampler's inputs for rows, from what the host knows of them."""
+    """Make the sampler's inputs for rows from the host's copy of their tokens."""
     return SamplingInputs.build(
         params=[seq.params for seq in seqs],
         prompt_lens=[seq.answer_start for seq in seqs],

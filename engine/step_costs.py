@@ -1,4 +1,7 @@
-"""What each request costs: the seconds of the device that its tokens took."""
+"""Measures what each request costs: the seconds of the device that its tokens took.
+
+`LLMEngine` makes a `CostShares` if costs are asked for (`LLMEngine.measure_costs`).
+"""
 
 from __future__ import annotations
 
@@ -14,49 +17,51 @@ from batchgen.engine.rows.scheduled_batch import DecodeBatch, MixedBatch, Schedu
 from batchgen.engine.rows.sequence import Sequence
 
 Accounts = npt.NDArray[np.int64]
-"""Numbers of accounts, [R] int64. A request has one from its first step until it is taken."""
+"""Account numbers, [R] int64. A request has an account from its first step until its costs are
+taken."""
 
 
 class _Shares(NamedTuple):
-    """The rows of a step, by their accounts, and what each has of the step's tokens [R]; None if
-    all have alike."""
+    """The R rows of a step as account numbers, and the number of tokens that each row had in the
+    step. `tokens` is None if all rows had equally many."""
 
     accounts: Accounts
     tokens: Accounts | None = None
 
 
 class CostShares:
-    """Shares the seconds of each step among the requests whose rows it computed.
+    """Divides the seconds of each step among the requests whose rows it computed.
 
-    A step's seconds are divided by the tokens of its forward. A row that reads a chunk of its
-    prompt has the tokens of the chunk; a row that decodes has the width of the step: 1 token, or
-    the newest and all drafts, or a block. So a token of a prefill costs what prefills take, a token
-    of a decode step what such steps take, and in a step that does both all tokens cost alike. If
-    the prefix cache had all tokens of a prefill, its rows pay alike.
+    A step's seconds are divided by the number of tokens in its forward. A row that reads a chunk of
+    its prompt has the tokens of the chunk. A row that decodes has the width of the step: 1 token,
+    or the newest token and all drafts, or a block. So in a mixed step, tokens of prompts and of
+    decoding rows cost the same. If the prefix cache held all tokens of a prefill, its rows pay
+    equal parts.
 
-    A row pays for all that was computed for it: for drafts that were rejected, for tokens that were
+    A row pays for everything that was computed for it: also for rejected drafts, for tokens
     computed again after a preemption, and for the step that was launched before the host knew that
-    the row had ended. So the costs of all requests add up to the seconds of all steps. The device's
-    waits between steps and the loading of weights are no step's seconds.
+    the row had ended. So the costs of all requests add up to the seconds of all steps. Pauses of
+    the device between steps, and loading weights, are charged to nobody.
 
-    Nothing here waits for the device: `share` is called for steps whose results were read.
+    Nothing here waits for the device: `share` is called only for steps whose results were read.
     """
 
     def __init__(self, timer: StepTimer, capacity: int) -> None:
-        """Use the times of `timer`, which nobody else takes; `capacity` is the number of batch
-        slots."""
+        """Read the times of `timer`, which must have no other reader. `capacity` is the number of
+        batch slots."""
         self._timer = timer
-        self._steps: deque[_Shares] = deque()  # those that were begun and not shared
-        self._shared = 0  # the number of steps that were
-        self._accounts: dict[Hashable, int] = {}  # of requests that have not ended
-        self._of_slot = np.zeros(capacity, np.int64)
-        self._seconds = np.zeros(capacity)  # by account
+        self._steps: deque[_Shares] = deque()  # begun steps that were not shared yet
+        self._shared = 0  # the number of shared steps
+        self._accounts: dict[Hashable, int] = {}  # the account of each request that has not ended
+        self._of_slot = np.zeros(capacity, np.int64)  # the account of the row in each batch slot
+        self._seconds = np.zeros(capacity)  # the seconds charged to each account
         self._free = list(range(capacity))
-        # Requests that have ended: how many steps must be shared before the costs are final.
+        # Ended requests, each as (the number of steps to share before its costs are final, the
+        # request's id, its account).
         self._ended: deque[tuple[int, Hashable, int]] = deque()
 
     def begin(self, batch: ScheduledBatch) -> None:
-        """Note the rows of a step that is launched next."""
+        """Record the rows of a step that is about to be launched."""
         if isinstance(batch, DecodeBatch):
             self._steps.append(_Shares(self._of_slot[batch.batch_slots]))
             return
@@ -70,7 +75,7 @@ class CostShares:
         self._steps.append(_Shares(accounts, tokens if tokens.any() else None))
 
     def share(self, leave: int) -> None:
-        """Share the seconds of all steps but the newest `leave`."""
+        """Divide the seconds of all steps except the newest `leave`."""
         while len(self._steps) > leave:
             accounts, tokens = self._steps.popleft()
             seconds = self._timer.take().seconds
@@ -81,14 +86,14 @@ class CostShares:
             self._shared += 1
 
     def end(self, request_id: Hashable) -> None:
-        """Note that a request has left the engine."""
+        """Record that a request has left the engine."""
         account = self._accounts.pop(request_id, None)
         if account is not None:  # else no step has computed it
             self._ended.append((self._shared + len(self._steps), request_id, account))
 
     def take(self, *, running: bool = False) -> list[tuple[Any, float]]:
-        """Return costs in seconds by request, and forget them: those that are final, and with
-        `running` what requests took so far that have not ended."""
+        """Return pairs of a request id and its seconds, and reset these accounts. The requests are
+        those whose costs are final and, if `running`, also those that have not ended."""
         costs: list[tuple[Any, float]] = []
         while self._ended and self._ended[0][0] <= self._shared:
             _, request_id, account = self._ended.popleft()
@@ -101,7 +106,8 @@ class CostShares:
         return costs
 
     def _account(self, seq: Sequence) -> int:
-        """Return the account of a row that a prefill reads, and note its batch slot."""
+        """Return the account of a row in a prefill, opening one if needed, and record it for the
+        row's batch slot."""
         account = self._accounts.get(seq.request_id)
         if account is None:
             if not self._free:

@@ -1,4 +1,7 @@
-"""The state of the decoding rows between steps, with the operations that all strategies share."""
+"""The state of the decoding rows between steps, with the operations that all strategies share.
+
+Each strategy derives its own `StepInputs` from the class here. `StepLauncher` calls it.
+"""
 
 from __future__ import annotations
 
@@ -25,39 +28,42 @@ from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 
 @dataclass(frozen=True)
 class JoiningRows(Batched):
-    """B rows whose prefill is complete and which decode from the next step on."""
+    """B rows whose prefill is complete. They decode from the next step on."""
 
-    # The rows as the host knows them, without the token that the prefill may yield.
+    # The host's rows, without the token that the prefill may have yielded.
     seqs: tuple[Sequence, ...] = row()
     # [B, N] int64, the rows' blocks of the paged cache; unused entries are 0.
     block_tables: Tensor = row()
     # [B] on the host, the number of tokens of each row that the target has read.
     context_lens: npt.NDArray[np.int64] = row()
-    # The sampler's inputs for the rows, as they are before the prefill's token.
+    # The sampler's inputs for the rows, before the prefill's token is added.
     sampling: SamplingInputs = row()
     # [B] int64, the rows' state slots; None for models without recurrent layers.
     state_slots: Tensor | None = row(optional=True)
     # [B] int64, `ModelInputs.rope_shifts`; None for models that read no images.
     rope_shifts: Tensor | None = row(optional=True)
-    # [B, N] int64, their blocks of layers with a window; None for models without such layers.
+    # [B, N] int64, the rows' blocks of layers with a sliding window; None for models without such
+    # layers.
     window_tables: Tensor | None = row(optional=True)
     # [B] int64, the rows' adapter slots; None for models without adapters.
     lora_slots: Tensor | None = row(optional=True)
 
     @cached_property
     def guide(self) -> Guide | None:
-        """What makes the masks of the constrained rows; None if there are none."""
+        """Makes the token masks of the constrained rows; None if no row is constrained."""
         return Guide.of(self.seqs)
 
 
 class StepInputs(ABC):
     """All state that a strategy keeps between steps, on the device.
 
-    After a prefill, the rows whose prompts were read to their end join with `merge_prefill`. In a
-    decode step, `reindex` drops the rows that left, the forward reads `model_inputs`, and
-    `step_decode` moves each row on by its new tokens. The rows are those of the last decode batch
-    and then those that have joined since, in this order. Nothing here waits for the device: the
-    tokens of a step become the inputs of the next one before the host has seen them.
+    After a prefill, `merge_prefill` adds the rows whose prompts were read to their end. In a decode
+    step, `reindex` drops the rows that left, the forward reads `model_inputs`, and `step_decode`
+    advances each row by its new tokens. The rows are ordered: first those of the last decode batch,
+    then those that have joined since.
+
+    Nothing here waits for the device. The tokens of a step become the inputs of the next step
+    before the host has seen them.
     """
 
     def __init__(self) -> None:
@@ -66,13 +72,13 @@ class StepInputs(ABC):
 
     @property
     def newest(self) -> ModelInputs:
-        """The B rows as model inputs with one token each, the newest."""
+        """The B rows as model inputs with one token each: the row's newest token."""
         assert self._newest is not None, "no row was prefilled yet"
         return self._newest
 
     @property
     def model_inputs(self) -> ModelInputs:
-        """What the next decode forward reads: here the newest token of each row."""
+        """The inputs of the next decode forward; by default the newest token of each row."""
         return self.newest
 
     @property
@@ -82,18 +88,22 @@ class StepInputs(ABC):
 
     @property
     def sampling(self) -> SamplingInputs:
-        """What the sampler reads about the rows."""
+        """The sampler's inputs for the rows."""
         assert self._sampling is not None, "no row was prefilled yet"
         return self._sampling
 
     @abstractmethod
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
-        """Add B rows whose prefill is complete behind all others; `newest` [B] int64 is the token
-        that the prefill yielded for each, or the newest token that is known of it."""
+        """Append B rows whose prefill is complete.
+
+        Args:
+            newest: [B] int64, each row's newest token: the one that the prefill yielded, or else
+                the last known one.
+        """
 
     @abstractmethod
     def step_decode(self, step: StepOutput) -> None:
-        """Move all rows on by the tokens that a decode step produced for them."""
+        """Advance all rows by the tokens that a decode step produced for them."""
 
     def keep_rows(self, keep: npt.NDArray[np.int64]) -> None:
         """Drop all rows except those at the indices `keep`, which ascend."""
@@ -104,8 +114,8 @@ class StepInputs(ABC):
             self._newest = self._sampling = None
 
     def reindex(self, batch: DecodeBatch) -> None:
-        """Make the rows those of the batch: drop the others, and put newly reserved blocks into the
-        block tables."""
+        """Reduce the rows to those of the batch, and write newly reserved blocks into the block
+        tables."""
         if batch.keep is not None:
             self.keep_rows(batch.keep)
         newest = replace(self.newest, context_lens=batch.context_lens)
@@ -119,8 +129,8 @@ class StepInputs(ABC):
         self._newest = newest
 
     def _add_rows(self, rows: JoiningRows, newest: Tensor) -> None:
-        """Add B rows whose next forward begins with their newest token [B], and write that token to
-        the sampler's history."""
+        """Append B rows whose next forward begins with their newest token [B], and append that
+        token to the sampler's history."""
         positions = upload(rows.context_lens, torch.int64, newest.device)
         inputs = ModelInputs(
             input_ids=newest,
@@ -144,7 +154,8 @@ class StepInputs(ABC):
 
 
 def _with_blocks(tables: Tensor, new: abc.Sequence[tuple[int, int, int]]) -> Tensor:
-    """Put `DecodeBatch.new_blocks` into block tables [B, N], which become wider if they must."""
+    """Write the entries `DecodeBatch.new_blocks` into block tables [B, N]. Returns the tables,
+    widened if an entry lies outside."""
     entries = np.array(new, np.int64)
     width = 1 + int(entries[:, 1].max())
     if width > tables.shape[1]:

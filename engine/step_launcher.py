@@ -1,7 +1,8 @@
 """Enqueues steps on the device: a decode step, a prefill, or both in one forward.
 
-The scheduler says which rows run. Here their inputs are made, the model's forward is launched, and
-the strategy decides the new tokens on the device. The host does not wait for any of it.
+`LLMEngine` passes each batch of the scheduler to `StepLauncher.launch`. It makes the inputs of the
+batch's rows, launches the model's forward, and lets the strategy decide the new tokens on the
+device. The host does not wait for any of this.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from batchgen.engine.strategy import Strategy
 from batchgen.kernels.rules import BY_BATCH, BitRules
 
 Launched = tuple[PrefillBatch | DecodeBatch | StateBatch, StepOutput]
-"""A batch, or the part of one, that yields tokens, scores or pooled values, and what it produces on
-the device."""
+"""A batch, or the part of a mixed batch, that yields tokens, scores or pooled values, and its
+results on the device."""
 
 
 class StepLauncher:
@@ -48,11 +49,11 @@ class StepLauncher:
 
     Args:
         runner: the runner of the target.
-        score_rows: how many hidden states are scored or pooled at once.
+        score_rows: the most hidden states that are scored or pooled at once.
         timer: measures the steps; None measures nothing.
-        images: the images that rows are about to read; None if the model reads none.
-        adapters: which adapters are in the model's slots; None if it has none.
-        windows: whether some model has layers with a window.
+        images: encodes the images of prompts; None if the model reads none.
+        adapters: chooses the adapters in the model's slots; None if the model has no adapters.
+        windows: whether some model has layers with a sliding window.
         rules: what the bits of a row may depend on.
     """
 
@@ -77,11 +78,13 @@ class StepLauncher:
         """Enqueue a step on the device.
 
         Args:
-            catch_up: reads all steps that were launched before, because masks depend on the newest
-                tokens. The device meanwhile runs the current step's forward, or what came before.
+            catch_up: reads the results of all earlier launched steps. It is called before masks are
+                made, because these depend on the newest tokens; meanwhile the device runs the
+                current step's forward, or earlier work.
 
         Returns:
-            The parts of the batch that yield tokens or score them, each with what it produces.
+            The parts of the batch that yield tokens, scores or pooled values, each with its
+                results.
         """
         if self._adapters is not None:
             self._load_adapters(self._adapters)
@@ -94,7 +97,7 @@ class StepLauncher:
         if isinstance(batch, PrefillBatch):
             with timed(self.timer, "prefill", len(batch.seqs)):
                 inputs, output = self._with_images(inputs, batch), None
-                if inputs is not None:  # Otherwise the prefix cache had all of it.
+                if inputs is not None:  # None: the prefix cache held all tokens of the batch
                     output = self._runner.prefill(inputs)
                 return [*self._states.read(batch, output), *self._join(batch, inputs, output)]
         decode = batch.decode
@@ -105,7 +108,8 @@ class StepLauncher:
             return [(decode, step), *states, *self._join(prefill, inputs, prefilled)]
 
     def _load_adapters(self, adapters: AdapterSlots) -> None:
-        """Put adapters into slots from which the rows of earlier steps have none any more."""
+        """Load the adapters that the scheduler has assigned to slots. No row of an earlier step
+        uses the old adapters of these slots any more."""
         lora = self._runner.model.lora
         assert lora is not None
         for slot, adapter in adapters.take_loads():
@@ -114,7 +118,7 @@ class StepLauncher:
     def _decode(
         self, batch: DecodeBatch, prefill: PrefillInputs | None, catch_up: Callable[[], None]
     ) -> tuple[StepOutput, ModelOutput | None]:
-        """Enqueue a decode step, with a prefill beside it if there is one."""
+        """Enqueue a decode step, in one forward with `prefill` if there is one."""
         self._strategy.step_inputs.reindex(batch)
         if batch.guide is not None and self._strategy.proposes_from_guide:
             catch_up()
@@ -125,39 +129,46 @@ class StepLauncher:
         return self._advance(batch, decoded), prefilled
 
     def _advance(self, batch: DecodeBatch, output: ModelOutput) -> StepOutput:
-        """Decide the decoding rows' tokens on the device, and prepare the next step's inputs."""
+        """Let the strategy decide the rows' tokens on the device, and prepare the next step's
+        inputs."""
         step = self._strategy.decide(output, batch.guide)
-        state, states = self._strategy.step_inputs, self._runner.states
+        step_inputs, states = self._strategy.step_inputs, self._runner.states
         if states is not None:
-            assert state.state_slots is not None
-            states.advance(state.state_slots, step.num_tokens)
-        state.step_decode(step)
+            assert step_inputs.state_slots is not None
+            states.advance(step_inputs.state_slots, step.num_tokens)
+        step_inputs.step_decode(step)
         return step
 
     def _steps_from(self, seq: Sequence) -> int:
-        """Return how many of the row's first tokens a prefill reads in its own way. An answer is
-        read as it was when it was generated, so that its scores have the bits of that time; on a
-        GPU, where this is slow, only if a rule says so."""
+        """Return how many of the row's first tokens a prefill computes in its own way.
+
+        The tokens after these are computed as decode steps compute them, so that an answer that is
+        scored gets the bits it had when it was generated. On a GPU this is slow, so it is done only
+        if the engine's rules demand it.
+        """
         if self._replay or self._runner.device.type == "cpu":
             multiple = self._strategy.prefill_multiple
             return seq.answer_start // multiple * multiple
         return seq.num_prompt_tokens
 
     def _prefill_inputs(self, batch: PrefillBatch) -> PrefillInputs | None:
-        """Make the inputs of a prefill's forward, and put the rows' states in place."""
+        """Make the inputs of a prefill's forward, and restore the recurrent states that its rows
+        start from. Returns None if no token has to be computed."""
         seqs, states, device = batch.seqs, self._runner.states, self._runner.device
         steps_from = self._steps_from if states is not None or self._replay else None
         if states is not None:
-            started = [seq for seq in seqs if seq.restore_from is not None]
-            if started:
-                sources = np.array([seq.restore_from for seq in started], np.int64)
-                states.copy(sources, np.array([seq.state_slot for seq in started], np.int64))
-                for seq in started:
+            restored = [seq for seq in seqs if seq.restore_from is not None]
+            if restored:
+                sources = np.array([seq.restore_from for seq in restored], np.int64)
+                states.copy(sources, np.array([seq.state_slot for seq in restored], np.int64))
+                for seq in restored:
                     seq.restore_from = None
             assert steps_from is not None
-            read = [max(seq.num_computed_tokens - steps_from(seq), 0) for seq in seqs]
+            num_replayed = [max(seq.num_computed_tokens - steps_from(seq), 0) for seq in seqs]
             slots = [seq.state_slot for seq in seqs]
-            states.begin(upload(slots, torch.int64, device), upload(read, torch.int32, device))
+            states.begin(
+                upload(slots, torch.int64, device), upload(num_replayed, torch.int32, device)
+            )
         hidden = self._strategy.needs_hidden
         lora = self._runner.model.lora is not None
         return prefill_inputs(
@@ -167,8 +178,8 @@ class StepLauncher:
     def _with_images(
         self, inputs: PrefillInputs | None, batch: PrefillBatch
     ) -> PrefillInputs | None:
-        """Encode the images whose first tokens a prefill reads, and add what its image tokens are
-        to its inputs."""
+        """Encode the images whose first tokens the prefill reads. Returns the inputs with the
+        features of all image tokens among them."""
         images = self._images
         if inputs is None or images is None or not any(seq.spans for seq in batch.seqs):
             return inputs
@@ -181,19 +192,19 @@ class StepLauncher:
     def _join(
         self, batch: PrefillBatch, prefill: PrefillInputs | None, output: ModelOutput | None
     ) -> list[Launched]:
-        """Tell the strategy of a prefill, and let the rows that it completes decode from the next
-        step on.
+        """Report a prefill to the strategy, and add the rows that it completes to the decoding
+        rows.
 
-        The first tokens of those whose prefill yields one are decided here. Returns the batch with
-        its first tokens; empty if no row's prefill yields a token.
+        The strategy decides the first token of each row whose prefill yields one. Returns the batch
+        with these tokens, or an empty list if no row's prefill yields a token.
 
         Args:
-            prefill: the inputs of its forward; None if there was nothing to compute.
-            output: the output of its forward; None likewise.
+            prefill: the inputs of the prefill's forward; None if no token had to be computed.
+            output: the output of the forward; None likewise.
         """
-        state, device = self._strategy.step_inputs, self._runner.device
+        step_inputs, device = self._strategy.step_inputs, self._runner.device
         if batch.completing and batch.keep is not None:
-            state.keep_rows(batch.keep)
+            step_inputs.keep_rows(batch.keep)
         seqs = [batch.seqs[i] for i in batch.completing]
         rows = self._joining_rows(seqs) if seqs else None
         newest = upload([seq.token_ids[-1] for seq in seqs], torch.int64, device)
@@ -212,11 +223,11 @@ class StepLauncher:
             hidden = output.hidden if self._strategy.needs_hidden else None
             self._strategy.prefilled(batch, prefill.inputs, hidden, newest)
         if rows is not None:
-            state.merge_prefill(rows, newest)
+            step_inputs.merge_prefill(rows, newest)
         return [] if step is None else [(batch, step)]
 
     def _joining_rows(self, seqs: list[Sequence]) -> JoiningRows:
-        """Describe rows whose prefill is complete, from what the host knows of them."""
+        """Collect what the StepInputs need of rows whose prefill is complete."""
         device = self._runner.device
         return JoiningRows(
             tuple(seqs),

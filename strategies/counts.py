@@ -1,4 +1,4 @@
-"""The count of forwards for each row, which several strategies report."""
+"""The count of forwards per row, which several strategies report."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NUM_FORWARDS = RowCount(
 
 
 def tokens_per_forward(counts: Mapping[str, int], num_tokens: int) -> list[tuple[str, str]]:
-    """A line for the table at the end of a job that says how many tokens a forward yielded for a
-    row. Returns one pair (name, value), or none if no forward was run, or none yielded a token."""
+    """Return a line (name, value) for the table at the end of a job with the mean number of tokens
+    per forward; none if no forward was run or no token was yielded."""
     forwards = counts[NUM_FORWARDS.name]
     if not forwards or not num_tokens:
         return []
@@ -24,5 +24,6 @@ def tokens_per_forward(counts: Mapping[str, int], num_tokens: int) -> list[tuple
 
 
 def one_forward(step: StepOutput) -> Tensor:
-    """What a step of one forward adds to `NUM_FORWARDS`: 1 for each row, [B] int32."""
+    """Return the contribution of a step of one forward to `NUM_FORWARDS`: 1 for each row, [B]
+    int32."""
     return torch.ones_like(step.num_tokens)

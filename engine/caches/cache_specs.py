@@ -1,6 +1,7 @@
-"""Declarations of what the layers of a model keep between forwards.
+"""Declarations of what the layers of a model keep between forwards, and how many bytes it takes.
 
-Each layer declares its spec, the memory plan sums them, and `ModelCaches` allocates them.
+Each layer declares a spec. The memory plan sums the specs' bytes, and `ModelCaches` allocates a
+cache for each spec.
 """
 
 from __future__ import annotations
@@ -19,32 +20,34 @@ from batchgen.kernels.fp8.fp8_weight import FP8
 
 
 class LatentCache(NamedTuple):
-    """The latents and keys of one layer of latent attention, see `kernels.mla.latent_prepare`."""
+    """The cached latents and shared keys of one layer of multi-head latent attention, as
+    `kernels.mla.latent_prepare` writes them."""
 
     plane: Tensor  # [num_blocks, block_size, head_dim]
-    scales: Tensor | None  # [num_blocks, block_size] float32, of FP8
+    scales: Tensor | None  # [num_blocks, block_size] float32, one per token; only if `plane` is FP8
 
 
 _SCALE = torch.float32
-"""The dtype of the scales of keys and values."""
+"""The dtype of the scales of FP8 keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Keys and values of every token, in the blocks of the paged cache (grouped-query
-    attention)."""
+    """A layer of grouped-query attention: keys and values of every token, in the blocks of the
+    paged cache."""
 
-    num_heads: int  # the number of query heads that read them. Attention chooses its tiles by it.
-    num_kv_heads: int  # the number of key heads, which is also that of value heads
+    num_heads: int  # the number of query heads; attention chooses its tile sizes by it
+    num_kv_heads: int  # the number of key heads, which is also the number of value heads
     head_dim: int  # the number of values in one head
-    # A query sees this many tokens, its own and those just before it; of a `ChunkWindow` those of
-    # its chunk; None: all of its row. Layers with a window keep tokens in blocks of their own, as
-    # long as some later token could see them in a window that slides.
+    # How many tokens a query attends to, including its own token; None: all earlier tokens of its
+    # row. A `ChunkWindow` limits a query to the tokens of its chunk instead. Layers with a window
+    # have a separate pool of blocks; a block is kept as long as a later token could attend to it in
+    # a sliding window.
     window: int | None = None
-    in_fp8: bool = False  # whether keys and values are in FP8, with a scale of each head of a token
+    in_fp8: bool = False  # whether keys and values are FP8, with one scale per token and head
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one token takes in a cache of a model of this dtype."""
+        """Return the cache's bytes per token for a model of this dtype."""
         if self.in_fp8:
             return 2 * self.num_kv_heads * (self.head_dim * FP8.itemsize + _SCALE.itemsize)
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
@@ -52,7 +55,8 @@ class KVSpec:
     def allocate(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
-        """Allocate keys and values of zeros: [num_kv_heads, num_blocks, block_size, head_dim]."""
+        """Allocate keys and values [num_kv_heads, num_blocks, block_size, head_dim], filled with
+        zeros."""
         slots = self.num_kv_heads, num_blocks, block_size
         key, value = zeros((2, *slots, self.head_dim), FP8 if self.in_fp8 else dtype, device)
         return KVCache(key, value, zeros((*slots, 2), _SCALE, device) if self.in_fp8 else None)
@@ -60,27 +64,29 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """A latent of every token and a key that all heads share, in the blocks of the paged cache
-    (multi-head latent attention). To the queries of all heads they are the key of one head, of
-    whose values the latent is a part."""
+    """A layer of multi-head latent attention: for every token a latent and a key that all heads
+    share, in the blocks of the paged cache.
 
-    num_heads: int  # the number of query heads that read them. Attention chooses its tiles by it.
+    Attention treats the concatenation of both as the only key head, and the latent as its value.
+    """
+
+    num_heads: int  # the number of query heads; attention chooses its tile sizes by it
     latent_size: int  # the number of values in a latent
-    rotated_size: int  # the number of values in the shared key, which are rotated by position
-    in_fp8: bool = False  # whether both are in FP8, with a scale of each token
+    rotated_size: int  # the number of values in the shared key, to which RoPE was applied
+    in_fp8: bool = False  # whether latents and keys are FP8, with one scale per token
 
     @property
     def num_kv_heads(self) -> int:
-        """The number of key heads that the queries see."""
+        """The number of key heads as the queries see it."""
         return 1
 
     @property
     def head_dim(self) -> int:
-        """The number of values that are kept of a token."""
+        """The number of values that are cached per token."""
         return self.latent_size + self.rotated_size
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one token takes in a cache of a model of this dtype."""
+        """Return the cache's bytes per token for a model of this dtype."""
         if self.in_fp8:
             return self.head_dim * FP8.itemsize + _SCALE.itemsize
         return self.head_dim * dtype.itemsize
@@ -88,7 +94,7 @@ class LatentSpec:
     def allocate(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LatentCache:
-        """Allocate latents and keys of zeros: [num_blocks, block_size, head_dim]."""
+        """Allocate latents and keys [num_blocks, block_size, head_dim], filled with zeros."""
         slots = num_blocks, block_size
         plane = zeros((*slots, self.head_dim), FP8 if self.in_fp8 else dtype, device)
         return LatentCache(plane, zeros(slots, _SCALE, device) if self.in_fp8 else None)
@@ -96,25 +102,26 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
-    """One array of values for every token, in the blocks of the paged cache. It holds the value of
-    a column of context scope, for example."""
+    """A tensor with a value for every token, in the blocks of the paged cache: for example a column
+    of context scope."""
 
     shape: tuple[int, ...]  # the shape of one token's values
     dtype: torch.dtype | None = None  # the dtype of the values; None means the dtype of the model
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one token takes; the model's dtype counts if the spec has none."""
+        """Return the cache's bytes per token. `dtype` is the model's, used if the spec has none."""
         return math.prod(self.shape) * (self.dtype or dtype).itemsize
 
     def allocate(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocate the plane of zeros, [num_blocks, block_size, *shape]."""
+        """Allocate the plane [num_blocks, block_size, *shape], filled with zeros."""
         return zeros((num_blocks, block_size, *self.shape), self.dtype or dtype, device)
 
 
 class StateTensor(NamedTuple):
-    """The shape and dtype of one part of a row's state; the dtype does not follow the model's."""
+    """The shape and dtype of one part of a row's state. The dtype does not depend on the
+    model's."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -127,22 +134,23 @@ class StateTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """State of a fixed size for every row, which a recurrent layer carries from token to token. A
-    decode step of W tokens must be able to take back the tokens that are not accepted. So it does
-    not change the state, but keeps *records* of what its tokens do to it. Later steps *fold* the
-    records of the accepted tokens into the state before they use it. `RowMetadata` says how."""
+    """A recurrent layer: a state of fixed size for every row, carried from token to token.
 
-    state: Mapping[str, StateTensor]  # maps a name to a part of the state that is kept for each row
-    # Maps a name to what is kept for each token of a decode step, until it is folded.
+    A decode step of W tokens must be able to undo tokens that are not accepted. So the step does
+    not change the state. It writes a *record* of each token's effect, and later steps *fold* the
+    records of accepted tokens into the state. `RowMetadata` describes the procedure.
+    """
+
+    state: Mapping[str, StateTensor]  # the parts of a row's state, by name
+    # The parts of a record, by name: what a decode step stores for each token until it is folded.
     records: Mapping[str, StateTensor] = field(default_factory=dict)
-    # A prefill is cut only where the number of tokens before the cut is a multiple of this. So a
-    # layer that computes chunks of this many tokens cuts a row at the same places however the row
-    # is scheduled.
+    # A prefill is cut only after a multiple of this many tokens. A layer that computes in chunks of
+    # this size then cuts a row at the same positions in any schedule.
     chunk_multiple: int = 1
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of one row's state, in which each part starts at a multiple of 16 bytes."""
+        """The bytes of one row's state. Each part starts at a multiple of 16 bytes."""
         return sum(_aligned(tensor.nbytes) for tensor in self.state.values())
 
     @property
@@ -151,8 +159,12 @@ class StateSpec:
         return sum(tensor.nbytes for tensor in self.records.values())
 
     def views(self, pool: Tensor, start: int) -> dict[str, Tensor]:
-        """Return this layer's parts of the states in a pool of S slots, as views [S, *shape].
-        `pool` is [S, bytes] uint8, the states of all layers."""
+        """Return this layer's parts of all S states as views [S, *shape], by name.
+
+        Args:
+            pool: [S, bytes] uint8, the states of all layers by state slot.
+            start: the first byte of this layer's state in a slot.
+        """
         parts = {}
         for name, tensor in self.state.items():
             part = pool[:, start : start + tensor.nbytes].view(tensor.dtype)
@@ -162,23 +174,23 @@ class StateSpec:
 
 
 AttentionSpec = KVSpec | LatentSpec
-"""What layers of attention keep."""
+"""What an attention layer keeps."""
 CacheSpec = KVSpec | LatentSpec | PlaneSpec | StateSpec
 """What one layer keeps between forwards."""
 
 
 def has_window(spec: CacheSpec | None) -> TypeGuard[KVSpec]:
-    """Whether a layer sees the last tokens of a row only."""
+    """Return whether a layer has a sliding or chunked window."""
     return isinstance(spec, KVSpec) and spec.window is not None
 
 
 def longest_window(specs: Iterable[CacheSpec | None]) -> int | None:
-    """Return the largest window of any layer; None if no layer has one."""
+    """Return the largest window of all layers; None if no layer has one."""
     return max((spec.window or 0 for spec in specs if has_window(spec)), default=None)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros; on a CPU its pages take up memory only once they are written."""
+    """Return a tensor of zeros. On a CPU its pages take memory only once they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)

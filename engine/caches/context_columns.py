@@ -1,8 +1,8 @@
-"""The values of one row's columns of context scope, as they arrive on the host.
+"""Collects the values of one row's columns of context scope on the host.
 
-A column of context scope has a value for every token that the model has read, the prompt's among
-them. `ContextReader` copies the values from the device part by part, and each `Sequence` collects
-its row's parts in a `ContextRows`.
+A column of context scope has a value for every token that the model has read, including prompt
+tokens. `ContextReader` copies the values from the device part by part; each `Sequence` has a
+`ContextRows` that collects its row's parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchgen.engine.interface.outputs import OutputColumn
 
 
 class ContextRows:
-    """The values of one row's columns of context scope that were read so far.
+    """The values read so far of one row's columns of context scope.
 
     Attributes:
         num_tokens: the number of the row's first tokens whose values were read.
@@ -27,14 +27,15 @@ class ContextRows:
     def __init__(
         self, columns: Mapping[str, npt.NDArray[Any]] | None = None, num_tokens: int = 0
     ) -> None:
-        """Begin with the values [num_tokens, *tail] of each column, by name, if some are known."""
+        """Start with the values [num_tokens, *tail] of each column, by name, of a row that an
+        earlier engine began."""
         self.num_tokens = num_tokens
         self._known = columns or {}
-        self._lengths = [num_tokens]  # of what is known, and then of each part
+        self._lengths = [num_tokens]  # the number of tokens in `_known`, then in each part
         self._parts: list[Mapping[str, Download]] = []
 
     def add(self, part: Mapping[str, Download], num_tokens: int) -> None:
-        """Append the values of the next `num_tokens` tokens, which may still be on their way.
+        """Append the values of the next `num_tokens` tokens, which may still be being copied.
 
         Args:
             part: maps each column's name to its values, [num_tokens, *tail].
@@ -44,10 +45,10 @@ class ContextRows:
         self.num_tokens += num_tokens
 
     def array(self, column: OutputColumn, start: int = 0) -> npt.NDArray[Any]:
-        """Return one column from a token on as [num_tokens - start, *tail], waiting for what is
-        still on its way."""
-        none = np.empty((0, *column.tail_shape), column.dtype)
-        arrays, end = [none], 0
+        """Return one column's values from token `start` on, [num_tokens - start, *tail]. Waits for
+        copies that are not finished."""
+        empty = np.empty((0, *column.tail_shape), column.dtype)
+        arrays, end = [empty], 0
         for number, length in enumerate(self._lengths):
             end += length
             if end > start:

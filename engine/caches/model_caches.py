@@ -1,7 +1,7 @@
-"""The caches of one model: allocates what its layers declare that they keep between forwards.
+"""The caches of one model: allocates what its layers declare, and counts the bytes.
 
-The layers declare it as specs (`cache_specs.py`). The functions that count bytes serve the memory
-plan, which decides how large the caches may be.
+The layers declare specs (`cache_specs.py`). The memory plan uses the functions that count bytes to
+decide how large the caches may be.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class CacheSizes:
     num_rows: int  # the most rows that can be in flight
     num_snapshots: int = 0  # the most snapshots of states that are kept for the prefix cache
     fold: int = 1  # see `StateCache`
-    # The number of blocks of layers with a window, with the scratch block; None: `num_blocks`.
+    # The number of blocks for layers with a window, including the scratch block; None:
+    # `num_blocks`.
     num_window_blocks: int | None = None
 
 
@@ -55,11 +56,12 @@ class ModelCaches:
         dtype: torch.dtype,
         device: torch.device,
     ) -> ModelCaches:
-        """Allocate the caches of a model, filled with zeros. `device` is the model's device."""
+        """Allocate the caches of a model on `device`, filled with zeros. `width` is the most tokens
+        of a row in a decode forward."""
         paged = sizes.num_blocks, sizes.block_size, dtype, device
-        of_window = paged
+        windowed = paged
         if sizes.num_window_blocks is not None:
-            of_window = sizes.num_window_blocks, sizes.block_size, dtype, device
+            windowed = sizes.num_window_blocks, sizes.block_size, dtype, device
         recurrent = [spec for spec in specs if isinstance(spec, StateSpec)]
         states = None
         if recurrent:
@@ -71,13 +73,13 @@ class ModelCaches:
                 sizes.fold,
                 device,
             )
-        of_states = iter(states.layers if states is not None else ())
+        state_caches = iter(states.layers if states is not None else ())
         layers: list[LayerCache | None] = []
         for spec in specs:
             if isinstance(spec, StateSpec):
-                layers.append(next(of_states))
+                layers.append(next(state_caches))
             elif has_window(spec):
-                layers.append(spec.allocate(*of_window))
+                layers.append(spec.allocate(*windowed))
             else:
                 layers.append(None if spec is None else spec.allocate(*paged))
         planes = {column.name: column_plane(column).allocate(*paged) for column in columns}
@@ -94,16 +96,15 @@ def column_plane(column: OutputColumn) -> PlaneSpec:
 def paged_token_bytes(
     specs: Sequence[CacheSpec | None], columns: Sequence[OutputColumn], dtype: torch.dtype
 ) -> int:
-    """Return the bytes that one token takes in the paged cache, over all columns and all layers
-    without a window."""
+    """Return the bytes per token in the paged cache, over all columns and all layers without a
+    window."""
     paged = [s for s in specs if s is not None and not isinstance(s, StateSpec)]
     paged = [*(s for s in paged if not has_window(s)), *map(column_plane, columns)]
     return sum(spec.token_bytes(dtype) for spec in paged)
 
 
 def window_token_bytes(specs: Sequence[CacheSpec | None], dtype: torch.dtype) -> int:
-    """Return the bytes that one token takes over all layers with a window; 0 without such
-    layers."""
+    """Return the bytes per token over all layers with a window; 0 without such layers."""
     return sum(spec.token_bytes(dtype) for spec in specs if has_window(spec))
 
 

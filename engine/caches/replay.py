@@ -1,11 +1,11 @@
-"""Plans how a prefill reads generated tokens again in the way in which decode steps read them, for
-layers with a state per row.
+"""Plans how a prefill computes generated tokens again with the rounding of decode steps, for
+recurrent layers.
 
-A decode step writes each token as a *record* beside the state, and adds records to the state `fold`
-at a time. So its results are rounded differently from those of a prefill, which adds all tokens of
-its chunk at once. When a row has lost its state, by a preemption, its generated tokens are
-therefore *replayed*: computed from the state after a multiple of `fold` generated tokens and from
-the records since, so that the results have the same bits.
+A decode step stores each token as a *record* and folds records into the state `fold` at a time, so
+its results round differently from those of a prefill, which folds all tokens of a chunk at once.
+When a row has lost its state in a preemption, its generated tokens are therefore *replayed*:
+computed as decode steps from the state after a multiple of `fold` generated tokens, so that the
+results have the same bits. `RowStates.replay` calls `replay_steps`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from batchgen.engine.device.transfer import upload
 
 
 class ReplaySizes(NamedTuple):
-    """The sizes of what a layer keeps of decode steps, see `StateCache`."""
+    """The sizes of a layer's records (see `StateCache`): R slots, `ring` records in each, folded
+    `fold` at a time."""
 
     slots: int  # R
     ring: int
@@ -29,12 +30,12 @@ class ReplaySizes(NamedTuple):
 
 
 class ReplayStep(NamedTuple):
-    """A decode step of some rows of a prefill; with a width of 0 it folds and does no more."""
+    """A decode step of B rows of a prefill. A step of width 0 only folds pending records."""
 
-    tokens: Tensor  # [B · W] int64, the indices of its tokens among those of the part
+    tokens: Tensor  # [B · W] int64, the indices of the step's tokens among those of the part
     slots: Tensor  # [B] int64, the rows' state slots
-    pending: Tensor  # [R] int32, see `StateCache`, which these steps do not read
-    first: Tensor  # [R] int32
+    pending: Tensor  # [R] int32, used in this step instead of `StateCache.pending`
+    first: Tensor  # [R] int32, used in this step instead of `StateCache.first`
     width: int  # W
 
 
@@ -45,10 +46,17 @@ def replay_steps(
     before: npt.NDArray[np.int64],
     sizes: ReplaySizes,
 ) -> list[ReplayStep]:
-    """Cut the last `replayed` [B] of the rows' `query_lens` [B] tokens into steps that end where
-    states are written back. The rows have read `before` [B] such tokens in earlier prefills. What
-    is behind the last multiple of `fold` stays pending, as `RowStates.begin` counts it. `slots` [B]
-    int64 are on the device."""
+    """Divide the replayed tokens of B rows into decode steps that end where states are written
+    back.
+
+    What is left after the last multiple of `fold` stays pending, as `RowStates.begin` counts it.
+
+    Args:
+        slots: [B] int64 on the device, the rows' state slots.
+        query_lens: [B], the number of tokens of each row in the prefill.
+        replayed: [B], how many of these, the last ones, are replayed.
+        before: [B], how many tokens of the row earlier prefills have replayed.
+    """
     left, done = replayed.copy(), before.copy()
     ends = query_lens.cumsum()
     steps = []
@@ -60,12 +68,13 @@ def replay_steps(
             first = (done[rows] - pending) % sizes.ring
             tokens = (ends[rows] - left[rows])[:, None] + np.arange(width)
             steps.append(_step(slots, rows, tokens.ravel(), pending, first, width, sizes.slots))
-            whole = pending + width == sizes.fold
-            if whole.any():
-                some = rows[whole]
-                waiting = np.full(len(some), sizes.fold)
+            is_full = pending + width == sizes.fold
+            if is_full.any():
+                full_rows = rows[is_full]
+                all_pending = np.full(len(full_rows), sizes.fold)
                 none = tokens[:0].ravel()
-                steps.append(_step(slots, some, none, waiting, first[whole], 0, sizes.slots))
+                first = first[is_full]
+                steps.append(_step(slots, full_rows, none, all_pending, first, 0, sizes.slots))
             left[rows] -= width
             done[rows] += width
     return steps

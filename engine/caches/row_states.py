@@ -1,7 +1,8 @@
 """The states of rows on the device, for models with recurrent layers.
 
-Each row in flight has a *state slot*, with one state for each recurrent layer, and the *records* of
-the newest tokens, which are not added to the state yet (see `RowMetadata` in `forward_context.py`).
+Each row in flight has a *state slot*. The slot holds one state for each recurrent layer, and the
+*records* of the newest tokens, which are not folded into the state yet (see `RowMetadata` in
+`forward_context.py`). `ModelCaches` owns the `RowStates` of a model.
 """
 
 from __future__ import annotations
@@ -19,38 +20,41 @@ from batchgen.engine.caches.replay import ReplaySizes, ReplayStep, replay_steps
 
 
 class StateCache(NamedTuple):
-    """What one recurrent layer keeps, by state slot. Slot 0 is scratch, for rows that pad a
-    batch."""
+    """The states and records of one recurrent layer, by state slot. Slot 0 is scratch, for padding
+    rows."""
 
     # Maps the name of each part of the state to [S, *shape], its value in all S slots.
     state: Mapping[str, Tensor]
-    # Maps the name of each record to [R, N, *shape], a ring of N records for each slot: what the
-    # tokens of decode steps do to the state. Only the first R slots, which rows can have, keep
-    # records.
+    # Maps the name of each part of a record to [R, N, *shape], a ring of N records for each of the
+    # first R slots, which belong to rows. A record describes the effect of a decode step's token on
+    # the state.
     records: Mapping[str, Tensor]
-    # [R] int32, the number of records of each slot that belong to accepted tokens and that the
-    # slot's state lacks.
+    # [R] int32, how many records of accepted tokens are not folded into the slot's state yet.
     pending: Tensor
-    first: Tensor  # [R] int32, the place of the oldest of them in the ring
-    # A decode step folds so many pending records at once into the state, and writes that back.
+    first: Tensor  # [R] int32, the index in the ring of the oldest pending record
+    # A decode step folds this many pending records into the state at once, and writes the state
+    # back.
     fold: int
 
 
 def ring_length(width: int, fold: int) -> int:
-    """Return the number of records that a slot needs. A step of `width` tokens finds at most
-    `fold - 1 + width` pending records, and adds its own."""
+    """Return the number of records in a slot's ring. A step of `width` tokens finds at most `fold -
+    1 + width` pending records, and adds one for each of its own tokens."""
     return fold - 1 + 2 * width
 
 
 class RowStates:
     """The states of all rows of one model, over all its layers, by state slot.
 
-    One slot's state is contiguous over all layers, so one operation copies it. The number of
-    pending records stays on the device, because the host learns how many tokens were accepted only
-    after it has launched the next step.
+    One slot's state is contiguous over all layers, so that one operation copies it. The number of
+    pending records stays on the device: the host learns how many tokens were accepted only after it
+    has launched the next step.
 
-    Slot 0 is scratch, `num_rows` slots are for rows, and `num_snapshots` behind those hold
-    snapshots for the prefix cache. `layers` has what each recurrent layer of `specs` keeps.
+    Slot 0 is scratch, the next `num_rows` slots are for rows, and the last `num_snapshots` slots
+    are for snapshots of the prefix cache.
+
+    Attributes:
+        layers: the states and records of each recurrent layer of `specs`.
     """
 
     def __init__(
@@ -86,9 +90,16 @@ class RowStates:
         return self._fold
 
     def begin(self, slots: Tensor, replayed: Tensor) -> None:
-        """Drop the records of these slots [B] int64, whose rows are prefilled next, but for those
-        that the prefill leaves: of the last of the tokens [B] int32 that it and the prefills before
-        it have read as decode steps (`replay_steps`)."""
+        """Reset the pending records of rows that are prefilled next.
+
+        Only the records that the prefill itself leaves count as pending then: those of replayed
+        tokens (`replay_steps`) after the last multiple of `fold`.
+
+        Args:
+            slots: [B] int64, the rows' state slots.
+            replayed: [B] int32, how many tokens of the row this prefill and earlier ones have
+                replayed.
+        """
         pending = replayed % self._fold
         self._pending.index_copy_(0, slots, pending)
         self._first.index_copy_(0, slots, (replayed - pending) % self._ring)
@@ -100,24 +111,27 @@ class RowStates:
         replayed: npt.NDArray[np.int64],
         before: npt.NDArray[np.int64],
     ) -> list[ReplayStep]:
-        """Plan how a prefill reads tokens as decode steps do, see `replay_steps`."""
+        """Plan how a prefill computes tokens with the rounding of decode steps; see
+        `replay_steps`."""
         sizes = ReplaySizes(len(self._pending), self._ring, self._fold)
         return replay_steps(slots, query_lens, replayed, before, sizes)
 
     def advance(self, slots: Tensor, num_tokens: Tensor) -> None:
-        """Keep the records of the tokens that were accepted in the decode step just decided.
+        """Mark the records of the tokens that the last decode step accepted as pending.
 
-        `slots` [B] int64 are the state slots of the step's rows. The number of tokens [B] that it
-        produced equals the number of read tokens that stay: the newest and the accepted drafts.
+        Args:
+            slots: [B] int64, the state slots of the step's rows.
+            num_tokens: [B], how many tokens the step produced. Equally many of the tokens that it
+                read stay: the newest one and the accepted drafts.
         """
         pending, first = self._pending[slots], self._first[slots]
-        kept = pending % self._fold  # the others were folded by that step
+        kept = pending % self._fold  # that step has folded the others
         self._first.index_copy_(0, slots, (first + pending - kept) % self._ring)
         self._pending.index_copy_(0, slots, kept + num_tokens.int())
 
     def copy(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
-        """Copy whole states from the slots `sources` [N] to `targets` [N], none of which may be
-        among the sources, for all layers at once."""
-        # One by one, because an indexed copy of all would need as much memory again.
+        """Copy the states of all layers from the slots `sources` [N] to the slots `targets` [N]. No
+        target may be among the sources."""
+        # Copied one by one, because an indexed copy would need as much memory again.
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self._pool[target].copy_(self._pool[source])

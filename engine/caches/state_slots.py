@@ -1,6 +1,9 @@
 """Hands out the state slots of models with recurrent layers: to rows while they run, and to
-snapshots of the prefix cache. `BlockManager` calls this when rows come and go; the states
-themselves are in `row_states.py`."""
+snapshots of the prefix cache.
+
+`BlockManager` calls `StateSlots` when rows come and go. The states themselves are in
+`row_states.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ class StateSlots:
     """Hands out the state slots of a model with recurrent layers.
 
     A row has one slot from its admission until it leaves. A *snapshot* is the state after a prefix,
-    in a slot of its own; a row that begins with that prefix starts from a copy of it. The forward
-    that reads the prefix leaves the snapshot, and only later forwards may read it, so between
-    `reserve` and `publish` the snapshot is *pending*.
+    in a separate slot; a row that begins with that prefix starts from a copy of it. The forward
+    that reads the prefix writes the snapshot, and only later forwards may read it. Between
+    `reserve` and `publish` the snapshot is therefore *pending*.
 
-    Slot 0 is scratch and belongs to nobody. Rows have the slots 1 to `num_rows`, and snapshots the
-    `num_snapshots` slots after those.
+    Slot 0 is scratch and belongs to no row. Rows have the slots 1 to `num_rows`, and snapshots the
+    next `num_snapshots` slots.
     """
 
     def __init__(self, num_rows: int, num_snapshots: int) -> None:
@@ -27,7 +30,7 @@ class StateSlots:
 
     @property
     def num_free(self) -> int:
-        """The number of row slots that no row has."""
+        """The number of row slots that are free."""
         return len(self._free)
 
     @property
@@ -36,29 +39,30 @@ class StateSlots:
         return len(self._snapshots)
 
     def take(self) -> int:
-        """Take a free row slot; there is one for each row that may be in flight."""
+        """Take a free row slot. There is always one, because there are as many as rows in
+        flight."""
         return self._free.pop()
 
     def give(self, slot: int) -> None:
-        """Give back the slot of a row that has left."""
+        """Return the slot of a row that has left."""
         self._free.append(slot)
 
     def find(self, digest: bytes) -> int | None:
-        """Return the slot of the snapshot after the prefix of this digest. Returns None if there is
-        no such snapshot, or if it is pending."""
+        """Return the slot of the snapshot after the prefix with this digest. Returns None if there
+        is no such snapshot or it is pending."""
         if digest not in self._snapshots or digest in self._pending:
             return None
         self._snapshots.move_to_end(digest)
         return self._snapshots[digest]
 
     def is_pending(self, digest: bytes) -> bool:
-        """Whether the batch that is being planned leaves the snapshot of this digest."""
+        """Return whether the batch being planned will write the snapshot with this digest."""
         return digest in self._pending
 
     def reserve(self, digest: bytes) -> int | None:
         """Reserve a slot for a new snapshot, which is pending until `publish`. If no slot is free,
-        the least recently used snapshot is dropped. Returns the slot; None if this digest has a
-        snapshot already, or all others are pending."""
+        the least recently used snapshot is dropped. Returns None if there is a snapshot with this
+        digest already, or all others are pending."""
         if digest in self._snapshots:
             return None
         if not self._free_snapshots:
@@ -72,12 +76,13 @@ class StateSlots:
         return slot
 
     def publish(self) -> None:
-        """Let later forwards read the pending snapshots, as the forward that writes them has been
-        enqueued."""
+        """Let later forwards read the pending snapshots. The forward that writes them must have
+        been enqueued."""
         self._pending.clear()
 
     def forget(self, digest: bytes) -> None:
-        """Drop the snapshot of this digest, if there is one, because its blocks are gone."""
+        """Drop the snapshot with this digest, if there is one, because its blocks were handed out
+        again."""
         slot = self._snapshots.pop(digest, None)
         self._pending.discard(digest)
         if slot is not None:

@@ -1,8 +1,8 @@
-"""A pool of background threads that call one function, for work which nothing may have to wait for
-without a bound.
+"""A pool of background threads that call one function, for work whose duration must not delay
+anything.
 
-`GrammarCompiler` compiles constraints on such threads. Python's `ThreadPoolExecutor` would make the
-interpreter wait at its end for every call that runs, however long; this pool does not.
+`GrammarCompiler` compiles constraints on such threads. At the interpreter's end, Python's
+`ThreadPoolExecutor` would wait for every running call, however long; this pool does not.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from typing import Generic, TypeVar
 A = TypeVar("A")
 R = TypeVar("R")
 _Jobs = SimpleQueue[tuple[Future[R], A] | None]
-"""The arguments that wait for a thread, with the futures of their results. None ends a thread."""
+"""The queue of arguments that wait for a thread, each with the future of its result. None ends a
+thread."""
 
 _EXIT_SECONDS = 5.0
-"""The longest time that the interpreter waits at its end for calls that already run."""
+"""The most seconds that the interpreter waits at its end for running calls."""
 
 
 class DaemonPool(Generic[A, R]):
     """Calls one function for many arguments on a few threads, named "{name}-0" and so on.
 
-    When the pool is closed or collected, or the interpreter ends, calls that wait are cancelled,
-    and each thread ends after its call. The interpreter would join the threads of a
-    `ThreadPoolExecutor`, however long their calls in native code take; these are daemons, which end
-    with the process. Before that, the interpreter waits up to five seconds for calls that run:
-    until Python 3.14, native code that returns to an interpreter being torn down makes C++ abort
-    the process.
+    When the pool is closed or collected, or the interpreter ends, waiting calls are cancelled, and
+    each thread ends after its current call. The interpreter would join the threads of a
+    `ThreadPoolExecutor`, even if their calls in native code take long; these threads are daemons,
+    which end with the process. Before that, the interpreter waits up to five seconds for running
+    calls: until Python 3.14, native code that returns to an interpreter being torn down makes C++
+    abort the process.
 
-    `submit` and `close` must not run at once, and the function must not refer to the pool, or the
-    pool would never be collected.
+    `submit` and `close` must not run at the same time. The function must not refer to the pool, or
+    the pool would never be collected.
     """
 
     def __init__(self, function: Callable[[A], R], num_threads: int, name: str) -> None:
@@ -48,11 +49,9 @@ class DaemonPool(Generic[A, R]):
         self._finalizer.atexit = False  # `_end_workers` does more
 
     def submit(self, argument: A) -> Future[R]:
-        """Queue a call and return its future, which is cancelled if the pool is closed before it
-        begins.
-
-        The first call starts the threads. Raises RuntimeError if the pool is closed.
-        """
+        """Queue a call and return its future. The first call starts the threads. The future is
+        cancelled if the pool is closed before the call begins. Raises RuntimeError if the pool is
+        closed already."""
         if not self._finalizer.alive:
             raise RuntimeError("the pool is closed")
         future: Future[R] = Future()
@@ -63,7 +62,7 @@ class DaemonPool(Generic[A, R]):
         return future
 
     def close(self) -> None:
-        """Cancel the calls that wait, and let the threads end by themselves; may be repeated."""
+        """Cancel waiting calls, and let the threads end by themselves. May be called again."""
         self._finalizer()
 
 
@@ -84,11 +83,11 @@ class _Worker(threading.Thread, Generic[A, R]):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(self._function(argument))
-                # Any error at all belongs to whoever waits for the future; here it would be lost.
+                # Any error belongs to the caller that waits for the future; here it would be lost.
                 except BaseException as error:
                     future.set_exception(error)
-            # The traceback of the error holds this frame, which must not hold the future in turn:
-            # the cycle would keep alive all that the function refers to.
+            # The error's traceback holds this frame. If the frame held the future, the cycle would
+            # keep everything alive that the function refers to.
             del job, future, argument
 
     def cancel_queued(self) -> None:
@@ -96,7 +95,8 @@ class _Worker(threading.Thread, Generic[A, R]):
 
 
 def _cancel(jobs: _Jobs[R, A], num_threads: int) -> None:
-    """Cancel calls that wait and end the threads, without a lock: a garbage collector calls it."""
+    """Cancel waiting calls and end the threads. It takes no lock, because a garbage collector calls
+    it."""
     while True:
         try:
             job = jobs.get_nowait()
@@ -110,7 +110,7 @@ def _cancel(jobs: _Jobs[R, A], num_threads: int) -> None:
 
 @atexit.register
 def _end_workers() -> None:
-    """End the threads of all pools, and give the calls that run a moment to return."""
+    """End the threads of all pools, and give running calls a moment to return."""
     workers = [thread for thread in threading.enumerate() if isinstance(thread, _Worker)]
     for worker in workers:
         worker.cancel_queued()

@@ -1,11 +1,11 @@
-"""Compiles constraints in the background into grammars that rows can follow.
+"""Compiles constraints in the background into grammars for rows.
 
-The library xgrammar does the compiling. A job has one `GrammarCompiler`: `CompileQueue` asks it for
+The library xgrammar does the compiling. A job has one `GrammarCompiler`. `CompileQueue` asks it for
 the grammar of each constrained row, and the checks before a job ask it whether a constraint can be
-enforced at all.
+enforced.
 
-A constraint may begin only behind a *marker*, such as "</think>" (`Constraint.start_after`).
-Between the two there may be a little whitespace, the *gap*.
+A constraint may begin only after a *marker*, such as "</think>" (`Constraint.start_after`). Between
+the marker and the constrained text there may be a little whitespace, the *gap*.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COMPILE_AT_ONCE = 2
-"""Constraints that are compiled at the same time."""
+"""The number of constraints that are compiled at the same time."""
 _COMPILE_THREADS = 8
-"""Threads on which xgrammar compiles one constraint."""
+"""The number of threads on which xgrammar compiles one constraint."""
 _FILL_THREADS = 16
-"""Threads on which xgrammar fills the masks of a batch."""
+"""The number of threads on which xgrammar fills the masks of a batch."""
 _MARKERS = 16
-"""The most markers whose search tables are kept."""
+"""The most markers whose search tables are cached."""
 _CACHE_ENTRIES = 4096
 _CACHE_BYTES = 512 * 2**20
 _XGRAMMAR_CACHE_BYTES = 256 * 2**20
 _PROBED_TOKENS = 16
-"""Tokens for which a new grammar is tried out."""
+"""The number of tokens for which a new grammar is tried out."""
 _PROBE_STRIDE = 7919
 """A prime, so that each probed token comes from another part of the vocabulary."""
 _MOST_MASK_SECONDS = 1.0
-"""The most CPU time of one mask. Most take 1 to 100 µs; repeats that can be read in many ways take
-up to minutes."""
+"""The most CPU seconds of one mask. Most take 1 to 100 µs; ambiguous repetitions take up to
+minutes."""
 
 
 class GrammarCompiler:
     """Compiles the constraints of one job, for one tokenizer. Any thread may call it.
 
-    Equal constraints are compiled once; up to 512 MiB are kept, and the least recently used are
-    dropped first. With a large vocabulary a grammar takes 0.1 to 8 MiB. `close`, dropping the last
-    reference, or the end of the interpreter end its threads without waiting for constraints in the
-    queue.
+    Equal constraints are compiled once. Up to 512 MiB of grammars are cached; the least recently
+    used are dropped first. With a large vocabulary a grammar takes 0.1 to 8 MiB. `close`, dropping
+    the last reference, or the interpreter's end stops the threads without waiting for queued
+    constraints.
     """
 
     def __init__(
@@ -72,12 +72,14 @@ class GrammarCompiler:
         vocab_size: int,
         special_ids: tuple[int, ...],
     ) -> None:
-        """Check that xgrammar works with the tokenizer, and that its version prints grammars in the
-        form that `keep_literals` repairs.
+        """Check that xgrammar supports the tokenizer, and that its version prints grammars in the
+        form that `keep_literals` repairs. Raises ConstraintError if not.
 
-        `vocab_size` is the number V of logits; ids below V that the tokenizer lacks are allowed by
-        no grammar. `special_ids` end a row, or are a diffusion model's mask token; like special
-        tokens they are no part of a grammar's text. Raises ConstraintError if a check fails.
+        Args:
+            vocab_size: V, the number of logits. No grammar allows ids below V that the tokenizer
+                lacks.
+            special_ids: ids that end a row, or a diffusion model's mask token. Like special tokens,
+                they are not part of a grammar's text.
         """
         check_print()
         work = _Work(Vocabulary(tokenizer, vocab_size, special_ids))
@@ -86,11 +88,12 @@ class GrammarCompiler:
         self._cache: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
 
     def prepare(self, constraint: Constraint) -> Future[Grammar]:
-        """Start to compile a constraint and return the future of its grammar, one for equal
-        constraints.
+        """Start to compile a constraint, and return the future of its grammar; equal constraints
+        share one.
 
-        Its exception is a ConstraintError if the constraint cannot be enforced. It is cancelled if
-        the compiler is closed first. Raises RuntimeError if that is closed.
+        The future's exception is a ConstraintError if the constraint cannot be enforced. The future
+        is cancelled if the compiler is closed first. Raises RuntimeError if the compiler is closed
+        already.
         """
         with self._lock:
             future = self._cache.get(constraint)
@@ -101,29 +104,29 @@ class GrammarCompiler:
             return future
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Wait for the grammar of a constraint.
+        """Compile a constraint, and wait for its grammar.
 
-        Raises ConstraintError, which says why it cannot be enforced, CancelledError if another
-        thread closed the compiler meanwhile, and RuntimeError if it is closed.
+        Raises:
+            ConstraintError: the constraint cannot be enforced; the message says why.
+            CancelledError: another thread closed the compiler meanwhile.
+            RuntimeError: the compiler is closed.
         """
         future = self.prepare(constraint)
         error = future.exception()
         if isinstance(error, ConstraintError):
-            # A new error: the one in the cache would keep the frames of the caller alive.
+            # A new error object, because the cached one would keep the caller's frames alive.
             raise ConstraintError(str(error))
         return future.result()
 
     def close(self) -> None:
-        """Cancel what waits and end the threads, each after its constraint, without waiting.
-
-        Compiled grammars can still be used. May be called again.
-        """
+        """Cancel queued constraints and end each thread after its current one, without waiting.
+        Compiled grammars can still be used. May be called again."""
         with self._lock:
             self._pool.close()
             self._cache.clear()
 
     def _make_room(self) -> None:
-        """Drop the grammars that were used least recently, until another one has room. A grammar
+        """Drop the least recently used grammars until there is space for another one. A grammar
         that is not compiled yet counts as 0 bytes."""
         done = [f for f in self._cache.values() if f.done() and f.exception() is None]
         num_bytes = sum(future.result().num_bytes for future in done)
@@ -134,8 +137,8 @@ class GrammarCompiler:
 
 
 class _Work:
-    """The work of the threads, and what they need for it. It refers to no future, because the error
-    in one holds stack frames, and those hold this object."""
+    """The work of the threads, and what they need for it. It must not refer to a future: the error
+    in a future holds stack frames, and these hold this object."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
@@ -163,13 +166,15 @@ class _Work:
         return grammar
 
     def _compile(self, constraint: Constraint) -> Any:
-        """xgrammar's CompiledGrammar of a constraint, which begins with the gap behind a marker."""
+        """Return xgrammar's CompiledGrammar of a constraint. With a marker, it begins with the
+        gap."""
         from xgrammar import Grammar
 
         if constraint.kind == "structural_tag" and not constraint.start_after:
             # Only the compiler knows the ids of tokens that a tag names.
             compiled = self._compiler.compile_structural_tag(structural_tag_argument(constraint))
-            # Raises if the tag has a string that xgrammar would misread: it cannot be repaired.
+            # Raises an error if xgrammar would misread a string of the tag, because tags cannot be
+            # repaired.
             keep_literals(compiled.grammar)
             return compiled
         grammar = keep_literals(to_grammar(constraint))
@@ -179,8 +184,8 @@ class _Work:
 
 
 def _probe(grammar: Grammar) -> None:
-    """Follow a grammar for some tokens. Raises ConstraintError if no text fits it, or if finding
-    the tokens that it allows next (its mask) takes too long."""
+    """Follow a grammar for some tokens. Raises ConstraintError if no text matches it, or if
+    computing the mask of allowed tokens takes too long."""
     import xgrammar
 
     state = xgrammar.GrammarMatcher(grammar.compiled)

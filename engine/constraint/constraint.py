@@ -1,8 +1,8 @@
-"""The rule that the text of a row must keep: a JSON Schema, a regular expression, a list of
-choices, a grammar, or a structural tag.
+"""Constraints on the text of a row: a JSON Schema, a regular expression, a list of choices, a
+grammar, or a structural tag.
 
-A `Constraint` is checked when it is made, so that a job with a wrong one fails before it starts. A
-*marker* is a text such as "</think>" behind which the constrained text begins.
+`Constraint.make` checks a constraint, so that a job with an invalid one fails before it starts. A
+*marker* is a text such as "</think>" after which the constrained text begins.
 """
 
 from collections import abc
@@ -23,11 +23,11 @@ from batchgen.engine.interface.constraint_error import ConstraintError
 Kind = Literal["json_schema", "json", "regex", "choice", "grammar", "structural_tag"]
 
 _MOST_TEXT = 2**17
-"""The most characters of a constraint. A million in one string would compile for 18 s and take
-200 MB."""
+"""The most characters of a constraint. A string of a million would compile for 18 s and take 200
+MB."""
 MARKER_GAP = 4
-"""How many characters of JSON whitespace may stand between the marker `start_after` and the
-constrained text. Models write two newlines after "</think>"."""
+"""The most JSON whitespace characters between the marker `start_after` and the constrained text.
+Models write two newlines after "</think>"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,15 @@ class Constraint:
         max_whitespace: int = 0,
         start_after: str = "",
     ) -> "Constraint":
-        """Check what a user wrote and make a constraint of it.
+        """Check what a user wrote, and make a constraint from it.
 
-        `value` is a mapping or its JSON text for `json_schema` and `structural_tag`, text for
-        `regex` and `grammar`, a list of strings for `choice`, None for `json`. Properties of a
-        schema keep their order, because the output has them in that order. Raises ConstraintError
-        with the reason and what to do if it cannot be enforced.
+        Args:
+            value: a mapping or its JSON text for `json_schema` and `structural_tag`, text for
+                `regex` and `grammar`, a list of strings for `choice`, None for `json`. A schema's
+                properties keep their order, because the output has them in that order.
+
+        Raises:
+            ConstraintError: it cannot be enforced; the message says why and what to do.
         """
         if isinstance(value, str):
             _check_length(kind, value)

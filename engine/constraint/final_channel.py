@@ -1,7 +1,8 @@
-"""Finds where the final channel of a row begins, in Harmony, the message format of gpt-oss.
+"""Finds where the final channel of a row begins in Harmony, the message format of gpt-oss.
 
-A model of that format writes its reasoning in one channel and its answer in another, named "final".
-A constraint holds only for the answer, so the row's `Matcher` has to know where that begins.
+A model with that format writes its reasoning in one channel and its answer in another, named
+"final". A constraint applies only to the answer, so the row's `Matcher` uses `FinalChannel` to find
+its beginning.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ from batchgen.engine.constraint.harmony import FINAL, WHITESPACE
 from batchgen.engine.constraint.vocabulary import Ending, Vocabulary
 
 _OUTSIDE, _NAMED, _OTHER = 0, 1, 7
-"""States of the search: outside of a header, in one whose name has begun (from 1 on, by how many
-letters of FINAL it has so far), and in the header of another channel."""
+"""States of the search: outside a header; in a header whose name has begun (from 1 on, by the
+number of matching letters of FINAL); and in the header of another channel."""
 _IN_FINAL = _NAMED + len(FINAL)
 
 
 class FinalChannel:
-    """Finds where the final channel begins, in token ids: after `<|channel|>`, a name that begins
-    with FINAL, anything else that a header may have, and `<|message|>`. It is used as a `Marker`. A
-    prompt may have begun the message; one that is not in the format has no channels, and the row is
-    answer from its first token on.
+    """Finds where the final channel begins in token ids: after `<|channel|>`, a name that begins
+    with FINAL, anything else that a header may contain, and `<|message|>`. It has the interface of
+    `Marker`.
 
-    `gap` says whether whitespace may follow, and `never_ends` has the stop ids that may not end an
-    answer.
+    A prompt may have begun the message. A prompt that is not in the format has no channels, and the
+    row is answer from its first token on.
+
+    Attributes:
+        gap: whether whitespace may follow.
+        never_ends: the stop ids that must not end an answer.
     """
 
     gap = False
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """The vocabulary must have the tokens of the format."""
+        """Prepare the search. The vocabulary must have the tokens of the format."""
         assert vocabulary.harmony is not None
         self._tokens, self._vocabulary = vocabulary.harmony, vocabulary
         self._format = vocabulary.harmony.all
@@ -38,7 +42,8 @@ class FinalChannel:
         self.never_ends = frozenset([self._tokens.call])
 
     def begin(self, prompt: Sequence[int]) -> int | None:
-        """The state behind a prompt; None if the row is in the final channel from there on."""
+        """Return the state after a prompt; None if the row is in the final channel from its first
+        token on."""
         if self._tokens.start not in prompt:
             return None
         last = len(prompt) - 1 - prompt[::-1].index(self._tokens.start)
@@ -49,7 +54,7 @@ class FinalChannel:
         return state
 
     def advance(self, state: int, token_id: int) -> tuple[int | None, bytes]:
-        """Return the state after one more token, None in the final channel, and b""."""
+        """Return the state after one more token (None in the final channel), and b""."""
         tokens = self._tokens
         if token_id == tokens.message:
             return None if state == _IN_FINAL else _OUTSIDE, b""
@@ -66,7 +71,7 @@ class FinalChannel:
 
 
 def _behind(state: int, letter: str) -> int:
-    """The state after one more letter of a header."""
+    """Return the state after one more letter of a header."""
     if state in (_IN_FINAL, _OTHER):
         return state
     if state == _NAMED and letter in WHITESPACE:

@@ -1,7 +1,7 @@
 """Harmony, the message format of gpt-oss, and the ids of its special tokens.
 
-A message is `<|start|>role<|channel|>name<|message|>text`. It is ended by `<|end|>`, `<|return|>`
-or `<|call|>`.
+A message is `<|start|>role<|channel|>name<|message|>text`, ended by `<|end|>`, `<|return|>` or
+`<|call|>`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FINAL = "final"
-"""The name of the channel that has the answer."""
+"""The name of the channel that contains the answer."""
 WHITESPACE = " \t\r\n\f\v"
-"""What may stand before the name of a channel."""
+"""The characters that may precede the name of a channel."""
 _NAMES = ("start", "channel", "message", "constrain", "end", "return", "call")
 
 
@@ -33,7 +33,7 @@ class HarmonyTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> HarmonyTokens | None:
-        """The ids in a tokenizer; None unless it has all of them as special tokens."""
+        """Return the ids in a tokenizer; None unless it has all of them as special tokens."""
         known, tokens = tokenizer.added_tokens_encoder, tokenizer.added_tokens_decoder
         token_ids = [known.get(f"<|{name}|>") for name in _NAMES]
         ids = [id for id in token_ids if id is not None and tokens[id].special]
@@ -41,10 +41,10 @@ class HarmonyTokens:
 
     @property
     def stops(self) -> tuple[int, int]:
-        """The ids that end a generation: an answer, or the call of a tool."""
+        """The ids that end a generation: of an answer, or of a tool call."""
         return self.return_, self.call
 
     @property
     def all(self) -> frozenset[int]:
-        """All of them."""
+        """All ids of the format."""
         return frozenset(astuple(self))

@@ -1,8 +1,8 @@
 """Follows the text of one row in its grammar, token by token, and says which tokens may come next.
 
-xgrammar's own matcher follows the grammar itself. What is added here: the free text before a
-marker, stop ids, and *tentative* tokens, such as drafts, which can be taken back. A `Guide` asks
-the matchers of a batch's rows for masks.
+xgrammar's matcher follows the grammar itself. This module adds the free text before a marker, stop
+ids, and *tentative* tokens, such as drafts, which can be taken back. A `Guide` calls the matchers
+of a batch's rows for masks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from batchgen.engine.interface.constraint_error import ConstraintError
 
 
 class Grammar:
-    """A compiled constraint. It does not change, and every matcher of it keeps it alive.
+    """A compiled constraint. It is immutable, and every matcher keeps its grammar alive.
 
-    `compiled` is xgrammar's CompiledGrammar of the text behind the marker, and takes `num_bytes` as
-    xgrammar counts. `batch` fills masks on several threads; all grammars of a compiler share it.
-    `marker` ends free text before the constraint, if there is any. `search_masks` has, for each
-    state of the search for it, the ids that may come next, stop ids included, which a row's matcher
-    takes out.
+    Attributes:
+        compiled: xgrammar's CompiledGrammar of the text after the marker.
+        num_bytes: its size, as counted by xgrammar.
+        batch: fills masks on several threads; shared by all grammars of a compiler.
+        marker: ends the free text before the constraint; None without a marker.
+        search_masks: for each state of the search for the marker, the mask of ids that may come
+            next, including stop ids, which a row's matcher removes.
     """
 
     def __init__(
@@ -43,7 +45,8 @@ class Grammar:
         self.search_masks = [] if marker is None else self._search_masks(marker)
 
     def _search_masks(self, marker: Marker | FinalChannel) -> list[Words]:
-        """Make the search's masks, without ids that end the marker and go on with illegal text."""
+        """Make the masks for the search. They exclude ids that complete the marker and continue
+        with illegal text."""
         import xgrammar
 
         start = xgrammar.GrammarMatcher(self.compiled)
@@ -62,7 +65,7 @@ class Grammar:
 
 
 def _may_follow(state: Any, text: bytes) -> bool:
-    """Whether xgrammar's matcher accepts some bytes. It is left as it was."""
+    """Return whether xgrammar's matcher accepts some bytes. The matcher is left unchanged."""
     if not state.accept_string(text):
         return False
     state.rollback(1)
@@ -71,38 +74,43 @@ def _may_follow(state: Any, text: bytes) -> bool:
 
 class _Step(NamedTuple):
     token_id: int
-    searched: int | None  # the search's state before it; None if that was over
-    moved: bool  # whether xgrammar's matcher went on by a step
+    searched: int | None  # the state of the marker search before the token; None if it was over
+    moved: bool  # whether xgrammar's matcher advanced by a step
 
 
 class Matcher:
-    """Where one row stands in its grammar: behind committed tokens, and tentative ones after them.
+    """The state of one row in its grammar: after its committed tokens, and tentative tokens after
+    these.
 
-    A stop id is legal where the text so far is complete and nowhere else, even a stop id that is
-    ordinary text where the grammar could go on with it: the engine ends a row at any stop id.
+    A stop id is legal exactly where the text so far is complete, even if it is ordinary text with
+    which the grammar could continue: the engine ends a row at any stop id. Before a marker
+    (`start_after`, or the final channel of Harmony), every token with text is legal, including
+    special tokens, but no stop id. The token that completes the marker may continue with text that
+    the constraint allows. Up to `MARKER_GAP` whitespace characters may come between `start_after`
+    and the constrained text.
 
-    Before a marker (`start_after`, or the final channel of Harmony) every token that spells
-    something is legal, special tokens too, but no stop id. The token that completes the marker may
-    go on with text that the constraint allows. Up to `MARKER_GAP` whitespace characters may come
-    between `start_after` and constrained text.
-
-    `satisfied` says whether the committed text is complete: it ended with a stop id or could now.
+    Attributes:
+        satisfied: whether the committed text is complete: it ended with a stop id, or could end
+            now.
     """
 
     def __init__(
         self, grammar: Grammar, stop_ids: Collection[int], prompt: Sequence[int] = ()
     ) -> None:
-        """Start behind a prompt; `stop_ids`, EOS and the row's own, end the row.
+        """Start after a prompt.
 
-        Raises ConstraintError if no id of the vocabulary ends it, so that it could never be
-        complete.
+        Args:
+            stop_ids: the ids that end the row: EOS and the row's own.
+
+        Raises:
+            ConstraintError: no id of the vocabulary ends the row, so it could never be complete.
         """
         import xgrammar
 
         self.grammar = grammar
         marker = grammar.marker
         self._stops = frozenset(i for i in stop_ids if 0 <= i < grammar.vocabulary.size)
-        # The stop ids that may end the row behind the marker.
+        # The stop ids that may end the row after the marker.
         self._ends = self._stops - (marker.never_ends if marker is not None else frozenset())
         if not self._ends:
             raise ConstraintError(
@@ -112,7 +120,7 @@ class Matcher:
         self._state = xgrammar.GrammarMatcher(
             grammar.compiled, override_stop_tokens=sorted(self._ends)
         )
-        # The state of the search for the marker; None if there is no marker or it was found.
+        # The state of the search for the marker; None without a marker, or once it was found.
         self._searched: int | None = None if marker is None else marker.begin(prompt)
         self._tentative: list[_Step] = []
         self.num_committed = 0
@@ -120,7 +128,7 @@ class Matcher:
 
     @property
     def num_tokens(self) -> int:
-        """The number of accepted tokens, committed and tentative ones."""
+        """The number of accepted tokens, committed and tentative."""
         return self.num_committed + len(self._tentative)
 
     @property
@@ -134,9 +142,9 @@ class Matcher:
         return self._searched is not None
 
     def commit(self, token_ids: list[int]) -> None:
-        """Make tokens final that follow the committed ones and are legal there.
+        """Make tokens final. They must follow the committed tokens and be legal there.
 
-        Tentative tokens that begin with these ids are not checked again; other ones are taken back.
+        Tentative tokens that agree with these ids are not checked again; others are taken back.
         """
         kept = 0
         for step, token_id in zip(self._tentative, token_ids, strict=False):
@@ -145,18 +153,20 @@ class Matcher:
             kept += 1
         self.rewind(self.num_committed + kept)
         for token_id in token_ids[kept:]:
-            taken = self._take(token_id)
-            assert taken, f"the grammar refuses token {token_id} behind {self.num_tokens} others"
+            accepted = self._take(token_id)
+            assert accepted, f"the grammar refuses token {token_id} after {self.num_tokens} others"
         self._tentative.clear()
         self.num_committed += len(token_ids)
         self.satisfied = self._complete()
 
     def walk(self, token_ids: Collection[int]) -> int:
-        """Take tokens tentatively up to the first illegal one, or a stop id; return how many."""
+        """Accept tokens tentatively up to the first illegal one or a stop id. Returns how many were
+        accepted."""
         return next((n for n, i in enumerate(token_ids) if not self._take(i)), len(token_ids))
 
     def rewind(self, num_tokens: int) -> None:
-        """Take tentative tokens back until `num_tokens`, no fewer than committed, are left."""
+        """Take back tentative tokens until `num_tokens` are left, which must include all committed
+        tokens."""
         assert self.num_committed <= num_tokens <= self.num_tokens, (
             f"cannot rewind from {self.num_tokens} tokens to {num_tokens}: "
             f"{self.num_committed} are final"
@@ -173,9 +183,11 @@ class Matcher:
     def fill(self, bitmask: Tensor, index: int) -> None:
         """Write the ids that may come next to row `index` of a bitmask.
 
-        The bitmask is int32 [N, ceil(V / 32)] on the CPU; bit i of word w stands for id 32 · w + i.
-        All bits are written: 0 for ids that the tokenizer lacks, unless they are stop ids, and
-        beyond V.
+        All bits are written. Bits are 0 for ids beyond V, and for ids that the tokenizer lacks
+        unless they are stop ids.
+
+        Args:
+            bitmask: int32 [N, ceil(V / 32)] on the CPU; bit i of word w stands for id 32 · w + i.
         """
         rows = bitmask.numpy()
         if self._searched is None:
@@ -184,7 +196,7 @@ class Matcher:
             self.fill_search(rows, index)
 
     def forced_text(self) -> str:
-        """The text that must come next, in whole characters; empty if there is a choice."""
+        """Return the text that must come next, in whole characters; empty if there is a choice."""
         text = self._forced_bytes()
         try:
             return text.decode()
@@ -192,22 +204,21 @@ class Matcher:
             return text[: error.start].decode()
 
     def forced(self, limit: int) -> list[int]:
-        """Take up to `limit` tokens tentatively into which the tokenizer cuts `forced_text`; return
-        them.
-
-        Others may be legal too, because text can nearly always be cut in several ways.
-        """
+        """Tokenize `forced_text`, accept up to `limit` of its tokens tentatively, and return these.
+        Other tokens may be legal, too, because text can usually be tokenized in several ways."""
         text = self.forced_text()
         token_ids = self.grammar.vocabulary.cut(text)[:limit] if text else ()
         return list(token_ids[: self.walk(token_ids)])
 
     def constraining(self) -> Any:
-        """xgrammar's matcher, while it fills the mask: after the marker, before a stop id."""
+        """Return xgrammar's matcher for filling a mask. Only after the marker, and before a stop
+        id."""
         assert not self.searching and not self.terminated, "nothing follows a stop id"
         return self._state
 
     def fill_search(self, rows: Words, index: int) -> None:
-        """Do what `fill` does while the marker is not found, in words [N, ceil(V / 32)]."""
+        """Fill the mask as `fill` does while the marker is not found, in words [N, ceil(V /
+        32)]."""
         assert self._searched is not None
         rows[index] = self.grammar.search_masks[self._searched]
         bits = rows.view(np.uint32)
@@ -215,10 +226,11 @@ class Matcher:
             bits[index, token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))
 
     def _take(self, token_id: int) -> bool:
-        """Take one more token tentatively. False if it is not legal here; then nothing changed."""
+        """Accept one more token tentatively. Returns False, with nothing changed, if it is not
+        legal."""
         vocabulary, searched = self.grammar.vocabulary, self._searched
         if searched is None:
-            # Asked first, because xgrammar prints a warning for each of these.
+            # Checked first, because xgrammar prints a warning for each of these tokens.
             spells = token_id in vocabulary.plain or token_id in self._ends
             if self.terminated or not spells or not self._state.accept_token(token_id):
                 return False
@@ -235,12 +247,12 @@ class Matcher:
         return True
 
     def _forced_bytes(self) -> bytes:
-        """The bytes that must come next, as far as xgrammar tells."""
+        """Return the bytes that must come next, as far as xgrammar knows."""
         if self.searching or self.terminated:
             return b""
         try:
             return str(self._state.find_jump_forward_string()).encode()
-        except UnicodeDecodeError as error:  # the bytes end inside of a character
+        except UnicodeDecodeError as error:  # the bytes end inside a character
             return error.object
 
     def _complete(self) -> bool:
@@ -248,10 +260,8 @@ class Matcher:
 
 
 def fill_all(matchers: list[Matcher], bitmask: Tensor, indices: Iterable[int]) -> None:
-    """Call `matchers[i].fill(bitmask, indices[i])` for all matchers, on several threads.
-
-    All grammars must come from one compiler, and the indices must differ.
-    """
+    """Call `matchers[i].fill(bitmask, indices[i])` for all matchers, on several threads. All
+    grammars must come from one compiler, and the indices must differ."""
     rows = bitmask.numpy()
     states, where = [], []
     for matcher, index in zip(matchers, indices, strict=True):

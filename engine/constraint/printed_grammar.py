@@ -1,9 +1,9 @@
-r"""The repair of grammars in the EBNF that xgrammar prints.
+r"""Repairs grammars in the EBNF that xgrammar prints. The compiler calls `keep_literals`.
 
 xgrammar writes control characters and U+0080 to U+00FF as \xNN, and reads hexadecimal digits that
-follow as a part of the number: a schema's "née" becomes "n" and U+0E9E. So every grammar is
-printed, its strings are cut behind such escapes, and it is read again. No interface promises how
-xgrammar prints; `check_print` finds a version that prints otherwise.
+follow as part of the number: a schema's "née" becomes "n" and U+0E9E. So every grammar is printed,
+its strings are cut after such escapes, and it is read again. How xgrammar prints is not documented;
+`check_print` detects a version that prints differently.
 """
 
 import re
@@ -13,12 +13,12 @@ from typing import Any
 from batchgen.engine.interface.constraint_error import ConstraintError
 
 TESTED_VERSION = "0.2.8"
-"""The version of xgrammar that the tests ran with. constraints.txt pins the same one."""
+"""The version of xgrammar that the tests ran with. constraints.txt pins the same version."""
 
 _STRING_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
 _ESCAPE = re.compile(r"(\\x[0-9a-f]{2}(?=[0-9a-fA-F]))|\\.")
 _TAGS = "TagDispatch("
-"""How the rule of a structural tag with triggers begins. Strings in it cannot be cut."""
+"""The beginning of the rule of a structural tag with triggers. Strings in it cannot be cut."""
 
 _PROBE = 'root ::= "né1\\n\\"\\\\" [^éa\\]\\n] | "日"\n'
 _PROBE_PRINTED = r'root ::= (("n\xe91\n\"\\" [^\xe9a\]\n]) | ("\u65e5"))' + "\n"
@@ -41,7 +41,8 @@ _TAG_PROBE_PRINTED = _TAGS + '\n  ("<\\xe9", '
 
 
 def check_print() -> None:
-    """Raise ConstraintError if this xgrammar prints grammars unlike what `keep_literals` reads."""
+    """Raise ConstraintError if the installed xgrammar prints grammars in a form that
+    `keep_literals` cannot read."""
     from xgrammar import Grammar
 
     try:
@@ -59,10 +60,9 @@ def check_print() -> None:
 
 
 def keep_literals(grammar: Any) -> Any:
-    """Return an `xgrammar.Grammar` with strings cut where xgrammar would read another character.
-
-    Raises ConstraintError if such a string stands in a structural tag, where it cannot be cut.
-    """
+    """Return an `xgrammar.Grammar` whose strings are cut where xgrammar would read another
+    character. Raises ConstraintError if such a string is in a structural tag, where it cannot be
+    cut."""
     from xgrammar import Grammar
 
     printed = str(grammar)
@@ -78,7 +78,7 @@ def keep_literals(grammar: Any) -> Any:
 
 
 def _cut(match: re.Match[str]) -> str:
-    """Cut a string of EBNF behind escapes before digits; classes need no cut."""
+    """Cut an EBNF string after escapes before digits. Character classes need no cut."""
     if match[0].startswith("["):
         return match[0]
     return _ESCAPE.sub(lambda escape: escape[0] + '" "' if escape[1] else escape[0], match[0])

@@ -1,7 +1,7 @@
-"""Checks and rewrites structural tags, for the constraint of that kind.
+"""Checks and rewrites structural tags, one kind of constraint. `Constraint.make` and
+`xgrammar_input.py` call `lower_tag`.
 
-A structural tag is xgrammar's description of free text with constrained parts in it, such as tool
-calls.
+A structural tag is xgrammar's description of free text with constrained parts, such as tool calls.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from batchgen.engine.constraint.regex import regex_text as text
 from batchgen.engine.interface.constraint_error import ConstraintError
 
 _JSON_FORMAT = {"type": "json_schema", "style": "json", "any_order": False, "excludes": []}
-"""The only values that these members may have beside a `json_schema`. xgrammar knows other styles
-of output too, but nothing here checks that they keep to the schema."""
+"""The only values that these members may have next to a `json_schema`. xgrammar supports other
+styles of output, but nothing here checks that they follow the schema."""
 
 
 def lower_tag(tag: Any) -> Any:
@@ -30,7 +30,7 @@ def lower_tag(tag: Any) -> Any:
 
 
 def _lowered(tag: Any, at: str) -> Any:
-    """A part of a tag, rewritten; `at` is its JSON pointer."""
+    """Return a part of a tag, rewritten. `at` is the part's JSON pointer."""
     if isinstance(tag, list):
         return [_lowered(part, f"{at}/{i}") for i, part in enumerate(tag)]
     if not isinstance(tag, dict):

@@ -1,8 +1,8 @@
-"""What the ids of a vocabulary spell, as bytes, and the search for a marker in what they spell.
+"""The bytes that the ids of a vocabulary stand for, and the search for a marker in them.
 
-Grammars are about text and models about token ids, so the compiler and the matchers of rows read
-here which bytes each id stands for. A *marker* is a text such as "</think>" behind which a
-constraint begins to hold.
+Grammars describe text and models yield token ids, so the compiler and the matchers look up the
+bytes of each id here. A *marker* is a text such as "</think>" after which a constraint begins to
+apply.
 """
 
 from __future__ import annotations
@@ -22,30 +22,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Words = npt.NDArray[np.int32]
-"""A row of a bitmask: bit i % 32 of word i // 32 stands for the token id i. Bit 0 is the lowest."""
+"""A row of a bitmask: bit i % 32 of word i // 32 stands for token id i. Bit 0 is the lowest."""
 
 _TEXTS = 4096
-"""How many texts are kept with their tokens. Constraints force the same texts again and again."""
+"""How many texts are cached with their tokens. Constraints force the same texts again and again."""
 
 
 class Vocabulary:
-    """The bytes that each id of the logits spells.
+    """The bytes of each token id.
 
-    In `info` special tokens and EOS spell nothing: a row's text does not show them, so no grammar
-    may count on them, while xgrammar would take their names for text. It has an id for each bit of
-    the last word, so that the bits beyond V are always 0. `plain` ids spell something and are
-    neither special nor EOS. `texts` [V] has special tokens too; ids that the tokenizer lacks spell
-    nothing. `cut` cuts a text as the tokenizer does; `num_words` is ceil(V / 32), the int32 words
-    of a bitmask row. `harmony` has the tokens of that format, if the tokenizer knows it.
+    Attributes:
+        size: V, the number of logits.
+        num_words: ceil(V / 32), the number of int32 words in a bitmask row.
+        info: xgrammar's TokenizerInfo. Special tokens and EOS have no text in it: a row's text does
+            not show them, so no grammar may use them, while xgrammar would use their names as text.
+            It has an id for each bit of the last word, so that bits beyond V are always 0.
+        plain: the ids that have text and are neither special nor EOS.
+        texts: [V], the bytes of each id, including special tokens; empty for ids that the tokenizer
+            lacks.
+        cut: tokenizes a text.
+        harmony: the tokens of the Harmony format, if the tokenizer has them.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, size: int, special_ids: Collection[int]
     ) -> None:
-        """Read what tokens spell, for logits of width `size`; `special_ids` count as special in any
-        case.
+        """Read the bytes of all tokens. Raises ConstraintError if xgrammar does not support the
+        tokenizer.
 
-        Raises ConstraintError if xgrammar cannot tell what the tokens of this tokenizer spell.
+        Args:
+            size: V, the number of logits.
+            special_ids: ids that count as special in any case.
         """
         import xgrammar
 
@@ -53,7 +60,7 @@ class Vocabulary:
         self.num_words = -(-size // 32)
         self.harmony = HarmonyTokens.of(tokenizer)
         try:
-            # Without a stop id xgrammar warns that it guesses one. This info is not kept.
+            # Without a stop id, xgrammar would warn that it guesses one. This info is not kept.
             info = xgrammar.TokenizerInfo.from_huggingface(
                 tokenizer, vocab_size=size, stop_token_ids=[0]
             )
@@ -63,8 +70,8 @@ class Vocabulary:
         special = {*tokenizer.all_special_ids, *special_ids}
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if token_id < size:
-                # Added tokens are plain text, even where the tokenizer writes the others in an
-                # alphabet of its own.
+                # Added tokens are plain text, even if the tokenizer writes all others in a separate
+                # alphabet.
                 self.texts[token_id] = token.content.encode()
                 if token.special:
                     special.add(token_id)
@@ -76,39 +83,43 @@ class Vocabulary:
             return tuple(tokenizer.encode(text, add_special_tokens=False))
 
         self.cut: Callable[[str], tuple[int, ...]] = lru_cache(_TEXTS)(cut)
-        # The info names no stop ids, because xgrammar would allow one that spells nothing as a part
-        # of any text. Every matcher brings those of its row.
+        # The info has no stop ids, because xgrammar would allow a stop id without bytes inside any
+        # text. Every matcher adds those of its row.
         self.info: Any = xgrammar.TokenizerInfo(
             spelled, xgrammar.VocabType.RAW, vocab_size=len(spelled), stop_token_ids=[]
         )
 
     def spells(self, token_id: int) -> bool:
-        """Whether the id is one of the logits and spells at least one byte."""
+        """Return whether the id is one of the logits and has at least one byte."""
         return 0 <= token_id < self.size and bool(self.texts[token_id])
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A token that completes a marker and goes on with the bytes `rest` behind it, at least one."""
+    """A token that completes a marker and continues with at least one byte, `rest`."""
 
     token_id: int
     rest: bytes
 
 
 class Marker:
-    """Finds where a marker first occurs in the text that tokens spell, special ones too.
+    """Finds the first occurrence of a marker in the text of tokens, including special tokens.
 
-    The search's state is the number of the marker's bytes that the text so far ends with, at first
-    0. `endings` has, for each state, the tokens that complete the marker and go on behind it.
-    `gap` says whether whitespace may follow, and `never_ends` has the stop ids that may not end a
-    row behind it.
+    The state of the search is the number of the marker's bytes with which the text so far ends,
+    initially 0.
+
+    Attributes:
+        endings: for each state, the tokens that complete the marker and continue after it.
+        gap: whether whitespace may follow the marker.
+        never_ends: the stop ids that must not end a row after the marker.
     """
 
     gap = True
     never_ends: frozenset[int] = frozenset()
 
     def __init__(self, vocabulary: Vocabulary, text: str) -> None:
-        """Raise ConstraintError if no tokens spell the marker."""
+        """Prepare the search. Raises ConstraintError if no sequence of tokens contains the
+        marker."""
         self._texts = vocabulary.texts
         self._bytes = text.encode()
         size = len(self._bytes)
@@ -135,11 +146,11 @@ class Marker:
         return len(self._bytes) in reached or any(self.endings[start] for start in reached)
 
     def begin(self, prompt: Collection[int]) -> int:
-        """The state behind a prompt, which does not count."""
+        """Return the initial state. The prompt is not searched."""
         return 0
 
     def advance(self, state: int, token_id: int) -> tuple[int | None, bytes]:
-        """Return the state after one more token and b"", or None and what follows the marker."""
+        """Return the state after one more token and b"", or None and the bytes after the marker."""
         before, marker, after = (self._bytes[:state] + self._texts[token_id]).partition(self._bytes)
         if marker:
             return None, after

@@ -1,7 +1,7 @@
-"""Turns a constraint into the arguments for xgrammar, so that it enforces what the user wrote.
+"""Turns a constraint into the arguments of xgrammar, so that it enforces what the user wrote.
 
-xgrammar takes some schemas and patterns in another sense than their standards define. So they are
-rewritten before it gets them (`json_schema/`, `regex/`, `structural_tag.py`).
+xgrammar interprets some schemas and patterns differently from their standards. So they are
+rewritten first (`json_schema/`, `regex/`, `structural_tag.py`).
 """
 
 import json
@@ -18,10 +18,8 @@ from batchgen.engine.constraint.structural_tag import lower_tag
 
 def schema_arguments(constraint: Constraint) -> dict[str, Any]:
     """Return the arguments of xgrammar's `from_json_schema` and `compile_json_schema` for a
-    constraint of kind `json_schema` or `json`, with the user's schema rewritten.
-
-    With other arguments the output need not be valid.
-    """
+    constraint of kind `json_schema` or `json`, with the user's schema rewritten. With other
+    arguments the output could be invalid."""
     schema = json.loads(constraint.text) if constraint.kind == "json_schema" else {"type": "object"}
     limit = constraint.max_whitespace
     return {
@@ -34,25 +32,26 @@ def schema_arguments(constraint: Constraint) -> dict[str, Any]:
 
 
 def regex_argument(constraint: Constraint) -> str:
-    """The pattern of a `regex` constraint, written so that xgrammar reads it as it is meant."""
+    """Return the pattern of a `regex` constraint, rewritten so that xgrammar reads it as
+    intended."""
     return text.write(syntax.parse(constraint.text))
 
 
 def structural_tag_argument(constraint: Constraint) -> str:
-    """The JSON text of a `structural_tag` constraint with its schemas and patterns rewritten."""
+    """Return the JSON text of a `structural_tag` constraint, with its schemas and patterns
+    rewritten."""
     return compact_json(lower_tag(json.loads(constraint.text)))
 
 
 def gap_argument() -> str:
-    """The pattern of the whitespace that may stand between a marker and the constrained text."""
+    """Return the pattern of the whitespace that may come between a marker and the constrained
+    text."""
     return text.write(syntax.Repeat(syntax.Chars(tuple(only(WHITESPACE))), 0, MARKER_GAP))
 
 
 def to_grammar(constraint: Constraint) -> Any:
-    """Make the `xgrammar.Grammar` of a constraint, without `start_after`.
-
-    Raises RuntimeError or ValueError if xgrammar refuses it.
-    """
+    """Return the `xgrammar.Grammar` of a constraint, without `start_after`. Raises RuntimeError or
+    ValueError if xgrammar refuses it."""
     from xgrammar import Grammar
 
     match constraint.kind:
@@ -65,7 +64,7 @@ def to_grammar(constraint: Constraint) -> Any:
         case "structural_tag":
             return Grammar.from_structural_tag(structural_tag_argument(constraint))
         case "choice":
-            # EBNF strings have the escapes of JSON strings.
+            # EBNF strings have the same escapes as JSON strings.
             literals = (
                 json.dumps(choice, ensure_ascii=False) for choice in json.loads(constraint.text)
             )

@@ -1,4 +1,7 @@
-"""A base for dataclasses that describe the rows of a batch, with `index_select` and `concat`."""
+"""A base class for dataclasses that describe the rows of a batch, with `index_select` and `concat`.
+
+`ModelInputs`, `SamplingInputs`, `JoiningRows` and the strategies' states derive from `Batched`.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,21 @@ from batchgen.engine.device.transfer import upload
 def row(pad: int | float = 0, *, optional: bool = False) -> Any:
     """Declare a field with one entry per row.
 
-    Its value is a Tensor [B, ...] on the device, on the host a numpy array [B] or a tuple of length
+    The value is a Tensor [B, ...] on the device, a numpy array [B] on the host, a tuple of length
     B, or another `Batched` of B rows.
 
     Args:
         pad: the value that fills up the second axis of narrower tensors when `concat` joins batches
             of different widths.
-        optional: the field may be None, for all rows together, and is None by default.
+        optional: the field may be None for the whole batch, and is None by default.
     """
     metadata = {"axis": "row", "pad": pad}
     return field(default=None, metadata=metadata) if optional else field(metadata=metadata)
 
 
 def token(*, optional: bool = False) -> Any:
-    """Declare a field with one entry per token: a Tensor [T, ...], one row after another.
-    An `optional` field may be None, for all rows together, and is None by default."""
+    """Declare a field with one entry per token: a Tensor [T, ...], row after row. An `optional`
+    field may be None for the whole batch, and is None by default."""
     metadata = {"axis": "token"}
     return field(default=None, metadata=metadata) if optional else field(metadata=metadata)
 
@@ -42,7 +45,7 @@ class Batched:
     """The base of frozen dataclasses whose fields are all declared with `row` or `token`."""
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> Self:
-        """Return the batch of the rows with these indices [N], in this order. If the class has a
+        """Return the batch of the rows at the indices `rows` [N], in this order. If the class has a
         token field, all rows must have the same number of tokens."""
         index: Tensor | None = None
         picked: dict[str, Any] = {}
@@ -69,7 +72,7 @@ class Batched:
         return type(self)(**picked)
 
     def first(self, rows: int, tokens: int) -> Self:
-        """Return the first rows, which have this many tokens together, as views."""
+        """Return the first `rows` rows, which have `tokens` tokens together, as views."""
         ends = {"row": rows, "token": tokens}
         values = ((f, getattr(self, f.name)) for f in fields(self))
         cut = {f.name: v[: ends[f.metadata["axis"]]] for f, v in values if v is not None}

@@ -1,9 +1,9 @@
-"""What the bits of a row's results depend on besides the row, the model and the options.
+"""What the bits of a row's results depend on, besides the row, the model and the options.
 
 With the setting `deterministic`, a row has the same bits in every batch. They may still differ
-between kinds of GPUs, dtypes, versions of libraries and of the files that compute. `contract` lists
-all of these, and a job writes the list beside its results, so that a later run can tell whether it
-can have the same bits. `engine_recipe.py` calls this.
+between kinds of GPUs, dtypes, library versions and versions of batchgen's source files. `contract`
+lists all of these. A job stores the list with its results, so that a later run can tell whether it
+can reproduce the bits. `engine_recipe.py` calls this module.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import triton
 from batchgen.kernels import rules
 
 _SOURCES = ("kernels", "engine/layers", "engine/models")
-"""The folders whose files compute rows, beside the package's root."""
+"""The folders whose files compute rows, relative to the package's root."""
 _MEASURED = 9
-"""The compute capability of the GPUs for which it was measured that rows keep their bits."""
+"""The compute capability of the GPUs on which equal bits were verified."""
 
 
 def contract(device: torch.device, dtype: torch.dtype, ranks: int) -> dict[str, str]:
-    """Return what decides the bits of rows that are computed on this device, by name. Under equal
-    contracts, and with `deterministic`, a row has the same bits."""
+    """Return the facts that decide the bits of rows computed on this device, by name. With equal
+    contracts and `deterministic`, a row has the same bits."""
     facts = {
         "rules": str(rules.VERSION),
         "sources": sources_digest(),
@@ -54,11 +54,12 @@ def sources_digest() -> str:
 def refuse_unkept(
     device: torch.device, dtype: torch.dtype, ranks: int, *, reaching: bool, rejection: bool
 ) -> None:
-    """Raise ValueError if `deterministic` was asked for and a row would not keep its bits.
+    """Raise ValueError if the setting `deterministic` is on, but a row would not keep its bits.
 
     Args:
-        reaching: all ranks' GPUs can write each other's memory.
-        rejection: drafts are verified by rejection, whose tokens depend on the drafts.
+        reaching: whether all ranks' GPUs can write each other's memory.
+        rejection: whether drafts are verified by rejection sampling, so that tokens depend on the
+            drafts.
     """
     if device.type != "cuda":
         return

@@ -1,8 +1,8 @@
 """Finds out how much memory and how many cores of the host this process may use.
 
-In a container that is less than the host has. The limits are those of control groups (version 2,
-https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1) and of the process's affinity.
-All files are read below `root`, so that tests can lay out a host of their own.
+In a container that is less than the host has. The limits come from control groups (version 2,
+https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1) and from the process's CPU
+affinity. All files are read below `root`, so that tests can imitate a host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs some work of a captured forward beside its other work, in a second CUDA stream.
+"""Runs part of a captured forward concurrently with the rest, in a second CUDA stream.
 
-A mixture of experts uses it: the experts that every token goes through are computed beside those
-that a router chooses. `cuda_graph.py` provides the stream while it captures.
+A mixture of experts uses it to compute the shared expert concurrently with the routed experts.
+`cuda_graph.py` provides the stream during a capture.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 MOST_TOKENS = 1024
-"""The most tokens of a forward whose kernels leave room on the device for others beside them."""
+"""The most tokens of a forward whose kernels leave room on the device for concurrent kernels."""
 
 S = TypeVar("S")
 T = TypeVar("T")
 _side: ContextVar[torch.cuda.Stream | None] = ContextVar("_side", default=None)
-"""The second stream of the capture that this thread makes; None outside of captures."""
+"""The side stream of the capture that this thread is making; None outside captures."""
 
 
 @contextmanager
 def with_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Let `beside` use this stream within the context, in which one CUDA graph is captured."""
+    """Let `beside` use this stream inside the context, in which one CUDA graph is captured."""
     token = _side.set(stream)
     try:
         yield
@@ -36,22 +36,22 @@ def with_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 def beside(
     x: Tensor, first: Callable[[Tensor], S], work: Callable[[Tensor], T]
 ) -> tuple[S, Callable[[], T]]:
-    """Do `first(x)` and begin `work(x)`, to be done beside it and beside what is launched until its
+    """Run `first(x)`, and run `work(x)` concurrently with it and with later launches, until the
     result is asked for.
 
-    That is so in the capture of a forward of few tokens. Anywhere else nothing is begun, and the
-    work is done when its result is asked for. The kernels and their results are the same.
+    This happens only in the capture of a forward of few tokens. Otherwise the work runs when its
+    result is asked for. The kernels and their results are the same in both cases.
 
     Args:
-        x: [T, ...], the tokens. The caller keeps all that the work reads, and writes nothing to it,
-            until the result is asked for.
-        first: launches the kernels that others wait for, few of them. The device gets them before
-            those of the work, which may leave no multiprocessor for what comes after them.
+        x: [T, ...], the tokens. Until the result is asked for, the caller keeps everything that
+            `work` reads, and does not write to it.
+        first: launches a few kernels that others wait for. The device gets them before those of
+            `work`, which may leave no multiprocessor free for later kernels.
 
     Returns:
-        The result of `first`, and a function that returns the result of the work, to be called
-        exactly once: a capture in which it is not called cannot end. What is launched after it may
-        read the result.
+        The result of `first`, and a function that returns the result of `work`. It must be called
+            exactly once, because a capture cannot end before. Kernels launched after that call may
+            read the result.
     """
     side = _side.get()
     if side is None or len(x) > MOST_TOKENS:
@@ -63,9 +63,10 @@ def beside(
     with torch.cuda.stream(side):
         result = work(x)
 
-    # No tensor needs `record_stream`: memory of those made here is given to this stream alone, and
-    # its next work waits for all that was launched before that, so for what reads them. The caller
-    # holds what the work reads until the other stream waits for it.
+    # No tensor needs `record_stream`. Memory allocated in the side stream is reused only there, and
+    # the side stream's next work waits for everything launched before it, including the readers of
+    # this memory. The caller holds what `work` reads until the main stream waits for the side
+    # stream.
     def join() -> T:
         main.wait_stream(side)
         return result

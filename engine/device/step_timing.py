@@ -1,5 +1,9 @@
-"""Measures where the time of a run goes: prefill steps, decode steps, and waits of the device for
-the host. `LLMEngine` times each step; metrics and the costs of requests are made of it."""
+"""Measures where the time of a run goes: prefill steps, decode steps, and the device's waits for
+the host.
+
+`LLMEngine` times each step with a `StepTimer`. Metrics and the costs of requests are computed from
+the times.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ import torch
 StepKind = Literal["prefill", "decode", "mixed", "images"]
 
 _RING = 512
-"""The number of steps whose marks are kept. An engine runs only a few steps ahead of its device, so
-the device has long passed a mark when the mark is read and used again."""
+"""The number of steps whose timing marks are kept. An engine runs only a few steps ahead of its
+device, so the device has passed a mark long before the mark is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,9 @@ class StepTime:
     """The time that one step took, in seconds."""
 
     kind: StepKind  # what the step did
-    rows: int  # the number of rows in the step; of images that are encoded before one
-    # The device time from the step's first launch to the end of its last. If the host launches more
-    # slowly than the device works, this includes the device's waits within the step.
+    rows: int  # the number of rows in the step, or of images that were encoded before it
+    # The device time from the step's first launch to the end of its last kernel. If the host
+    # launches more slowly than the device works, this includes the device's waits within the step.
     seconds: float
     # The device time between the end of the previous step and the start of this one; 0 for the
     # first step.
@@ -55,17 +59,17 @@ class PhaseSplit:
 
 
 class StepTimer:
-    """Times the steps of an engine on its device's own clock, without waiting for it.
+    """Times the steps of an engine on its device's own clock, without waiting for the device.
 
     On a GPU an event is recorded before the first and after the last launch of each step. If the
-    host is late, it enqueues the next step's event late, so the time between the end of a step and
-    the start of the next is time in which the device waited for the host. On a CPU the timer reads
-    the host's clock.
+    host is late, it enqueues the next step's first event late. So the time between the end of a
+    step and the start of the next is the time that the device waited for the host. On a CPU the
+    timer reads the host's clock.
 
         with timer.step("decode", rows=len(batch.seqs)):
             ...  # all launches of the step; not while a CUDA graph is captured
 
-    Events are used again in a ring, so each step adds only one small record to the memory.
+    Events are reused in a ring, so each step adds only one small record to the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,18 +77,18 @@ class StepTimer:
         self._starts: list[_Mark] = [mark() for _ in range(_RING)]
         self._ends: list[_Mark] = [mark() for _ in range(_RING)]
         self._labels: list[tuple[StepKind, int]] = []
-        self._times: list[StepTime] = []  # Times of the steps whose marks were read.
-        self._taken = 0  # steps before those of `_labels` and `_times`
+        self._times: list[StepTime] = []  # the times of the first of `_labels`, already read
+        self._taken = 0  # the number of steps before those of `_labels`
 
     def __len__(self) -> int:
-        """Return the number of steps begun since the last `reset` that were not taken."""
+        """Return the number of steps begun since the last `reset` and not taken yet."""
         return len(self._labels)
 
     def step(self, kind: StepKind, rows: int) -> Self:
-        """Begin a step; the result is a context for its launches. Such contexts do not nest."""
+        """Begin a step. Returns a context manager for its launches; these do not nest."""
         if len(self._labels) - len(self._times) == _RING - 1:
-            # The ring is nearly full. The oldest step is read now, because the pause before it is
-            # measured from the mark that is used again next.
+            # The ring is nearly full. Read the oldest step now, because the pause before it is
+            # measured from the mark that is reused next.
             self._read_oldest()
         self._labels.append((kind, rows))
         return self
@@ -101,15 +105,14 @@ class StepTimer:
         self._ends[self._slot].record()
 
     def steps(self) -> list[StepTime]:
-        """Return the times of all steps since the last `reset` that were not taken, waiting for
-        those still running."""
+        """Return the times of all steps since the last `reset` that were not taken. Waits for steps
+        that still run."""
         while len(self._times) < len(self._labels):
             self._read_oldest()
         return list(self._times)
 
     def take(self) -> StepTime:
-        """Return the time of the oldest step and forget it, so that memory does not grow. Waits for
-        the step if it still runs."""
+        """Remove and return the time of the oldest step. Waits for the step if it still runs."""
         if not self._times:
             self._read_oldest()
         self._taken += 1
@@ -128,7 +131,7 @@ class StepTimer:
         return (self._taken + len(self._labels) - 1) % _RING
 
     def _read_oldest(self) -> None:
-        """Read the marks of the oldest step that was not read yet, waiting for its end."""
+        """Read the marks of the oldest step not read yet. Waits for the step's end."""
         known = len(self._times)
         index = self._taken + known
         start, end = self._starts[index % _RING], self._ends[index % _RING]
@@ -144,9 +147,11 @@ def timed(
 
 
 class _Mark(Protocol):
-    """A point in the device's work. `record` sets the mark behind all work that was enqueued so
-    far. `seconds_until` waits until the device has passed a later mark, and returns the seconds
-    between the two."""
+    """A point in the device's work.
+
+    `record` sets the mark after all work enqueued so far. `seconds_until` waits until the device
+    has passed a later mark, and returns the seconds between the two.
+    """
 
     def record(self) -> None: ...
 

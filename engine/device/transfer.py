@@ -1,4 +1,4 @@
-"""Copies between host and device that run while both go on with other work."""
+"""Copies between host and device that do not make either wait: `upload` and `Download`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def upload(
     device: torch.device,
 ) -> Tensor:
     """Return a tensor of these values on the device. A copy to a GPU goes through pinned memory, so
-    the host does not wait for it. torch keeps the pinned memory until the copy is done."""
+    the host does not wait for it; torch keeps the pinned memory until the copy is done."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return host
@@ -25,15 +25,18 @@ def upload(
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give the memory of freed tensors that torch holds back to the GPU. This is called before
-    anything long-lived is allocated. Otherwise a small tensor could be placed in the memory of a
-    dropped engine's KV cache, and the next engine could not use the rest of it."""
+    """Return cached memory of freed tensors to the GPU.
+
+    Called before long-lived tensors are allocated. Otherwise a small tensor could be placed in the
+    memory of a dropped engine's KV cache, and the next engine could not use the rest of that
+    memory.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class Download:
-    """A copy of a tensor to the host, which starts at once and is waited for only in `wait`."""
+    """A copy of a tensor to the host. The copy starts at once, and only `wait` waits for it."""
 
     def __init__(self, values: Tensor) -> None:
         self._host = values
@@ -45,8 +48,8 @@ class Download:
             self._event.record()
 
     def wait(self) -> npt.NDArray[Any]:
-        """Wait for the copy and return the values. If the tensor was on the host, nothing was
-        copied and the array shares its memory."""
+        """Wait for the copy and return the values. A tensor that was already on the host is not
+        copied; the array shares its memory."""
         if self._event is not None:
             self._event.synchronize()
         array: npt.NDArray[Any] = self._host.numpy()

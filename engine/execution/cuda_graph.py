@@ -1,8 +1,8 @@
 """Forwards captured as CUDA graphs, so that one launch runs all kernels of all layers.
 
-`ModelRunner` replays a graph for each batch that fits one, after the batch's inputs were copied to
-the addresses that the graph reads (`fixed_inputs.py`). A *kind* of graph is a decode step, a
-prefill, or a mixed step; each is captured for several sizes of batches.
+`ModelRunner` copies a batch's inputs to the addresses that a graph reads (`fixed_inputs.py`), and
+replays the graph. The *kind* of a graph is a decode step, a prefill, or a mixed step; each kind is
+captured for several batch sizes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _Kind = Literal["decode", "short", "mixed", "prefill"]
 class _Key(NamedTuple):
     """Identifies one captured graph."""
 
-    # What the graph computes: a `decode` step, a decode step of `short` contexts, a `mixed` step,
-    # or a `prefill`.
+    # What the graph computes: a `decode` step, a decode step of rows with `short` contexts, a
+    # `mixed` step, or a `prefill`.
     kind: _Kind
-    size: int  # the number of tokens of a prefill, or of decoding rows for the other kinds
+    size: int  # the number of tokens of a prefill; for other kinds, the number of decoding rows
     width: int = 1  # the number of tokens of each decoding row
 
 
@@ -49,19 +49,19 @@ class _Graph:
 
 
 class ForwardGraphs:
-    """A forward over inputs at fixed addresses, captured for some sizes of batches.
+    """A forward over inputs at fixed addresses, captured for some batch sizes.
 
-    Only the largest size of each kind is captured by `capture`. The others are captured while steps
-    run, once they are worth it (`GraphChoice`), and until then their batches are padded to a larger
-    size. The kinds that not every engine needs, decode steps of several tokens per row, are all
-    captured while steps run.
+    `capture` captures only the largest size of each kind. Smaller sizes are captured while steps
+    run, once they are worth it (`GraphChoice`); until then their batches are padded to a larger
+    captured size. Decode steps of several tokens per row, which not every engine needs, are
+    captured only while steps run.
 
-    The graphs share their working memory, which is safe because they run one after another in one
-    stream; only their results are separate. Within a graph layers may do work `beside` other work.
+    All graphs share their working memory, because they run one after another in one stream; only
+    their results are separate. A graph may use a side stream to run layers' work concurrently.
 
     Args:
-        tiles: the numbers of tokens in a tile of prefill attention that occur in the model.
-        scratch: a row on the scratch block that has every optional input which the model reads.
+        tiles: the sizes of the model's prefill-attention tiles, in tokens.
+        scratch: a row on the scratch block that has every optional input the model reads.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class ForwardGraphs:
         )
         self._chunk = RaggedInputs(shapes.chunk_tokens, CHUNK_ROWS, blocks, tiles, scratch)
         self._prefill = RaggedInputs(shapes.alone_tokens, rows, blocks, tiles, scratch)
-        # The prefill's tokens whose hidden states are wanted, as rows of one query each.
+        # The prefill tokens whose hidden states are needed, and the same tokens as rows of one
+        # query.
         self._last = torch.zeros(rows, dtype=torch.int64, device=device)
         ones = np.ones(rows, np.int64)
         self._last_rows = ModelInputs.on_scratch(ones, blocks, device, windows=windows)
@@ -99,45 +100,47 @@ class ForwardGraphs:
         self._forward, self._device = forward, device
 
     def run_all(self) -> None:
-        """Run the forwards of all graphs, and those that `capture` runs before, without capturing
-        any."""
+        """Run, without capturing, the forwards of all graphs and those that `capture` warms up
+        with."""
         for key in dict.fromkeys([*self._each_kind(), *self._keys()]):
             self._forward(*self._arguments(key))
 
     def _keys(self) -> Iterator[_Key]:
-        """Yield all graphs that may be captured, those of a kind in descending order."""
+        """Yield the keys of all graphs that may be captured, in descending order of size within a
+        kind."""
         for (kind, width), choice in self._choices.items():
             for size in reversed(choice.sizes):
                 yield _Key(kind, size, width)
 
     def _each_kind(self) -> list[_Key]:
-        """Return graphs whose forwards together launch nearly all kernels that any of them does."""
+        """Return keys of graphs whose forwards together launch nearly all kernels of all graphs."""
         shapes = self._shapes
-        # A batch of few rows runs other kernels than one of many.
+        # Batches of few rows run different kernels than batches of many.
         keys = [_Key("decode", n, w) for w in shapes.widths for n in (1, shapes.max_rows)]
         return list(dict.fromkeys([*keys, *self._largest()]))
 
     def _largest(self) -> list[_Key]:
-        """Return the largest graph of each kind of one token per row."""
+        """Return the key of the largest graph of each kind, for one token per row."""
         narrow = {kind: choice for (kind, width), choice in self._choices.items() if width == 1}
         return [_Key(kind, choice.sizes[-1]) for kind, choice in narrow.items()]
 
     def capture(self) -> None:
-        """Compile all kernels, which a capture cannot do, and capture the largest sizes."""
+        """Compile all kernels, which cannot be done during a capture, and capture the largest
+        sizes."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)
         self._side = torch.cuda.Stream(self._device)
         for key in self._each_kind():
             self._forward(*self._arguments(key))
-        # Graphs of an engine that was dropped cannot be freed during a capture.
+        # Graphs of a dropped engine cannot be freed during a capture, so they are freed now.
         gc.collect()
         torch.cuda.synchronize(self._device)
         for key in self._largest():
             self._capture(key)
 
     def capture_all(self) -> None:
-        """Capture all sizes that are not captured yet, so that no step is padded to a larger one,
-        or waits for a capture."""
+        """Capture all sizes that are not captured yet, so that no later step is padded to a larger
+        size or waits for a capture."""
         for key in self._keys():
             if key not in self._graphs:
                 self._capture(key)
@@ -145,7 +148,7 @@ class ForwardGraphs:
     def _capture(self, key: _Key) -> _Graph:
         """Capture the forward of this graph and keep it."""
         arguments = self._arguments(key)
-        # During a capture torch cannot give memory that it holds for other work back to the GPU.
+        # During a capture torch cannot return its cached memory to the GPU, so it does so now.
         release_cached_memory(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), with_side_stream(self._side), _no_collection():
@@ -164,18 +167,18 @@ class ForwardGraphs:
             return [self._prefill.part(size)], None if self._shapes.all_tokens else outputs
         decode = self._decode.first(size, size * width)
         blocks = self._shapes.short_blocks if kind == "short" else self._shapes.max_blocks
-        of_window = decode.window_tables
+        window_tables = decode.window_tables
         decode = replace(
             decode,
             block_tables=decode.block_tables[:, :blocks],
             query_lens=np.full(size, width),
-            window_tables=None if of_window is None else of_window[:, :blocks],
+            window_tables=None if window_tables is None else window_tables[:, :blocks],
         )
         chunk = [self._chunk.part(self._shapes.chunk_tokens)] if kind == "mixed" else []
         return [Part(decode, width=width), *chunk], None
 
     def _last_attention(self) -> AttentionMetadata:
-        """Return the attention metadata of the prefill's wanted tokens, one query per row."""
+        """Return the attention metadata of the prefill's last tokens, one query per row."""
         rows = self._last_rows
         ones = (1,) * rows.num_rows
         return AttentionMetadata(
@@ -183,17 +186,18 @@ class ForwardGraphs:
         )
 
     def drop(self) -> None:
-        """Give the graphs up, after which none can be replayed."""
+        """Free the graphs. None can be replayed afterwards."""
         for captured in self._graphs.values():
             captured.graph.reset()
         self._graphs.clear()
 
     def takes_decode(self, num_rows: int, width: int) -> bool:
-        """Whether there is a graph for a decode batch of this many rows of W = `width` tokens."""
+        """Return whether there is a graph for a decode batch of this many rows of `width`
+        tokens."""
         return width == 1 or num_rows * width <= self._shapes.prefill_tokens
 
     def decode_rows(self, num_rows: int, width: int) -> int:
-        """Return the number of rows up to which decode batches replay the same graph as such a
+        """Return the largest number of rows whose decode batches fit the same graph size as this
         batch."""
         return self._choices["decode", width].fitting(num_rows)
 
@@ -203,15 +207,15 @@ class ForwardGraphs:
         shapes, tokens = self._shapes, len(inputs.input_ids)
         rows, width = inputs.num_rows, tokens // inputs.num_rows
         short = inputs.context_lens.max() <= shapes.short_blocks * self._block_size
-        many = self.decode_rows(rows, width) >= SHORT_ROWS
-        kind: _Kind = "short" if width == 1 and short and many else "decode"
+        has_short_graph = self.decode_rows(rows, width) >= SHORT_ROWS
+        kind: _Kind = "short" if width == 1 and short and has_short_graph else "decode"
         size = self._choices[kind, width].choose(rows)
         fill_rows(self._decode, inputs, size)
         return self._replay(_Key(kind, size, width))[:tokens]
 
     def takes_chunk(self, prefill: ModelInputs, *, images: bool = False) -> bool:
-        """Whether the prefill is small enough for the graphs of mixed batches, none of which reads
-        `images`, or tokens again as a decode step did."""
+        """Return whether the prefill is small enough for the graphs of mixed batches. They read no
+        images and replay no tokens."""
         if images or not self._may_read(prefill):
             return False
         tokens, rows = len(prefill.input_ids), prefill.num_rows
@@ -220,9 +224,10 @@ class ForwardGraphs:
     def mixed(self, decode: ModelInputs, prefill: ModelInputs) -> tuple[Tensor, Tensor]:
         """Run a decode step of B rows of one token each, together with a prefill.
 
-        Returns the hidden states of the decoding rows, [B, hidden_size], and of the prefill's
-        tokens, [chunk_tokens, hidden_size], whose entries past those tokens are undefined. Both are
-        valid until the next replay.
+        Returns:
+            The hidden states of the decoding rows, [B, hidden_size], and of the prefill's tokens,
+                [chunk_tokens, hidden_size]; entries after the last token are undefined. Both are
+                valid until the next replay.
         """
         size = self._choices["mixed", 1].choose(decode.num_rows)
         fill_rows(self._decode, decode, size)
@@ -231,31 +236,37 @@ class ForwardGraphs:
         return hidden[: decode.num_rows], hidden[size:]
 
     def takes_prefill(self, inputs: ModelInputs, *, images: bool = False) -> bool:
-        """Whether there is a graph for a prefill of this many tokens. None reads `images`, or
-        tokens again as a decode step did."""
+        """Return whether there is a graph for a prefill of this many tokens. Graphs read no images
+        and replay no tokens."""
         fits = len(inputs.input_ids) <= self._shapes.alone_tokens
         return fits and not images and self._may_read(inputs)
 
     def _may_read(self, prefill: ModelInputs) -> bool:
-        again, turned = prefill.replayed is not None, prefill.rope_positions is not None
-        return self._shapes.reads_prompts and not again and not turned
+        replays = prefill.replayed is not None
+        has_rope_positions = prefill.rope_positions is not None
+        return self._shapes.reads_prompts and not replays and not has_rope_positions
 
     def takes_all(self, inputs: ModelInputs, *, images: bool = False) -> bool:
-        """Whether there is a graph for a prefill of this many tokens that computes all of them."""
+        """Return whether there is a graph for this prefill that computes the hidden states of all
+        tokens."""
         return self._shapes.all_tokens and self.takes_prefill(inputs, images=images)
 
     def prefill_all(self, inputs: ModelInputs) -> Tensor:
-        """Run a prefill and return the hidden states of all its tokens, [T, hidden_size], which
-        are valid until the next replay."""
+        """Run a prefill and return the hidden states of all its tokens, [T, hidden_size], valid
+        until the next replay."""
         size = self._choices["prefill", 1].choose(len(inputs.input_ids))
         self._prefill.fill(inputs, size)
         return self._replay(_Key("prefill", size))[: len(inputs.input_ids)]
 
     def prefill(self, inputs: ModelInputs, last: Tensor, outputs: ModelInputs) -> Tensor:
-        """Run a prefill and return the hidden states [R, hidden_size] of the tokens with the
-        indices `last` [R] int64, valid until the next replay. `outputs` are these tokens, as rows
-        of one token each."""
-        assert not self._shapes.all_tokens, "the graph computes all of them"
+        """Run a prefill and return the hidden states of R of its tokens, [R, hidden_size], valid
+        until the next replay.
+
+        Args:
+            last: [R] int64, the indices of these tokens.
+            outputs: these tokens as rows of one token each.
+        """
+        assert not self._shapes.all_tokens, "the graph computes all tokens"
         size = self._choices["prefill", 1].choose(len(inputs.input_ids))
         self._prefill.fill(inputs, size)
         count = len(last)
@@ -265,15 +276,15 @@ class ForwardGraphs:
         return self._replay(_Key("prefill", size))[:count]
 
     def _replay(self, key: _Key) -> Tensor:
-        """Run a graph, capturing it first if that is needed, and return its hidden states."""
+        """Replay a graph, capturing it first if needed, and return its hidden states."""
         captured = self._graphs.get(key) or self._capture(key)
         captured.graph.replay()
         return captured.hidden
 
 
 def _choices_of(shapes: GraphShapes) -> dict[tuple[_Kind, int], GraphChoice]:
-    """Return the choices for all kinds of graphs and widths of rows that have sizes, those whose
-    largest graph takes the most memory first."""
+    """Return a `GraphChoice` for each kind and width that has sizes. The kinds whose largest graphs
+    take the most memory come first."""
     choices: dict[tuple[_Kind, int], GraphChoice] = {
         ("prefill", 1): GraphChoice(shapes.prefill_sizes),
         ("mixed", 1): GraphChoice(shapes.mixed_sizes, shapes.chunk_tokens),
@@ -288,7 +299,8 @@ def _choices_of(shapes: GraphShapes) -> dict[tuple[_Kind, int], GraphChoice]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from freeing CUDA graphs, which cannot be done in a capture."""
+    """Keep the garbage collector from freeing CUDA graphs during a capture, where that is an
+    error."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """Tensors at fixed addresses for the inputs of captured graphs.
 
-A CUDA graph reads the same addresses whenever it is replayed. So each batch is copied here first,
-and padded to the size that was captured. `ForwardGraphs` holds these tensors.
+A CUDA graph reads the same addresses at every replay. So `ForwardGraphs` copies each batch into
+these tensors first, padded to the captured size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from batchgen.kernels.attention.prefill_plan import cut_tiles
 
 
 class RaggedInputs:
-    """Fixed tensors of a prefill whose row lengths are known only at the replay.
+    """Fixed tensors for a prefill whose row lengths are known only at the replay.
 
-    They have one more row than a batch can have. This filler row owns only the scratch block and
-    takes the tokens that pad the batch to the captured size.
+    They hold one row more than a batch can have. This filler row owns only the scratch block, and
+    its tokens pad the batch to the captured size.
 
     Args:
-        tiles: the numbers of tokens in a tile of prefill attention that occur in the model.
-        scratch: a row on the scratch block that has every optional input which the model reads.
+        tokens, rows: the most tokens and rows of a prefill.
+        max_blocks: the most cache blocks of a row.
+        tiles: the sizes of the model's prefill-attention tiles, in tokens.
+        scratch: a row on the scratch block that has every optional input the model reads.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class RaggedInputs:
             self._starts = torch.zeros(rows + 2, dtype=torch.int32, device=device)
 
     def part(self, size: int) -> Part:
-        """Return the first `size` tokens of the fixed inputs, as one part of a forward."""
+        """Return the first `size` tokens of the fixed inputs as a part of a forward."""
         lens = np.zeros(self._filler + 1, np.int64)
         lens[self._filler] = size
         inputs = replace(self._inputs.first(len(lens), size), query_lens=lens)
@@ -89,7 +91,7 @@ class RaggedInputs:
             self._fill_states(inputs, size)
 
     def _fill_states(self, inputs: ModelInputs, size: int) -> None:
-        """Copy the rows' state slots, snapshots and starts; unused rows get no tokens."""
+        """Copy the rows' state slots, snapshots and starts. Unused rows get no tokens."""
         fixed, rows = self._inputs, inputs.num_rows
         assert fixed.state_slots is not None and inputs.state_slots is not None
         assert fixed.snapshots is not None and self._starts is not None
@@ -105,8 +107,8 @@ class RaggedInputs:
 
 
 def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
-    """Copy a batch of B rows of W tokens each into the first rows of fixed inputs. Rows from B up
-    to `size` pad the batch: they are put on the scratch block and the scratch slot."""
+    """Copy a batch of B rows of W tokens each into the first rows of fixed inputs. The rows from B
+    to `size` pad the batch; they use the scratch block and the scratch state slot."""
     rows, tokens = inputs.num_rows, len(inputs.input_ids)
     fixed.input_ids[:tokens].copy_(inputs.input_ids)
     fixed.positions[:tokens].copy_(inputs.positions)
@@ -130,15 +132,15 @@ def fill_rows(fixed: ModelInputs, inputs: ModelInputs, size: int) -> None:
 
 
 def _fill_lora(fixed: ModelInputs, inputs: ModelInputs) -> None:
-    """Copy adapter slots [B]; rows that pad the batch have none."""
+    """Copy adapter slots [B]. Padding rows have no adapter."""
     if fixed.lora_slots is not None and inputs.lora_slots is not None:
         fixed.lora_slots[: inputs.num_rows].copy_(inputs.lora_slots)
         fixed.lora_slots[inputs.num_rows :].zero_()
 
 
 def _fill_tables(fixed: ModelInputs, inputs: ModelInputs) -> None:
-    """Copy block tables [B, N], leaving out columns past the width of the fixed ones: the tables of
-    a batch grow ahead of need and may be wider than the longest row."""
+    """Copy block tables [B, N], without columns past the width of the fixed tables. A batch's
+    tables grow ahead of need, so they may be wider than its longest row."""
     pairs = [
         (fixed.block_tables, inputs.block_tables),
         (fixed.window_tables, inputs.window_tables),

@@ -1,7 +1,7 @@
 """Runs one forward of a model: from the tokens of a batch to their hidden states.
 
-`ModelRunner` calls this for each step, and `ForwardGraphs` captures it. The tokens come as one or
-two *parts*: those of decoding rows, and those of a prefill.
+`ModelRunner` calls `run_forward` for each step, and `ForwardGraphs` captures it. The tokens come in
+one or two *parts*: those of decoding rows, and those of a prefill.
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ from batchgen.kernels.rules import BitRules
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive tokens of a forward that attention and recurrent layers compute together. A part
-    holds either the decoding rows or the rows of a prefill."""
+    """Consecutive tokens of a forward that attention and recurrent layers compute together: those
+    of the decoding rows, or those of a prefill."""
 
     inputs: ModelInputs  # the T tokens and their B rows
     # [T] int32, the row of each token; None if all rows have the same number of tokens.
     rows: Tensor | None = None
-    # Maps the number of tokens in a tile to the tiles of prefill attention. A captured graph needs
-    # them, as it does not know the rows' lengths; None means that they are cut from
-    # `inputs.query_lens`.
+    # Maps a tile size in tokens to the tiles of prefill attention. Required in a captured graph,
+    # which does not know the rows' lengths; None: cut from `inputs.query_lens`.
     tiles: Mapping[int, Tensor] | None = None
     # The number of tokens of each row in a decode step; None for a prefill.
     width: int | None = None
-    # [B + 1] int32, the index at which each row's tokens begin, for models with recurrent layers. A
-    # captured graph of a prefill needs it; None means that it is made from the rows' lengths.
+    # [B + 1] int32, the index of each row's first token, for models with recurrent layers. Required
+    # in a captured prefill; None: computed from the rows' lengths.
     starts: Tensor | None = None
-    images: ImageFeatures | None = None  # of the part's T tokens; None: no token is an image's
-    # Whether each row's tokens are a canvas: they see all of it, and all before its first token.
-    # Parts of canvases come first, and have `ModelInputs.hidden`.
+    images: ImageFeatures | None = None  # the part's image tokens; None if it has none
+    # Whether each row's tokens form a canvas, whose tokens attend to the whole canvas and to all
+    # tokens before it. Parts with canvases come first and have `ModelInputs.hidden`.
     canvas: bool = False
 
 
 class Forward(Protocol):
-    """Computes the hidden states of all tokens of the parts, or only of the outputs among them. It
-    can be captured as a CUDA graph, so it neither waits for the device nor reads its data."""
+    """Computes the hidden states of all tokens of the parts, or only of `outputs`. It can be
+    captured as a CUDA graph, so it neither waits for the device nor reads data of the device."""
 
     def __call__(self, parts: Sequence[Part], outputs: OutputTokens | None = None) -> Tensor: ...
 
@@ -69,14 +68,14 @@ def run_forward(
     parts: Sequence[Part],
     outputs: OutputTokens | None = None,
 ) -> Tensor:
-    """Run a model's forward over the tokens of all parts. Returns the hidden states, [T,
-    hidden_size], or [R, hidden_size] if `outputs` is given.
+    """Run a model's forward over the tokens of all parts. Returns the hidden states of all tokens
+    [T, hidden_size], or of `outputs` [R, hidden_size].
 
     Args:
-        block_length: the number of positions in a block of attention, which is causal over blocks
-            and full inside a block; 1 is ordinary causal attention.
+        block_length: the block length of block-causal attention, which is causal between blocks and
+            full inside a block; 1 is ordinary causal attention.
         rules: what the bits of a row may depend on.
-        outputs: the R tokens whose hidden states are wanted; None wants those of all tokens.
+        outputs: the R tokens whose hidden states the caller needs; None: all tokens.
     """
     kv_slots = [_slots(part, part.inputs.block_tables, caches) for part in parts]
     window_slots = [
@@ -85,7 +84,7 @@ def run_forward(
         if part.inputs.window_tables is not None
     ]
     if model.lora is not None:
-        # The layers read this while the forward is launched.
+        # The linear layers read this while the forward is being launched.
         slots = _joined([_lora_slots(part) for part in parts])
         model.lora.tokens = lora_tokens(slots, model.lora.num_slots)
         if outputs is not None and len(outputs.index) != len(slots):
@@ -116,7 +115,7 @@ def run_forward(
 
 
 def _attention_metadata(part: Part, block_length: int, rules: BitRules) -> AttentionMetadata:
-    """What the attention layers read of a part."""
+    """Return what the attention layers read about a part."""
     positions, widened = part.inputs.positions, 0
     if part.canvas:
         rows = positions.view(part.inputs.num_rows, -1)
@@ -148,13 +147,14 @@ def _lora_slots(part: Part) -> Tensor:
 
 
 def _replayed(part: Part, rules: BitRules) -> tuple[int, ...] | None:
-    """Return how many tokens of each row attention reads as a decode step does; None for none."""
+    """Return how many tokens of each row attention computes as decode steps do; None if there are
+    none."""
     replayed = part.inputs.replayed
     return tuple(replayed.tolist()) if rules.replay and replayed is not None else None
 
 
 def _slots(part: Part, tables: Tensor, caches: ModelCaches) -> Tensor:
-    """Compute the KV slots of a part's tokens, [T] int64, by these block tables [B, N]."""
+    """Compute the KV slots of a part's tokens [T] int64 from its block tables [B, N]."""
     return slot_mapping(part.inputs.positions, part.rows, tables, caches.block_size)
 
 
@@ -186,7 +186,7 @@ def _row_metadata(part: Part, states: RowStates) -> RowMetadata:
     starts, lens = part.starts, None
     if starts is None:
         lens = tuple(inputs.query_lens.tolist())
-        # An upload would put a host address into a captured graph, so a decode step makes its
+        # An upload would put a host address into a captured graph, so a decode step computes its
         # starts on the device.
         if part.width is not None:
             last = part.width * inputs.num_rows
@@ -208,5 +208,5 @@ def _row_metadata(part: Part, states: RowStates) -> RowMetadata:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors on their first axis, without a copy if there is only one."""
+    """Concatenate tensors on their first axis. A single tensor is returned without a copy."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

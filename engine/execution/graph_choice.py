@@ -1,5 +1,7 @@
-"""Chooses which captured size a step is padded to, and when a size is worth a capture of its own.
-`ForwardGraphs` has one such choice for each kind of graph."""
+"""Chooses the captured size that a step is padded to, and when a new size is worth a capture.
+
+`ForwardGraphs` has one `GraphChoice` for each kind of graph.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +10,33 @@ from collections.abc import Sequence
 from math import log2
 
 WORTH_A_CAPTURE = 32.0
-"""How much padding costs as much as a capture, in doublings of a step's tokens.
+"""The amount of padding that costs as much as a capture, in doublings of a step's tokens.
 
-A capture takes 0.1 to 0.2 s, in which the device waits. A step that is bound by memory takes 5 to
-30 ms and about a quarter more for each doubling of its tokens, so a doubling costs some 5 ms.
+A capture takes 0.1 to 0.2 s, during which the device waits. A memory-bound step takes 5 to 30 ms,
+and about a quarter more for each doubling of its tokens, so a doubling costs about 5 ms.
 """
 
 
 class GraphChoice:
-    """The sizes of one kind of step: those that are captured, and the one that a step is padded to.
+    """The sizes of one kind of step: those that may be captured, and those that are.
 
-    A step is padded to the smallest captured size that holds it. Once the padding of the steps
-    since the last capture has cost about as much as a capture, the size that fits the step is
-    captured. So sizes that only a few steps have do not cost a capture each, and whatever sizes
-    come, the padding costs about as much as the captures, and no more.
+    A step is padded to the smallest captured size that holds it. Once the padding since the last
+    capture has cost about as much as a capture, the size that fits the current step is captured. So
+    rare sizes are not captured, and whatever sizes come, padding costs no more than about the same
+    time as captures.
 
-    The choice depends on the sizes of the steps so far and on nothing else: ranks that make the
-    same steps choose the same. `sizes` may be captured, ascending. The largest one is always
-    captured first, because the memory that it takes holds all others.
+    The choice depends only on the sizes of the steps so far, so ranks that run the same steps make
+    the same choices.
+
+    Args:
+        sizes: the sizes that may be captured, ascending. The largest is always captured first,
+            because all other graphs fit into its memory.
+        concurrent_tokens: the number of tokens of a step besides those that `sizes` count.
     """
 
     def __init__(self, sizes: Sequence[int], concurrent_tokens: int = 0) -> None:
         self.sizes = sizes
-        self._beside = concurrent_tokens
+        self._concurrent_tokens = concurrent_tokens
         self._captured: list[int] = []
         self._padding = 0.0
 
@@ -39,16 +45,21 @@ class GraphChoice:
         return self.sizes[bisect_left(self.sizes, count)]
 
     def choose(self, count: int) -> int:
-        """Return the size that the next step, which is of size `count`, is padded to. The caller
-        captures it first if it is not captured yet."""
+        """Return the size to pad the next step to. The caller captures this size if it is not
+        captured yet.
+
+        Args:
+            count: the size of the step.
+        """
         fitting = self.fitting(count)
         if not self._captured:
             return self.sizes[-1]
-        padded = self._captured[bisect_left(self._captured, fitting)]
-        self._padding += log2((padded + self._beside) / (fitting + self._beside))
-        return padded if self._padding < WORTH_A_CAPTURE else fitting
+        captured = self._captured[bisect_left(self._captured, fitting)]
+        added = self._concurrent_tokens
+        self._padding += log2((captured + added) / (fitting + added))
+        return captured if self._padding < WORTH_A_CAPTURE else fitting
 
     def add(self, size: int) -> None:
-        """Note that this size has been captured."""
+        """Record that this size has been captured."""
         insort(self._captured, size)
         self._padding = 0.0

@@ -1,26 +1,29 @@
-"""Chooses for which sizes of batches CUDA graphs are captured, from the settings of an engine."""
+"""Chooses the batch sizes for which CUDA graphs are captured, from the settings of an engine.
+
+`ModelUse.graph_shapes` makes the `GraphShapes` that `ForwardGraphs` reads.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 CHUNK_ROWS = 8
-"""The most rows of a prefill that runs beside decoding rows."""
+"""The most rows of a prefill in a mixed step."""
 SHORT_ROWS = 16
-"""The fewest decoding rows for which there are separate graphs for short contexts. Attention splits
-the contexts of smaller batches however short they are."""
+"""The fewest decoding rows with separate graphs for short contexts. In smaller batches attention
+splits contexts of any length."""
 _MIXED_ROWS = 32
-"""Mixed batches are captured for multiples of this many decoding rows. The step is coarse because
-padding rows cost little beside a chunk of prefill."""
+"""Mixed batches are captured for multiples of this many decoding rows. The multiple is large
+because padding rows cost little compared with a chunk of prefill."""
 _LAUNCH_SECONDS = 1e-3
-"""The seconds that a host needs to launch the kernels of one layer (measured beside an H100)."""
+"""The seconds that the host needs to launch the kernels of one layer (measured with an H100)."""
 _FLOPS = 7e14
 """The arithmetic operations per second of a device (bfloat16 matrix products on an H100)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShapes:
-    """The sizes of batches for which graphs are captured; a batch is padded to the next size."""
+    """The batch sizes for which graphs are captured. A batch is padded to the next size."""
 
     max_rows: int  # the most decoding rows of a batch, and the most rows of a prefill
     max_blocks: int  # the most blocks of the paged cache that a row can have
@@ -32,10 +35,10 @@ class GraphShapes:
     # attention does not split a row's context; 0 if there are no such graphs.
     short_blocks: int = 0
     widths: tuple[int, ...] = (1,)  # every number of tokens per row that a decode forward can have
-    # Prefills compute the last layer for all tokens, and not only for those whose hidden states are
-    # wanted.
+    # Whether captured prefills compute the last layer for all tokens, and not only for those whose
+    # hidden states are needed.
     all_tokens: bool = False
-    # False if no graph can read prompts: neither mixed batches nor prefills are captured.
+    # Whether graphs can read prompts. If not, neither mixed batches nor prefills are captured.
     reads_prompts: bool = True
 
     @property
@@ -52,8 +55,8 @@ class GraphShapes:
         return [*(size for size in sizes if size < self.max_rows), self.max_rows]
 
     def wide_sizes(self, width: int) -> list[int]:
-        """Return the numbers of rows of captured decode steps of `width` tokens per row, more than
-        one, ascending."""
+        """Return the numbers of rows of captured decode steps of `width` > 1 tokens per row,
+        ascending."""
         max_rows = min(self.max_rows, self.prefill_tokens // width)
         sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_rows, 32)]
         return [*(size for size in sizes if size < max_rows), max_rows] if max_rows else []
@@ -79,15 +82,17 @@ class GraphShapes:
         return [*(size for size in sizes if size < self.prefill_tokens), self.prefill_tokens]
 
     def __len__(self) -> int:
-        """Return the number of graphs that can be captured in all."""
+        """Return the number of graphs that may be captured."""
         sizes = (self.decode_sizes, self.short_sizes, self.mixed_sizes, self.prefill_sizes)
         wide = sum(len(self.wide_sizes(width)) for width in self.widths if width > 1)
         return sum(map(len, sizes)) + wide
 
 
 def launch_bound_tokens(num_layers: int, parameters_per_token: int, limit: int) -> int:
-    """Return the tokens of the largest prefill that is worth a CUDA graph. Up to this size the
-    device computes a prefill faster than the host launches its kernels one by one. The number is a
-    multiple of 256, or `limit` if that is smaller."""
+    """Return the number of tokens of the largest prefill that is worth a CUDA graph.
+
+    Up to this size the device computes a prefill faster than the host launches its kernels one by
+    one. The number is a multiple of 256, or `limit` if that is smaller.
+    """
     tokens = int(num_layers * _LAUNCH_SECONDS * _FLOPS / (2 * parameters_per_token))
     return min(limit, tokens // 256 * 256)

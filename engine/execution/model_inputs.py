@@ -1,5 +1,9 @@
-"""The inputs of one forward: tokens, their positions, and the blocks and slots in which their rows
-keep keys, values and states. The scheduler's batches become these; the layers read them."""
+"""The inputs of one forward: tokens, their positions, and where their rows keep keys, values and
+states.
+
+`prefill_inputs` and the strategies' `StepInputs` make `ModelInputs` from the scheduler's batches.
+`ModelRunner` passes them to the layers.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ from torch import Tensor
 from batchgen.engine.device.batched import Batched, row, token
 
 SNAPSHOTS = 2
-"""The most snapshots of its state that one row can leave in one prefill forward."""
+"""The most snapshots of its state that one row can leave in one prefill."""
 
 
 @dataclass(frozen=True)
 class ModelInputs(Batched):
-    """The T tokens of B rows in one forward, one row after another."""
+    """The T tokens of B rows in one forward, row after row."""
 
     input_ids: Tensor = token()  # [T] int64, the tokens
     positions: Tensor = token()  # [T] int64, the absolute position of each token in its row
@@ -27,47 +31,49 @@ class ModelInputs(Batched):
     block_tables: Tensor = row()
     # [B] int64 on the host, the number of tokens of each row in this forward.
     query_lens: npt.NDArray[np.int64] = row()
-    # [B] int64 on the host, the number of tokens of each row in the paged cache after this forward.
-    # It may be larger than that, because attention masks by position.
+    # [B] int64 on the host, the number of tokens of each row in the paged cache after this forward,
+    # or an upper bound. A bound is enough, because attention masks by position.
     context_lens: npt.NDArray[np.int64] = row()
     # [B] int64, the state slot of each row; 0 is scratch. None for a model without recurrent
     # layers.
     state_slots: Tensor | None = row(optional=True)
-    # [B, SNAPSHOTS, 2] int64, what a prefill leaves: after how many of the row's tokens in this
-    # forward, and in which state slot. Unused entries are 0. None if there are none, as in every
-    # decode step.
+    # [B, SNAPSHOTS, 2] int64, the snapshots that a prefill takes: after how many of the row's
+    # tokens in this forward, and the state slot to write to. Unused entries are 0. None without
+    # snapshots, as in every decode step.
     snapshots: Tensor | None = row(optional=True)
-    # [B] int64 on the host, how many of each row's last tokens are read as a decode step reads
-    # them, and how many such tokens earlier prefills of the row have read; None if no row has any.
+    # [B] int64 on the host, how many of each row's last tokens are computed with the rounding of
+    # decode steps, and how many such tokens earlier prefills of the row have read; None if there
+    # are none.
     replayed: npt.NDArray[np.int64] | None = row(optional=True)
     replayed_before: npt.NDArray[np.int64] | None = row(optional=True)
-    # [T, hidden_size], the hidden states of another model that a head reads; None for other models.
+    # [T, hidden_size], the target's hidden states that an MTP head reads; None for other models.
     hidden: Tensor | None = token(optional=True)
-    # [B] int64, what is added to a token's position to get the one that rotary tables are read at,
-    # of rows behind all their images; None for a model that has `turns_apart` not, and in prefills.
+    # [B] int64, what is added to the positions of a decoding row's tokens, which follow all images,
+    # to get their rotary positions. None in prefills, and for models without separate rotary
+    # positions (`turns_apart`).
     rope_shifts: Tensor | None = row(optional=True)
-    # [T, 3] int64, the positions that rotary tables are read at, in time, row and column, or [T];
-    # None if those of all rows of a prefill are the tokens' own.
+    # [T, 3] int64, the rotary positions of a prefill's tokens by time, image row and image column,
+    # or [T]. None if they equal the tokens' positions.
     rope_positions: Tensor | None = token(optional=True)
-    # [T] int64, the position of the last token that each token of a prefill sees in layers in which
-    # tokens of an image see each other; None if that is each token itself.
+    # [T] int64, the position of the last token that each token of a prefill attends to, in layers
+    # in which the tokens of an image attend to each other; None if that is each token itself.
     last_seen: Tensor | None = token(optional=True)
-    # [B, N] int64, the same as `block_tables` for layers with a window, where blocks that no token
-    # of this forward sees may be any; None for a model without such layers.
+    # [B, N] int64, like `block_tables` for layers with a window. Entries of blocks to which no
+    # token of this forward attends are arbitrary. None for a model without such layers.
     window_tables: Tensor | None = row(optional=True)
-    # [B] int64, the adapter slot of each row; 0 is none. None for a model without adapters.
+    # [B] int64, the adapter slot of each row; 0: no adapter. None for a model without adapters.
     lora_slots: Tensor | None = row(optional=True)
 
     @property
     def lora_slots_of_tokens(self) -> Tensor | None:
-        """The adapter slot of each token, [T], if all rows have the same number of tokens."""
+        """The adapter slot of each token [T]. All rows must have the same number of tokens."""
         if self.lora_slots is None:
             return None
         return self.lora_slots.repeat_interleave(len(self.input_ids) // self.num_rows)
 
     @property
     def turned_by(self) -> Tensor:
-        """The positions that rotary tables are read at, [T] or [T, 3]."""
+        """The rotary positions of the tokens, [T] or [T, 3]."""
         if self.rope_positions is not None:
             return self.rope_positions
         if self.rope_shifts is None:
@@ -92,22 +98,23 @@ class ModelInputs(Batched):
         windows: bool = False,
         lora: bool = False,
     ) -> ModelInputs:
-        """Make rows that own nothing but the scratch block and the scratch slot.
+        """Make rows that own only the scratch block and the scratch state slot.
 
-        All tokens stand at position 0 of the scratch block, so they touch nothing of other rows.
+        All tokens have position 0 in the scratch block, so they change nothing of other rows.
 
         Args:
             query_lens: [B], the number of tokens of each row.
-            device: the device of the tensors.
+            num_blocks: N, the width of the block tables.
             states: whether the rows have state slots.
-            snapshots: whether the rows have room for snapshots.
-            replayed: whether the rows say how many of their tokens are read as in decode steps.
-            hidden: a tensor [N, hidden_size] that gives the width and dtype of the rows' hidden
-                states, which are zeros; None if they have none.
-            rope_positions: a tensor that gives the axes of the tokens' rotary positions; None if
-                they have none apart.
-            last_seen: whether the tokens have last ones that they see.
-            windows: whether the rows have blocks for layers with a window.
+            snapshots: whether the rows have entries for snapshots.
+            replayed: whether the rows have numbers of replayed tokens, which are 0.
+            hidden: a tensor [N, hidden_size] with the size and dtype of the rows' hidden states,
+                which are zeros; None for no hidden states.
+            rope_shifts: whether the rows have rotary shifts, which are 0.
+            rope_positions: a tensor with the axes of the tokens' rotary positions; None for no
+                separate rotary positions.
+            last_seen: whether the tokens have `last_seen`.
+            windows: whether the rows have tables for layers with a window.
             lora: whether the rows have adapter slots.
         """
         rows = len(query_lens)
@@ -134,8 +141,8 @@ class ModelInputs(Batched):
         )
 
     def pad_tokens(self, multiple: int, concurrent_tokens: int = 0) -> ModelInputs:
-        """Pad the tokens with a row on scratch so that T + `concurrent_tokens` is a multiple of
-        `multiple`."""
+        """Pad the tokens with a row on scratch, so that T + `concurrent_tokens` becomes a multiple
+        of `multiple`."""
         missing = -(len(self.input_ids) + concurrent_tokens) % multiple
         if not missing:
             return self

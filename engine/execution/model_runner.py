@@ -1,5 +1,8 @@
-"""Runs the forwards of one model over its caches: with CUDA graphs where a batch fits one, and
-directly elsewhere. `StepLauncher` and the strategies call this for every step."""
+"""Runs the forwards of one model over its caches: as CUDA graphs where a batch fits one, and kernel
+by kernel otherwise.
+
+`StepLauncher` and the strategies call `ModelRunner` in every step.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,17 @@ from batchgen.kernels.rules import BY_BATCH, BitRules
 
 
 class ModelOutput(NamedTuple):
-    """What a forward computed."""
+    """The results of a forward."""
 
-    divided: Logits  # of R of the forward's T tokens, on each rank its columns
-    positions: Tensor  # [R] int64, the absolute positions of those R tokens in their rows
+    divided: Logits  # the logits of R of the T tokens; each rank has some of the columns
+    positions: Tensor  # [R] int64, the absolute positions of these R tokens in their rows
     # [T, hidden_size], the hidden states of all tokens of the forward, valid until the next
     # forward; None if only those of the R tokens were computed.
     hidden: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
-        """[R, vocab_size] in the model's dtype."""
+        """The logits of the R tokens, [R, vocab_size] in the model's dtype."""
         return self.divided.whole()
 
 
@@ -49,19 +52,19 @@ class PrefillInputs(NamedTuple):
     inputs: ModelInputs  # the tokens of B rows; each row has a chunk of its known tokens
     # [R] on the host, the indices of the rows whose last token yields logits.
     rows: npt.NDArray[np.int64]
-    all_hidden: bool = False  # the hidden states of all tokens are wanted
-    images: ImageFeatures | None = None  # None: no token is an image's
+    all_hidden: bool = False  # whether the hidden states of all tokens are needed
+    images: ImageFeatures | None = None  # the image tokens; None if there are none
 
 
 class ModelRunner:
-    """Runs a model over its caches.
+    """Runs one model over its caches.
 
     Args:
         model: the model, on its device and in its dtype.
-        block_length: the number of positions in a block of attention, which is causal over blocks
-            and full inside a block; 1 is ordinary causal attention. Above 1, a row's tokens in one
-            forward must end where a block or the row ends, because a block's tokens do not see
-            those tokens of the block that come in a later forward.
+        block_length: the block length of block-causal attention, which is causal between blocks and
+            full inside a block; 1 is ordinary causal attention. Above 1, a row's tokens in one
+            forward must end at the end of a block or of the row, because tokens cannot attend to
+            tokens of the same block in a later forward.
         rules: what the bits of a row may depend on.
     """
 
@@ -74,8 +77,8 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.caches = caches
-        # The graphs hold this function. It must not hold self, which holds the graphs, or else an
-        # engine that is dropped would not be freed.
+        # The graphs hold this function. It must not hold `self`, because `self` holds the graphs,
+        # and the cycle would keep a dropped engine alive.
         self._forward = partial(run_forward, model, caches, block_length, rules)
         self._rules = rules
         self.device = model.device
@@ -88,8 +91,8 @@ class ModelRunner:
         return self.caches.states
 
     def scratch_inputs(self, query_lens: npt.NDArray[np.int64], num_blocks: int = 1) -> ModelInputs:
-        """Make rows on scratch that have every input which the model reads. `query_lens` is [B],
-        the number of tokens of each row."""
+        """Make rows on scratch that have every input the model reads. `query_lens` [B] is the
+        number of tokens of each row."""
         hidden = None
         if self.model.reads_hidden:
             hidden = torch.zeros(
@@ -108,14 +111,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, shapes: GraphShapes) -> None:
-        """Let batches of these shapes replay CUDA graphs from now on. The largest are captured now,
-        the others while steps run."""
+        """Let batches of these shapes replay CUDA graphs. The largest sizes are captured now, the
+        others while steps run."""
         self._graphs = self._make_graphs(shapes)
         self._graphs.capture()
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture the CUDA graphs of all shapes that `capture` was given, if it was called."""
+        """Capture the CUDA graphs of all shapes passed to `capture`, if it was called."""
         if self._graphs is not None:
             self._graphs.capture_all()
 
@@ -134,14 +137,15 @@ class ModelRunner:
         return ForwardGraphs(self._forward, shapes, self.caches.block_size, sorted(tiles), scratch)
 
     def drop_graphs(self) -> None:
-        """Give the CUDA graphs up. From now on forwards run without any."""
+        """Free the CUDA graphs. Later forwards run without graphs."""
         if self._graphs is not None:
             self._graphs.drop()
         self._graphs = None
 
     @torch.inference_mode()
     def prefill(self, prefill: PrefillInputs) -> ModelOutput:
-        """Run a prefill, which fills the caches, and return the logits that end R of its B rows."""
+        """Run a prefill, which fills the caches, and return the logits at the last tokens of R of
+        its B rows."""
         inputs, rows = prefill.inputs, prefill.rows
         last = self._last_tokens(inputs, rows)
         positions = inputs.positions[last]
@@ -153,16 +157,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill_states(self, prefill: PrefillInputs) -> Tensor:
-        """Run a prefill, which fills the caches, and return the hidden states that end R of its B
-        rows. The last layer computes only the last tokens of these R rows, unless a column of
-        context scope is written. Returns [R, hidden_size], valid until the next forward."""
+        """Run a prefill, which fills the caches, and return the hidden states of the last tokens of
+        R of its B rows, [R, hidden_size], valid until the next forward.
+
+        The last layer computes only these tokens, unless a column of context scope is written.
+        """
         inputs, rows = prefill.inputs, prefill.rows
         last = self._last_tokens(inputs, rows)
         if self.caches.columns:
             return self._all_hidden(prefill)[last]
         outputs = self._output_rows(inputs, last, rows)
-        graphs, sees = self._graphs, prefill.images is not None
-        if graphs is not None and graphs.takes_prefill(inputs, images=sees):
+        graphs, has_images = self._graphs, prefill.images is not None
+        if graphs is not None and graphs.takes_prefill(inputs, images=has_images):
             return graphs.prefill(inputs, last, outputs)
         # The last layer computes at least one token, because kernels cannot run on none.
         missing = -max(len(rows), 1) % self._token_multiple + (not len(rows))
@@ -171,8 +177,8 @@ class ModelRunner:
         return self._forward([self._prefill_part(prefill)], tokens)[: len(rows)]
 
     def _all_hidden(self, prefill: PrefillInputs) -> Tensor:
-        """Run a prefill and return the hidden states of all T tokens, [T, hidden_size], which are
-        valid until the next forward."""
+        """Run a prefill and return the hidden states of all T tokens, [T, hidden_size], valid until
+        the next forward."""
         graphs, inputs = self._graphs, prefill.inputs
         if graphs is not None and graphs.takes_all(inputs, images=prefill.images is not None):
             return graphs.prefill_all(inputs)
@@ -181,7 +187,12 @@ class ModelRunner:
     def _output_rows(
         self, inputs: ModelInputs, last: Tensor, rows: npt.NDArray[np.int64]
     ) -> ModelInputs:
-        """Return the last tokens of R rows as rows of one token each."""
+        """Return the last tokens of R rows as rows of one token each.
+
+        Args:
+            last: [R], the indices of these tokens among the T tokens.
+            rows: [R] on the host, the indices of the rows.
+        """
         index, windows = upload(rows, torch.int64, self.device), inputs.window_tables
         return ModelInputs(
             inputs.input_ids[last],
@@ -195,8 +206,8 @@ class ModelRunner:
     def _logit_slots(
         self, inputs: ModelInputs, rows: npt.NDArray[np.int64] | None = None
     ) -> Tensor | None:
-        """Return the adapter slots of all tokens, or of the last one of these rows, for their
-        logits; None if no adapter changes logits besides the hidden states."""
+        """Return the adapter slots of the tokens whose logits are computed: of all tokens, or of
+        the last tokens of `rows`. None if adapters do not change the output head."""
         if not self.model.adapts_logits or inputs.lora_slots is None:
             return None
         if rows is None:
@@ -204,24 +215,24 @@ class ModelRunner:
         return inputs.lora_slots[upload(rows, torch.int64, self.device)]
 
     def _logits_of(self, hidden: Tensor, lora_slots: Tensor | None) -> Logits:
-        """Compute logits, but skip the head if there are no rows, because its weights take as long
-        to read as those of some layers."""
+        """Compute logits. Without rows the head is skipped, because reading its weights takes as
+        long as some layers."""
         if len(hidden):
             return self.divided_logits(hidden, lora_slots)
         return Logits(hidden.new_empty((0, self.model.vocab_size)), self.model.vocab_size)
 
     @torch.inference_mode()
     def decode(self, inputs: ModelInputs) -> ModelOutput:
-        """Run a decode step of B rows of W tokens each and return the logits of all B · W tokens.
-        The layers write what they keep of these tokens into the caches."""
+        """Run a decode step of B rows of W tokens each, which fills the caches, and return the
+        logits of all B · W tokens."""
         hidden = self.hidden_states(inputs)
         logits = self.divided_logits(hidden, self._logit_slots(inputs))
         return ModelOutput(logits, inputs.positions, hidden)
 
     def filled_rows(self, num_rows: int, width: int) -> int:
-        """Return how many rows a decode forward may have that costs no more than one of `num_rows`.
-        A captured graph pads both to its size. While the size that fits them has no graph of its
-        own, both are padded to the same larger size."""
+        """Return the most rows whose decode forward costs no more than one of `num_rows` rows. Both
+        are padded to the same size of a captured graph, or of a larger one until that size is
+        captured."""
         graphs = self._graphs
         if graphs is None or not graphs.takes_decode(num_rows, width):
             return num_rows
@@ -229,8 +240,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """Run a decode step of B rows of W tokens each, without computing logits. Returns the
-        hidden states [B · W, hidden_size], which are valid until the next forward."""
+        """Run a decode step of B rows of W tokens each without computing logits. Returns the hidden
+        states [B · W, hidden_size], valid until the next forward."""
         tokens = len(inputs.input_ids)
         width = tokens // inputs.num_rows
         if self._graphs is not None and self._graphs.takes_decode(inputs.num_rows, width):
@@ -242,13 +253,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def canvas_states(self, canvases: ModelInputs, context: ModelInputs | None) -> Tensor:
-        """Run a forward of B canvases of L tokens each, without computing logits. Returns the
-        hidden states [B · L, hidden_size], which are valid until the next forward.
+        """Run a forward of B canvases of L tokens each without computing logits. Returns the hidden
+        states [B · L, hidden_size], valid until the next forward.
 
         Args:
-            canvases: what they are conditioned on is `hidden`.
-            context: rows of equally many tokens that become part of the context in the same
-                forward, in which canvases see their keys and values; None if there are none.
+            canvases: the canvases; their `hidden` is what they are conditioned on.
+            context: rows with equally many tokens each that are added to the context in the same
+                forward. The canvases attend to their keys and values. None if there are none.
         """
         parts = [Part(canvases, canvas=True)]
         parts += [Part(context)] if context is not None else []
@@ -259,13 +270,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, lora_slots: Tensor | None = None) -> Tensor:
-        """Compute logits [R, vocab_size] in the model's dtype from states [R, hidden_size] of
-        tokens with these adapter slots [R]."""
+        """Compute logits [R, vocab_size] in the model's dtype.
+
+        Args:
+            hidden: [R, hidden_size], the tokens' hidden states.
+            lora_slots: [R], the tokens' adapter slots; None without adapters.
+        """
         return self.divided_logits(hidden, lora_slots).whole()
 
     @torch.inference_mode()
     def class_scores(self, hidden: Tensor) -> Tensor:
-        """Compute a classifier's scores [R, C], as `TokenModel.class_scores` says."""
+        """Compute a classifier's scores [R, C]; see `TokenModel.class_scores`."""
         rows = len(hidden)
         if missing := -rows % self._token_multiple:
             hidden = F.pad(hidden, (0, 0, 0, missing))
@@ -273,8 +288,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def divided_logits(self, hidden: Tensor, lora_slots: Tensor | None = None) -> Logits:
-        """Compute the logits of R hidden states [R, hidden_size], on each rank its columns, of
-        tokens with these adapter slots [R]."""
+        """Compute the logits of R tokens; each rank computes some of the columns. The arguments are
+        as for `compute_logits`."""
         rows, model = len(hidden), self.model
         if missing := -rows % self._token_multiple:
             hidden = F.pad(hidden, (0, 0, 0, missing))
@@ -284,27 +299,26 @@ class ModelRunner:
 
     @torch.inference_mode()
     def mixed(self, decode: ModelInputs, prefill: PrefillInputs) -> tuple[ModelOutput, ModelOutput]:
-        """Run a decode step of one token per row and a prefill in one forward. The forward reads
-        the weights only once for both. Returns the output of the decoding rows, and that of the
-        prefill."""
+        """Run a decode step of one token per row and a prefill in one forward, which reads the
+        weights only once. Returns the output of the decoding rows and that of the prefill."""
         inputs, rows = prefill.inputs, prefill.rows
         last = self._last_tokens(inputs, rows)
         count = len(decode.input_ids)
         hidden = None
-        graphs, sees = self._graphs, prefill.images is not None
-        if graphs is not None and graphs.takes_chunk(inputs, images=sees):
+        graphs, has_images = self._graphs, prefill.images is not None
+        if graphs is not None and graphs.takes_chunk(inputs, images=has_images):
             decoded, hidden = graphs.mixed(decode, inputs)
             ending = hidden[last]
         elif prefill.all_hidden or self.caches.columns:
-            both = self._forward([Part(decode, width=1), self._prefill_part(prefill, count)])
-            decoded, hidden = both[:count], both[count:]
+            all_states = self._forward([Part(decode, width=1), self._prefill_part(prefill, count)])
+            decoded, hidden = all_states[:count], all_states[count:]
             ending = hidden[last]
         else:
             decoded, ending = self._mixed_states(decode, prefill, last)
         slots = [self._logit_slots(decode), self._logit_slots(inputs, rows)]
-        known = [each for each in slots if each is not None]
+        present = [tensor for tensor in slots if tensor is not None]
         logits = self.divided_logits(
-            torch.cat((decoded, ending)), torch.cat(known) if known else None
+            torch.cat((decoded, ending)), torch.cat(present) if present else None
         )
         if hidden is not None:
             hidden = hidden[: len(inputs.input_ids)]
@@ -319,11 +333,15 @@ class ModelRunner:
         prefill: PrefillInputs,
         last: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Run a decode step and a prefill, of which the last layer computes only the last tokens
-        [R] int64 of R rows. Returns the hidden states of the decoding rows, [B, hidden_size], and
-        of these R tokens."""
-        rows, count, wanted = prefill.rows, len(decode.input_ids), len(prefill.rows)
-        missing = -(count + wanted) % self._token_multiple
+        """Run a decode step and a prefill whose last layer computes only the last tokens of R rows.
+        Returns the hidden states of the decoding rows [B, hidden_size] and of these tokens [R,
+        hidden_size].
+
+        Args:
+            last: [R] int64, the indices of the R tokens among the prefill's tokens.
+        """
+        rows, count, num_ends = prefill.rows, len(decode.input_ids), len(prefill.rows)
+        missing = -(count + num_ends) % self._token_multiple
         attention = AttentionMetadata(
             decode.positions,
             tuple(decode.query_lens.tolist()),
@@ -334,7 +352,7 @@ class ModelRunner:
             rules=self._rules,
         )
         parts = [attention]
-        if wanted + missing:
+        if num_ends + missing:
             ends = self._output_rows(prefill.inputs, last, rows)
             parts.append(_last_queries(ends, missing, self._rules))
         index = torch.cat(
@@ -343,15 +361,15 @@ class ModelRunner:
         hidden = self._forward(
             [Part(decode, width=1), self._prefill_part(prefill, count)], OutputTokens(index, parts)
         )
-        return hidden[:count], hidden[count : count + wanted]
+        return hidden[:count], hidden[count : count + num_ends]
 
     def _last_tokens(self, inputs: ModelInputs, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the indices [R] int64 of the last tokens of these rows among all tokens."""
+        """Return the indices [R] int64 of these rows' last tokens among all tokens."""
         return upload(inputs.query_lens.cumsum()[rows] - 1, torch.int64, self.device)
 
     def _prefill_part(self, prefill: PrefillInputs, concurrent_tokens: int = 0) -> Part:
-        """Make a part of a prefill, whose rows may have different numbers of tokens, with padding
-        for a forward that also has `concurrent_tokens` tokens."""
+        """Make the part of a prefill, padded for a forward that also has `concurrent_tokens` other
+        tokens."""
         inputs = prefill.inputs.pad_tokens(
             self._token_multiple, concurrent_tokens=concurrent_tokens
         )
@@ -362,9 +380,9 @@ class ModelRunner:
 
 
 def _last_queries(rows: ModelInputs, missing: int, rules: BitRules) -> AttentionMetadata:
-    """Return the attention metadata of the last tokens of rows, and of `missing` tokens behind them
-    that fill up their number. The last query of a row sees the whole row, so its attention is
-    causal for any block length."""
+    """Return the attention metadata of rows' last tokens, followed by `missing` padding tokens. The
+    last token of a row attends to the whole row, so its attention is causal for any block
+    length."""
     windows = rows.window_tables
     return AttentionMetadata(
         F.pad(rows.positions, (0, missing)),

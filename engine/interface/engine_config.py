@@ -1,8 +1,8 @@
 """The settings of an engine: batch sizes, memory and speed.
 
-`EngineConfig` has what a user chose, with None for what is left to a default. `resolve` fills in
-the defaults, which depend on the model and the device; the parts of an engine work with the
-`ResolvedConfig`.
+`EngineConfig` holds what a user chose; None means a default. `EngineConfig.resolve` fills in the
+defaults, which depend on the model and the device, and returns the `ResolvedConfig` that the parts
+of an engine read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ if TYPE_CHECKING:
     import torch  # Importing it takes seconds, and only annotations need it.
 
 _CHUNK_TOKENS = 256
-"""The default number of prompt tokens that a large model reads beside decoding rows."""
+"""The default number of prompt tokens that a large model reads in a mixed step."""
 _LARGE_MODEL = 3 * 10**9
-"""The bytes of weights from which a model counts as large; an H100 reads as many in a millisecond.
-Smaller models gain less from a mixed step than the host needs to prepare it (measured with 0.6 and
-8 billion parameters). On a CPU nothing is gained, because arithmetic bounds prefill there."""
+"""The bytes of weights from which a model counts as large; an H100 reads this many in a
+millisecond.
+
+A smaller model gains less from a mixed step than the host needs to prepare it (measured with 0.6
+and 8 billion parameters). On a CPU no model gains, because prefill is bound by arithmetic there.
+"""
 _SPARSE = 4
-"""A model counts as sparse if it has this many times the weights that a token goes through. The
-time of its decode steps is that of reading weights however many rows there are, so more rows at
-once are faster (measured with 30 billion parameters, of which a token goes through 3, on an H200:
-1,024 tokens of 512 rows in 28.0 s, and in 44.4 s with 256 at once), and its experts' tiles are
-fuller in larger prefills."""
+"""A model counts as sparse if it has this many times the weights that a token uses.
+
+Reading the weights dominates its decode steps however many rows there are, so more rows at once are
+faster: with 30 billion parameters, of which a token uses 3, on an H200, 1,024 tokens of 512 rows
+took 28.0 s at once, and 44.4 s as 256 at a time. Larger prefills also fill the experts' tiles
+better.
+"""
 
 _MOST_ROWS = 65_536
 """The largest `max_num_seqs`: tables in memory have an entry for each row in flight."""
@@ -37,24 +42,24 @@ _MOST_GIB = 1_000_000
 
 
 class Sizes(NamedTuple):
-    """What defaults depend on besides the kind of device."""
+    """What the defaults depend on, besides the kind of device."""
 
     weights: int  # the bytes of the model's weights
-    weights_per_token: int  # the bytes of those that one token goes through
+    weights_per_token: int  # the bytes of the weights that one token uses
     memory: int  # the bytes of the GPU's memory; 0 on a CPU
     width: int  # the most tokens of a row in a decode forward
     row_states: int = 0  # the bytes of the states and records of one row in flight
-    cache_room: int = 0  # the bytes that the caches may take, which is a rough guess
+    cache_room: int = 0  # a rough guess of the bytes that the caches may take
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the model is sparse, and its weights leave half of a GPU's memory free. Larger
-        batches need memory, which the caches need more where weights leave less."""
+        """Whether the model is sparse and its weights leave half of the GPU's memory free. With
+        less free memory, the caches need it more than larger batches do."""
         return _SPARSE * self.weights_per_token <= self.weights <= self.memory // 2
 
     def fitting_rows(self, rows: int) -> int:
-        """Return how many of `rows` rows can be in flight with states that take at most five
-        eighths of the room for caches; at least one."""
+        """Return how many of `rows` rows can be in flight if their recurrent states take at most
+        five eighths of the memory for caches; at least 1."""
         if not self.row_states:
             return rows
         return max(1, min(rows, self.cache_room * 5 // 8 // self.row_states))
@@ -66,19 +71,19 @@ class ResolvedConfig:
 
     max_num_seqs: int  # the most rows in flight
     max_batched_tokens: int  # the most tokens in one prefill batch
-    # The most prompt tokens that are read beside decoding rows in one step as long as few rows can
-    # start; 0 reads prompts only in steps of their own.
+    # The most prompt tokens that are read in one forward with decoding rows, as long as few rows
+    # can start; 0 reads prompts only in separate steps.
     chunk_tokens: int
     max_model_len: int  # the most prompt and output tokens of a row together
-    is_len_asked_for: bool  # the user gave `max_model_len`, so the caches must hold one such row
+    is_len_asked_for: bool  # whether the user set `max_model_len`: then one such row must fit
     block_size: int  # the number of tokens in one block of the paged cache
-    prefix_caching: bool  # compute a prefix that rows share only once
-    kv_cache_gib: float | None  # the size of the paged cache in GiB; None takes what memory is left
-    # The number of states that are kept for prefix reuse, in models with recurrent layers; None
-    # chooses it from the free memory.
+    prefix_caching: bool  # compute a prefix that several rows share only once
+    kv_cache_gib: float | None  # the size of the paged cache in GiB; None: all remaining memory
+    # The number of snapshots of states for prefix reuse, in models with recurrent layers; None
+    # derives it from the free memory.
     state_checkpoints: int | None
-    # The fewest and the most prompt and output tokens that rows are likely to have, for models with
-    # sliding windows; None means that nobody knows.
+    # The expected range of prompt and output tokens per row, for models with sliding windows; None:
+    # unknown.
     row_tokens: tuple[int, int] | None
     # The share of the GPU's memory that the engine may use, from 0 to 1.
     gpu_memory_utilization: float
@@ -96,18 +101,19 @@ class ResolvedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of an engine that a user can choose. Raises ValueError if a value is out of
-    range; the message names it and says what is allowed."""
+    """The settings of an engine that a user can choose. Raises ValueError, naming the setting and
+    its range, if a value is out of range."""
 
-    # The most rows in flight; None means 256, or 512 for one token per row and step and a model
-    # with many experts whose weights leave half of the GPU's memory free, but no more than have the
-    # states of recurrent layers in five eighths of the caches' memory.
+    # The most rows in flight. None means 256, or 512 for a strategy of one token per row and step
+    # if the model is a mixture of experts whose weights leave half of the GPU's memory free. In
+    # both cases, the states of recurrent layers may take at most five eighths of the caches'
+    # memory.
     max_num_seqs: int | None = None
-    # The most tokens in one prefill batch; None means 2048 on a CPU, and 8192 on a GPU; for a model
-    # with many experts, as above, 32768, or 16384 if it has recurrent layers.
+    # The most tokens in one prefill batch. None means 2048 on a CPU and 8192 on a GPU. For the
+    # mixtures of experts above it means 32768, or 16384 with recurrent layers.
     max_batched_tokens: int | None = None
-    # The most prompt tokens that are read beside decoding rows in one step as long as few rows can
-    # start; 0 reads prompts only in steps of their own. None means 256 on a GPU for models of at
+    # The most prompt tokens that are read in one forward with decoding rows, as long as few rows
+    # can start; 0 reads prompts only in separate steps. None means 256 on a GPU for models of at
     # least 3 GB of weights, else 0.
     chunk_tokens: int | None = None
     # The most tokens of the images that are encoded in one step, and of one image.
@@ -116,15 +122,15 @@ class EngineConfig:
     # for.
     max_model_len: int | None = None
     block_size: int = 16  # the number of tokens in one block of the paged cache
-    prefix_caching: bool = True  # compute a prefix that rows share only once
-    # The size of the paged cache in GiB; None takes what memory is left.
+    prefix_caching: bool = True  # compute a prefix that several rows share only once
+    # The size of the paged cache in GiB; None: all remaining memory.
     kv_cache_gib: float | None = None
-    # The number of states that are kept for prefix reuse, in models with recurrent layers; None
-    # takes up to a tenth of the caches' memory. Other models keep no states.
+    # The number of snapshots of states for prefix reuse, in models with recurrent layers; None
+    # takes up to a tenth of the caches' memory. Other models have no snapshots.
     state_checkpoints: int | None = None
-    # The fewest and the most prompt and output tokens that rows are likely to have. Layers with
-    # sliding windows and all others share the memory by it; other models do not read it. None means
-    # that nobody knows. A row that is longer than the cache is refused.
+    # The expected range of prompt and output tokens per row. It determines how layers with sliding
+    # windows and other layers share the memory; models without windows ignore it. None: unknown. A
+    # row that is longer than the cache is refused.
     row_tokens: tuple[int, int] | None = None
     # The share of the GPU's memory that the engine may use, from 0 to 1.
     gpu_memory_utilization: float = 0.9
@@ -132,13 +138,13 @@ class EngineConfig:
     # Launch a step before the results of the previous step are read; None means on a GPU only,
     # because a CPU computes the step while it is launched.
     overlap: bool | None = None
-    # Let a row have the same bits in any batch, on a GPU as well.
+    # Compute a row to the same bits in any batch, on a GPU as well.
     deterministic: bool = False
-    # The number of GPUs between which each layer's weights are divided, or of processes on a CPU.
-    # Whoever makes the engine starts them.
+    # The number of GPUs (or processes on a CPU) that divide each layer's weights. The caller of the
+    # engine starts them.
     tensor_parallel: int = 1
-    # How many adapters are on the device at once, in slots of one size; None keeps all of them
-    # there. The others are in the host's memory until rows need them.
+    # How many adapters are on the device at once, in slots of equal size; None: all of them. The
+    # others stay in the host's memory until rows need them.
     lora_slots: int | None = None
 
     def __post_init__(self) -> None:
@@ -197,14 +203,15 @@ class EngineConfig:
                 raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
     def resolve(self, device: torch.device, sizes: Sizes, max_model_len: int) -> ResolvedConfig:
-        """Fill in the defaults that depend on the device and on the size of the model. Raises
-        ValueError if the user asked for CUDA graphs on a device that has none.
+        """Fill in the defaults that depend on the device and on the size of the model.
 
         Args:
-            device: the model's device.
-            sizes: of the model, of the device and of the forwards.
+            sizes: the sizes of the model, the device and the forwards.
             max_model_len: the most prompt and output tokens of a row together: the result of
                 `model_len`, or less if the strategy needs that.
+
+        Raises:
+            ValueError: CUDA graphs are on, but the device has none.
         """
         cuda = device.type == "cuda"
         if self.cuda_graph and not cuda:
@@ -237,8 +244,8 @@ class EngineConfig:
         )
 
     def model_len(self, longest: int) -> int:
-        """Return the most prompt and output tokens of a row together. Raises ValueError if
-        `max_model_len` is larger than that."""
+        """Return the most prompt and output tokens of a row together. `longest` is the model's
+        limit. Raises ValueError if `max_model_len` exceeds it."""
         if self.max_model_len is not None and self.max_model_len > longest:
             raise ValueError(
                 f"max_model_len is {self.max_model_len}, but the model has positions for "
@@ -248,12 +255,15 @@ class EngineConfig:
 
 
 def bit_rules(deterministic: bool, device: torch.device) -> BitRules:
-    """Return what the bits of a row may depend on. A CPU has ways of its own to keep them."""
+    """Return what the bits of a row may depend on. The rules are for GPUs; a CPU keeps them in
+    another way."""
     return BY_ROW if deterministic and device.type == "cuda" else BY_BATCH
 
 
 def folded_at_once(device: torch.device) -> int:
-    """Return how many records a decode step folds at once into the state that it writes back. On a
-    GPU a step is bound by the memory that it moves (`rules.FOLDED`). On a CPU it is cheaper to fold
-    each record once."""
+    """Return how many records a decode step folds at once into the state that it writes back.
+
+    On a GPU a step is bound by memory traffic, so it folds several (`rules.FOLDED`). On a CPU it is
+    cheaper to fold each record once.
+    """
     return FOLDED if device.type == "cuda" else 1

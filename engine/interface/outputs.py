@@ -1,4 +1,5 @@
-"""What the engine returns for its rows: tokens, columns with a value per token, counts per row."""
+"""What the engine returns for its rows: tokens, columns with a value per token, and counts per
+row."""
 
 from __future__ import annotations
 
@@ -23,40 +24,42 @@ Scope = Literal["output", "edits", "tail", "context", "answer", "choice", "row"]
 
 @dataclass(frozen=True, slots=True)
 class OutputColumn:
-    """A column with one value per token, declared beside the code that computes it."""
+    """A column with one value per token, declared next to the code that computes it."""
 
     name: str  # the column's name in `RequestOutput.columns` and in the Parquet files
     dtype: np.dtype[Any]  # the dtype of its elements
     tail_shape: tuple[int, ...] = ()  # the shape of one token's value; `()` is a scalar
-    # `output` columns have one value for each generated token, and a strategy puts them into
-    # `StepOutput.columns`. `tail` columns have one for each token that the row's last step yielded
-    # behind its last one: what tail_X has are the token ids or the column X there. `edits` columns
-    # have one for each token that was replaced before it was yielded; of a step they are as
-    # `EditBuffer` takes them. `context` columns have one value for each token that the model has
-    # read (the prompt and all generated or given tokens but the last), and a layer of the model
-    # writes them with `ForwardContext.record`. `answer` columns have one value for each token of a
-    # given answer, and the sampler puts them into `StepOutput.columns`. `choice` columns have one
-    # value for each choice of a row's constraint, and the job makes them. `row` columns have one
-    # value for the whole row, which is pooled from the hidden states of the tokens that were read.
+    # Which tokens the column has values for, and who computes them:
+    # `output`: each generated token. A strategy puts the values into `StepOutput.columns`.
+    # `tail`: each token that the row's last step yielded after the row's last token. The column
+    # tail_X has the values of the column X (or the token ids) there.
+    # `edits`: each token that was replaced before it was yielded, in the layout of `EditBuffer`.
+    # `context`: each token that the model has read: the prompt, and all generated or given tokens
+    # but the last. A layer writes the values with `ForwardContext.record`.
+    # `answer`: each token of a given answer. The sampler puts the values into `StepOutput.columns`.
+    # `choice`: each choice of a row's constraint. The job computes the values.
+    # `row`: the whole row, one value, pooled from the hidden states of its tokens.
     scope: Scope = "output"
-    # Further facts, as pairs of a name and a text, that readers of the output files need to
-    # understand the values, such as which layers they are of.
+    # Facts that readers of the output files need to understand the values, as pairs of a name and a
+    # text: for example, which layers the values are from.
     metadata: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """One integer per row that says what the row cost, declared beside the code that counts it. A
-    strategy lists its counts in `Strategy.counts` and puts what each step adds to them into
-    `StepOutput.counts`. The sums arrive in `RequestOutput.counts` and in the output files."""
+    """An integer per row that says what the row cost, declared next to the code that counts it.
 
-    name: str  # the count's name in `RequestOutput.counts`, and the column's in the Parquet files
+    A strategy lists its counts in `Strategy.counts` and puts each step's contribution into
+    `StepOutput.counts`. The sums arrive in `RequestOutput.counts` and in the output files.
+    """
+
+    name: str  # the name in `RequestOutput.counts`, and of the column in the Parquet files
     meaning: str  # one phrase that explains it to readers of the output files
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step produced for its B rows, with at most W tokens per row."""
+    """The results of one step for its B rows, with at most W tokens per row."""
 
     num_tokens: Tensor  # [B] int32, how many of the W tokens the step produced for each row
     token_ids: Tensor  # [B, W] int64; entries past `num_tokens` are undefined
@@ -65,52 +68,53 @@ class StepOutput:
     # Maps the name of each column of output scope to [B, W, *tail], a value for each token; entries
     # past `num_tokens` are undefined.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    # Maps the name of a `RowCount` to what this step adds to it. A tensor [B] of integers is added
-    # as it is. A tensor [B, W] gives a number for each token, and only those of tokens that the row
-    # keeps are added, because a stop may cut some off.
+    # Maps the name of a `RowCount` to this step's contribution. A tensor [B] of integers is added
+    # as it is. A tensor [B, W] has a number for each token; only those of tokens that the row keeps
+    # are added, because a stop may cut off some.
     counts: Mapping[str, Tensor] = field(default_factory=dict)
     # Maps names to values [B, ...] that only `Strategy.observe` reads, on the host.
     observed: Mapping[str, Tensor] = field(default_factory=dict)
-    # How many of a row's newest tokens may have no entry in the cache of some model after this
-    # step. It is 1 if only the newest token has none; the next forward reads that token.
+    # How many of a row's newest tokens may be missing in some model's cache after this step. It is
+    # 1 if only the newest token is missing, which the next forward reads.
     unread_tokens: int = 1
-    # [B] bool, the rows whose constraint allows no token that the other sampling options leave.
-    # They end after `num_tokens` tokens, and none of them is in `failed`. None if no row of the
-    # step has a constraint.
+    # [B] bool, the rows whose constraint excludes every token that the other sampling options
+    # allow. They end after `num_tokens` tokens, and none of them is in `failed`. None if no row of
+    # the step has a constraint.
     conflicts: Tensor | None = None
 
     @property
     def broken(self) -> Tensor:
-        """[B] bool, the rows that end after `num_tokens` because they failed or had a conflict."""
+        """The rows that end after `num_tokens` tokens because they failed or had a conflict, [B]
+        bool."""
         return self.failed if self.conflicts is None else self.failed | self.conflicts
 
     def with_counts(self, **counts: Tensor) -> StepOutput:
-        """Return the same step with these counts besides those that it has."""
+        """Return a copy of the step with additional counts."""
         return replace(self, counts={**self.counts, **counts})
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> StepOutput:
-        """Return the step of the rows with these indices [N], in this order."""
+        """Return the step's rows at the indices `rows` [N], in this order."""
         index = upload(rows, torch.int64, self.token_ids.device)
 
-        def chosen(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def select(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor[index] for name, tensor in values.items()}
 
         return StepOutput(
             self.num_tokens[index],
             self.token_ids[index],
             self.failed[index],
-            chosen(self.columns),
-            chosen(self.counts),
-            chosen(self.observed),
+            select(self.columns),
+            select(self.counts),
+            select(self.observed),
             self.unread_tokens,
             None if self.conflicts is None else self.conflicts[index],
         )
 
     @classmethod
     def empty(cls, device: torch.device) -> StepOutput:
-        """Return a step that has no rows."""
-        none = torch.zeros((0, 1), dtype=torch.int64, device=device)
-        return cls(none[:, 0].int(), none, none[:, 0].bool())
+        """Return a step without rows."""
+        no_tokens = torch.zeros((0, 1), dtype=torch.int64, device=device)
+        return cls(no_tokens[:, 0].int(), no_tokens, no_tokens[:, 0].bool())
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,8 @@ class HostOutput:
 
     @property
     def broken(self) -> npt.NDArray[np.bool_]:
-        """[B] bool, the rows that end after `num_tokens` because they failed or had a conflict."""
+        """The rows that end after `num_tokens` tokens because they failed or had a conflict, [B]
+        bool."""
         return self.failed if self.conflicts is None else self.failed | self.conflicts
 
 
@@ -137,8 +142,8 @@ _Key = tuple[str, str]
 
 
 class HostCopy:
-    """A copy of a `StepOutput` to the host, which starts at once and is waited for only in `wait`.
-    All its tensors are packed into one, so there is a single copy."""
+    """A copy of a `StepOutput` to the host. The copy starts at once, and only `wait` waits for it.
+    All tensors are packed into one, so that there is a single copy."""
 
     def __init__(self, step: StepOutput) -> None:
         named: dict[_Key, Tensor] = {
@@ -148,12 +153,12 @@ class HostCopy:
         }
         if step.conflicts is not None:
             named["step", "conflicts"] = step.conflicts
-        # The field is part of the key, so a column may have the same name as a field or a count.
+        # The field is part of the key, because a column may have the same name as a field or a
+        # count.
         for kind in ("columns", "counts", "observed"):
             named |= {(kind, name): values for name, values in getattr(step, kind).items()}
         self._unread_tokens = step.unread_tokens
-        # The widest elements come first, so that each part starts at a multiple of its own size of
-        # element.
+        # The widest elements come first, so that each part is aligned to its own element size.
         parts = sorted(named.items(), key=lambda item: -item[1].itemsize)
         self._layout = [(key, _numpy_dtype(values.dtype), values.shape) for key, values in parts]
         self._download = Download(torch.cat([_bytes(values) for _, values in parts]))
@@ -181,9 +186,9 @@ class HostCopy:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """The bytes of a tensor, one after another."""
-    # A tensor of one element is contiguous to torch whatever its strides are, but only a last
-    # stride of 1 lets it be viewed as bytes.
+    """Return a tensor's bytes as a flat uint8 tensor."""
+    # torch regards a tensor of one element as contiguous whatever its strides, but can view it as
+    # bytes only if its last stride is 1.
     flat = values.contiguous().as_strided((values.numel(),), (1,))
     return flat.view(torch.uint8)
 
@@ -194,19 +199,20 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a request has generated from some token on, before it has ended. If that is the first
-    token, another engine can go on from there."""
+    """What an unfinished request has generated from some token on. If that is the first output
+    token, another engine can continue the request."""
 
     token_ids: list[int]
     # Maps the name of each requested column to its values [N, *tail], one for each of these tokens.
-    # Columns of context scope have those of the prompt before them, and none for the last token.
+    # Columns of context scope also have values for the prompt tokens before them, and none for the
+    # last token.
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    # Maps the name of each of the strategy's counts to its value from the first token on.
+    # Maps the name of each of the strategy's counts to its value since the first token.
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
 class RequestError(ValueError):
-    """A request cannot be served. The job makes an error row of it and goes on.
+    """A request that cannot be served. The job writes an error row for it and continues.
 
     Attributes:
         type: one word for programs, such as `prompt_too_long`; the message is for people.
@@ -221,33 +227,36 @@ class RequestError(ValueError):
 class RequestOutput:
     """A finished request."""
 
-    request_id: Any  # that of `add_request`, any hashable
+    request_id: Any  # the id passed to `add_request`
     prompt_token_ids: list[int]  # the tokens of the prompt
     token_ids: list[int]  # all generated tokens, including the EOS or stop id that ended the row
     text: str  # the generated tokens decoded without special tokens, and cut before a stop string
-    # `stop` (EOS, a stop id or a stop string), `length` (the most tokens were reached),
-    # `constraint_conflict` (the constraint allows no token that the other parameters leave),
-    # `scored` (the row had an answer whose tokens were all scored), `read` (the row was to be read
-    # alone, and all its tokens were) or `error`. A job whose model writes Harmony makes `tool_call`
-    # and `no_answer` of some that are `stop` to the engine.
+    # Why the request finished:
+    # `stop`: EOS, a stop id or a stop string.
+    # `length`: the limit of tokens was reached.
+    # `constraint_conflict`: the constraint excludes every token that the other parameters allow.
+    # `scored`: all tokens of the given answer were scored.
+    # `read`: all tokens were read, of a row that generates none.
+    # `error`: see `error`.
+    # A job whose model writes Harmony turns some `stop` into `tool_call` or `no_answer`.
     finish_reason: FinishReason
     # The stop string, or the text of the stop id, that ended the row; else None.
     stop: str | None = None
     # The error if finish_reason is `error`; tokens generated before it are kept.
     error: RequestError | None = None
     # Maps the name of each requested column to its values [N, *tail]. N is the number of generated
-    # tokens; for a column of context scope it is the number of all tokens, prompt included, less
-    # one, or of all if the row was to be read alone; for one of answer scope it is the number of
+    # tokens. For a column of context scope, N is the number of all tokens including the prompt,
+    # less one unless the row generated nothing. For a column of answer scope, N is the number of
     # the answer's tokens. A column of row scope has one value [*tail].
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     # Maps the name of each of the strategy's counts to its value for this row.
     counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0  # the number of prompt tokens that came from the prefix cache
-    # How often the row lost its cache entries to others and was recomputed.
+    # How often the row lost its cache entries to other rows and was computed again.
     num_preemptions: int = 0
-    # Whether the text is complete by its constraint; None if there is none.
+    # Whether the text is complete by its constraint; None without a constraint.
     constraint_satisfied: bool | None = None
     answer_token_ids: list[int] | None = None  # the given answer's tokens; None if there is none
-    # Whether a replay has the log-probabilities with which the tokens were drawn, if the model is
-    # the one that drew them; None if nothing is replayed.
+    # Whether a replay computes the log-probabilities with which the tokens were drawn, assuming
+    # that the same model drew them; None if nothing was replayed.
     replay_exact: bool | None = None

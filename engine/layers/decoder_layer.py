@@ -1,6 +1,8 @@
-"""One layer of a decoder, and the protocols that its two parts follow: the *mixer*, which mixes the
-tokens of a row (attention or a recurrence), and the *feed-forward part*, which treats each token
-alone. The models of `engine/models` are stacks of these layers."""
+"""One layer of a decoder, and the protocols of its two parts.
+
+The *mixer* mixes the tokens of a row (attention or a recurrence); the *feed-forward part* treats
+each token separately. The models of `engine/models` are stacks of these layers.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,20 @@ from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
+from batchgen.engine.layers.feed_forward.mlp_and_experts import MLPAndExperts
 from batchgen.engine.layers.layer_inputs import LayerInput
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
 from batchgen.engine.parallel.tensor_parallel import Stream, summed
 
 NormPlaces = Literal["before", "after", "both"]
-"""Where the norms of a layer stand: before its mixer and its feed-forward part, after, or both."""
+"""Where a layer has norms: before its mixer and feed-forward part, after them, or both."""
 
 
 class Mixer(Protocol):
     """The part of a layer in which a token sees earlier tokens: attention or a recurrence."""
 
-    cache_spec: CacheSpec | None  # what the part keeps between forwards, if anything
+    cache_spec: CacheSpec | None  # what the mixer keeps between forwards; None: nothing
 
     def __call__(
         self,
@@ -33,40 +36,50 @@ class Mixer(Protocol):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + mixed(hidden); the result may overwrite `residual`.
+        """Return residual + mixed(hidden). The result may overwrite `residual`.
 
-        `hidden` and `residual` are [T, hidden_size], and `cos_sin` [T, R] is from the `RotaryTable`
-        of the layer, None if it rotates nothing. The layer's cache is written for all T tokens, but
-        with `outputs` the result is [R, hidden_size], of the wanted tokens alone.
+        The layer's cache is written for all T tokens. With `outputs`, the result has only the R
+        tokens of `outputs`.
+
+        Args:
+            hidden, residual: [T, hidden_size].
+            cos_sin: [T, R], from the layer's `RotaryTable`; None without rotary embedding.
+
+        Returns:
+            [T, hidden_size], or [R, hidden_size] with `outputs`.
         """
 
 
 class FeedForward(Protocol):
-    """The part of a layer that treats each token by itself: an MLP, or experts."""
+    """The part of a layer that treats each token separately: an MLP, or experts."""
 
     def __call__(self, hidden: Tensor, residual: Tensor, ctx: ForwardContext) -> Stream:
-        """Return residual + f(hidden), all [T, hidden_size]; it may overwrite `residual`."""
+        """Return residual + f(hidden), all [T, hidden_size]. The result may overwrite
+        `residual`."""
 
 
 @runtime_checkable
 class HasInputProjection(Protocol):
-    """A part in which one projection alone reads the hidden states, in FP8 if it computes so."""
+    """A part of a layer whose input is read by one projection only. If that projection computes in
+    FP8, the norm before it can quantise the input."""
 
     @property
     def input_projection(self) -> Linear: ...
 
 
 class DecoderLayer(nn.Module):
-    """Mixer and feed-forward part, each of which is added to the residual stream.
+    """A mixer and a feed-forward part, each added to the residual stream.
 
-    A norm stands before each part, after it, or at both places: `before` normalises what the mixer
-    and the feed-forward part read, and `after` what they yield. The stream behind the layer is
-    multiplied by `scalar` [1], which needs norms after the parts, and that of tokens on a canvas by
-    `canvas_scalar` [1] instead. A feed-forward part without a
-    norm before it reads the stream as it is. `own_input` adds what the layer reads besides the
-    stream, before the product with the scalar, and needs such norms, too. `mixer_name` and
-    `mlp_name` are the parts' names in checkpoints. A layer may lack one of the parts; the norm
-    before the other, the first of `before`, is called `norm` then.
+    Args:
+        mixer, mlp: the two parts; one of them may be None.
+        before: the norms of what the mixer and the feed-forward part read. None, or None for the
+            feed-forward part, reads the stream as it is. If a part is missing, the first norm is
+            the other part's, and is called `norm` in checkpoints.
+        after: the norms of the parts' results.
+        scalar: [1], multiplies the stream after the layer. Requires `after`.
+        canvas_scalar: [1], used instead of `scalar` for the tokens of canvases.
+        own_input: adds an input of this layer to the stream, before the scalar. Requires `after`.
+        mixer_name, mlp_name: the parts' names in checkpoints.
     """
 
     def __init__(
@@ -103,6 +116,14 @@ class DecoderLayer(nn.Module):
         self.canvas_scalar = canvas_scalar
 
     @property
+    def normed_parts(self) -> list[tuple[object, RMSNorm]]:
+        """The parts of the layer that read what a norm yields, each with its norm."""
+        pairs = [(self.mixer, self.mixer_norm), (self.mlp, self.mlp_norm)]
+        if isinstance(self.mlp, MLPAndExperts):
+            pairs += [(self.mlp.mlp, self.mlp.mlp_norm), (self.mlp.moe, self.mlp.moe_norm)]
+        return [(part, norm) for part, norm in pairs if norm is not None]
+
+    @property
     def cache_spec(self) -> CacheSpec | None:
         """What the layer keeps between forwards."""
         return None if self.mixer is None else self.mixer.cache_spec
@@ -115,11 +136,8 @@ class DecoderLayer(nn.Module):
         outputs: OutputTokens | None = None,
     ) -> Stream:
         """Return the residual stream after this layer, [T, hidden_size], or [R, hidden_size] of
-        `outputs`.
-
-        `stream` is the residual stream before it, which is overwritten; other arguments are as for
-        `Mixer`.
-        """
+        `outputs`. `stream` is the residual stream before it, which is overwritten; the other
+        arguments are as for `Mixer`."""
         if self.mixer is not None:
             stream = self._mixed(self.mixer, stream, cos_sin, ctx, outputs)
         elif outputs is not None:
@@ -149,7 +167,7 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return the residual stream behind the mixer."""
+        """Return the residual stream after the mixer."""
         hidden, residual = _normed(self.mixer_norm, stream)
         if (norm := self.mixer_post_norm) is None:
             return mixer(hidden, residual, cos_sin, ctx, outputs)
@@ -163,7 +181,7 @@ _ONLY_NORM = {"mixer_norm": "norm", "mlp_norm": "norm"}
 
 
 def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:
-    """Return what a part of a layer reads, and the residual stream with pending sums."""
+    """Return a part's input, and the residual stream with its pending sums added."""
     if norm is not None:
         return norm.of_stream(stream)
     whole = summed(stream)
@@ -171,8 +189,8 @@ def _normed(norm: RMSNorm | None, stream: Stream) -> tuple[Any, Tensor]:
 
 
 def _norm_names(has_after: bool) -> dict[str, str]:
-    """Return what checkpoints call the norms: a norm after the mixer takes the name that the one
-    before the feed-forward part has otherwise."""
+    """Return the names of the norms in checkpoints. With norms after the parts, the name
+    `post_attention_layernorm` means another norm than without."""
     if not has_after:
         return {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     return {

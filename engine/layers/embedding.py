@@ -1,4 +1,5 @@
-"""The embedding of token ids, and the layer that computes logits: both have a row for each id."""
+"""The embedding of token ids, and the output layer that computes logits. Both have a row for each
+id."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ from batchgen.kernels.sampling.sampling_triton import CHUNK
 
 
 class Embedding(nn.Module):
-    """A table of vectors of token ids, which are multiplied by `scale`; each rank of tensor
-    parallelism has consecutive ids. The factor is rounded to the vectors' dtype first. Tokens may
-    have adapters, which add to their vectors."""
+    """A table with a vector for each token id. Vectors are multiplied by `scale`, rounded to their
+    dtype.
+
+    Each rank of tensor parallelism has a range of consecutive ids. Adapters may add to the vectors.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Embedding(nn.Module):
         return vectors if self.lora is None else self.lora.add_(summed(vectors), input_ids)
 
     def _vectors(self, input_ids: Tensor) -> Stream:
-        """Look the vectors up, in the tables of adapters that have one of their own."""
+        """Look up the vectors, in an adapter's own table if it has one."""
         vectors = self._own_vectors(input_ids)
         return (
             vectors
@@ -65,17 +68,22 @@ class Embedding(nn.Module):
         )
 
     def _own_vectors(self, input_ids: Tensor) -> Stream:
-        """Do what `forward` does, without adapters."""
+        """Compute `forward` without adapters."""
         if self._parallel.size == 1:
             return self._scaled(embedding(input_ids, self.weight))
         vectors = embedding_share(input_ids, self.weight, self._parallel.rank * len(self.weight))
-        # One rank has the vector and the others have zeros, so the sum is exact.
+        # One rank has the vector and all others have zeros, so the sum is exact.
         return self._parallel.add_sum(None, self._scaled(vectors), EMBEDDING_LANE)
 
     def mean(self, logits: Tensor) -> Tensor:
-        """Compute the mean vectors [R, hidden_size] of R distributions over all ids, given by
-        logits [R, V] float32, which are rounded to the vectors' dtype first. Needs all ids on this
-        rank, and no adapters beside the table."""
+        """Compute the mean vectors [R, hidden_size] of R distributions over all ids.
+
+        This needs all ids on one rank, and does not support adapters.
+
+        Args:
+            logits: [R, V] float32, the logits of the distributions, which are rounded to the
+                vectors' dtype first.
+        """
         assert self._parallel.size == 1 and self.lora is None and self._saved is None
         dtype = self.weight.dtype
         shares = logits.to(dtype).softmax(-1, dtype=torch.float32).to(dtype)
@@ -89,7 +97,7 @@ class Embedding(nn.Module):
         yield vocab_slot(f"{path}.weight", self.weight, self._vocab_size, self._parallel)
 
     def lora_sites(self, path: str) -> Iterator[LoRASite]:
-        """Yield the table as a product with vectors of a one; each rank has all ids of an adapter's
+        """Yield the table as a product with one-hot vectors. Each rank has all ids of an adapter's
         A."""
         width = self.weight.shape[1]
         yield LoRASite((LoRATarget(path, LoRAPart(0, width)),), width, self._vocab_size)
@@ -97,7 +105,7 @@ class Embedding(nn.Module):
     def add_lora(
         self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
     ) -> None:
-        """Let adapters stand beside the table, as `Linear.add_lora` does."""
+        """Add the adapters' factors to the table, as `Linear.add_lora` does."""
         if not any(path in adapter for adapter in factors):
             return
         scaled = [
@@ -111,11 +119,11 @@ class Embedding(nn.Module):
 
     @property
     def saved_numbers(self) -> int:
-        """The numbers of an adapter's own table in an adapter slot."""
+        """How many numbers an adapter's own table takes in an adapter slot."""
         return self._vocab_size * self.weight.shape[1]
 
     def add_saved(self, weights: Sequence[Tensor | None], state: LoRAState) -> None:
-        """Let adapters have tables of their own, all of which each rank has."""
+        """Let adapters have their own tables, which are not divided among ranks."""
         if any(weight is not None for weight in weights):
             scaled = [
                 self._scaled(w.to(self.weight.dtype, copy=True)) if w is not None else None
@@ -130,10 +138,8 @@ class Embedding(nn.Module):
 
 
 class LogitsLayer(Linear):
-    """The linear layer that computes a logit for each token id.
-
-    Each rank of tensor parallelism computes consecutive ids (`Logits`).
-    """
+    """The output layer, which computes a logit for each token id. Each rank of tensor parallelism
+    computes a range of consecutive ids (`Logits`)."""
 
     def __init__(
         self,
@@ -149,7 +155,7 @@ class LogitsLayer(Linear):
         self.saved: SavedWeights | None = None
 
     def _product(self, x: Tensor | FP8Rows) -> Tensor:
-        """Compute logits, with the weights of adapters that have one of their own."""
+        """Compute logits, with an adapter's own weight if it has one."""
         out = super()._product(x)
         if self.saved is None:
             return out
@@ -158,12 +164,12 @@ class LogitsLayer(Linear):
 
     @property
     def saved_numbers(self) -> int:
-        """The numbers of an adapter's own weight in an adapter slot, on this rank."""
+        """How many numbers an adapter's own weight takes in an adapter slot on this rank."""
         shard = ids_of_rank(self.out_features, self._vocab_size, self._parallel)
         return shard.length * self.in_features
 
     def add_saved(self, weights: Sequence[Tensor | None], state: LoRAState) -> None:
-        """Let adapters have weights of their own, of which each rank has the rows of its ids."""
+        """Let adapters have their own weights. Each rank has the rows of its ids."""
         if any(weight is not None for weight in weights):
             shard = ids_of_rank(self.out_features, self._vocab_size, self._parallel)
             rank_weights = [None if w is None else shard.take(w).to(self._dtype) for w in weights]
@@ -180,29 +186,33 @@ class LogitsLayer(Linear):
         yield vocab_slot(f"{path}.weight", self.weight, self._vocab_size, self._parallel)
 
     def lora_targets(self, path: str) -> Iterator[LoRATarget]:
-        """Yield the weight; of B each rank has the rows that it has of W."""
+        """Yield the weight. Each rank has the same rows of B as of W."""
         shard = ids_of_rank(self.out_features, self._vocab_size, self._parallel)
         divided = self._parallel.size > 1
         yield LoRATarget(path, LoRAPart(0, shard.length), rows=shard if divided else None)
 
 
 _FEWEST_CHUNKS = 4
-"""Ranks have whole chunks of the sampler if each has at least this number, of which rounding up
-wastes few."""
+"""Ranks get whole chunks of the sampler if each gets at least this many; then rounding up wastes
+little."""
 
 
 def rows_of_rank(vocab_size: int, parallel: TensorParallel) -> int:
-    """Return for how many token ids each rank has rows; the last ones may be for no id. Of a large
-    vocabulary a rank has whole chunks of the sampler, so that ranks can draw (`can_divide`)."""
+    """Return the number of table rows on each rank; the last rows may belong to no id.
+
+    With a large vocabulary, a rank has whole chunks of the sampler, so that ranks can sample
+    without gathering logits (`can_divide`).
+    """
     rows = -(-vocab_size // parallel.size)
     chunks = -(-rows // CHUNK) * CHUNK
     few = rows < _FEWEST_CHUNKS * CHUNK
-    has_all = chunks * (parallel.size - 1) < vocab_size  # the last rank has some, too
+    has_all = chunks * (parallel.size - 1) < vocab_size  # the last rank has some rows, too
     return rows if parallel.size == 1 or few or not has_all else chunks
 
 
 def vocab_slot(name: str, weight: Tensor, vocab_size: int, parallel: TensorParallel) -> WeightSlot:
-    """Return the slot of a rank's rows [rows, hidden_size] of a tensor with a row for each id."""
+    """Return the slot of this rank's rows [rows, hidden_size] of a tensor with a row for each
+    id."""
     if parallel.size == 1:
         return WeightSlot.plain(name, weight)
     shard = ids_of_rank(len(weight), vocab_size, parallel)
@@ -210,13 +220,13 @@ def vocab_slot(name: str, weight: Tensor, vocab_size: int, parallel: TensorParal
 
 
 def ids_of_rank(rows: int, vocab_size: int, parallel: TensorParallel) -> Shard:
-    """Return the token ids of which a rank that has `rows` of a table has vectors."""
+    """Return the token ids of a rank that has `rows` rows of the table."""
     start = min(parallel.rank * rows, vocab_size)
     return Shard(0, vocab_size, ((start, min(start + rows, vocab_size)),))
 
 
 def _clear_padding(weight: Tensor, vocab_size: int, parallel: TensorParallel) -> None:
-    """Set the rows for no id to zero, as no checkpoint fills them."""
+    """Zero the rows that belong to no id, because no checkpoint fills them."""
     real = max(vocab_size - parallel.rank * len(weight), 0)
     if real < len(weight):
         weight[real:].zero_()

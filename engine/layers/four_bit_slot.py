@@ -1,5 +1,5 @@
-"""Slots for the weights that stay in 4 bits: they take such a weight from a checkpoint, packed
-values and scales together, instead of a tensor of 16-bit values."""
+"""Slots for weights that stay in 4 bits. They take packed values and scales together from a
+checkpoint, instead of a tensor of 16-bit values."""
 
 from __future__ import annotations
 
@@ -18,26 +18,23 @@ from batchgen.kernels.four_bit.layouts import GroupedWeight, layout_of, pack_pan
 from batchgen.kernels.four_bit.panels import FourBitPanels, Layout, empty_panels
 
 _CODES = 2
-"""Codes in a byte, along the columns."""
+"""The number of codes in a byte, along the columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class FourBitSlot(WeightSlot):
-    """Where a weight [N, K] in 4 bits goes, or the weights [E, N, K] of all experts.
+    """The slot of a 4-bit weight [N, K], or of the weights [E, N, K] of all experts.
 
-    `parameter` has the words of `panels`. If a group of columns that share a scale ends on another
-    rank, both ranks have its scale.
+    `parameter` holds the words of `panels`. If a group of columns with a common scale extends over
+    two ranks, both have its scale.
     """
 
-    panels: FourBitPanels | None = None  # what is filled; None only for a piece that is elsewhere
-    several: bool = False  # the source has all experts
+    panels: FourBitPanels | None = None  # the target; None only if the piece is on another rank
+    several: bool = False  # whether the source has all experts
 
     def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
-        """Lay out this rank's part of the checkpoint's weight.
-
-        Raises ValueError if a shape differs, or the weight has another code or other groups than
-        the configuration says.
-        """
+        """Lay out this rank's part of the checkpoint's weight. Raises ValueError if a shape
+        differs, or if the weight has another code or group size than the configuration says."""
         if self.elsewhere:
             return
         assert self.panels is not None
@@ -79,7 +76,7 @@ class FourBitSlot(WeightSlot):
             raise ValueError(f"tensor {name} {error}") from None
 
     def fill_dummy(self, values: Callable[[Tensor], None]) -> None:
-        """Fill the parameter of a model without a checkpoint, as `WeightSlot.fill_dummy`."""
+        """Fill the parameter of a model without a checkpoint, as `WeightSlot.fill_dummy` does."""
         assert self.panels is not None
         device = self.parameter.device
         drawn = torch.empty(self.source_shape, device=device, dtype=torch.bfloat16)
@@ -97,7 +94,8 @@ class FourBitSlot(WeightSlot):
         return shape if self.shard is None else self.shard.whole_shape(shape)
 
     def _own(self, name: str, part: Tensor, index: int) -> Tensor:
-        """This rank's share of one of the three parts of the weight, in the order of the layer."""
+        """Return this rank's share of one of the weight's parts, in the layer's row order. Part 0
+        is the codes; others have an entry for each group of columns."""
         assert self.panels is not None
         shard = self.shard
         if shard is not None:
@@ -113,12 +111,12 @@ class FourBitSlot(WeightSlot):
 def four_bit_parameters(
     form: FourBitFormat, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> tuple[nn.Parameter, nn.Parameter, Layout] | None:
-    """Make room for weights [E, N, K] in 4 bits: words, scales and their layout; None if they
-    cannot be kept so."""
+    """Allocate 4-bit parameters for weights [E, N, K]: words, scales and their layout. Returns None
+    if no layout fits."""
     experts, rows, columns = sizes
     layout = layout_of(form.code, dtype, columns, form.group or columns)
     if layout is None:
         return None
     panels = empty_panels((experts, rows, columns), layout, device=device)
-    words, scales = (nn.Parameter(each, requires_grad=False) for each in panels[:2])
+    words, scales = (nn.Parameter(part, requires_grad=False) for part in panels[:2])
     return words, scales, layout

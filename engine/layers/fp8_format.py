@@ -1,4 +1,5 @@
-"""Which weights of a model are in FP8, how checkpoints say so, and which devices compute in it."""
+"""The FP8 format: which weights are in FP8, how checkpoints declare it, and which devices compute
+in it."""
 
 from __future__ import annotations
 
@@ -22,37 +23,34 @@ _UNITS = (8, 9)
 class FP8Format:
     """Weights of linear layers in FP8, with a scale for each block of 128 × 128 values.
 
-    These are the projections and experts of layers. Embeddings, the logits' layer, norms, routers,
-    and the gates of delta networks and shared experts never are: they are few, and small errors in
-    them change much. Nor is what expands latents, because attention multiplies by it transposed as
-    well.
+    The projections and experts of layers are in FP8. Embeddings, the output layer, norms, routers,
+    and the gates of delta networks and shared experts are not: they are small, and small errors in
+    them matter. Nor is the weight that expands latents, because attention also multiplies by its
+    transpose.
     """
 
-    excluded: tuple[str, ...] = ()  # more modules that are not in FP8, as checkpoints name them
-    powers_of_two: bool = False  # scales of activations are powers of two, as trained (ue8m0)
-    at_load: bool = False  # the checkpoint's weights are rounded to FP8 while they load
-    native: bool = True  # products are in FP8; else rounded weights are kept in the model's dtype
+    excluded: tuple[str, ...] = ()  # further modules not in FP8, by their names in checkpoints
+    powers_of_two: bool = False  # whether activations' scales are powers of two (ue8m0), as trained
+    at_load: bool = False  # whether the checkpoint's weights are rounded to FP8 while they load
+    native: bool = True  # whether products are in FP8; else weights are kept in the model's dtype
 
     def excludes(self, name: str) -> bool:
-        """Whether a module of this name, or one that it is part of, is excluded."""
+        """Return whether this module, or one that contains it, is excluded."""
         return any(f".{entry}." in f".{name}." for entry in self.excluded)
 
     def renamed(self, rename: Callable[[str], str]) -> FP8Format:
-        """Return this format with other names of modules."""
+        """Return this format with renamed modules."""
         return replace(self, excluded=tuple(map(rename, self.excluded)))
 
 
 def has_fp8_units(device: torch.device) -> bool:
-    """Whether a device multiplies matrices in FP8."""
+    """Return whether a device can multiply matrices in FP8."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _UNITS
 
 
 def checkpoint_format(quantization: Mapping[str, Any] | None) -> FP8Format | None:
-    """Read the `quantization_config` of a checkpoint's configuration; None if there is none.
-
-    Raises ValueError for another quantisation than FP8 by blocks of 128 × 128, or something unknown
-    in it, which the message names.
-    """
+    """Read the `quantization_config` of a checkpoint; None if there is none. Raises ValueError,
+    naming the key, for other quantisation than FP8 in blocks of 128 × 128, and for unknown keys."""
     if quantization is None:
         return None
     values = {key: value for key, value in quantization.items() if value not in (None, False)}

@@ -1,5 +1,8 @@
-"""Per-layer embeddings (Gemma 4): a vector of each token for each layer, which the layer
-adds to the residual stream."""
+"""Per-layer embeddings (Gemma 4): a vector of each token for each layer, which the layer adds to
+the residual stream.
+
+`LayerInputs` computes the vectors of all layers at once; each layer's `LayerInput` adds its own.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,14 @@ from batchgen.kernels.layers.activation import gelu_and_mul
 
 
 class LayerInputs(nn.Module):
-    """Computes the inputs of all layers, for each (√size · table[id] + norm(W · embedding)) / √2.
+    """Computes the inputs of all layers: (√size · table[id] + norm(W · embedding)) / √2 for each
+    layer.
 
-    `size` is the length of the vector that one layer reads. Tokens of images have the id `pad_id`
-    here. Every rank of tensor parallelism holds the whole table.
+    Every rank of tensor parallelism holds the whole table.
+
+    Args:
+        size: the length of the vector that one layer reads.
+        pad_id: the id that is looked up for image tokens.
     """
 
     checkpoint_names: Mapping[str, str] = {
@@ -51,21 +58,21 @@ class LayerInputs(nn.Module):
         self.norm = norm
 
     def forward(self, input_ids: Tensor, embedded: Tensor, images: Tensor | None = None) -> Tensor:
-        """Compute the inputs [T, layers, size] of ids [T] with embeddings [T, hidden_size]. Those
-        at the indices `images` are of images."""
+        """Compute the inputs [T, layers, size] for ids [T] with embeddings [T, hidden_size].
+        `images` are the indices of image tokens."""
         if images is not None:
             input_ids = input_ids.index_fill(0, images, self._pad_id)
         projected = self.projection(embedded).mul_(self._factor).unflatten(1, self._sizes)
-        of_ids = self.table(input_ids).unflatten(1, self._sizes)
-        inputs: Tensor = self.norm(projected) + of_ids
+        looked_up = self.table(input_ids).unflatten(1, self._sizes)
+        inputs: Tensor = self.norm(projected) + looked_up
         return inputs.mul_(2**-0.5)
 
 
 class LayerInput(nn.Module):
-    """The part of a layer that adds the layer's input to the residual stream. The stream becomes
-    stream + norm(W · (gelu(gate(stream)) · input)).
+    """Adds a layer's input to the residual stream: stream + norm(W · (gelu(gate(stream)) · input)).
 
-    `layer` says which of `ForwardContext.layer_inputs` the layer reads.
+    Args:
+        layer: the index in `ForwardContext.layer_inputs`.
     """
 
     checkpoint_names: Mapping[str, str] = {
@@ -84,8 +91,8 @@ class LayerInput(nn.Module):
         self.norm = norm
 
     def forward(self, stream: Tensor, ctx: ForwardContext, outputs: OutputTokens | None) -> Tensor:
-        """Return the stream plus what the layer's input adds to it, in the stream's shape:
-        [T, hidden_size], or [R, hidden_size] for `outputs`."""
+        """Return the stream with the layer's input added, [T, hidden_size], or [R, hidden_size] for
+        `outputs`."""
         assert ctx.layer_inputs is not None
         inputs = ctx.layer_inputs[:, self._layer]
         if outputs is not None:

@@ -1,4 +1,7 @@
-"""Linear layers, whose weight may be in FP8 or in 4 bits."""
+"""Linear layers. A weight may be 16-bit, FP8 or 4-bit, divided among ranks, and have LoRA adapters.
+
+All projections of the models are made of these classes. `MergedLinear` stacks several projections.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn
 def empty_fp8(
     *shape: int, device: torch.device, scale_rows: int = BLOCK
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return uninitialised values and scales, which `scale_rows` (128 or 1) rows share, of a weight
-    [..., N, K] in FP8."""
+    """Return uninitialised values and scales of an FP8 weight [..., N, K]. `scale_rows` rows (128
+    or 1) share a scale."""
     *several, down, across = scales_shape(torch.Size(shape))
     down = down if scale_rows == BLOCK else shape[-2]
     values = empty_parameter(*shape, device=device, dtype=FP8)
@@ -47,8 +50,15 @@ def empty_fp8(
 
 
 class Linear(nn.Module):
-    """The linear layer y = x Wᵀ + b, with or without the bias b, and W maybe kept in FP8 or in 4
-    bits. Tokens may have adapters, which add their own thin products to y."""
+    """A linear layer y = x Wᵀ + b, with or without bias. W may be kept in FP8 or 4 bits. Adapters
+    may add low-rank products to y.
+
+    Attributes:
+        scales: the scales of an FP8 or 4-bit weight, else None.
+        form: the FP8 format of the weight, if it has one.
+        rules: what the bits of a row may depend on.
+        lora: the adapters of this layer; None without any.
+    """
 
     weight: Tensor  # W, [out_features, in_features], or the words of `FourBitPanels`
 
@@ -76,12 +86,13 @@ class Linear(nn.Module):
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether rows of activations may come as `FP8Rows`; adapters read them as they were."""
+        """Whether activations may be passed as `FP8Rows`. With adapters they may not, because
+        adapters read them unquantised."""
         return self.scales is not None and self._layout is None and self.lora is None
 
     @property
     def in_four_bits(self) -> FourBitPanels | None:
-        """The weight, if it is kept in 4 bits."""
+        """The weight, if it is 4-bit."""
         if self._layout is None or self.scales is None:
             return None
         return FourBitPanels(self.weight, self.scales, self._layout)
@@ -105,13 +116,14 @@ class Linear(nn.Module):
         return self.lora.add_(out, x)
 
     def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
-        """Add x Wᵀ + b to `residual` in place, now or when it is read, and return it."""
+        """Add x Wᵀ + b to `residual` in place, now or when the stream is read, and return the
+        stream."""
         if self.lora is None:
             return self._add_product(residual, x)
         return self._with_lora(summed(self._add_product(residual, x)), x)
 
     def _add_product(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
-        """Do what `add_to` does, without adapters."""
+        """Compute `add_to` without adapters."""
         if isinstance(x, Tensor) and self.scales is None:
             return add_linear_(residual, x, self.weight, self.bias, self._most_rows)
         if (packed := self.in_four_bits) is not None:
@@ -149,9 +161,10 @@ class Linear(nn.Module):
         return x, FP8Weight(self.weight, self.scales)
 
     def quantise(self, form: FP8Format | FourBitFormat, path: str) -> None:
-        """Keep the weight in FP8 or 4 bits from now on; it must not be loaded yet.
+        """Keep the weight in FP8 or 4 bits. Must be called before it is loaded.
 
-        `path` is this module's name in checkpoints.
+        Args:
+            path: this module's name in checkpoints.
         """
         if not self._quantisable or form.excludes(path):
             return
@@ -171,13 +184,12 @@ class Linear(nn.Module):
 
     @property
     def value_bytes(self) -> float | None:
-        """The bytes of a weight in 4 bits, with its share of the scale; None if it is kept
-        otherwise."""
+        """The bytes per weight, including its share of the scale, of a 4-bit weight; else None."""
         return None if self._layout is None else self._layout.value_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """The bytes of the weight that is dequantised for a step of many tokens."""
+        """The bytes of the dequantised weight that a step of many tokens needs."""
         values = self.in_features * self.out_features
         return 0 if self._layout is None else values * self._dtype.itemsize
 
@@ -188,7 +200,8 @@ class Linear(nn.Module):
             yield WeightSlot.plain(f"{path}.bias", self.bias)
 
     def _slot(self, name: str, shard: Shard | None = None) -> WeightSlot:
-        """Return the slot of a weight that stands in a tensor of its own, or this shard of it."""
+        """Return the slot of the weight (or of this shard of it) for a checkpoint's tensor of this
+        name."""
         if (packed := self.in_four_bits) is not None:
             return FourBitSlot(self.weight, (name,), (name,), shard=shard, panels=packed)
         return WeightSlot(
@@ -196,29 +209,28 @@ class Linear(nn.Module):
         )
 
     def lora_targets(self, path: str) -> Iterator[LoRATarget]:
-        """Yield the weights that adapters can stand beside; `path` is the layer's name in
+        """Yield the weights that adapters can be added to. `path` is the layer's name in
         checkpoints."""
         if self._quantisable:
             yield LoRATarget(path, LoRAPart(0, self.out_features))
 
     def lora_sites(self, path: str) -> Iterator[LoRASite]:
-        """Yield the product, if adapters can stand beside it."""
+        """Yield the product, if adapters can be added to it."""
         if targets := tuple(self.lora_targets(path)):
             yield LoRASite(targets, self.out_features, self.in_features)
 
     def add_lora(
         self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
     ) -> None:
-        """Let adapters stand beside the layer; each maps names of weights to what it adds."""
+        """Add adapters to the layer. Each entry of `factors` is an adapter; it maps names of
+        weights to low-rank factors."""
         for site in self.lora_sites(path):
             if site.adapted_parts(factors):
                 self.lora = LayerLoRA(site, factors, state, self._dtype, self.weight.device)
 
     def pack(self, products: CPUProducts) -> None:
-        """Convert the loaded weight to the layout for this CPU; it cannot be loaded again then.
-
-        `products` chooses how to compute, for all layers of a model. On a GPU nothing changes.
-        """
+        """Convert the loaded weight to the layout for this CPU; afterwards it cannot be loaded
+        again. On a GPU nothing changes. `products` chooses the method for all layers of a model."""
         if self.weight.device.type != "cpu":
             return
         if self.lora is not None:
@@ -229,16 +241,16 @@ class Linear(nn.Module):
         self._most_rows = product.most_rows
         if product.packed:
             packed = pack_weight(self.weight)
-            del self.weight  # A Parameter cannot be replaced by a tensor of another layout.
+            del self.weight  # a Parameter cannot be replaced by a tensor of another layout
             self.weight = packed
 
 
 class Float32Linear(Linear):
-    """A linear layer without a bias whose products and sums are computed in float32.
+    """A linear layer without bias whose products and sums are computed in float32.
 
-    On a GPU W stays in the given dtype: products of two 16-bit values are exact in float32, so
-    matrix units compute what a float32 copy would give, but for the order of sums. Elsewhere W is
-    in float32.
+    On a GPU, W keeps the given dtype: products of two 16-bit values are exact in float32, so matrix
+    units compute what a float32 copy would give, except for the order of sums. Elsewhere W is
+    float32.
     """
 
     def __init__(self, in_features: int, out_features: int, *, where: Placement) -> None:
@@ -257,11 +269,13 @@ class Float32Linear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A linear layer whose in features are divided between the ranks of tensor parallelism.
+    """A linear layer whose input features are divided among the ranks of tensor parallelism.
 
-    Each rank has the columns of W for its own features; the sum over all ranks, which `lane` is for
-    (`TensorParallel.add_sum`), is x Wᵀ + b. Rank 0 adds the bias. The number of ranks divides
-    in_features.
+    Each rank has the columns of W for its features; the sum over all ranks is x Wᵀ + b. Rank 0 adds
+    the bias. The number of ranks must divide in_features.
+
+    Args:
+        lane: the lane of the sum (`TensorParallel.add_sum`).
     """
 
     def __init__(
@@ -279,13 +293,13 @@ class RowParallelLinear(Linear):
 
     @property
     def is_divided(self) -> bool:
-        """Whether several ranks have a part of the weight each."""
+        """Whether the weight is divided among several ranks."""
         return self._parallel.size > 1
 
     def quantise(self, form: FP8Format | FourBitFormat, path: str) -> None:
-        """Keep the weight in FP8 or 4 bits, as `Linear.quantise` says. Raises ValueError for FP8 if
-        a rank's columns do not end where blocks do, as two ranks would need a block's scale for
-        half a group."""
+        """Keep the weight in FP8 or 4 bits, as in `Linear.quantise`. Raises ValueError if FP8
+        columns of a rank do not end at a block border: then two ranks would need the scale of one
+        block."""
         super().quantise(form, path)
         columns = self._shard.length
         if self.computes_in_fp8 and columns < self._shard.size and columns % BLOCK:
@@ -296,7 +310,7 @@ class RowParallelLinear(Linear):
             )
 
     def _product(self, x: Tensor | FP8Rows) -> Tensor:
-        """Compute this rank's part [T, out_features] of the sum from its features of x."""
+        """Compute this rank's summand [T, out_features] from its features of x."""
         if self._parallel.rank == 0:
             return super()._product(x)
         if isinstance(x, Tensor) and self.scales is None:
@@ -307,13 +321,14 @@ class RowParallelLinear(Linear):
         return self._fp8_product(x, None)
 
     def add_to(self, residual: Tensor, x: Tensor | FP8Rows) -> Stream:
-        """Add the sum over all ranks to `residual` [T, out_features] in place and return it."""
+        """Add the sum over all ranks to `residual` [T, out_features] in place, and return the
+        stream."""
         if self._parallel.size == 1:
             return super().add_to(residual, x)
         return self._parallel.add_sum(residual, self(x), self._lane)
 
     def lora_targets(self, path: str) -> Iterator[LoRATarget]:
-        """Yield the weight; of A each rank has the columns that it has of W."""
+        """Yield the weight. Each rank has the same columns of A as of W."""
         shard = self._shard if self.is_divided else None
         yield LoRATarget(path, LoRAPart(0, self.out_features), columns=shard)
 

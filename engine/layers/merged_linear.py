@@ -1,4 +1,5 @@
-"""Linear layers of one input that share a merged weight, so they are one matrix product."""
+"""Linear layers with a common input that share a merged weight, so that they are one matrix
+product."""
 
 from __future__ import annotations
 
@@ -26,14 +27,20 @@ from batchgen.kernels.lora.lora import LoRAPart
 class MergedLinear(Linear):
     """A linear layer y = x Wᵀ + b whose weight W stacks several named projections of x.
 
-    A checkpoint may hold each projection in a tensor of its own, or all in one under this module's
+    A checkpoint may hold each projection in a separate tensor, or all in one under this module's
     name.
 
-    `parts` maps a projection's name in checkpoints to its output features on this rank, in the
-    order of the output. `arrange` maps a name to what puts a checkpoint's weight or bias, features
-    on the first axis, into the order of the output. `shards` maps a name to this rank's share, in
-    the order of checkpoints. `unquantised` are last projections that `quantise` never turns to FP8;
-    their weight becomes `tail` then, which is None while `weight` is that of all.
+    Args:
+        parts: maps a projection's name in checkpoints to its output features on this rank, in the
+            order of the output.
+        arrange: maps a projection's name to a function that reorders a checkpoint's weight or bias
+            (features on the first axis) into the order of the output.
+        shards: maps a projection's name to this rank's share, in the order of checkpoints.
+        unquantised: the last projections, which are never quantised to FP8.
+
+    Attributes:
+        tail: the weight of projections that are not quantised, if others are FP8; None while
+            `weight` holds all projections.
     """
 
     def __init__(
@@ -56,14 +63,14 @@ class MergedLinear(Linear):
         self.tail: nn.Parameter | None = None
 
     def quantise(self, form: FP8Format | FourBitFormat, path: str) -> None:
-        """Keep the weights of the projections in FP8 or 4 bits, as `Linear.quantise` says.
+        """Keep the weights of the projections in FP8 or 4 bits, as in `Linear.quantise`.
 
-        128 rows share a scale where all projections have multiples of 128 features in the
-        checkpoint's order; else each row has its own. Raises ValueError if a projection is excluded
-        and one behind it is not.
+        128 rows share an FP8 scale if all projections have multiples of 128 features in the
+        checkpoint's order; otherwise each row has its own. Raises ValueError if a projection is
+        excluded and a later one is not.
         """
         if isinstance(form, FourBitFormat):
-            parts = (form.excludes(_beside(path, name)) for name in self.parts)
+            parts = (form.excludes(_sibling(path, name)) for name in self.parts)
             if not self._unquantised and not (form.excludes(path) and any(parts)):
                 self.keep_four_bits(form)
             return
@@ -72,7 +79,7 @@ class MergedLinear(Linear):
         first = len(names) - len(kept)
         if kept != names[first:]:
             raise ValueError(
-                f"modules_to_not_convert excludes {_beside(path, kept[0])}, which is computed "
+                f"modules_to_not_convert excludes {_sibling(path, kept[0])}, which is computed "
                 f"together with {', '.join(set(names) - set(kept))}: exclude all of them or none"
             )
         if not first:
@@ -91,7 +98,7 @@ class MergedLinear(Linear):
             self.tail = empty_parameter(rest, depth, device=device, dtype=self._dtype)
 
     def _stays(self, name: str, form: FP8Format, path: str) -> bool:
-        excluded = form.excludes(path) or form.excludes(_beside(path, name))
+        excluded = form.excludes(path) or form.excludes(_sibling(path, name))
         return excluded or name in self._unquantised
 
     def _compute_fp8(self, x: Tensor | FP8Rows) -> Tensor:
@@ -109,7 +116,7 @@ class MergedLinear(Linear):
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield a weight slot for each projection, and one for all of them together."""
-        start, names = 0, [_beside(path, part) for part in self.parts]
+        start, names = 0, [_sibling(path, part) for part in self.parts]
         for (part, size), name in zip(self.parts.items(), names, strict=True):
             source = f"{name}.weight"
             combine, shard = self._arranged(part, source), self._shards.get(part)
@@ -137,18 +144,18 @@ class MergedLinear(Linear):
             yield from self._bias_slots(self.bias, path, [f"{name}.bias" for name in names])
 
     def lora_targets(self, path: str) -> Iterator[LoRATarget]:
-        """Yield each projection by its own name, and by that of a weight of all projections."""
+        """Yield each projection under its own name, and under that of the merged weight."""
         start = first = 0
         for name, size in self.parts.items():
             shard, part = self._shards.get(name), LoRAPart(start, size)
-            target = LoRATarget(_beside(path, name), part, self._arrange.get(name), rows=shard)
+            target = LoRATarget(_sibling(path, name), part, self._arrange.get(name), rows=shard)
             yield target
             last = first + target.out_features
             yield replace(target, name=path, within=(first, last))
             start, first = start + size, last
 
     def _rows(self, start: int, size: int) -> tuple[Tensor, Tensor | None]:
-        """Return some rows of the weight, with their scales if they are kept in FP8."""
+        """Return rows of the weight, with their scales if they are FP8."""
         if self.tail is not None and start >= len(self.weight):
             return self.tail[start - len(self.weight) :][:size], None
         values = self.weight[start : start + size]
@@ -167,7 +174,8 @@ class MergedLinear(Linear):
         yield WeightSlot(bias, tuple(names), (whole,), combine, shard=shard)
 
     def _whole_shard(self) -> Shard | None:
-        """Return this rank's features of a tensor of all projections; None if none is divided."""
+        """Return this rank's features of a tensor of all projections; None if no projection is
+        divided."""
         if not self._shards:
             return None
         start, ranges = 0, []
@@ -178,12 +186,13 @@ class MergedLinear(Linear):
         return Shard(0, start, tuple(ranges))
 
     def _arranged(self, part: str, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
-        """Return what puts a tensor's values of a projection in order; None if they are."""
+        """Return a function that reorders a projection's tensor; None if the order is right."""
         arrange = self._arrange.get(part)
         return None if arrange is None else lambda tensors: arrange(tensors[name])
 
     def _all_arranged(self, name: str) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
-        """Return what puts a tensor's values of all projections in order; None if they are."""
+        """Return a function that reorders a tensor of all projections; None if the order is
+        right."""
         if not self._arrange:
             return None
 
@@ -196,6 +205,7 @@ class MergedLinear(Linear):
         return combined
 
 
-def _beside(path: str, part: str) -> str:
-    """The name of a projection in checkpoints, given that of the merged layer."""
+def _sibling(path: str, part: str) -> str:
+    """Return a projection's name in checkpoints: `path`, the merged layer's name, with its last
+    part replaced by `part`."""
     return f"{path.rpartition('.')[0]}.{part}"

@@ -1,5 +1,5 @@
-"""Which weights of a model are in MXFP4, and the type `WeightFormat` of all formats that a
-checkpoint may declare."""
+"""The MXFP4 format of experts, and the type `WeightFormat` of all formats that a checkpoint may
+declare."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ _NAME = re.compile(r"[\w.*-]+")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MXFP4Format:
     """Weights of experts in MXFP4 (`kernels/four_bit`), as gpt-oss publishes them. All other
-    weights are as they would be without."""
+    weights are in the model's dtype."""
 
-    excluded: tuple[str, ...] = ()  # more modules that are not in MXFP4; * stands for any letters
-    native: bool = True  # kernels read MXFP4; else weights are kept in the model's dtype
+    excluded: tuple[str, ...] = ()  # further modules not in MXFP4; * matches within one name part
+    native: bool = True  # whether kernels read MXFP4; else weights are kept in the model's dtype
 
     def excludes(self, name: str) -> bool:
-        """Whether a module of this name, or one that it is part of, is excluded."""
+        """Return whether this module, or one that contains it, is excluded."""
         patterns = (re.escape(entry).replace(r"\*", "[^.]*") for entry in self.excluded)
         return any(re.search(rf"\.{pattern}\.", f".{name}.") for pattern in patterns)
 
     def renamed(self, rename: Callable[[str], str]) -> MXFP4Format:
-        """Return this format with other names of modules."""
+        """Return this format with renamed modules."""
         return replace(self, excluded=tuple(map(rename, self.excluded)))
 
 
 WeightFormat = FP8Format | MXFP4Format | FourBitFormat
-"""How weights of a model are kept, if not in its dtype."""
+"""How the weights of a model are kept, if not in its dtype."""
 
 
 class Units(NamedTuple):
-    """From which formats a device computes."""
+    """The weight formats that a device can compute from."""
 
     fp8: bool
-    four_bits: bool  # there are kernels for weights in 4 bits
-    dtype: torch.dtype = torch.bfloat16  # of activations
+    four_bits: bool  # whether kernels for 4-bit weights run on the device
+    dtype: torch.dtype = torch.bfloat16  # the dtype of activations
 
     def computes_from(self, form: WeightFormat) -> bool:
-        """Whether there are kernels for this format: none multiply e2m1 by float16."""
+        """Return whether there are kernels for this format. No kernel multiplies e2m1 (FP4) by
+        float16."""
         if isinstance(form, FP8Format):
             return self.fp8
         in_int4 = isinstance(form, FourBitFormat) and form.code == "int4"
@@ -54,11 +55,11 @@ class Units(NamedTuple):
 
 
 _FOUR_BITS = (8, 0)
-"""The compute capability from which there are products of pairs in bfloat16."""
+"""The compute capability from which GPUs multiply pairs of bfloat16 values."""
 
 
 def units_of(device: torch.device, dtype: torch.dtype) -> Units:
-    """From which formats this device computes with activations of this dtype."""
+    """Return the formats that this device can compute from, with activations of this dtype."""
     if device.type != "cuda":
         return Units(fp8=False, four_bits=False, dtype=dtype)
     four_bits = torch.cuda.get_device_capability(device) >= _FOUR_BITS and dtype.itemsize == 2
@@ -66,18 +67,15 @@ def units_of(device: torch.device, dtype: torch.dtype) -> Units:
 
 
 def format_name(form: WeightFormat) -> str:
-    """Name a format to the user."""
+    """Return the name of a format for messages to the user."""
     if isinstance(form, FourBitFormat):
         return form.name
     return "FP8" if isinstance(form, FP8Format) else "MXFP4"
 
 
 def weight_format(quantization: Mapping[str, Any] | None) -> WeightFormat | PackedFormat | None:
-    """Read the `quantization_config` of a checkpoint's configuration; None if there is none.
-
-    Raises ValueError for a quantisation that is not supported, or something unknown in it, which
-    the message names.
-    """
+    """Read the `quantization_config` of a checkpoint; None if there is none. Raises ValueError,
+    naming the key, for quantisation that is not supported and for unknown keys."""
     if quantization is None or quantization.get("quant_method") != "mxfp4":
         packed = None if quantization is None else packed_format(quantization)
         return packed or checkpoint_format(quantization)
@@ -90,7 +88,7 @@ def weight_format(quantization: Mapping[str, Any] | None) -> WeightFormat | Pack
             "names of modules, in which * may stand for any letters"
         )
     known = {"quant_method", "modules_to_not_convert"}
-    # `dequantize` says what transformers should do with it.
+    # `dequantize` is an instruction to transformers.
     unknown = {key for key, value in quantization.items() if value not in (None, False)} - known
     if unknown - {"dequantize"}:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Normalisation by the root mean square (RMSNorm) and layer normalisation, which subtracts the mean
-first."""
+"""RMSNorm, which divides by the root mean square, and LayerNorm, which subtracts the mean first."""
 
 from __future__ import annotations
 
@@ -28,10 +27,12 @@ from batchgen.kernels.layers.shared_part import SharedPart
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, over the last axis (Zhang & Sennrich 2019).
 
-    With `zero_centred`, checkpoints hold the weight minus 1 and the product with it is in float32;
-    the parameter is the weight itself in float32, because 1 + w would lose digits in a narrower
-    dtype. With `in_float` the weight and the product with it are in float32, too. `order` gives, as
-    indices among a checkpoint's values, the order in which the layer has them.
+    Args:
+        zero_centred: whether checkpoints hold the weight minus 1. The parameter is then the weight
+            itself in float32, because 1 + w would lose digits in a narrower dtype, and the product
+            with it is computed in float32.
+        in_float: whether the weight and the product with it are float32.
+        order: the order of the layer's values, as indices into a checkpoint's; None if equal.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor | FP8Rows | RoundedRows:
-        """Normalise x [..., size], in its dtype, in FP8, or in both (`quantise_result`)."""
+        """Normalise x [..., size]. Returns the result in x's dtype, in FP8, or in both
+        (`quantise_result`)."""
         if self._form is None:
             return rms_norm(x, self.weight, self.eps)
         return self._quantised(x, self._form.powers_of_two)
@@ -74,7 +76,8 @@ class RMSNorm(nn.Module):
         )
 
     def of_stream(self, stream: Stream) -> tuple[Any, Tensor]:
-        """Return the norm of a residual stream [T, size], and the stream with pending sums."""
+        """Return the norm of a residual stream [T, size], and the stream with its pending sums
+        added."""
         if isinstance(stream, Tensor):
             return self(stream), stream
         if isinstance(stream, PendingParts):
@@ -89,8 +92,8 @@ class RMSNorm(nn.Module):
         return RoundedRows(normed, rows) if self._keeps else rows, x
 
     def quantise_result(self, form: FP8Format | None, *, keep: bool = False) -> None:
-        """Quantise results [T, size] from now on, or with None no more; with `keep` they are
-        `RoundedRows`."""
+        """Let `forward` return results [T, size] in FP8; with `keep`, as `RoundedRows` (in both
+        forms); with None, in their dtype again."""
         self._form, self._keeps = form, keep
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
@@ -102,7 +105,8 @@ class RMSNorm(nn.Module):
             yield WeightSlot(self.weight, (name,), (name,), lambda w: self._own(w[name]), dummy=1.0)
 
     def _own(self, weight: Tensor) -> Tensor:
-        """Make the parameter's values of a checkpoint's weight; the loader refuses other shapes."""
+        """Convert a checkpoint's weight to the parameter's values. Other shapes are returned as
+        they are, because the loader refuses them."""
         if weight.shape != self.weight.shape:
             return weight
         ordered = weight if self._order is None else weight[self._order]
@@ -111,9 +115,7 @@ class RMSNorm(nn.Module):
 
 class CentredNorm(RMSNorm):
     """An RMSNorm of x - mean(x): LayerNorm without a bias (Ba et al. 2016), computed in float32.
-
-    Its results are never in FP8, and pending sums are added before it.
-    """
+    Its results are never FP8, and pending sums are added before it."""
 
     def __init__(self, size: int, eps: float, *, where: Placement) -> None:
         super().__init__(size, eps, in_float=True, where=where)
@@ -123,6 +125,7 @@ class CentredNorm(RMSNorm):
         return rms_norm(x, self.weight, self.eps, centred=True)
 
     def of_stream(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Return the norm of a residual stream [T, size], and the stream with pending sums."""
+        """Return the norm of a residual stream [T, size], and the stream with its pending sums
+        added."""
         x = summed(stream)
         return self(x), x

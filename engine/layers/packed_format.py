@@ -1,5 +1,5 @@
-"""The formats of published quantised weights (GPTQ, AWQ and the like), as config.json declares
-them. Such weights are kept in 4 bits, or dequantised when they are loaded."""
+"""The formats of published quantised weights (GPTQ, AWQ and others), as config.json declares them.
+Such weights stay in 4 bits, or are dequantised when they are loaded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from batchgen.kernels.fp8.fp8_weight import BLOCK
 class FourBitFormat:
     """Weights of linear layers and experts that stay in 4 bits (`kernels/four_bit`).
 
-    Kernels read 64 columns at a time, so a layer is dequantised all the same if 64 does not divide
-    its number of columns. So is a merged layer, such as one for q, k and v, if only a part of it is
-    in 4 bits.
+    Kernels read 64 columns at a time, so a layer is dequantised if its number of columns is not a
+    multiple of 64. A merged layer, such as one for q, k and v, is dequantised if only a part of it
+    is 4-bit.
 
     Attributes:
         name: the name of the format, for messages.
         group: the number of columns that share a scale; None: all columns of a row.
         code: which values the 16 codes stand for.
-        modules: the names in checkpoints of the modules in 4 bits; None: every layer that can be.
-        native: whether the device has kernels that read the 4 bits; if not, weights are dequantised
+        modules: the names in checkpoints of the 4-bit modules; None: every layer that can be 4-bit.
+        native: whether the device has kernels for 4-bit weights; if not, weights are dequantised
             when they are loaded.
     """
 
@@ -36,11 +36,11 @@ class FourBitFormat:
     native: bool = True
 
     def excludes(self, name: str) -> bool:
-        """Whether a module of this name is not in 4 bits."""
+        """Return whether the module of this name is not 4-bit."""
         return self.modules is not None and name not in self.modules
 
     def renamed(self, rename: Callable[[str], str]) -> FourBitFormat:
-        """Return this format with other names of modules."""
+        """Return this format with renamed modules."""
         if self.modules is None:
             return self
         return replace(self, modules=frozenset(map(rename, self.modules)))
@@ -48,21 +48,21 @@ class FourBitFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedFormat:
-    """How the weights of a checkpoint are quantised. Which modules are quantised is not said here:
-    `packed_weights` sees that from the names of the tensors.
+    """How the weights of a checkpoint are quantised. Which modules are quantised is not stored
+    here; `packed_weights` finds that out from the names of the tensors.
 
     Attributes:
         name: the name of the format, for messages.
         kept: the 4-bit format in which the weights stay on the device; None: they are dequantised.
-        activations: the type of activations that the checkpoint was made for, if it is not the
-            model's dtype, in which batchgen computes.
-        zeros_are_less: whether each zero point is stored as its value minus 1, as in the first
-            version of GPTQ's files.
-        block: the rows and columns that share a scale, where the last blocks of a weight may be
-            incomplete; None: scales divide each axis into equal parts.
+        activations: the type of activations that the checkpoint was made for, if it differs from
+            the model's dtype. batchgen computes in the model's dtype.
+        zeros_are_less: whether zero points are stored minus 1, as in the first version of GPTQ
+            files.
+        block: the rows and columns that share a scale; the last blocks of a weight may be
+            incomplete. None: scales divide each axis into equal parts.
         ordered: whether inputs were ordered by activation (`desc_act`, `actorder`), so that a
-            tensor `g_idx` says to which group each belongs.
-        kv_cache: the type in which the checkpoint would keep keys and values; batchgen keeps them
+            tensor `g_idx` holds the group of each input.
+        kv_cache: the type in which the checkpoint would keep keys and values. batchgen keeps them
             in the model's dtype.
     """
 
@@ -76,11 +76,9 @@ class PackedFormat:
 
 
 def packed_format(quantization: Mapping[str, Any]) -> PackedFormat | None:
-    """Read the `quantization_config` of AWQ, GPTQ, compressed-tensors, ModelOpt, FBGEMM or FP8;
-    None for another method, and for FP8 with blocks of 128 × 128, which `fp8_format.py` reads.
-
-    Raises ValueError, which names the key, for a form that is not supported.
-    """
+    """Read the `quantization_config` of AWQ, GPTQ, compressed-tensors, ModelOpt, FBGEMM or FP8.
+    Returns None for other methods, and for FP8 with blocks of 128 × 128, which `fp8_format.py`
+    reads. Raises ValueError, naming the key, for a variant that is not supported."""
     read = {
         "awq": _awq,
         "compressed-tensors": _compressed_tensors,
@@ -119,7 +117,8 @@ def _int4(name: str, group: int) -> FourBitFormat:
 
 
 def _groups(values: Mapping[str, Any], key: str, ordered: bool = False) -> str:
-    """Say in words which inputs share a scale; raises ValueError if the group size is invalid."""
+    """Describe which inputs share a scale, for messages. Raises ValueError if the group size is
+    invalid."""
     size = values.get(key)
     if type(size) is not int or (size < 1 and size != -1):
         raise _refused(key, size, "-1 or the number of values in a group")
@@ -153,7 +152,7 @@ def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
         if not (size is None or (type(size) is int and (size > 0 or size == -1))):
             raise _refused(f"{key}.group_size", size, "null, -1 or the number of values in a group")
         forms.append((f"{kind}{bits}", None if size == -1 else size))
-        # With the values `static` and `weight` groups stay in the order of the inputs.
+        # With `static` and `weight`, groups stay in the order of the inputs.
         ordered = ordered or order in (True, "group", "dynamic")
         inputs = group.get("input_activations")
         if isinstance(inputs, Mapping):
@@ -173,14 +172,14 @@ def _compressed_tensors(values: Mapping[str, Any]) -> PackedFormat:
 
 
 def _kept(name: str, kind: str, group: int | None) -> FourBitFormat | None:
-    """Return the format in which kernels read weights of this kind; None if they do not."""
+    """Return the format in which kernels read weights of this kind; None if they cannot."""
     if kind == "nvfp4":
         return FourBitFormat(name=name, group=NVFP4_GROUP, code="nvfp4")
     return FourBitFormat(name=name, group=group) if kind == "int4" else None
 
 
 def _kv_cache(scheme: Any) -> str | None:
-    """Name the type in which a checkpoint would keep keys and values."""
+    """Return the name of the type in which a checkpoint would keep keys and values."""
     if scheme is None:
         return None
     if not isinstance(scheme, Mapping):
@@ -212,7 +211,7 @@ def _fbgemm(values: Mapping[str, Any]) -> PackedFormat:
 def _fp8(values: Mapping[str, Any]) -> PackedFormat | None:
     block = values.get("weight_block_size")
     if block == [BLOCK, BLOCK]:
-        return None  # kernels read this form as it is: `fp8_format.py`
+        return None  # kernels read this form directly: `fp8_format.py`
     _check(values, "fmt", ("e4m3", "float8_e4m3fn", None))
     if block is None:
         return PackedFormat(name="FP8", activations="FP8")

@@ -1,6 +1,7 @@
 """Rotary embedding: the scaling variants, and the table of cosines and sines that layers read.
 
-The variants compute what transformers' functions for these rope types do, in equal float32 steps.
+Each variant computes the same float32 steps as transformers' function for its rope type.
+`ModelConfig` holds the variant; the model makes a `RotaryTable` from it.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ from torch import Tensor
 
 from batchgen.kernels.row_indices import row_indices
 
-# YaRN divides by the logarithm of rope_theta, and models leave a scaling out as one of zero.
+# YaRN divides by the logarithm of rope_theta. For mscale, models write 0 to turn it off.
 _LEAST = {"rope_theta": 1.0, "mscale": -1.0, "mscale_all_dim": -1.0}
-"""Exclusive lower bounds of parameters, by their names; the bound of others is 0."""
+"""Exclusive lower bounds of parameters by name; the bound of other parameters is 0."""
 _MOST = 1e18
-"""Exclusive upper bound of all parameters, so that no computation with them overflows."""
+"""The exclusive upper bound of all parameters, so that no computation with them overflows."""
 
 
 @dataclass(frozen=True, slots=True)
 class DefaultRope:
     """Rotary embedding without scaling (Su et al. 2021).
 
-    Pair i of a head's D/2 pairs is rotated at position p by p · rope_theta^(-2i/D).
+    A head of D values has D/2 pairs. Pair i is rotated at position p by the angle p ·
+    rope_theta^(-2i/D).
     """
 
     rope_theta: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which names the parameter, if one has a wrong type or range."""
+        """Raise ValueError, naming the parameter, if one has a wrong type or range."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "bool":
@@ -62,7 +64,7 @@ class DefaultRope:
 
 
 def _is_between(minimum: float, value: object, upper: float) -> bool:
-    """Whether a value is a number between two others."""
+    """Return whether a value is a number (not a bool) strictly between two others."""
     return isinstance(value, int | float) and type(value) is not bool and minimum < value < upper
 
 
@@ -117,26 +119,26 @@ class Llama3Rope(DefaultRope):
 
 @dataclass(frozen=True, slots=True)
 class LongRope(DefaultRope):
-    """LongRoPE (Ding et al. 2024): the angle of pair i is divided by short_factor[i] in rows up to
-    the original context, and by long_factor[i] in longer ones, at all of their positions.
+    """LongRoPE (Ding et al. 2024): the angle of pair i is divided by short_factor[i] at all
+    positions of a row up to the original context, and by long_factor[i] in a longer row.
 
-    A row would have to be computed anew when it grows over that border (`ModelConfig.rope_border`).
-    The angles of long rows stand behind those of short ones.
+    A row that grows over that border would have to be computed again (`ModelConfig.rope_border`).
+    The table has the angles of long rows after those of short ones.
     """
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
-    factor: float  # how much longer the context becomes with the other set
+    factor: float  # how much longer the context is with the long factors
     original_max_position_embeddings: int
-    attention_factor: float | None = None  # of cosines and sines; None: by the paper's formula
+    attention_factor: float | None = None  # factor of cosines and sines; None: the paper's formula
 
     def inv_freq(self, head_dim: int) -> Tensor:
         exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
         return 1.0 / (torch.tensor(self.short_factor, device="cpu") * self.rope_theta**exponents)
 
     def angles(self, head_dim: int, num_positions: int) -> Tensor:
-        """Return the angles of short rows, and behind those of the original context, if the model
-        has more positions, of long ones."""
+        """Return the angles of short rows for the original context, followed by those of long rows
+        for all positions if the model has more positions than the original context."""
         border = self.original_max_position_embeddings
         short = DefaultRope.angles(self, head_dim, min(num_positions, border))
         if num_positions <= border:
@@ -164,8 +166,8 @@ class YarnRope(DefaultRope):
 
     factor: float  # how much longer the context becomes
     original_max_position_embeddings: int  # the context before scaling
-    # Factor of cosines and sines; None computes it from mscale and mscale_all_dim if both are
-    # given, else by the paper's formula.
+    # The factor of cosines and sines. None computes it from mscale and mscale_all_dim if both are
+    # set, else by the paper's formula.
     attention_factor: float | None = None
     beta_fast: float = 32.0  # pairs with at least this many turns are kept
     beta_slow: float = 1.0  # pairs with at most this many turns are interpolated
@@ -182,7 +184,8 @@ class YarnRope(DefaultRope):
         return 1.0 / (self.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
     def _ramp_range(self, head_dim: int) -> tuple[float, float]:
-        """Return the pairs of `beta_fast` and `beta_slow` turns, where the ramp starts and ends."""
+        """Return the indices of the pairs with `beta_fast` and `beta_slow` turns, where the ramp
+        starts and ends."""
 
         def pair(turns: float) -> float:
             positions = self.original_max_position_embeddings
@@ -207,18 +210,19 @@ class YarnRope(DefaultRope):
         return self._mscale(1.0)
 
     def _mscale(self, weight: float) -> float:
-        """Return the paper's 0.1 · ln(factor) + 1, its first term weighted; 1 if not extended."""
+        """Return 0.1 · weight · ln(factor) + 1, the paper's formula with a weight; 1 if the context
+        is not extended."""
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Multiplies queries at position p by 1 + beta · ln(1 + ⌊(p + ahead) / original⌋) after their
+    """Multiplies queries at position p by 1 + beta · ln(1 + ⌊(p + ahead) / original⌋) after
     rotation, which keeps attention sharp beyond the original context (Llama 4, Meta 2025)."""
 
     beta: float
-    original: int  # positions before the first change
-    ahead: int = 0  # is added to positions
+    original: int  # the number of positions before the first change
+    ahead: int = 0  # added to positions
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -231,7 +235,7 @@ class QueryScale:
                 )
 
     def table(self, num_positions: int) -> Tensor:
-        """Return the factor at each position below this number, [P] float32 on the CPU."""
+        """Return the factors of positions below this number, [P] float32 on the CPU."""
         positions = torch.arange(self.ahead, num_positions + self.ahead, device="cpu")
         steps = torch.floor(positions / self.original)
         return 1 + self.beta * torch.log(1 + steps)
@@ -239,25 +243,30 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True)
 class ProportionalRope(DefaultRope):
-    """Rotates the first pairs of a head of `head_dim` values only, by the angles that they have
-    where all are rotated (Gemma 4). Pairs are those of the whole head: i and i + head_dim/2."""
+    """Rotates only the first pairs of a head of `head_dim` values, by the angles that they would
+    have if all pairs were rotated (Gemma 4). Pairs are those of the whole head: i and i +
+    head_dim/2."""
 
     head_dim: int
 
     def inv_freq(self, head_dim: int) -> Tensor:
-        """Return the angles per position of the first head_dim/2 pairs."""
+        """Return the angles per position of the first pairs, [head_dim/2] for the method's
+        argument."""
         exponents = torch.arange(0, head_dim, 2, device="cpu").float() / self.head_dim
         return 1.0 / self.rope_theta**exponents
 
 
 class RotaryTable:
-    """The cosines and sines of all positions below `num_positions`, which all layers share.
+    """The cosines and sines of all positions below `num_positions`, shared by all layers.
 
-    The table is computed on the CPU, so that every device reads the same bits. `rotary_dim` values
-    of a head are rotated; in most models all. With `sections`, positions may have three axes, time,
-    row and column, and each frequency reads one of them (M-RoPE, Wang et al. 2024): `sections` are
-    the numbers of frequencies of the axes. If `interleaved`, as in Qwen3-VL, neighbouring
-    frequencies read different axes; if not, those of one axis stand together.
+    The table is computed on the CPU, so that every device reads the same bits.
+
+    Args:
+        rotary_dim: how many values of a head are rotated; all of them in most models.
+        sections: for positions with three axes (time, row, column), the number of frequencies that
+            read each axis (M-RoPE, Wang et al. 2024).
+        interleaved: whether neighbouring frequencies read different axes (Qwen3-VL), or those of
+            one axis are adjacent.
     """
 
     def __init__(
@@ -282,7 +291,7 @@ class RotaryTable:
             self._columns = torch.arange(rotary_dim, device=device)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Look up positions [T] int64, or [T, 3] if there are sections: [T, R] float32, R/2
+        """Look up positions, [T] int64, or [T, 3] with sections. Returns [T, R] float32: R/2
         cosines, then R/2 sines."""
         if positions.dim() == 1:
             return self._table[positions]
@@ -293,8 +302,8 @@ class RotaryTable:
 def axes_of_frequencies(
     number: int, sections: tuple[int, int, int], interleaved: bool = True
 ) -> Tensor:
-    """Return the axis that each frequency reads, [number] int64 on the CPU: 0 is time,
-    1 the row and 2 the column."""
+    """Return the axis that each frequency reads, [number] int64 on the CPU: 0 is time, 1 the row
+    and 2 the column."""
     if not interleaved:
         return row_indices(torch.tensor(sections, device="cpu"))
     index = torch.arange(number, device="cpu")
@@ -304,12 +313,12 @@ def axes_of_frequencies(
 
 
 def rotary_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> Tensor | None:
-    """Return the order [head_dim] int64 into which a head's values are put when they are loaded;
-    None if it is that of checkpoints.
+    """Return the order [head_dim] int64 in which a head's values are loaded; None for the order of
+    checkpoints.
 
-    Checkpoints pair value i with i + rotary_dim/2, or, `interleaved`, value 2i with 2i + 1, and
-    values from rotary_dim on with none. The kernels always pair i with i + head_dim/2 and rotate
-    the first rotary_dim/2 pairs. Queries and keys may have any common order, because only their
+    Checkpoints pair value i with i + rotary_dim/2, or, if `interleaved`, 2i with 2i + 1; values
+    from rotary_dim on are not paired. The kernels always pair i with i + head_dim/2 and rotate the
+    first rotary_dim/2 pairs. Queries and keys may have any common order, because only their
     products are used.
     """
     if rotary_dim == head_dim and not interleaved:

@@ -1,5 +1,8 @@
-"""Maps the tensors of a checkpoint to the parameters of a model, by *slots*. A slot is the
-parameter, or the part of one, that a tensor of the checkpoint fills."""
+"""Maps the tensors of a checkpoint to the parameters of a model by *slots*. A slot is a parameter,
+or the part of one, that a tensor fills.
+
+Layers yield their slots (`weight_slots`), and the loader calls `WeightSlot.fill` with the tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +19,32 @@ from batchgen.kernels.four_bit.layouts import GroupedWeight
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight, quantise_fp8, rows_of_scales
 
 CheckpointTensor = Tensor | FP8Weight | GroupedWeight
-"""What a checkpoint has under a name: values, or quantised ones with their scales."""
+"""What a checkpoint has under a name: a plain tensor, or quantised values with their scales."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """A place in a model's parameters that tensors of a checkpoint fill.
+    """A part of a model's parameters that tensors of a checkpoint fill.
 
-    Weights consist of *pieces*, each named as the tensor in which most checkpoints hold it. Every
-    piece must be filled exactly once, by any one of the slots that contain it. So checkpoints that
-    hold several pieces in one tensor (fused projections, all experts) fill them through another
+    Weights consist of *pieces*, each named like the tensor in which most checkpoints hold it. Every
+    piece must be filled exactly once, by any one of the slots that contain it. So a checkpoint that
+    holds several pieces in one tensor (fused projections, all experts) fills them through another
     slot.
     """
 
-    parameter: Tensor  # the parameter, or the slice of one, that is filled
+    parameter: Tensor  # the parameter to fill, or the slice of one
     pieces: tuple[str, ...]  # the pieces that the parameter consists of
-    sources: tuple[str, ...]  # the checkpoint's tensors that fill it; several are combined
-    # Computes the values from the sources by name; None takes the only one. For a weight in FP8 it
-    # reorders rows, of the values and of the scales of rows.
+    sources: tuple[str, ...]  # the names of the checkpoint's tensors; several are combined
+    # Computes the values from the sources by name; None takes the only source. For an FP8 weight it
+    # reorders the rows of values and of scales.
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
-    dummy: float | None = None  # all elements without a checkpoint; None draws random values
-    form: FP8Format | None = None  # None: not in FP8; a source in codes is dequantised then
-    scales: Tensor | None = None  # of a parameter in FP8; each row's if `combine` is given
-    shard: Shard | None = None  # the part of the checkpoint's tensor here; None: all
-    elsewhere: bool = False  # other ranks hold the whole piece; `parameter` is empty
-    # `parameter` is from `rows_of_panels`; its last two axes are a tensor's last
+    dummy: float | None = None  # the value of all elements without a checkpoint; None: random
+    form: FP8Format | None = None  # None: not in FP8, so quantised sources are dequantised
+    scales: Tensor | None = None  # the scales of an FP8 parameter; one per row with `combine`
+    shard: Shard | None = None  # this rank's part of the checkpoint's tensor; None: all
+    elsewhere: bool = False  # whether other ranks hold the whole piece; `parameter` is then empty
+    # Whether `parameter` is from `rows_of_panels`: its last two axes are a tensor's last axis.
     in_panels: bool = False
 
     @classmethod
@@ -52,25 +55,24 @@ class WeightSlot:
         dummy: float | None = None,
         shard: Shard | None = None,
     ) -> WeightSlot:
-        """Make the slot of one piece in a tensor of this name and shape, or larger for a shard."""
+        """Make the slot of one piece, held in a tensor of this name with the parameter's shape
+        (larger with a shard)."""
         return cls(parameter, (name,), (name,), dummy=dummy, shard=shard)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What sources may hold, if they do not come with scales: plain floating-point numbers."""
+        """The dtypes that sources without scales may have."""
         return _FLOATS
 
     @property
     def source_shape(self) -> list[int]:
-        """The shape of the checkpoint's tensor, if it is a single one with all its axes."""
+        """The shape of the checkpoint's tensor, if there is only one source."""
         shape = self._shape_of(self.parameter)
         return shape if self.shard is None else self.shard.whole_shape(shape)
 
     def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
-        """Copy the checkpoint's tensors named by `sources` into the parameter.
-
-        Raises ValueError if the shape differs, or the values are not in FP8 and should be.
-        """
+        """Copy the checkpoint's tensors named by `sources` into the parameter. Raises ValueError if
+        a shape differs, or if a tensor should be FP8 and is not."""
         if self.elsewhere:
             return
         if self.form is not None:
@@ -90,10 +92,9 @@ class WeightSlot:
         self._copy(self.scales, scales, self._shard_of_scales(of_rows))
 
     def fill_dummy(self, values: Callable[[Tensor], None]) -> None:
-        """Fill the parameter of a model without a checkpoint by `values`, which writes into a
-        tensor.
+        """Fill the parameter of a model without a checkpoint. `values` writes values into a tensor.
 
-        Values are drawn for the whole tensor of a checkpoint, so that ranks have parts of equal
+        Values are drawn for the whole tensor of a checkpoint, so that the ranks have parts of equal
         weights.
         """
         is_plain = self.form is None and self.shard is None and self.combine is None
@@ -119,12 +120,12 @@ class WeightSlot:
         self.scales.copy_(rounded.by_row().scales if by_row else rounded.scales)
 
     def _has_scales_of_rows(self) -> bool:
-        """Whether each row of a parameter in FP8 has scales of its own."""
+        """Whether each row of an FP8 parameter has its own scales."""
         assert self.scales is not None
         return self.scales.shape[-2] == self._shape_of(self.parameter)[-2]
 
     def _shard_of_scales(self, of_rows: bool) -> Shard | None:
-        """Return the part of a checkpoint's scales that belongs to the part of its values."""
+        """Return the part of a checkpoint's scales that corresponds to the shard of its values."""
         if self.shard is None:
             return None
         from_end = self.shard.axis - len(self._shape_of(self.parameter))
@@ -133,19 +134,24 @@ class WeightSlot:
         return self.shard
 
     def _copy(self, target: Tensor, tensors: Mapping[str, Tensor], shard: Shard | None) -> None:
-        """Combine this rank's part of the sources and copy it to the parameter, or its scales."""
+        """Combine this rank's part of the sources, and copy it to `target`: the parameter or its
+        scales."""
         if shard is not None:
-            tensors = {name: _own(name, tensor, shard) for name, tensor in tensors.items()}
+            tensors = {name: take_part(name, tensor, shard) for name, tensor in tensors.items()}
         values = tensors[self.sources[0]] if self.combine is None else self.combine(tensors)
+        self._check_shape(values, target)
+        self._write(target, values)
+
+    def _check_shape(self, values: Tensor, target: Tensor) -> None:
+        """Raise ValueError if the values for the parameter, or its scales, have another shape."""
         if list(values.shape) != self._shape_of(target):
             raise ValueError(
                 f"tensor {self.sources[0]} has shape {list(values.shape)}, the configuration says "
                 f"{self._shape_of(target)}"
             )
-        self._write(target, values)
 
     def _shape_of(self, target: Tensor) -> list[int]:
-        """The shape that checkpoints give the parameter, or its scales."""
+        """Return the shape that checkpoints give the parameter, or its scales."""
         shape = list(target.shape)
         return [*shape[:-2], shape[-2] * shape[-1]] if self._is_panels(target) else shape
 
@@ -153,7 +159,7 @@ class WeightSlot:
         return self.in_panels and target is self.parameter
 
     def _write(self, target: Tensor, values: Tensor) -> None:
-        """Copy values of the shape that checkpoints give them."""
+        """Copy values, which have a checkpoint's shape, to `target`."""
         if not self._is_panels(target):
             target.copy_(values)
             return
@@ -161,12 +167,13 @@ class WeightSlot:
         if target.ndim == 3:
             target.copy_(rows)
             return
-        # One expert after another: a copy to a GPU in another layout takes as much memory again.
+        # Copy one expert after another: a copy to a GPU in another layout takes as much memory
+        # again.
         for row, source in zip(target, rows, strict=True):
             row.copy_(source)
 
     def _in_fp8(self, name: str, tensor: CheckpointTensor) -> FP8Weight:
-        """Round a source to FP8, if that is to be done while loading."""
+        """Return a source as an FP8 weight, rounded now if the format is `at_load`."""
         assert self.form is not None
         if isinstance(tensor, FP8Weight):
             return tensor
@@ -188,7 +195,9 @@ class WeightSlot:
         return FP8Weight(tensor.values.to(device), tensor.scales.to(device)).dequantise()
 
 
-def _own(name: str, whole: Tensor, shard: Shard) -> Tensor:
+def take_part(name: str, whole: Tensor, shard: Shard) -> Tensor:
+    """Return the part of a checkpoint's tensor that is here. Raises ValueError, which names it, if
+    the tensor is no such whole."""
     try:
         return shard.take(whole)
     except ValueError as error:
@@ -197,14 +206,16 @@ def _own(name: str, whole: Tensor, shard: Shard) -> Tensor:
 
 @runtime_checkable
 class HasWeightSlots(Protocol):
-    """A module that says itself which tensors of a checkpoint fill its parameters."""
+    """A module that itself maps a checkpoint's tensors to its parameters."""
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the slots of the module's own parameters; `path` is its name in checkpoints."""
+        """Yield the slots of the module's own parameters. `path` is the module's name in
+        checkpoints."""
 
 
 def weight_slots(module: nn.Module, path: str) -> Iterator[WeightSlot]:
-    """Yield the weight slots of a module, named `path` in checkpoints, and of all modules in it."""
+    """Yield the weight slots of a module, named `path` in checkpoints, and of all its
+    submodules."""
     for part_path, part in named_parts(module, path):
         if isinstance(part, HasWeightSlots):
             yield from part.weight_slots(part_path)
@@ -214,10 +225,11 @@ def weight_slots(module: nn.Module, path: str) -> Iterator[WeightSlot]:
 
 
 def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and all modules in it, each with its name in checkpoints.
+    """Yield a module and all its submodules, each with its name in checkpoints.
 
-    A name is the attribute that holds the module, unless the parent's `checkpoint_names` maps it;
-    checkpoints hold what is in a module without a name in its parent.
+    A submodule's name is the attribute that holds it, unless the parent's `checkpoint_names` maps
+    the attribute to another name. If that name is empty, checkpoints hold the submodule's contents
+    in the parent.
     """
     yield path, module
     names = module.checkpoint_names if isinstance(module, HasCheckpointNames) else {}
@@ -227,7 +239,7 @@ def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
 
 @runtime_checkable
 class HasCheckpointNames(Protocol):
-    """A module with children whose checkpoint names differ from the attributes that hold them."""
+    """A module with children whose names in checkpoints differ from their attributes."""
 
     checkpoint_names: Mapping[str, str]
 

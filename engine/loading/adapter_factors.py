@@ -1,8 +1,8 @@
-"""Finds which factors of an adapter's file belong to which weight of a checkpoint, and reads them.
+"""Finds which factors in an adapter's file belong to which weight of a checkpoint, and reads them.
 
-An adapter changes a weight W to W + B·A; A and B are its *factors*. Those of a weight that has all
-experts of a layer are kept by PEFT in two tensors for all experts, which are taken apart here.
-`adapters.py` and `folding.py` call this.
+A LoRA adapter changes a weight W to W + B·A; A and B are its *factors*. PEFT keeps the factors of a
+weight of all experts in two tensors for all experts, which are split here. `adapters.py` and
+`folding.py` use this module.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class ExpertParameter:
-    """A weight of all E experts in one tensor that an adapter has factors of: A [E · R, in] and B
-    [out, R · E], in whose columns the experts take turns (PEFT, tuners/lora/layer.py,
-    ParamWrapper)."""
+    """The factors of a weight of all E experts: A [E · R, in] and B [out, R · E], in whose columns
+    the experts alternate (PEFT, tuners/lora/layer.py, ParamWrapper)."""
 
-    name: str  # of the tensor
+    name: str  # the name of the weight
     experts: int  # E
-    rank: int  # R
+    rank: int  # R, the rank of one expert's factors
     scale: float
-    exchanged: bool  # A and B are each other's transposes, as older versions of PEFT wrote them
+    exchanged: bool  # whether A and B are swapped and transposed, as in older versions of PEFT
 
     def down(self, a: Tensor, b: Tensor) -> Tensor:
         """Return A of each expert, [E, R, in]."""
@@ -48,17 +47,17 @@ class ExpertParameter:
 
 
 def _in_turns(columns: Tensor, experts: int) -> Tensor:
-    """Return columns [N, R · E], in which experts take turns, as [E, N, R]."""
+    """Return columns [N, R · E], in which experts alternate, as [E, N, R]."""
     return columns.view(len(columns), -1, experts).permute(2, 0, 1)
 
 
 def expert_parameter(
     adapter: AdapterFile, experts: Experts, stem: str, path: str, tensors: tuple[str, str]
 ) -> ExpertParameter:
-    """Return what these tensors of an adapter, A and B, are factors of, for experts that stand at
-    `path`. Raises ValueError if the configuration does not say so, or ranks differ."""
+    """Return which weight the tensors A and B of an adapter are factors of, for the experts at
+    `path`. Raises ValueError if the configuration does not list such a weight, or ranks differ."""
     config, (down, up) = adapter.config, tensors
-    # PEFT wraps one weight of a module after another, the first inmost.
+    # PEFT wraps the weights of a module one after another, the first one innermost.
     wanted = [
         name
         for name in experts.names
@@ -80,7 +79,7 @@ def expert_parameter(
     count, out, width = experts.sizes(name)
     rank, scale = config.rank_of(f"{path}.{name}"), config.scale_of(f"{path}.{name}")
     adapter.check_rank(rank * count, down, up)
-    # Older versions of PEFT took the axes of all weights for those of gpt-oss.
+    # Older versions of PEFT assumed the axes of gpt-oss for all weights.
     sides = adapter.shapes[up][0], adapter.shapes[down][1]
     exchanged = not experts.variant.interleaved and sides == (width, out) and out != width
     return ExpertParameter(name, count, rank, scale, exchanged)
@@ -88,26 +87,26 @@ def expert_parameter(
 
 @dataclass(frozen=True, slots=True)
 class FactorPair:
-    """A and B in an adapter's file that stand beside one weight of a checkpoint."""
+    """The tensors A and B in an adapter's file that belong to one weight of a checkpoint."""
 
-    module: str  # what the file calls the weight's module
-    down_name: str  # and A
-    up_name: str  # and B
+    module: str  # the module's name in the file
+    down_name: str  # the name of A in the file
+    up_name: str  # the name of B in the file
     rank: int
     scale: float
-    parameter: ExpertParameter | None = None  # they are those of all experts
-    expert: int = 0  # of which the weight belongs to this one
-    in_turns: bool = False  # B's rows are of two projections in turns
+    parameter: ExpertParameter | None = None  # if A and B are for all experts
+    expert: int = 0  # with `parameter`: the expert of this weight
+    in_turns: bool = False  # whether the rows of two projections alternate in B
 
     def sizes(self, adapter: AdapterFile) -> tuple[int, int]:
-        """Return the in and out features that the tensors' shapes are for."""
+        """Return the input and output features that the shapes of A and B imply."""
         shapes = adapter.shapes
         depth, width = shapes[self.down_name][1], shapes[self.up_name][0]
         exchanged = self.parameter is not None and self.parameter.exchanged
         return (width, depth) if exchanged else (depth, width)
 
     def read(self, tensors: Mapping[str, Tensor]) -> Factors:
-        """Return the factors, views of the file's tensors."""
+        """Return the factors as views of the file's tensors."""
         a, b = tensors[self.down_name], tensors[self.up_name]
         if (of := self.parameter) is not None:
             a, b = of.down(a, b)[self.expert], of.up(a, b)[self.expert]
@@ -117,9 +116,9 @@ class FactorPair:
 
 
 def factor_pairs(adapter: AdapterFile, model: CausalLM) -> dict[str, FactorPair]:
-    """Return an adapter's factors by what the model calls the weights that they stand beside, which
-    it may lack. Raises ValueError if a tensor is no factor, or of another rank than the
-    configuration says."""
+    """Return an adapter's factors by the model's names of the weights; the model may lack some of
+    these weights. Raises ValueError if a tensor is not a factor, or its rank differs from the
+    configuration."""
     experts = experts_of(model)
     by_module: dict[str, FactorPair] = {}
     for stem, (down, up) in adapter.modules().items():
@@ -145,7 +144,7 @@ def _plain_pair(adapter: AdapterFile, stem: str, down: str, up: str) -> FactorPa
 def _of_experts(
     adapter: AdapterFile, experts: Experts, stem: str, path: str, tensors: tuple[str, str]
 ) -> Iterator[tuple[str, FactorPair]]:
-    """Yield the factors of each expert by the names of `Experts.lora_sites`."""
+    """Yield the factors of each expert under the names of `Experts.lora_sites`."""
     of = expert_parameter(adapter, experts, stem, path, tensors)
     in_turns = experts.variant.interleaved and of.name == experts.names[0]
     for expert in range(of.experts):
@@ -162,6 +161,6 @@ def experts_of(model: CausalLM) -> dict[str, Experts]:
 
 
 def piece_name(module: str, model: CausalLM) -> str:
-    """Return what the model calls a module of a checkpoint."""
+    """Return the model's name of a checkpoint's module."""
     name = model.piece_name(full_name(module + _WEIGHT), model.config)
     return name.removesuffix(_WEIGHT)

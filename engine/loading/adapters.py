@@ -1,7 +1,8 @@
-"""Adds adapters (LoRA) to a model, after it was checked that they fit.
+"""Adds LoRA adapters to a model, after checking that they fit.
 
-An adapter's thin products are computed beside those of the layers, so rows with different adapters
-share a batch. With `fold`, one adapter is added to the weights instead (`folding.py`).
+An adapter's low-rank products are computed in addition to the layers' products, so rows with
+different adapters share a batch. With `fold`, one adapter is added to the weights instead
+(`folding.py`). The loading of a job's model calls `add_adapters`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from batchgen.engine.models.causal_lm import EMBEDDING, LM_HEAD, CausalLM
 
 _WEIGHT = ".weight"
 _MOST_RANK = 256
-"""The highest rank of factors that stand beside weights."""
+"""The highest supported rank of adapters that are not folded."""
 _Layer = Linear | Embedding | Experts
 
 
 def check_adapter(adapter: AdapterFile, model: CausalLM, *, fold: bool = False) -> None:
-    """Raise ValueError if an adapter does not fit a model, whose parameters need no values, or if
-    it cannot stand beside its weights, nor be added to them with `fold`; the message names the
-    tensor."""
+    """Raise ValueError, naming the tensor, if an adapter does not fit a model or is not supported.
+    The model's parameters need no values. `fold` says whether the adapter is to be added to the
+    weights."""
     targets: dict[str, list[tuple[LoRATarget, LoRASite]]] = {}
     for layer, path in _layers(model):
         for site in layer.lora_sites(path):
@@ -45,7 +46,7 @@ def check_adapter(adapter: AdapterFile, model: CausalLM, *, fold: bool = False) 
     adapted = check_fold(adapter, model) if fold else set(pairs)
     if not fold:
         _check_saved(adapter, model)
-    # Those of all experts in one tensor are no modules, which `target_modules` names.
+    # Weights of all experts in one tensor are not modules, so `target_modules` does not name them.
     of_experts = {name for name, pairs_of_name in targets.items() if pairs_of_name[0][1].of_experts}
     names = [
         name
@@ -62,8 +63,8 @@ def _check_pair(
     pair: FactorPair,
     targets: Sequence[tuple[LoRATarget, LoRASite]],
 ) -> None:
-    """Refuse factors whose weight, to which these targets belong, the model does not have, has
-    nothing beside, or has in another shape."""
+    """Raise ValueError if the model does not have the factors' weight, cannot have adapters there,
+    or has another shape. `targets` are the model's weights of this name."""
     down, up, module = pair.down_name, pair.up_name, pair.module
     if not targets:
         raise ValueError(f"{adapter.folder}: tensor {down} adapts {module}{_why_not(name, model)}")
@@ -88,8 +89,8 @@ def _check_pair(
 
 
 def _check_saved(adapter: AdapterFile, model: CausalLM) -> None:
-    """Refuse weights that were trained as a whole, but those of an embedding and of lm_head, in the
-    model's shape."""
+    """Raise ValueError for weights trained as a whole, unless they are the embedding or lm_head in
+    the model's shape."""
     folder, saved = adapter.folder, adapter.saved()
     shape = (model.config.vocab_size, model.config.hidden_size)
     for module, tensor in saved.items():
@@ -109,14 +110,14 @@ def _check_saved(adapter: AdapterFile, model: CausalLM) -> None:
 
 
 def _layers_with_ids(model: CausalLM) -> dict[str, Embedding | LogitsLayer]:
-    """Return the layers that have a vector for each token id, by their names."""
+    """Return the layers that have a vector for each token id, by name."""
     kinds = (Embedding, LogitsLayer)
     names = {EMBEDDING.removesuffix(_WEIGHT), LM_HEAD.removesuffix(_WEIGHT)}
-    return {n: each for each, n in _layers(model) if n in names and isinstance(each, kinds)}
+    return {n: layer for layer, n in _layers(model) if n in names and isinstance(layer, kinds)}
 
 
 def _check_complete(adapter: AdapterFile, adapted: set[str], names: list[str]) -> None:
-    """Refuse an adapter that lacks tensors which its configuration says it has."""
+    """Raise ValueError if an adapter lacks tensors that its configuration lists."""
     config = adapter.config
     if config.is_partial:
         return
@@ -137,12 +138,17 @@ def add_adapters(
     fold: bool = False,
     slots: int | None = None,
 ) -> None:
-    """Read adapters, by their names, and put them beside a model's layers, before it is packed.
+    """Read adapters and add them to a model's layers. Must be called before the model is packed.
 
-    Rows that ask for no adapter have `default`. There are `slots` adapter slots, or one for each
-    adapter; with fewer, the others wait in the host's memory. With `fold` there is one adapter,
-    which is added to the weights instead; all of them are in the model's dtype. Raises ValueError
-    as `check_adapter` does.
+    Args:
+        adapters: the adapters by name; exactly one with `fold`.
+        default: the adapter of rows that name none.
+        fold: add the adapter to the weights, which must all be in the model's dtype.
+        slots: the number of adapter slots; None means one per adapter. With fewer slots than
+            adapters, the other adapters stay in the host's memory.
+
+    Raises:
+        ValueError: as for `check_adapter`.
     """
     if fold:
         (only,) = adapters.values()
@@ -169,8 +175,8 @@ def add_adapters(
 
 
 def slot_numbers(model: CausalLM, adapters: Sequence[AdapterFile]) -> int:
-    """Return how many numbers an adapter slot has on a GPU, for adapters that fit the model, whose
-    parameters need no values."""
+    """Return how many numbers an adapter slot takes on a GPU. The adapters must fit the model,
+    whose parameters need no values."""
     pairs = [factor_pairs(adapter, model) for adapter in adapters]
     rank = stacked_rank(
         [pair.rank for factors_of_layer in pairs for pair in factors_of_layer.values()]
@@ -185,8 +191,8 @@ def slot_numbers(model: CausalLM, adapters: Sequence[AdapterFile]) -> int:
 
 
 def _check_copies(adapter: AdapterFile, tensors: Mapping[str, Tensor], model: CausalLM) -> None:
-    """Refuse an adapter whose file repeats a weight of its base model that is not this model's. One
-    of the two may be rounded to the other's dtype."""
+    """Raise ValueError if an adapter's file repeats a weight of its base model that differs from
+    this model's. One of the two may be rounded to the other's dtype."""
     slots = {slot.sources[0]: slot for slot in model.checkpoint_slots()}
     for module, name in adapter.copies().items():
         target = piece_name(module, model) + _WEIGHT
@@ -201,11 +207,9 @@ def _check_copies(adapter: AdapterFile, tensors: Mapping[str, Tensor], model: Ca
 
 
 def _read_unquantised(layer: DecoderLayer) -> None:
-    """Let norms leave results as they are where an adapter reads them."""
-    for reader, norm in ((layer.mixer, layer.mixer_norm), (layer.mlp, layer.mlp_norm)):
-        if norm is None or not isinstance(reader, HasInputProjection):
-            continue
-        if reader.input_projection.lora is not None:
+    """Switch off the quantisation of norms' results that an adapter reads."""
+    for reader, norm in layer.normed_parts:
+        if isinstance(reader, HasInputProjection) and reader.input_projection.lora is not None:
             norm.quantise_result(None)
 
 
@@ -220,7 +224,7 @@ def _layers(model: CausalLM) -> Iterator[tuple[_Layer, str]]:
 
 
 def _why_not(name: str, model: CausalLM) -> str:
-    """Say why an adapter cannot stand beside a module, which the model calls by this name."""
+    """Say why a module, given by the model's name, cannot have an adapter."""
     kind = model.config.architecture
     known = {piece for slot in model.checkpoint_slots() for piece in slot.pieces}
     if name + _WEIGHT in known or any(piece.startswith(f"{name}.") for piece in known):

@@ -1,4 +1,5 @@
-"""Reads the configuration of a checkpoint, which strangers wrote: what is wrong in it is named."""
+"""Reads the configuration of a checkpoint. Its files come from strangers, so every value is
+checked, and errors name what is wrong. The loader and the job's checks call `load_model_config`."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 LoadFormat = Literal["auto", "gguf", "dummy"]
 
 _OF_EMBEDDERS = "modules.json"
-"""A file of embedding models, by sentence-transformers."""
+"""A file of sentence-transformers, which embedding models have."""
 _BARE_EMBEDDING = "embed_tokens.weight"
-"""What the embedding is called in files of a decoder without its head."""
+"""The name of the embedding in files of a decoder without its head."""
 _MOST_LABELS, _LABEL_LENGTH = 10_000, 200
 """The most classes of a classifier, and the most characters of a class's name."""
 _MASKS = ("<|MASK|>", "|<MASK>|")
 """The mask tokens of the published tokenizers of SDAR and of Fast-dLLM v2."""
 _OBJECTS = ("text_config", "quantization_config", "rope_parameters", "rope_scaling")
-"""The keys of config.json that hold an object, or null."""
+"""The keys of config.json whose value is an object or null."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
 _FLOATS = {f"{sign}Infinity": float(f"{sign}inf") for sign in ("", "-")}
@@ -40,12 +41,15 @@ _SHOWN = 60
 
 
 def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConfig:
-    """Read the configuration of a GGUF file or of a folder with a config.json.
+    """Read the configuration of a GGUF file, or of a folder with a config.json.
 
-    If a folder's config.json says that embedding and logits' layer share a weight, and the
-    checkpoint holds two that differ, both are used, as transformers does. For the load format
-    `dummy` the weights are not looked at. Raises ValueError without a configuration, or if the
-    model needs what the engine lacks; the message names the path, the key and what it must be.
+    If config.json says that embedding and output layer share a weight, but the checkpoint holds two
+    different ones, both are used, as in transformers. With the load format `dummy`, weights are not
+    looked at.
+
+    Raises:
+        ValueError: there is no configuration, or the engine does not support the model. The message
+            names the path, the key and what the value must be.
     """
     if path.suffix == ".gguf":
         from batchgen.engine.loading.gguf.gguf_file import GGUFFile
@@ -85,14 +89,15 @@ def load_model_config(path: Path, load_format: LoadFormat = "auto") -> ModelConf
             and LM_HEAD not in names
             and _BARE_EMBEDDING in tensors_there
         ):
-            # Embedding models may be saved without the layer that their architecture names.
+            # Embedding models may be saved without the output layer that their architecture
+            # implies.
             config = replace(config, has_logits=False, heads=())
     return config
 
 
 def _labels(hf: PretrainedConfig) -> tuple[str, ...]:
-    """Return the names of a classifier's classes, in their order; raise ValueError if they are not
-    numbered from 0 on, or are no texts."""
+    """Return the names of a classifier's classes, in order. Raises ValueError if they are not
+    numbered from 0, or are not strings."""
     names: object = hf.id2label
     if not isinstance(names, dict) or not 0 < len(names) <= _MOST_LABELS:
         raise ValueError(f"id2label must name 1 to {_MOST_LABELS:,} classes, got {_shown(names)}")
@@ -102,7 +107,8 @@ def _labels(hf: PretrainedConfig) -> tuple[str, ...]:
 
 
 def strange_keys(path: Path) -> list[str]:
-    """The keys in the config.json of a folder that nothing knows; none of a GGUF file."""
+    """Return the keys in a folder's config.json that neither transformers nor the engine knows;
+    none for a GGUF file."""
     file = path / "config.json"
     if not file.is_file():
         return []
@@ -111,8 +117,8 @@ def strange_keys(path: Path) -> list[str]:
 
 
 def with_infinities(values: dict[str, Any]) -> dict[str, Any]:
-    """Read the infinities of a config.json, which transformers writes as {"__float__": "Infinity"}
-    since 5.0, in its lists."""
+    """Convert infinities in the lists of a config.json, which transformers writes as {"__float__":
+    "Infinity"} since 5.0."""
     return {
         key: [
             _FLOATS.get(str(entry.get("__float__")), entry) if isinstance(entry, dict) else entry
@@ -125,7 +131,7 @@ def with_infinities(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(file: Path, values: Mapping[str, Any]) -> None:
-    """Refuse values of a wrong type, which transformers' classes take as they are."""
+    """Raise ValueError for values of a wrong type, which transformers' classes accept unchecked."""
     text = values.get("text_config")
     for prefix, inside in (("", values), ("text_config.", text if isinstance(text, dict) else {})):
         for key in _OBJECTS:
@@ -133,7 +139,7 @@ def _check_values(file: Path, values: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{file}: {prefix}{key} is {_shown(value)}, and must be an object or null"
                 )
-        labels = inside.get("num_labels")  # of which transformers makes names, one by one
+        labels = inside.get("num_labels")  # transformers makes a name for each
         if labels is not None and not (type(labels) is int and 1 <= labels <= _MOST_LABELS):
             raise ValueError(
                 f"{file}: {prefix}num_labels is {_shown(labels)}, and must be null or 1 to "
@@ -148,7 +154,8 @@ def _check_values(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
-    """Return the class of the model that a config.json describes; refuse an unsupported one."""
+    """Return the class of the model that a config.json describes. Raises ValueError for an
+    unsupported one."""
     architectures = values.get("architectures")
     if not architectures and "swiglu_limit" in values:
         raise ValueError(
@@ -176,7 +183,8 @@ def _class_of(file: Path, values: Mapping[str, Any]) -> type[CausalLM]:
 
 
 def _parsed(kind: type[PretrainedConfig], values: Mapping[str, Any]) -> PretrainedConfig:
-    """Read a config.json's values as transformers does, whose code expects nothing hostile."""
+    """Parse a config.json's values with transformers' class. Any exception becomes a ValueError,
+    because transformers' code does not expect hostile values."""
     from huggingface_hub.errors import StrictDataclassError  # transformers has loaded it by now
 
     try:
@@ -184,7 +192,8 @@ def _parsed(kind: type[PretrainedConfig], values: Mapping[str, Any]) -> Pretrain
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, StrictDataclassError):
-            # The last line says it, and then for each type of a union why it is not that.
+            # The last line of the message names the problem; for unions it is followed by one for
+            # each type.
             why = str(error).strip().split("\n")[-1].strip().split(" Errors: ")[0]
             if why.startswith(("TypeError: Field", "ValueError: ")):  # these name the key
                 words = _CLASS.sub(r"\1", why.partition(": ")[2])
@@ -208,7 +217,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _mask_token_id(path: Path) -> int:
-    """Ask the tokenizer for the mask token's id, for a config.json that does not give it."""
+    """Return the mask token's id from the tokenizer, for a config.json that lacks it."""
     tokenizer = load_tokenizer(path)
     if tokenizer is not None:
         if tokenizer.mask_token_id is not None:

@@ -1,8 +1,7 @@
-"""Folds an adapter into the loaded weights of a model: adds what it changes to the weights
-themselves.
+"""Folds an adapter into the loaded weights of a model.
 
-So the adapter holds for all rows. That also works for what `adapters.py` cannot compute beside a
-layer: factors of experts and embeddings, and weights that were trained as a whole.
+The adapter then applies to all rows. Folding also supports what `adapters.py` cannot compute
+separately: factors of experts and embeddings, and weights trained as a whole.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
 class _Change:
     """What an adapter does to one tensor of a checkpoint."""
 
-    target: str  # what the model's slots call the tensor
-    tensor: str  # a tensor of the adapter that does it, for messages
-    # Computes what is added to the tensor, or replaces it, from the adapter's tensors by name.
+    target: str  # the name of the tensor in the model's slots
+    tensor: str  # the adapter's tensor that causes the change, for messages
+    # Computes, from the adapter's tensors by name, what is added to the tensor or replaces it.
     value: Callable[[Mapping[str, Tensor]], Tensor]
     replaces: bool = False
-    magnitude: str | None = None  # the norms of the changed rows (DoRA); None leaves them
+    magnitude: str | None = None  # DoRA's tensor of row norms; None without DoRA
 
 
 def check_fold(adapter: AdapterFile, model: CausalLM) -> set[str]:
-    """Raise ValueError if an adapter cannot be added to a model, whose parameters need no values;
-    the message names the tensor. Returns the names of the changed modules."""
+    """Raise ValueError, naming the tensor, if an adapter cannot be folded into a model. The model's
+    parameters need no values. Returns the names of the changed modules."""
     tensors = {name: torch.empty(shape, device="meta") for name, shape in adapter.shapes.items()}
     _apply(adapter, model, tensors, write=False)
     return {change.target.removesuffix(".weight") for change in _changes(adapter, model)}
 
 
 def fold_adapter(adapter: AdapterFile, model: CausalLM) -> None:
-    """Add an adapter to the loaded weights of a model, with sums in float32."""
+    """Add an adapter to the loaded weights of a model, computing sums in float32."""
     _apply(adapter, model, adapter.tensors(), write=True)
 
 
@@ -53,8 +52,8 @@ def _apply(
     adapter: AdapterFile, model: CausalLM, tensors: Mapping[str, Tensor], *, write: bool
 ) -> None:
     slots = {slot.sources[0]: slot for slot in model.checkpoint_slots() if len(slot.sources) == 1}
-    # Weights that were saved whole come first: factors may be beside one of them.
-    for change in sorted(_changes(adapter, model), key=lambda one: not one.replaces):
+    # Replaced weights come first, because factors may be added to one of them.
+    for change in sorted(_changes(adapter, model), key=lambda change: not change.replaces):
         if (slot := slots.get(change.target)) is None:
             kind = model.config.architecture
             raise ValueError(
@@ -86,7 +85,7 @@ def _apply(
 
 
 def _names(change: _Change, adapter: AdapterFile) -> list[str]:
-    """The adapter's tensors of the module that a change reads."""
+    """Return the adapter's tensors of the module that a change affects."""
     stem = _stem(change.tensor)
     return [name for name in adapter.shapes if _stem(name) == stem]
 
@@ -97,7 +96,8 @@ def _stem(name: str) -> str:
 
 
 def _in_slot(slot: WeightSlot, name: str, value: Tensor, device: torch.device) -> Tensor | None:
-    """Return a checkpoint's tensor as it stands in a slot, on this rank; None if it has none."""
+    """Return a checkpoint's tensor as this rank's slot would hold it; None if the slot is on
+    another rank."""
     if slot.elsewhere:
         return None
     target = torch.empty_like(slot.parameter, dtype=torch.float32, device=device)
@@ -106,8 +106,8 @@ def _in_slot(slot: WeightSlot, name: str, value: Tensor, device: torch.device) -
 
 
 def _changes(adapter: AdapterFile, model: CausalLM) -> Iterator[_Change]:
-    """Yield what an adapter does to the tensors of a checkpoint. Raises ValueError for a tensor
-    that means nothing, or whose meaning cannot be kept."""
+    """Yield the changes that an adapter makes to the tensors of a checkpoint. Raises ValueError for
+    a tensor that is unknown or not supported."""
     config, shapes = adapter.config, adapter.shapes
     factors: dict[tuple[str, bool], dict[str, str]] = {}
     magnitudes = {m[1]: name for name in shapes if (m := _MAGNITUDE.fullmatch(name))}
@@ -148,7 +148,7 @@ def _changes(adapter: AdapterFile, model: CausalLM) -> Iterator[_Change]:
 def _of_experts(
     adapter: AdapterFile, experts: Experts, of: tuple[str, str], down: str, up: str
 ) -> _Change:
-    """What factors of a weight of all experts add."""
+    """Return the change that factors of a weight of all experts make."""
     stem, path = of
     parameter = expert_parameter(adapter, experts, stem, path, (down, up))
     turned, scale = experts.variant.interleaved, parameter.scale
@@ -162,7 +162,7 @@ def _of_experts(
 
 
 def _saved(adapter: AdapterFile, model: CausalLM, name: str) -> _Change:
-    """A weight or bias that was trained, or kept, as a whole."""
+    """Return the change for a weight or bias that was trained, or kept, as a whole."""
     plain = name.removeprefix(PREFIX).replace(NESTED, "")
     module, _, kind = plain.rpartition(".")
     config, target = adapter.config, _target(plain, model)
@@ -178,7 +178,7 @@ def _saved(adapter: AdapterFile, model: CausalLM, name: str) -> _Change:
 
 
 def _refuse_shared(adapter: AdapterFile, model: CausalLM, tensor: str, target: str) -> None:
-    """Refuse a change of one of two layers that have one weight."""
+    """Raise ValueError for a change of one of two layers that share a weight."""
     if target in (EMBEDDING, LM_HEAD) and model.config.tie_word_embeddings:
         raise ValueError(
             f"{adapter.folder}: tensor {tensor} changes {target}, and embedding and lm_head of "

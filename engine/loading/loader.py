@@ -1,4 +1,7 @@
-"""Loads a checkpoint into a model. Every parameter is filled exactly once, or the load fails."""
+"""Loads a checkpoint into a model. Every parameter is filled exactly once, or the load fails.
+
+`load_model` is called for the target and for a strategy's other models.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +41,25 @@ def load_model(
     path: Path,  # a folder with config.json and safetensors, or a .gguf file
     *,
     device: torch.device,
-    dtype: torch.dtype | None = None,  # None: the checkpoint's, float32 for a GGUF file
+    dtype: torch.dtype | None = None,  # None: the checkpoint's, or float32 for a GGUF file
     load_format: LoadFormat = "auto",
-    heads: Collection[str] = (),  # the model's heads to load with it
-    quantization: Quantization | None = None,  # `fp8` rounds weights of layers that are not in FP8
-    # Keep FP8 or 4 bits instead of dequantising; None: what the device computes from.
+    heads: Collection[str] = (),  # which of the model's heads to load
+    quantization: Quantization | None = None,  # `fp8` rounds 16-bit weights of layers to FP8
+    # Whether FP8 and 4-bit weights are not dequantised; None: if the device has kernels.
     native_fp8: bool | None = None,
-    parallel: TensorParallel = ALONE,  # the ranks; only this one's weights are read
-    vision: bool = False,  # load the tower that reads images
+    parallel: TensorParallel = ALONE,  # the ranks; only this rank's weights are read
+    vision: bool = False,  # whether to load the vision tower
     hidden_layers: tuple[int, ...] = (),  # `ModelConfig.hidden_layers`
-    kv_cache_dtype: KVCacheDtype = "auto",  # of keys and values
+    kv_cache_dtype: KVCacheDtype = "auto",  # the dtype of the KV cache
 ) -> CausalLM:
     """Build the model of a checkpoint and load its weights, one tensor at a time.
 
-    Raises ValueError if the model is not supported, or a tensor is missing, unexpected or of the
-    wrong shape. The format `auto` decides by what lies at the path, `gguf` takes a GGUF file alone,
-    and `dummy` makes small random weights, equal in every run, from a configuration.
+    The load format `auto` depends on what is at the path; `gguf` accepts only a GGUF file; `dummy`
+    makes small random weights, equal in every run, from a configuration.
+
+    Raises:
+        ValueError: the model is not supported, or a tensor is missing, unexpected or of a wrong
+            shape.
     """
     if load_format == "gguf" and path.suffix != ".gguf":
         raise ValueError(f"{path} is not a .gguf file, which load_format=gguf asks for")
@@ -96,10 +102,15 @@ def load_model(
 def chosen_form(
     config: ModelConfig, quantization: Quantization | None, units: Units
 ) -> WeightFormat | None:
-    """Return the format of the weights of a model's layers; None if it is the model's dtype.
+    """Return the format of the weights of a model's layers; None for the model's dtype.
 
-    `units` say from which formats products are computed; `quantization` is as for `load_model`.
-    Raises ValueError if the weights are not rounded to FP8 as it asks for.
+    Args:
+        quantization: as for `load_model`.
+        units: the formats that the device can compute from.
+
+    Raises:
+        ValueError: `quantization` asks for FP8 weights, and the checkpoint's format does not allow
+            it.
     """
     form = config.form.kept if isinstance(config.form, PackedFormat) else config.form
     if quantization is not None and isinstance(form, MXFP4Format):
@@ -118,7 +129,7 @@ def chosen_form(
 
 
 def _check_copies(model: CausalLM, path: Path) -> None:
-    """Refuse a checkpoint in which a head has an embedding or a layer for logits of its own."""
+    """Raise ValueError if a head of the checkpoint has its own embedding or output layer."""
     names = {model.piece_name(full_name(name), model.config): name for name in tensor_names(path)}
     for copy, piece in model.copies.items():
         if names.keys() >= {copy, piece} and not tensors_equal(path, names[copy], names[piece]):
@@ -131,7 +142,8 @@ def _check_copies(model: CausalLM, path: Path) -> None:
 def _with_embedding(
     weights: Iterable[tuple[str, CheckpointTensor]], model: CausalLM
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield a checkpoint's weights, and the shared embedding if only the logits' layer names it."""
+    """Yield a checkpoint's weights. If embedding and output layer share a weight, and only the
+    output layer names it, it is also yielded as the embedding."""
     shared: dict[str, CheckpointTensor] = {}
     for weight_name, tensor in weights:
         name = model.piece_name(full_name(weight_name), model.config)
@@ -143,13 +155,13 @@ def _with_embedding(
 
 
 def _fill(model: CausalLM, weights: Iterable[tuple[str, CheckpointTensor]], path: Path) -> None:
-    """Fill every piece of the model exactly once, with a checkpoint's named values."""
+    """Fill every piece of the model exactly once with a checkpoint's tensors."""
     slots = model.checkpoint_slots()
     by_source: dict[str, list[WeightSlot]] = defaultdict(list)
     for slot in slots:
         for source in slot.sources:
             by_source[source].append(slot)
-    # The sources found so far of slots that need several, by the slot's identity.
+    # The sources that have arrived of slots that need several, by the slot's identity.
     waiting: dict[int, dict[str, CheckpointTensor]] = defaultdict(dict)
     filled: set[str] = set()
     unexpected: list[str] = []
@@ -185,12 +197,13 @@ def _fill(model: CausalLM, weights: Iterable[tuple[str, CheckpointTensor]], path
 
 
 def _is_no_bias(name: str, tensor: CheckpointTensor) -> bool:
-    """Whether a tensor is a bias of zeros, as quantised checkpoints have them without need."""
+    """Return whether a tensor is a bias of zeros, which some quantised checkpoints have
+    needlessly."""
     return name.endswith(".bias") and isinstance(tensor, Tensor) and not tensor.any()
 
 
 def _check_dtype(path: Path, name: str, tensor: CheckpointTensor, slot: WeightSlot) -> None:
-    """Refuse a tensor of another type than the slot takes, unless it comes with scales."""
+    """Raise ValueError if a tensor without scales has a dtype that the slot does not take."""
     if isinstance(tensor, Tensor) and tensor.dtype not in slot.dtypes:
         if torch.uint8 in slot.dtypes:
             raise ValueError(
@@ -206,7 +219,8 @@ def _check_dtype(path: Path, name: str, tensor: CheckpointTensor, slot: WeightSl
 
 
 def _fill_dummy(model: CausalLM) -> None:
-    """Fill a model with each slot's `dummy` value or random numbers of its own generator."""
+    """Fill a model with each slot's `dummy` value, or with random numbers from a generator per
+    slot."""
     plain = {slot.pieces[0]: slot for slot in model.checkpoint_slots() if len(slot.pieces) == 1}
     for index, (_, slot) in enumerate(sorted(plain.items())):
         if slot.dummy is not None:

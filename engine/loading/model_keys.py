@@ -1,8 +1,8 @@
 """Checks that the engine knows every key of a config.json that changes a model.
 
-Each key is honoured by the family's `config_from_hf`, or has no effect here (`INERT`), or is
-refused unless it has the one value that the engine implements (`FIXED`).
-tests/engine/loading/test_model_keys.py checks that each key which the modelling files of the tested
+Each key is either honoured by the family's `config_from_hf`, or has no effect here (`INERT`), or is
+refused unless it has the only value that the engine implements (`FIXED`).
+tests/engine/loading/test_model_keys.py checks that each key that the modelling files of the tested
 transformers read is one of the three.
 """
 
@@ -52,7 +52,7 @@ INERT: Mapping[str, str] = {
     "full_attention_interval": "layer_types has what it says",
     "mamba_ssm_dtype": "states of recurrent layers are always in float32",
 }
-"""Keys that modelling files read and that make no difference here, each with the reason."""
+"""Keys that modelling files read and that have no effect here, each with the reason."""
 _NO_WINDOW = "layer_types says which layers have a window, and those are refused"
 _NO_EXPERTS = "read where enable_moe_block is true"
 INERT_OF: Mapping[str, Mapping[str, str]] = {
@@ -93,7 +93,7 @@ INERT_OF: Mapping[str, Mapping[str, str]] = {
     },
     "phi3": {"original_max_position_embeddings": "rope_parameters has it, too"},
 }
-"""Further keys of that sort, by the kind of model, each with the reason."""
+"""Further keys without effect, by the kind of model, each with the reason."""
 FIXED: Mapping[str, tuple[object, ...]] = {
     "is_causal": (None, True),
     "per_layer_config": (None, {}),
@@ -103,7 +103,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "mtp_use_dedicated_embeddings": (None, False),
     "add_cross_attention": (None, False),
 }
-"""Keys of any family that change the model, and the values that the engine has."""
+"""Keys of any family that change the model, with the values that the engine supports."""
 _HONOURED = {  # FIXED keys, by kinds of models
     "per_layer_config": ("gemma4", "gemma4_text", "diffusion_gemma"),
     "attention_chunk_size": ("llama4", "llama4_text"),
@@ -116,12 +116,13 @@ _OF_FILES = {
     *("num_local_experts", "head_dim", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id"),
 }
-"""Keys that families read though no class of transformers declares them, and those of all files."""
+"""Keys that families read although no class of transformers declares them, and keys of all
+files."""
 
 
 def check_model_keys(file: Path, values: Mapping[str, Any], model_type: str) -> None:
-    """Refuse keys of a config.json, and of its text_config, that change the model in a way that the
-    engine does not have. Raises ValueError, which names the key."""
+    """Raise ValueError, naming the key, if a config.json or its text_config has a key that changes
+    the model in a way that the engine does not support."""
     for prefix, part in _parts(values):
         for key, allowed in FIXED.items():
             if model_type in _HONOURED.get(key, ()) or (value := part.get(key)) in allowed:
@@ -133,11 +134,11 @@ def check_model_keys(file: Path, values: Mapping[str, Any], model_type: str) -> 
 
 
 def unknown_keys(values: Mapping[str, Any], kind: type[PretrainedConfig]) -> list[str]:
-    """The keys of a config.json, and of its text_config, that neither transformers' class of the
-    model nor a family of the engine knows."""
+    """Return the keys of a config.json, and of its text_config, that neither transformers' class of
+    the model nor a family of the engine knows."""
     unknown = []
     for prefix, part in _parts(values):
-        # A part may be of any class, which it names itself.
+        # The text_config may name another class.
         known = type(kind.from_dict(dict(values)).text_config) if prefix else kind
         names = {*known().to_dict(), *known.attribute_map, *_OF_FILES, *INERT, *FIXED}
         if "text_config" in kind.sub_configs and not values.get("text_config"):

@@ -1,14 +1,16 @@
-"""Reads the weight of one quantised module from its tensors, whose names and types say in which
-form they are:
+"""Reads the weight of one quantised module from its tensors. Their names and types determine the
+format:
 
 - GPTQ: `qweight` [K/8, N], `qzeros` [G, N/8], `scales` [G, N] and `g_idx` [K], the group of each
-  input;
-- AWQ: `qweight` [K, N/8], `qzeros` [G, N/8] and `scales` [G, N], eight values of a word in the
-  order 0, 2, 4, 6, 1, 3, 5, 7;
+input;
+- AWQ: `qweight` [K, N/8], `qzeros` [G, N/8] and `scales` [G, N], with the eight values of a word in
+the order 0, 2, 4, 6, 1, 3, 5, 7;
 - compressed-tensors: `weight_packed` [N, K/8] with `weight_scale`, or `weight` in int8 or FP8 with
-  `weight_scale`; NVFP4 has a `weight_global_scale` that divides;
-- ModelOpt and others: `weight` in FP8, or two values in a byte, with `weight_scale`, and
-  `weight_scale_2`, which multiplies.
+`weight_scale`; NVFP4 also has `weight_global_scale`, a divisor;
+- ModelOpt and others: `weight` in FP8, or two values per byte, with `weight_scale`, and
+`weight_scale_2`, a factor.
+
+A weight has N output features and K input features; G groups of inputs share scales.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from batchgen.kernels.four_bit.layouts import GroupedWeight
 from batchgen.kernels.fp8.fp8_weight import FP8
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word of AWQ the eight values are, in the order of the weight."""
+"""The index in an AWQ word of each of eight consecutive values of the weight."""
 
 
 def module_weight(
     last: str, values: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
 ) -> Tensor | GroupedWeight:
-    """Make the weight [N, K] of a module, in 4 bits where kernels can read these, else in float32.
+    """Return the weight [N, K] of a module: 4-bit if kernels can read it, else float32.
 
     Args:
-        last: the last part of the name of the module's main tensor, as `qweight`.
-        values: that tensor.
+        last: the last part of the name of the module's main tensor, such as `qweight`.
+        values: the main tensor.
         parts: the module's other tensors, by the last parts of their names.
 
     Raises:
@@ -70,7 +72,7 @@ def module_weight(
 def _of_gptq(
     words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
 ) -> Tensor | Int4Weight:
-    """Make the weight of words [K/8, N] and scales [G, N] of GPTQ."""
+    """Return the weight from words [K/8, N] and scales [G, N] of GPTQ."""
     values = _bytes(words.T)
     size, (groups, _) = 2 * values.shape[1], scales.shape
     zeros = _unpacked(_part(parts, "qzeros"), 4)
@@ -89,8 +91,8 @@ def _of_gptq(
 def _ordered(
     weight: Int4Weight, group: Tensor, name: str, form: PackedFormat
 ) -> Tensor | Int4Weight:
-    """Make a weight of which input k belongs to the group group[k]: as it is if groups are equal
-    ranges of inputs, in their order, else in float32. `name` is that of the tensor `group`."""
+    """Return a weight whose input k belongs to group `group[k]`: unchanged if the groups are equal
+    consecutive ranges, else in float32. `name` is the name of the tensor `group`."""
     size, groups = weight.shape[1], weight.scales.shape[1]
     if len(group) != size or not 0 <= int(group.min()) <= int(group.max()) < groups:
         raise ValueError(f"{name} must name one of {groups} groups for each of {size} inputs")
@@ -111,10 +113,10 @@ def _ordered(
 def _of_awq(
     words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
 ) -> Int4Weight:
-    """Make the weight of words [K, N/8] and scales [G, N] of AWQ."""
+    """Return the weight from words [K, N/8] and scales [G, N] of AWQ."""
     values, zeros = (
-        _unpacked(each, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
-        for each in (words, _part(parts, "qzeros"))
+        _unpacked(tensor, 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
+        for tensor in (words, _part(parts, "qzeros"))
     )
     _group_size(len(values), len(scales))
     if zeros.shape != scales.shape:
@@ -126,8 +128,8 @@ def _of_awq(
 def _of_words(
     words: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
 ) -> Tensor | Int4Weight:
-    """Make the weight of words [N, K/8], or [N, K/4] with 8 bits, of compressed-tensors. A code c
-    stands for c − 2**(bits − 1), unless there are zero points."""
+    """Return the weight from words of compressed-tensors, [N, K/8] with 4 bits or [N, K/4] with 8.
+    Without zero points, a code c means c − 2**(bits − 1)."""
     rows, columns = _part(parts, "weight_shape").tolist()
     bits = 32 * words.shape[1] // max(columns, 1)
     bits = 4 if bits < 8 else 8
@@ -145,7 +147,7 @@ def _of_words(
         zeros = torch.tensor([[middle]], dtype=torch.int32)
     group = parts.get("weight_g_idx")
     if group is not None and (group.numel() == 0 or int(group.min()) < 0):
-        group = None  # published where groups are in order
+        group = None  # published checkpoints with zero points have groups in order
     if 0 in scales.shape:
         raise ValueError(f"scales have the shape {list(scales.shape)}")
     if bits == 4 and columns % 8 == 0 and scales.dim() == 2 and columns % scales.shape[1] == 0:
@@ -170,8 +172,8 @@ def _of_words(
 
 
 def _expanded(part: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Repeat scales or zero points of groups [N, G], rows [N, 1] or a whole weight [1] to [N,
-    G]."""
+    """Repeat scales or zero points, given per group [N, G], per row [N, 1] or for the whole weight
+    [1], to [N, G]."""
     try:
         return part.expand(shape)
     except RuntimeError:
@@ -182,13 +184,13 @@ def _expanded(part: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """View words [N, C] int32 as bytes [N, 4·C] of two codes each, the lowest bits first."""
+    """View words [N, C] int32 as bytes [N, 4·C] with two codes each, the lowest bits first."""
     _check_words(words)
     return words.contiguous().view(torch.uint8)
 
 
 def _of_nvfp4(pairs: Tensor, parts: Mapping[str, Tensor]) -> NVFP4Weight:
-    """Make the weight of uint8 [N, K/2], two codes of NVFP4 a byte."""
+    """Return the weight from uint8 [N, K/2], with two NVFP4 codes per byte."""
     scales, shape = _part(parts, "weight_scale"), [len(pairs), 2 * pairs.shape[1]]
     if list(scales.shape) != [shape[0], shape[1] / NVFP4_GROUP] or scales.dtype != FP8:
         raise ValueError(
@@ -223,15 +225,15 @@ def _check_words(words: Tensor) -> None:
 
 
 def _group_size(size: int, groups: int) -> int:
-    """Return the inputs of a group; raises ValueError if groups differ in size."""
+    """Return the number of inputs in a group. Raises ValueError if groups differ in size."""
     if groups < 1 or size % groups:
         raise ValueError(f"{size} inputs do not fall into {groups} groups of one size")
     return size // groups
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Repeat the scales of a weight of this shape, one for all values, for each row or for each
-    block, so that they broadcast to it."""
+    """Repeat the scales of a weight of this shape so that they broadcast to it. There may be one
+    scale for all values, for each row or for each block."""
     rows, columns = shape
     scales = scales if scales.dtype == torch.int32 else scales.float()
     if scales.numel() == 1:
@@ -250,5 +252,5 @@ def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _blocks(size: int, block: int) -> int:
-    """Count the blocks of an axis, of which the last may be incomplete."""
+    """Return the number of blocks on an axis; the last one may be incomplete."""
     return -(-size // block)

@@ -1,7 +1,7 @@
-"""Reads the weights of a quantised checkpoint (GPTQ, AWQ and the like), one after another.
+"""Reads the weights of a quantised checkpoint (GPTQ, AWQ and others), module by module.
 
-Each quantised module holds several tensors, such as codes and scales, which become one weight here
-(`packed_module.py`). The loader calls this for checkpoints in a `PackedFormat`.
+A quantised module has several tensors, such as codes and scales, which `packed_module.py` combines
+into one weight. The loader calls `packed_weights` for checkpoints in a `PackedFormat`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from batchgen.kernels.fp8.fp8_weight import FP8
 
 _WORDS = (".qweight", ".weight_packed")
 _SECOND = ".weight_scale_2"
-"""What ModelOpt has beside values in 4 bits alone."""
-_BESIDE = (
+"""The suffix of a tensor that ModelOpt has only with 4-bit values."""
+_PARTS = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_scale_2",
     "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
 )  # fmt: skip
-"""What stands beside the values of a quantised module."""
+"""The last name parts of a quantised module's tensors, besides its values."""
 _UNUSED = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".k_scale",
     ".v_scale", ".q_scale", ".activation_scale_ub", ".input_scale_ub",
 )  # fmt: skip
-"""What is about activations and the cache, which stay in the model's dtype."""
+"""Suffixes of tensors about activations and the cache, which stay in the model's dtype."""
 
 
 def with_modules(form: PackedFormat, folder: Path) -> PackedFormat:
-    """Complete a format with the names of the modules that the checkpoint has in 4 bits, which no
-    list of what is left out in config.json says as surely."""
+    """Complete a format with the names of the checkpoint's 4-bit modules, taken from its tensors.
+    They are more reliable than the exclusion lists in config.json."""
     if form.kept is None:
         return form
     names = (name.rpartition(".") for name in tensor_names(folder))
@@ -48,15 +48,13 @@ def with_modules(form: PackedFormat, folder: Path) -> PackedFormat:
 
 
 def packed_weights(folder: Path, form: PackedFormat) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Yield the tensors of a checkpoint, those of quantised modules as one `weight` [N, K], or
-    [E, N, K] of experts: in int4 where groups are neighbours, in NVFP4, otherwise in float32.
-
-    Raises ValueError if one of a module's tensors is missing, or does not fit the others.
-    """
+    """Yield the tensors of a checkpoint. A quantised module yields one `weight` [N, K] (or [E, N,
+    K] of experts): in int4 if groups are consecutive inputs, in NVFP4, otherwise in float32. Raises
+    ValueError if one of a module's tensors is missing or does not fit the others."""
     with open_by_name(folder) as where:
         for name in where:
             module, _, last = name.rpartition(".")
-            if last in _BESIDE or name.endswith(_UNUSED):
+            if last in _PARTS or name.endswith(_UNUSED):
                 continue
             values = where[name].get_tensor(name)
             is_packed = values.dtype in (FP8, torch.int8, torch.uint8)
@@ -65,7 +63,7 @@ def packed_weights(folder: Path, form: PackedFormat) -> Iterator[tuple[str, Chec
                 continue
             parts = {
                 part: where[full].get_tensor(full)
-                for part in _BESIDE
+                for part in _PARTS
                 if (full := f"{module}.{part}") in where
             }
             try:
@@ -78,7 +76,8 @@ def packed_weights(folder: Path, form: PackedFormat) -> Iterator[tuple[str, Chec
 def _of_experts(
     last: str, values: Tensor, parts: Mapping[str, Tensor], form: PackedFormat
 ) -> Tensor | GroupedWeight:
-    """The weight of a module, which may have those of all experts one after another."""
+    """Return the weight of a module. If its values have three axes, it has the weights of all
+    experts."""
     if values.dim() != 3:
         return module_weight(last, values, parts, form)
     each = []

@@ -1,4 +1,5 @@
-"""Reads adapter_config.json, in which PEFT writes what an adapter is."""
+"""Reads adapter_config.json, in which PEFT describes an adapter. `open_adapter` (`peft_files.py`)
+calls `read_adapter_config`."""
 
 from __future__ import annotations
 
@@ -17,46 +18,46 @@ _UNUSED = (
     *("lora_bias", "megatron_config", "trainable_token_indices", "use_bdlora", "use_qalora"),
     *("velora_config", "monteclora_config"),
 )
-"""Keys of PEFT that change what an adapter computes, and which must be off."""
+"""PEFT's keys that change what an adapter computes and are not supported; they must be off."""
 _PARTIAL = ("layers_to_transform", "exclude_modules")
-"""Keys of PEFT that leave some of `target_modules` alone."""
+"""PEFT's keys that exclude some of `target_modules`."""
 _FOLDED = ("use_dora",)
-"""Keys of PEFT for what is added to weights alone, and never computed beside them."""
+"""PEFT's keys that are supported only if the adapter is folded into the weights."""
 FOLD_IT = (
     "add the adapter to the weights with lora_fold=true, which takes it as the only one, or merge "
     "it into the model with PEFT's merge_and_unload"
 )
-"""What to do with an adapter that does not stand beside the weights."""
+"""What a user can do with an adapter that is supported only if it is folded."""
 _MOST_BYTES = 16 * 2**20
-"""The size of an adapter_config.json from which on it is refused; usual ones have a kilobyte."""
+"""The size from which an adapter_config.json is refused; usual ones have a kilobyte."""
 _SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights after which the base model's weights are what they were."""
+"""The values of init_lora_weights that leave the base model's weights unchanged."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says, of what decides what an adapter computes."""
+    """The values of adapter_config.json that determine what an adapter computes."""
 
     rank: int
     alpha: float
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     rslora: bool = False
-    target_modules: tuple[str, ...] = ()  # names that modules end with; empty if it is a pattern
-    is_partial: bool = False  # whether some modules that target_modules names are left alone
-    base: str | None = None  # the model that it was trained on, by its name
+    target_modules: tuple[str, ...] = ()  # suffixes of module names; empty if it is a pattern
+    is_partial: bool = False  # whether some modules in target_modules are excluded
+    base: str | None = None  # the name of the model that the adapter was trained on
     parameters: tuple[str, ...] = ()  # weights of all experts in one tensor, by their last names
     saved: tuple[str, ...] = ()  # modules whose weights were trained as a whole
     bias: str = "none"  # which biases were trained
-    dora: bool = False  # whether rows of weights have norms of their own
+    dora: bool = False  # whether rows of weights have separate norms (DoRA)
 
     def rank_of(self, module: str) -> int:
-        """The rank at the module of this name."""
+        """Return the rank of the factors of a module."""
         rank: int = _by_pattern(self.rank_pattern, module, self.rank)
         return rank
 
     def scale_of(self, module: str) -> float:
-        """What B·A is multiplied by at the module of this name."""
+        """Return the factor of B·A of a module."""
         alpha: float = _by_pattern(self.alpha_pattern, module, self.alpha)
         rank = self.rank_of(module)
         return float(alpha / (math.sqrt(rank) if self.rslora else rank))
@@ -87,7 +88,8 @@ def read_adapter_config(path: Path, fold: bool) -> AdapterConfig:
 
 
 def read_adapter_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of an adapter; ValueError if it is damaged or holds no object."""
+    """Read a JSON file of an adapter. Raises ValueError if it is damaged or does not hold an
+    object."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -132,7 +134,7 @@ def _refuse_unsupported(path: Path, values: Mapping[str, Any], fold: bool) -> No
 
 _MOST = 1e18
 _LEAST = {True: 1, False: -_MOST}
-"""The numbers that a key can have which must be whole, or need not."""
+"""The smallest value of a key, by whether it must be a whole number."""
 
 
 def _number(path: Path, values: Mapping[str, Any], key: str, *, whole: bool = False) -> Any:
@@ -151,8 +153,9 @@ def _checked(path: Path, key: str, value: Any, whole: bool) -> Any:
 def _pattern(
     path: Path, values: Mapping[str, Any], key: str, *, whole: bool = False
 ) -> dict[str, Any]:
-    """Read a mapping of module names. PEFT takes them for regular expressions; those of strangers
-    could take any time, so they must be plain."""
+    """Read a mapping from module names to values. PEFT regards the names as regular expressions;
+    here only plain names are accepted, because a stranger's expression could take unlimited
+    time."""
     pattern = values.get(key) or {}
     if not isinstance(pattern, dict):
         raise ValueError(f"{path}: {key} must be an object, got {str(pattern)[:100]}")
@@ -168,9 +171,10 @@ def _pattern(
 
 
 def _by_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first name that the module is or ends with, as PEFT finds it."""
+    """Return the value of the first name that equals the module's name or its end, as PEFT does;
+    else the default."""
     for name, value in pattern.items():
-        whole = name.removeprefix("^")
-        if module == whole or (whole == name and module.endswith(f".{name}")):
+        plain = name.removeprefix("^")
+        if module == plain or (plain == name and module.endswith(f".{name}")):
             return value
     return default

@@ -1,4 +1,5 @@
-"""Reads adapters that PEFT has written: safetensors beside adapter_config.json."""
+"""Reads adapters that PEFT has written: a folder with safetensors and adapter_config.json.
+`open_adapter` returns an `AdapterFile`."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ from batchgen.engine.loading.peft_config import (
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 NESTED = ".base_layer"
-"""What PEFT puts behind the name of a module that it wraps, for what is in the module itself."""
+"""What PEFT appends to the name of a wrapped module, for the tensors of the module itself."""
 _FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 _COPY = re.compile(r"(.+)\.base_layer\.weight")
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter whose tensors are not read yet.
+    """An adapter whose tensors have not been read yet.
 
     Attributes:
-        shapes: of the tensors, by the names that the file has for them.
+        shapes: the shapes of the tensors, by their names in the file.
     """
 
     folder: Path
@@ -39,14 +40,14 @@ class AdapterFile:
 
     @property
     def num_parameters(self) -> int:
-        """The numbers in all tensors that the base model has not."""
+        """The number of values in all tensors that do not repeat the base model's."""
         copies = self.copies().values()
         return sum(math.prod(shape) for name, shape in self.shapes.items() if name not in copies)
 
     def modules(self) -> dict[str, tuple[str, str]]:
-        """Return the names of A and B in the file by the name of the module of the base model that
-        they stand beside. Raises ValueError if one of the two is missing, or a tensor is neither,
-        nor one of `copies` and `saved`."""
+        """Return the names of A and B in the file, by the name of the base model's module. Raises
+        ValueError if one of the two is missing, or a tensor is neither a factor nor one of `copies`
+        and `saved`."""
         modules: dict[str, dict[str, str]] = {}
         others = {*self.copies().values(), *self.saved().values()}
         for name in self.shapes:
@@ -58,8 +59,8 @@ class AdapterFile:
         return {module: self.both(module, factors) for module, factors in modules.items()}
 
     def copies(self) -> dict[str, str]:
-        """Return the tensors that repeat weights of the base model, by the name of the module: PEFT
-        saves those of an embedding and of lm_head beside their factors."""
+        """Return the tensors that repeat weights of the base model, by the module's name. PEFT
+        saves the embedding and lm_head in addition to their factors."""
         copies: dict[str, str] = {}
         for name in self.shapes:
             match = _COPY.fullmatch(name)
@@ -71,7 +72,7 @@ class AdapterFile:
         return copies
 
     def saved(self) -> dict[str, str]:
-        """Return the weights that were trained as a whole, by the name of the module."""
+        """Return the names of the weights that were trained as a whole, by the module's name."""
         weights = {}
         for name in self.shapes:
             module, _, kind = name.removeprefix(PREFIX).rpartition(".")
@@ -81,9 +82,9 @@ class AdapterFile:
 
     def both(self, module: str, factors: Mapping[str, str]) -> tuple[str, str]:
         """Return the names of A and B of a module. Raises ValueError if one is missing."""
-        for one, other in ("AB", "BA"):
-            if one not in factors:
-                lack = factors[other].replace(f"_{other}", f"_{one}")
+        for factor, other in ("AB", "BA"):
+            if factor not in factors:
+                lack = factors[other].replace(f"_{other}", f"_{factor}")
                 raise ValueError(
                     f"{self.folder} is damaged: tensor {lack} is missing, and there is "
                     f"{factors[other]} for {module}"
@@ -102,8 +103,8 @@ class AdapterFile:
                 )
 
     def check_values(self) -> None:
-        """Read all tensors, and raise ValueError if one has values that are no finite numbers, or
-        none in float32 once they are multiplied as the configuration says."""
+        """Read all tensors. Raises ValueError if a tensor has values that are not finite, or that
+        are not finite in float32 after scaling."""
         for name, values in self.tensors().items():
             if not values.isfinite().all():
                 raise ValueError(
@@ -121,7 +122,7 @@ class AdapterFile:
                 )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Read all tensors, by their names."""
+        """Read all tensors. Returns them by name."""
         from safetensors.torch import load_file
 
         tensors: dict[str, Tensor] = load_file(self.folder / WEIGHTS)
@@ -129,11 +130,15 @@ class AdapterFile:
 
 
 def open_adapter(folder: Path, *, fold: bool = False) -> AdapterFile:
-    """Read what an adapter is, and the names and shapes of its tensors; with `fold` also one that
-    can be added to the weights alone.
+    """Read an adapter's configuration, and the names and shapes of its tensors.
 
-    Raises ValueError if it is none, is damaged, or computes what is not supported; the message
-    names the file and the key or the tensor.
+    Args:
+        fold: whether to accept adapters that are supported only if they are folded into the
+            weights.
+
+    Raises:
+        ValueError: the folder is not an adapter, or the adapter is damaged or not supported. The
+            message names the file, and the key or the tensor.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,4 +1,5 @@
-"""The safetensors files of a checkpoint: which they are, and the tensors in them."""
+"""Finds the safetensors files of a checkpoint and reads the tensors in them. The loader and the
+adapters use it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from batchgen.kernels.fp8.fp8_weight import FP8, FP8Weight, scales_shape
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SCALES = "_scale_inv"
-"""What follows a weight's name in the name of its FP8 scales."""
+"""The suffix of the name of a weight's FP8 scales."""
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -28,17 +29,15 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_equal(folder: Path, one: str, other: str) -> bool:
-    """Whether two tensors of a folder hold equal values of the same type."""
-    # Files are memory-mapped: the values of tensors that are passed over are not read.
+    """Return whether two tensors of a folder have equal values and the same type."""
+    # Files are memory-mapped, so the values of skipped tensors are not read.
     first, second = (next(t for name, t in tensors(folder) if name == n) for n in (one, other))
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]]:
-    """Yield the tensors of a checkpoint with weights in FP8, which come with their scales.
-
-    Raises ValueError if a weight has no scales, or some of a wrong shape or type.
-    """
+    """Yield the tensors of a checkpoint with FP8 weights, which are yielded with their scales.
+    Raises ValueError if a weight has no scales, or scales of a wrong shape or type."""
     with open_by_name(folder) as file_of:
         used: set[str] = set()
         scales_last = sorted(file_of, key=lambda name: name.endswith(_SCALES))
@@ -60,7 +59,7 @@ def tensors_with_scales(folder: Path) -> Iterator[tuple[str, Tensor | FP8Weight]
 
 
 def _scaled(folder: Path, name: str, values: Tensor, scales: Tensor) -> FP8Weight:
-    """Put a weight together with its scales, which have this name."""
+    """Combine an FP8 weight with its scales; `name` is the name of the scales."""
     expected = scales_shape(values.shape)
     if tuple(scales.shape) != expected or not scales.is_floating_point():
         raise ValueError(
@@ -77,16 +76,15 @@ def _names(file: Path) -> list[str]:
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """Return the names of the tensors in a folder's safetensors files, without reading any tensor.
-
-    Raises ValueError without weights or for a damaged file.
-    """
+    """Return the names of the tensors in a folder's safetensors files without reading any tensor.
+    Raises ValueError if there are no weights, or if a file is damaged."""
     return [name for file in safetensors_files(folder) for name in _names(file)]
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file, memory-mapped; refuse a damaged one. `safe_open` has no types."""
+    """Open a safetensors file, memory-mapped. Raises ValueError if it is damaged. `safe_open` is
+    untyped, so the result is `Any`."""
     from safetensors import SafetensorError, safe_open  # dummy weights and GGUF files need none
 
     try:
@@ -98,8 +96,8 @@ def _opened(file: Path) -> Iterator[Any]:
 
 @contextmanager
 def open_by_name(folder: Path) -> Iterator[dict[str, Any]]:
-    """Open all safetensors files of a folder; the context is the open file of each tensor, by the
-    tensor's name."""
+    """Open all safetensors files of a folder. The context's value maps each tensor's name to its
+    open file."""
     with ExitStack() as stack:
         file_of: dict[str, Any] = {}
         for file in safetensors_files(folder):
@@ -109,10 +107,8 @@ def open_by_name(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Find the safetensors files of a folder, which are one file or several shards.
-
-    Raises ValueError if there are none, or a shard that the index or other names count is missing.
-    """
+    """Return the safetensors files of a folder, one file or several shards. Raises ValueError if
+    there are none, or if a shard is missing by the index or by the numbers in file names."""
     index = folder / _INDEX
     if index.is_file():
         return [folder / name for name in _indexed(index)]
@@ -138,7 +134,8 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """Return the files that an index of shards names, sorted; all must be in its folder."""
+    """Return the file names in an index of shards, sorted. All files must be in the index's
+    folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no 'weight_map', which names the file of each tensor")
@@ -154,7 +151,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object, or raise ValueError, which names the file."""
+    """Read a JSON object. Raises ValueError, naming the file, if it is not one."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # Not UTF-8, not JSON, or nested too deeply.
@@ -165,6 +162,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def abbreviate(names: list[str]) -> str:
-    """List at most five names and say how many more there are."""
+    """List at most five names, and say how many more there are."""
     first_names = ", ".join(names[:5])
     return first_names if len(names) <= 5 else f"{first_names} and {len(names) - 5} more"

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model and finds the token ids that end its answers."""
+"""Loads the tokenizer of a model, and finds the token ids that end its answers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 _SETTINGS = "tokenizer_config.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _OBJECTS = (_SETTINGS, "special_tokens_map.json", "added_tokens.json")
-"""The small files of a tokenizer, which hold a JSON object each."""
-# End of a sequence, of a turn and of a message: generation stops at each of them.
+"""The small files of a tokenizer, each of which holds a JSON object."""
+# The ends of a sequence, a turn and a message. Generation stops at each of them.
 _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     """Load the fast tokenizer of a model folder or GGUF file, with its chat template.
 
-    None if the model comes without one: then prompts must be token ids, and answers have no text.
-    Raises ValueError if it cannot be read, needs code of its own, has no fast form, or is of a GGUF
-    kind that is not supported.
+    Returns None if the model has none; then prompts must be token ids, and answers have no text.
+    Raises ValueError if the tokenizer cannot be read, needs code of its own, has no fast form, or
+    is of an unsupported GGUF kind.
     """
     if path.suffix == ".gguf":
         from batchgen.engine.loading.gguf.gguf_file import GGUFFile
@@ -47,11 +47,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
             path,
             trust_remote_code=False,
             local_files_only=True,
-            # The engine checks lengths itself, and transformers compares any value only to warn.
+            # The engine checks lengths itself; transformers uses this value only for warnings.
             model_max_length=sys.maxsize,
             **_config(path),
         )
-    except Exception as error:  # Its code takes what the files say as it is, whatever that is.
+    except Exception as error:  # transformers does not check the files' values
         raise ValueError(
             f"{path}: its tokenizer cannot be loaded: {error} ({type(error).__name__} at reading "
             f"one of {', '.join((*_VOCABULARIES, *_OBJECTS))})"
@@ -62,7 +62,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _config(path: Path) -> dict[str, PretrainedConfig]:
-    """Return an empty configuration for models that transformers does not know and warns of."""
+    """Return an empty configuration for models that transformers does not know; otherwise it would
+    warn."""
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     file = path / "config.json"
@@ -71,11 +72,11 @@ def _config(path: Path) -> dict[str, PretrainedConfig]:
 
 
 def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Return all token ids that end an answer of this model, in ascending order.
+    """Return all token ids that end an answer of this model, ascending; may be empty.
 
-    generation_config.json, config.json and the tokenizer name them; a GGUF file has ids for the end
-    of a sequence, a turn and a message. A tokenizer of Harmony adds the ends of that. May be empty.
-    Raises ValueError, which names the file, for another value.
+    They are named in generation_config.json, config.json and the tokenizer. A GGUF file has ids for
+    the ends of a sequence, a turn and a message. A Harmony tokenizer adds the ends of Harmony's
+    messages. Raises ValueError, naming the file, for an invalid value.
     """
     ids: set[int] = set()
     if path.suffix == ".gguf":
@@ -97,17 +98,17 @@ def eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tupl
 
 
 def _eos_of(file: Path) -> list[int]:
-    """Return the EOS ids that a configuration file gives; there may be none, one or several."""
-    # The file itself is read, because the classes of transformers fill in an id if it has none.
+    """Return the EOS ids in a configuration file; none, one or several."""
+    # The file is read directly, because transformers' classes fill in a missing id.
     config = read_json(file)
     eos = config.get("eos_token_id")
-    if eos is None:  # A checkpoint with a vision tower says it of its decoder.
+    if eos is None:  # with a vision tower, the decoder's part may have it
         eos = (config.get("text_config") or {}).get("eos_token_id")
     return _checked(file, "eos_token_id", eos)
 
 
 def _checked(file: Path, key: str, eos: Any) -> list[int]:
-    """Return the ids that a value gives: null, an id or a list of ids."""
+    """Return the ids of a value that may be null, an id or a list of ids."""
     ids: list[int] = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token_id) is not int for token_id in ids):
         raise ValueError(f"{file}: {key} is {eos!r:.60}, and must be a token id or a list of them")

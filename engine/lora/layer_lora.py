@@ -1,6 +1,9 @@
-"""Low-rank adapters beside the layers of a model (LoRA, Hu et al. 2021): each adds B·(A·x) to what
-a layer computes of x. The factors A and B of the adapters that rows may have now are on the device,
-in *adapter slots*."""
+"""Low-rank adapters of the layers of a model (LoRA, Hu et al. 2021): each adds B·(A·x) to a layer's
+result for x.
+
+The factors A and B of the adapters that rows may currently use are on the device, in *adapter
+slots*. Layers make a `LayerLoRA` in `add_lora`; `LoRAState` is shared by all layers of a model.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from batchgen.kernels.lora.lora_tokens import LoRATokens
 
 
 class InSlots(Protocol):
-    """What a layer has of the adapters in the adapter slots."""
+    """A layer's part of the adapters in the adapter slots."""
 
     num_bytes: int
 
@@ -42,19 +45,18 @@ class InSlots(Protocol):
 
 @dataclass
 class LoRAState:
-    """The adapters of a model, which of them are in its adapter slots, and those of the tokens of
-    the forward that runs.
+    """The adapters of a model, which of them are in the adapter slots, and the adapters of the
+    current forward's tokens.
 
     Attributes:
-        names: the adapters, which are numbered from 1 on; 0 is the model without one.
-        ranks: the highest rank of each.
-        default: the adapter of rows that ask for none; None: they have none.
-        in_slots: the number of the adapter in each slot; slots are numbered from 1 on, too.
+        names: the adapters' names; adapters are numbered from 1, and 0 means none.
+        ranks: the highest rank of each adapter.
+        default: the adapter of rows that name none; None: no adapter.
+        in_slots: the number of the adapter in each slot; slots are also numbered from 1.
         layers: the products that have adapters.
-        num_bytes: what the adapters take of the device's memory.
-        tokens: which adapters the tokens have; None if no token has any.
-        outputs: the same of the tokens whose results are wanted, which are all that the end of the
-            last layer computes; None if their number is that of all tokens.
+        tokens: the adapters of the forward's tokens; None if no token has one.
+        outputs: the adapters of the output tokens, to which the last layer is restricted; None if
+            all tokens are output tokens.
     """
 
     names: tuple[str, ...]
@@ -67,13 +69,13 @@ class LoRAState:
 
     @property
     def numbers(self) -> dict[str | None, int]:
-        """The number of each adapter by the name that rows ask for it by."""
+        """The number of each adapter, by the name with which rows ask for it."""
         by_name: dict[str | None, int] = {name: number for number, name in enumerate(self.names, 1)}
         return {None: 0 if self.default is None else by_name[self.default], BASE: 0, **by_name}
 
     @property
     def num_slots(self) -> int:
-        """How many adapters the rows of one forward can have."""
+        """The most different adapters in one forward."""
         return len(self.in_slots)
 
     @property
@@ -83,12 +85,12 @@ class LoRAState:
 
     @property
     def num_bytes(self) -> int:
-        """What the adapters take of the device's memory."""
+        """The bytes that the adapters take on the device."""
         return sum(layer.num_bytes for layer in self.layers)
 
     def tokens_of(self, count: int) -> LoRATokens | None:
-        """The adapters of a layer's tokens, which are all of the forward, or the output tokens;
-        None if no token has any."""
+        """Return the adapters of a layer's `count` tokens, which are all of the forward's tokens or
+        the output tokens. Returns None if no token has an adapter."""
         tokens, outputs = self.tokens, self.outputs
         if tokens is not None and outputs is not None and len(outputs.slots) == count:
             tokens = outputs
@@ -97,27 +99,27 @@ class LoRAState:
         return tokens
 
     def load(self, slot: int, adapter: int) -> None:
-        """Put the adapter of this number into a slot, for the forwards that are launched from now
-        on, without waiting for the device."""
+        """Put the adapter of this number into a slot, for all later forwards, without waiting for
+        the device."""
         self.in_slots[slot - 1] = adapter
         for layer in self.layers:
             layer.load(slot, adapter)
 
 
 class ChoosesProduct(Protocol):
-    """Chooses how products with a weight are computed on a CPU."""
+    """Chooses the method for products with a weight on a CPU (`CPUProducts`)."""
 
     def choose(self, weight: Tensor, bias: Tensor | None) -> CPUProduct: ...
 
 
 class LayerLoRA:
-    """The adapters of one product of a layer, or of the experts of a layer.
+    """The adapters of one product of a layer, or of a layer's experts.
 
     Args:
-        factors: for each adapter what it adds, by the target's name; an adapter need not have all
-            targets.
-        state: shared by all layers of the model.
-        dtype: of the activations.
+        site: the product.
+        factors: for each adapter, its factors by target name. An adapter need not have all targets.
+        state: the model's state, shared by all layers.
+        dtype: the dtype of the activations.
     """
 
     def __init__(
@@ -130,9 +132,10 @@ class LayerLoRA:
     ) -> None:
         self._state, self._site = state, site
         self._products: list[dict[int, list[LoRAProducts]]] = []
-        self._cut: list[list[_Cut]] = []
-        # On the host: what goes into an adapter slot, if there are more adapters than slots.
-        self._apart: list[tuple[Tensor, Tensor]] = []
+        self._pieces: list[list[_Cut]] = []
+        # Adapters in the host's memory, in the layout of a slot; empty if there are enough slots
+        # for all.
+        self._host_factors: list[tuple[Tensor, Tensor]] = []
         parts = site.adapted_parts(factors)
         stacked = stacks(device)
         self._blocks, self._multiple = output_blocks(parts, stacked_rank(state.ranks), device)
@@ -144,22 +147,23 @@ class LayerLoRA:
                 if target.name in pairs and target.expert is not None
             ]
             if not stacked:
-                self._cut.append(cut)
+                self._pieces.append(cut)
             elif state.swaps:
-                self._apart.append(self._on_host(parts, cut))
+                self._host_factors.append(self._on_host(parts, cut))
             else:
                 _stack(parts, cut, self._down[index], self._up[index])
-        if self._apart:
+        if self._host_factors:
             for slot, number in enumerate(state.in_slots, 1):
                 self.load(slot, number)
         self.num_bytes = self._down.nbytes + self._up.nbytes
-        self.num_bytes += sum(one.num_bytes for cut in self._cut for one in cut)
+        self.num_bytes += sum(one.num_bytes for cut in self._pieces for one in cut)
         state.layers.append(self)
 
     def _empty(
         self, parts: Sequence[LoRAPart], dtype: torch.dtype, device: torch.device, stacked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Make the factors for a GPU, all zeros; a CPU computes with those of each adapter."""
+        """Allocate the slots' factors on a GPU, filled with zeros. A CPU uses the factors of each
+        adapter directly."""
         site, rank = self._site, stacked_rank(self._state.ranks)
         lead = (self._state.num_slots if stacked else 0, site.experts)
         return (
@@ -168,8 +172,8 @@ class LayerLoRA:
         )
 
     def _on_host(self, parts: list[LoRAPart], cut: Sequence[_Cut]) -> tuple[Tensor, Tensor]:
-        """Return an adapter's factors as an adapter slot has them, in memory that a GPU reads while
-        the host goes on."""
+        """Return an adapter's factors in the layout of a slot, in pinned memory, from which a GPU
+        copies while the host continues."""
         down, up = (
             torch.zeros(t.shape[1:], dtype=t.dtype, pin_memory=t.is_cuda)
             for t in (self._down, self._up)
@@ -178,30 +182,31 @@ class LayerLoRA:
         return down, up
 
     def load(self, slot: int, adapter: int) -> None:
-        """Put the adapter of this number into a slot, see `LoRAState.load`. A CPU has all of them
-        in memory, and reads which are in slots."""
-        if self._apart:
-            down, up = self._apart[adapter - 1]
+        """Put the adapter of this number into a slot (see `LoRAState.load`). On a CPU all adapters
+        are in memory, so nothing is copied."""
+        if self._host_factors:
+            down, up = self._host_factors[adapter - 1]
             self._down[slot - 1].copy_(down, non_blocking=True)
             self._up[slot - 1].copy_(up, non_blocking=True)
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the device has the factors of the slots, which a CUDA graph has written into it."""
+        """The device addresses of the slots' factors, which CUDA graphs contain."""
         return self._down.data_ptr(), self._up.data_ptr()
 
     def pack(self, products: ChoosesProduct) -> None:
-        """Choose how a CPU computes, so that a token's bits do not depend on the batch."""
-        for cut in self._cut:
+        """Choose how products are computed on a CPU, so that a token's bits do not depend on the
+        batch."""
+        for pieces in self._pieces:
             by_expert: dict[int, list[LoRAProducts]] = {}
-            for one in cut:
-                down, up = self._laid_out(one.down, products), packed_product(one.up, products)
-                by_expert.setdefault(one.expert, []).append(LoRAProducts(one.part, down, up))
+            for piece in pieces:
+                down, up = self._laid_out(piece.down, products), packed_product(piece.up, products)
+                by_expert.setdefault(piece.expert, []).append(LoRAProducts(piece.part, down, up))
             self._products.append(by_expert)
-        self._cut = []
+        self._pieces = []
 
     def _laid_out(self, down: Tensor, products: ChoosesProduct) -> Callable[[Tensor], Tensor]:
-        """Return what computes A·x."""
+        """Return a function that computes A·x."""
         return packed_product(down, products)
 
     @property
@@ -210,16 +215,16 @@ class LayerLoRA:
         return StackedFactors(down, up, self._blocks, self._multiple)
 
     def _in_slots(self) -> list[dict[int, list[LoRAProducts]]]:
-        """The products of each slot on a CPU, by the expert."""
+        """Return the products of each slot on a CPU, by expert."""
         return [self._products[number - 1] for number in self._state.in_slots if self._products]
 
     def of_experts(self) -> ExpertFactors:
-        """Return the factors of the experts of a layer in the slots."""
+        """Return the factors of the experts in the slots."""
         return ExpertFactors(self._stacked, self._in_slots())
 
     def add_(self, out: Tensor, x: Tensor) -> Tensor:
-        """Add what the tokens' adapters make of x [T, in_features] to `out` [T, out_features] in
-        place, and return it; x may be of the output tokens alone."""
+        """Add the adapters' results for x [T, in_features] to `out` [T, out_features] in place, and
+        return `out`. The tokens may be only the output tokens."""
         tokens = self._state.tokens_of(len(x))
         if tokens is None:
             return out
@@ -229,14 +234,14 @@ class LayerLoRA:
 
 
 class EmbeddingLoRA(LayerLoRA):
-    """The adapters of a table of vectors, which read columns of A where others compute A·x."""
+    """The adapters of a table of vectors: columns of A are looked up instead of computing A·x."""
 
     def _laid_out(self, down: Tensor, products: ChoosesProduct) -> Callable[[Tensor], Tensor]:
         return partial(F.embedding, weight=down.t().contiguous())
 
     def add_(self, out: Tensor, x: Tensor) -> Tensor:
-        """Add what adapters make of token ids x [T] to their vectors `out` [T, out_features] in
-        place, and return these."""
+        """Add the adapters' vectors for token ids x [T] to `out` [T, out_features] in place, and
+        return `out`."""
         tokens = self._state.tokens_of(len(x))
         if tokens is None or not self._down.numel():
             return super().add_(out, x)
@@ -245,7 +250,7 @@ class EmbeddingLoRA(LayerLoRA):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A part of a layer with this rank's A and scale · B of one adapter."""
+    """This rank's A and scale · B of one adapter, for one part of a layer."""
 
     expert: int
     part: LoRAPart
@@ -258,27 +263,27 @@ class _Cut:
 
 
 def stacks(device: torch.device) -> bool:
-    """Whether a device computes with the factors of all adapter slots in one launch."""
+    """Return whether a device computes all adapter slots in one launch."""
     return device.type != "cpu"
 
 
 def num_slots(num_adapters: int, slots: int | None) -> int:
-    """Return how many adapter slots there are if `slots` are asked for."""
+    """Return the number of adapter slots if the user asks for `slots` (None: one per adapter)."""
     return num_adapters if slots is None else min(slots, num_adapters)
 
 
-def _stack(parts: list[LoRAPart], cut: Sequence[_Cut], down: Tensor, up: Tensor) -> None:
-    """Write an adapter's factors into those of a slot, [E, P · R, in_features] and [E,
-    out_features, R], which are zeros."""
+def _stack(parts: list[LoRAPart], pieces: Sequence[_Cut], down: Tensor, up: Tensor) -> None:
+    """Write an adapter's factors into a slot of zeros: `down` [E, P · R, in_features] and `up` [E,
+    out_features, R]."""
     rank = up.shape[2]
-    for one in cut:
-        at, part = parts.index(one.part) * rank, one.part
-        down[one.expert, at : at + len(one.down)].copy_(one.down)
-        up[one.expert, part.start : part.start + part.size, : one.up.shape[1]].copy_(one.up)
+    for piece in pieces:
+        start, part = parts.index(piece.part) * rank, piece.part
+        down[piece.expert, start : start + len(piece.down)].copy_(piece.down)
+        up[piece.expert, part.start : part.start + part.size, : piece.up.shape[1]].copy_(piece.up)
 
 
 def packed_product(weight: Tensor, products: ChoosesProduct) -> Callable[[Tensor], Tensor]:
-    """Lay a weight out for a CPU, and return the product with it."""
+    """Lay a weight out for a CPU, and return a function that multiplies by it."""
     chosen = products.choose(weight, None)
     laid_out = pack_weight(weight) if chosen.packed else weight
     return partial(linear, weight=laid_out, bias=None, most_rows=chosen.most_rows)

@@ -1,5 +1,5 @@
-"""Forecasts how the memory will be divided, before weights are loaded and for devices that are not
-here. `engine_estimate.py` calls this to tell a user whether a job fits a GPU."""
+"""Forecasts the memory plan before weights are loaded, also for devices that are not present.
+`engine_estimate.py` calls this to tell a user whether a job fits a GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from batchgen.engine.vision.vision_config import VisionConfig
 from batchgen.kernels.four_bit.linear import is_dequantised
 
 _CONTEXT_BYTES = 768 * 2**20
-"""What CUDA itself takes of a GPU: its context and the code of the libraries."""
+"""The bytes that CUDA itself takes on a GPU: its context and the libraries' code."""
 _ACTIVATIONS = 14
-"""How many values of the hidden width are alive at most for each token of a prefill."""
+"""The most values, in multiples of the hidden size, that are alive per prefill token."""
 _PATCH_WIDTHS = 16
-"""How many values of the tower's width are alive at most for each patch of an image."""
+"""The most values, in multiples of the tower's width, that are alive per image patch."""
 _NUM_GRAPHS = 60
-"""About how many CUDA graphs the memory plan keeps room for."""
+"""Approximately how many CUDA graphs the memory plan reserves memory for."""
 
 
 def expected_memory(
@@ -30,15 +30,17 @@ def expected_memory(
 ) -> MemoryPlan:
     """Return what `plan_memory` will probably decide once the weights are loaded.
 
-    The division is the same. What differs is the room: on a GPU the activations are measured by
-    running a forward, and here they are estimated; on a CPU the weights are not in memory yet, so
-    they are taken off what is free. Raises ValueError as `plan_memory` does, and if the weights
-    alone do not fit.
+    The division is the same, but the available memory differs. On a GPU, `plan_memory` measures the
+    activations by running a forward, and here they are estimated. On a CPU, the weights are not in
+    memory yet, so they are subtracted from the free memory.
 
     Args:
-        uses: the models that will run; their parameters may be on the device `meta`.
+        uses: the models that will run; their parameters may be on the meta device.
         config: the engine's settings for that device.
         gpu_bytes: the memory of the GPU; None for this machine's CPU.
+
+    Raises:
+        ValueError: as for `plan_memory`, and if the weights alone do not fit.
     """
     weights = weight_bytes(uses)
     if gpu_bytes is None:
@@ -71,7 +73,7 @@ def _activation_bytes(use: ModelUse, config: ResolvedConfig) -> int:
     graphs = _NUM_GRAPHS * GRAPH_BYTES if config.cuda_graph else 0
     step = activations * model.dtype.itemsize
     mixtures = (part for part in model.modules() if isinstance(part, SparseMoE))
-    scratch = [each.scratch_bytes(config.max_batched_tokens) for each in mixtures]
+    scratch = [mixture.scratch_bytes(config.max_batched_tokens) for mixture in mixtures]
     if is_dequantised(config.max_batched_tokens, config.rules):
         scratch += [each.scratch_bytes for each in model.modules() if isinstance(each, Linear)]
     step += max(scratch, default=0)

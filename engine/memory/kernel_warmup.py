@@ -1,7 +1,7 @@
-"""Compiles an engine's Triton kernels ahead, in threads, while its weights are loaded.
+"""Compiles an engine's Triton kernels in threads while its weights are loaded.
 
-It goes through the forwards that an engine will run, without computing anything, only to find out
-which kernels they launch. `engine_recipe.py` wraps the loading of a model in it.
+It runs the engine's forwards without computing anything, only to find out which kernels they
+launch. `engine_recipe.py` loads a model inside `compiling_kernels`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ Plan = Callable[[], tuple[Sequence[ModelUse], ResolvedConfig]]
 
 _META = torch.device("meta")
 _MOST_THREADS = 16
-"""The most kernels that are compiled at once; an engine has some fifty, and few take long."""
+"""The most kernels that are compiled at once. An engine has about fifty, and few take long."""
 
 
 @contextmanager
 def compiling_kernels(device: torch.device, plan: Plan) -> Iterator[None]:
-    """Compile an engine's kernels in other threads while its weights are loaded in the context.
+    """Compile an engine's kernels in other threads while its weights are loaded inside the context.
 
-    The context ends when all are compiled. Nothing depends on it but time: what is not compiled
-    here, the first forwards compile. That is all on a CPU and with a Triton that does not compile
-    in threads.
+    The context ends when all kernels are compiled. It only saves time: kernels that are not
+    compiled here are compiled by the first forwards, as on a CPU, and with a Triton that does not
+    compile in threads.
 
     Args:
-        plan: makes the models that will run, with parameters that have no values, and the engine's
-            settings. It is called in another thread, so it must import nothing of a library whose
-            modules import each other on demand, such as transformers.
+        plan: returns the models that will run, with parameters without values, and the engine's
+            settings. It is called in another thread, so it must not import from a library whose
+            modules import each other lazily, such as transformers.
     """
     if device.type != "cuda" or not can_compile_ahead():
         yield
@@ -69,7 +69,7 @@ def _compile(index: int, plan: Plan) -> None:
         try:
             with Undone(torch.device("cuda", index)):
                 uses, config = plan()
-        except ValueError:  # the user's mistake, of which the engine itself will tell
+        except ValueError:  # a user's mistake, which the engine itself will report
             return
         with compiling_ahead(min(usable_cores(), _MOST_THREADS), start_thread):
             warm_up(uses, config)
@@ -80,10 +80,12 @@ def _compile(index: int, plan: Plan) -> None:
 
 @torch.inference_mode()
 def warm_up(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
-    """Go through the forwards that the engine runs before its first step, without a device. All
-    launches of kernels are made, so the caller must keep them from running. Only one of the
-    layers that are built alike takes part, since the others launch the same kernels. The models'
-    parameters have been made within `Undone` for their device, or are on it."""
+    """Run the forwards of the engine's first steps without a device.
+
+    All kernel launches are made, so the caller must keep them from running. Of layers that are
+    built alike, only one takes part, because the others launch the same kernels. The models'
+    parameters must have been made inside `Undone` for their device, or be on it.
+    """
     with Undone(uses[0].model.device):
         for use in uses:
             runner, shapes = scratch_runner(use, config), use.graph_shapes(config)
@@ -99,8 +101,8 @@ def warm_up(uses: Sequence[ModelUse], config: ResolvedConfig) -> None:
 
 @contextmanager
 def _one_layer_of_each_kind(model: TokenModel) -> Iterator[None]:
-    """Leave out the layers of a model that have the same modules and shapes as an earlier one."""
-    if not isinstance(model, CausalLM):  # a head, which has one layer
+    """Leave out the layers of a model that have the same modules and shapes as an earlier layer."""
+    if not isinstance(model, CausalLM):  # a head has only one layer
         yield
         return
     decoder, layers, rotaries = model.model, model.layers, model.model.rotaries
@@ -116,7 +118,7 @@ def _one_layer_of_each_kind(model: TokenModel) -> Iterator[None]:
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """Return what layers that launch the same kernels have in common."""
+    """Return a key that is equal for layers that launch the same kernels."""
     spec = layer.cache_spec if isinstance(layer, DecoderLayer) else None
     window = spec.window if has_window(spec) else None
     modules = [(name, type(module)) for name, module in layer.named_modules()]
@@ -125,9 +127,11 @@ def _kind(layer: nn.Module) -> Hashable:
 
 
 class Undone(TorchFunctionMode):
-    """Within it, operations on tensors of a device yield shapes and dtypes alone. Tensors that are
-    made on the device are on `meta` and say that they are on the device. Those that were there
-    before take part as if they were so, too."""
+    """A mode in which operations on tensors of a device compute only shapes and dtypes.
+
+    Tensors made on the device are really on `meta`, but report the device. Tensors that were on the
+    device before take part as if they were on `meta`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -158,9 +162,9 @@ class Undone(TorchFunctionMode):
         return func(*map(self._undone, args), **options)
 
     def _undone(self, value: Any) -> Any:
-        """Replace the device and its tensors by `meta` and tensors there."""
+        """Replace the device by `meta`, and tensors on it by tensors on `meta`."""
         if isinstance(value, Tensor) and value.is_cuda:
-            # Kept with the tensor, whose id another one could have after it.
+            # Kept together with the tensor, so that no other tensor can get its id.
             if id(value) not in self._shapes:
                 self._shapes[id(value)] = value, value.to(_META)
             return self._shapes[id(value)][1]
@@ -173,8 +177,8 @@ class Undone(TorchFunctionMode):
     def _device_of(self, x: Tensor) -> torch.device:
         return self._device if x.is_meta else x.device
 
-    # For these, torch would first import its decompositions of operators, its compiler or what
-    # computes with symbolic shapes, each of which takes about a second.
+    # For these operations, torch would first import its operator decompositions, its compiler or
+    # its symbolic shapes, each of which takes about a second.
 
     def _addmm(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         return x if x.is_meta else x.addmm_(*args, **options)

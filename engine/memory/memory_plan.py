@@ -1,6 +1,6 @@
-"""The memory plan: how the device's memory is divided between weights, caches and activations.
+"""The memory plan: divides the device's memory between weights, caches and activations.
 
-It is made once, when an engine starts, after the weights were loaded.
+`EngineParts` calls `plan_memory` once, when an engine starts, after the weights were loaded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from batchgen.engine.memory.window_plan import window_blocks, window_needs
 CPU_SHARE = 0.3
 """The share of a CPU's available memory that the caches may take."""
 _SNAPSHOT_SHARE = 0.1
-"""The largest share of the caches' memory for state snapshots if the user gives no number."""
+"""The largest share of the caches' memory for state snapshots, unless the user sets their
+number."""
 _SNAPSHOTS_PER_ROW = 4
-"""The most state snapshots per row in flight that are kept when the user gives no number."""
+"""The most state snapshots per row in flight, unless the user sets their number."""
 
 
 _STORED_STEPS = 3
-"""How many times the image tokens of a step are kept at most: those of the image that a row was cut
-in, those of the step, and one image that a step may have over its number."""
+"""How many times the image tokens of a step are stored, at most: those of the image in which a row
+was cut, those of the step, and one image that a step may have in excess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class MemoryPlan:
     # The activations of the largest prefill and of the largest sampling step, and the CUDA graphs.
     # It is 0 on a CPU, where this memory is not reserved.
     work_space: int
-    # The paged cache of all models, including the planes of columns of context scope, without the
+    # The paged cache of all models, including the planes of columns of context scope, but without
     # layers that have a window.
     kv_cache: int
     num_blocks: int  # the number of blocks in the paged cache, including the scratch block
@@ -50,17 +51,17 @@ class MemoryPlan:
     total: int | None  # the whole memory of the GPU; None for a CPU
     # The states of the rows in flight and their records, for models with recurrent layers.
     row_states: int = 0
-    checkpoints: int = 0  # the states that are kept for prefix reuse
-    num_checkpoints: int = 0  # the number of states that are kept for prefix reuse
-    images: int = 0  # what the vision tower made of images that rows have yet to read
-    window: int | None = None  # the most tokens that layers with a window see, if there are any
+    checkpoints: int = 0  # the state snapshots for prefix reuse
+    num_checkpoints: int = 0  # the number of state snapshots for prefix reuse
+    images: int = 0  # the vision tower's features of images that rows have yet to read
+    window: int | None = None  # the largest window of a layer; None without windows
     window_cache: int = 0  # the paged cache of layers with a window
     num_window_blocks: int = 0  # the number of its blocks, including the scratch block
     window_tokens: int = 0  # the number of tokens that fit into it
 
     @property
     def window_rows(self) -> int | None:
-        """How many rows that are longer than the window have room for it; None without windows."""
+        """How many rows longer than the window fit into the window cache; None without windows."""
         return None if self.window is None else max(self.window_tokens // self.window, 1)
 
     def fitting_rows(self, tokens: float) -> int:
@@ -89,14 +90,14 @@ class MemoryPlan:
 
 
 def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
-    """Decide how many blocks and snapshots the caches have: as many as the user asked for, else
-    what the free memory holds, but no more than all rows in flight can fill at full length. The
+    """Decide how many blocks and snapshots the caches have: the user's numbers, or else as many as
+    fit into the free memory, but no more than all rows in flight can fill at full length. The
     models share one device and one numbering of blocks.
 
     Raises:
-        ValueError: there is no room for the states of all rows in flight, for the snapshots or the
-            cache that the user asked for, for one block, or for one row of `max_model_len` tokens
-            if the user gave that length.
+        ValueError: there is not enough memory for the states of all rows in flight, for the
+            snapshots or the cache that the user asked for, for one block, or for one row of
+            `max_model_len` tokens if the user set that length.
     """
     device, parallel = uses[0].model.device, uses[0].model.parallel
     if device.type == "cpu":
@@ -110,16 +111,16 @@ def plan_memory(uses: Sequence[ModelUse], config: ResolvedConfig) -> MemoryPlan:
 
 
 class Room(NamedTuple):
-    """The memory for everything that rows keep, in bytes."""
+    """The memory that is available for caches, in bytes."""
 
     caches: int  # what the caches may take
     activations: int = 0  # `MemoryPlan.work_space`
-    total: int | None = None  # of the GPU; None for a CPU
+    total: int | None = None  # the whole memory of the GPU; None for a CPU
 
 
 def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, available: Room) -> MemoryPlan:
-    """Divide the memory that is given for caches, as `plan_memory` says; the weights need not be
-    loaded."""
+    """Divide the available memory among the caches, as `plan_memory` describes. The weights need
+    not be loaded."""
     room, total = available.caches, available.total
     advice = "set kv_cache_gib"
     if total is not None:
@@ -173,13 +174,13 @@ def divide_memory(uses: Sequence[ModelUse], config: ResolvedConfig, available: R
 
 
 def _image_bytes(use: ModelUse, config: ResolvedConfig) -> int:
-    """Return the bytes of the features of images at most."""
+    """Return the most bytes that the features of images take."""
     tower = use.model.tower
     return 0 if tower is None else _STORED_STEPS * tower.feature_bytes(config.image_tokens)
 
 
 def _row_state_bytes(use: ModelUse, config: ResolvedConfig) -> int:
-    """Return the bytes for the states and records of all rows in flight and of the scratch slot."""
+    """Return the bytes of the states and records of all rows in flight and of the scratch slot."""
     specs = use.model.cache_specs
     per_row = row_bytes(specs, max(use.widths), config.fold)
     return (1 + config.max_num_seqs) * per_row
@@ -201,9 +202,10 @@ def _num_snapshots(state: int, room: int, config: ResolvedConfig) -> int:
 
 
 def _num_blocks(per_block: int, room: int, config: ResolvedConfig, advice: str) -> int:
-    """Return how many blocks of `per_block` bytes `room` bytes hold, with the scratch block."""
+    """Return how many blocks of `per_block` bytes fit into `room` bytes, including the scratch
+    block."""
     limit = config.max_num_seqs * config.row_blocks + 1
-    if not per_block:  # Without attention, blocks are only counted and need no memory.
+    if not per_block:  # without attention, blocks are only counted and take no memory
         return limit
     num_blocks = min(room // per_block, limit)
     needed = config.row_blocks + 1 if config.is_len_asked_for else 2

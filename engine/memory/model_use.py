@@ -1,5 +1,5 @@
-"""The models that an engine runs, and how it runs each of them: with how many tokens per row, and
-with which columns. The memory plan and the parts of an engine are made of it."""
+"""The models that an engine runs, each with how it runs them: the numbers of tokens per row, and
+the columns. `EngineParts` and the memory plan read the `ModelUse`s."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from batchgen.engine.models.token_model import TokenModel
 class ModelUse(NamedTuple):
     """A model and how a strategy runs it."""
 
-    model: TokenModel  # the model, on its device
-    # Every number of tokens per row that a decode forward of this model can have.
+    model: TokenModel  # on its device
+    # All numbers of tokens per row that a decode forward of this model can have.
     widths: tuple[int, ...]
-    forward_rows: int = 1  # the most rows that a decode forward has for each row of the batch
+    forward_rows: int = 1  # the most rows in a decode forward for each row of the batch
     columns: tuple[OutputColumn, ...] = ()  # the columns of context scope that the model records
-    all_hidden: bool = False  # the hidden states of all tokens of a prefill are wanted
+    all_hidden: bool = False  # whether the hidden states of all prefill tokens are needed
 
     def caches(self, sizes: CacheSizes) -> ModelCaches:
         """Allocate the caches of the model's layers on its device."""
@@ -36,9 +36,9 @@ class ModelUse(NamedTuple):
         )
 
     def graph_shapes(self, config: ResolvedConfig) -> GraphShapes:
-        """Choose the sizes of batches that are captured as CUDA graphs for this model."""
+        """Choose the batch sizes that are captured as CUDA graphs for this model."""
         model = self.model
-        # Contexts count as short only if no layer's attention would split them.
+        # A context counts as short only if no layer's attention would split it.
         short_tokens = min(
             (
                 config.rules.splits(config.max_num_seqs, shape.num_kv_heads, 1).tokens
@@ -57,13 +57,14 @@ class ModelUse(NamedTuple):
             short_blocks=short_blocks if short_blocks < config.row_blocks else 0,
             widths=self.widths,
             all_tokens=bool(self.columns) or self.all_hidden,
-            # The number of tokens that a prefill expands is that of its contexts.
+            # A prefill of latent attention expands the tokens of its contexts, whose number graphs
+            # cannot know.
             reads_prompts=not (config.rules.expand_all_latents and model.has_latents),
         )
 
 
 def cache_token_bytes(uses: Sequence[ModelUse]) -> int:
-    """Return the bytes that one token takes in the paged caches of all models."""
+    """Return the bytes per token in the paged caches of all models."""
     return sum(
         paged_token_bytes(use.model.cache_specs, use.columns, use.model.dtype) for use in uses
     )

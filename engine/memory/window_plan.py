@@ -1,7 +1,7 @@
 """Divides the paged cache between layers with a sliding window and all other layers.
 
-Layers with a window need only the blocks of a row's last tokens, so they have a pool of blocks of
-their own. The memory plan asks here how many blocks each of the two pools gets.
+Layers with a window need only the blocks of a row's last tokens, so they have a separate pool of
+blocks. The memory plan calls `window_blocks` for the sizes of the two pools.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ _LIKELY_WINDOWS = 16
 
 @dataclass(frozen=True, slots=True)
 class WindowNeeds:
-    """What rows need of the blocks of layers with a window."""
+    """How many window blocks rows need."""
 
-    window: int  # the most tokens that a query of any of these layers sees
-    row_blocks: (
-        int  # the most blocks of a decoding row, with which a row alone can be prefilled too
-    )
-    most_blocks: int  # as many as all rows in flight can use, with the scratch block
-    block_bytes: int  # what one block takes over all these layers
+    window: int  # the largest window of these layers, in tokens
+    row_blocks: int  # the most blocks of a decoding row; enough to prefill a single row
+    most_blocks: int  # as many as all rows in flight can use, including the scratch block
+    block_bytes: int  # the bytes of one block over all these layers
 
 
 def window_needs(uses: Sequence[ModelUse], config: ResolvedConfig) -> WindowNeeds | None:
-    """Return what rows need of the blocks of layers with a window; None if no model has any."""
+    """Return how many window blocks rows need; None if no model has layers with a window."""
     window = max((use.model.window or 0 for use in uses), default=0)
     if not window:
         return None
     assert not any(use.model.has_row_states for use in uses), "no model has both"
     size, rows = config.block_size, config.max_num_seqs
-    # What the next token sees, and the tokens of a step that is not read yet and of the next one.
+    # The next token's window, and the tokens of a step that is not read yet and of the next step.
     ahead = max((1 + use.forward_rows) * max(use.widths) for use in uses)
     tokens = window - 1 + ahead
     row_blocks = min(-(-(tokens + size - 1) // size), config.row_blocks)
-    # Besides what rows decode with there is a prefill, and a tail of a prefix for each row.
+    # In addition to decoding rows there may be a prefill, and each row may leave a prefix tail.
     limit = rows * row_blocks + -(-config.max_batched_tokens // size)
     if config.prefix_caching:
         limit += rows * -(-(window - 1) // size)
@@ -55,21 +53,21 @@ def window_needs(uses: Sequence[ModelUse], config: ResolvedConfig) -> WindowNeed
 def window_blocks(
     needs: WindowNeeds, block_bytes: int, room: int, config: ResolvedConfig, advice: str
 ) -> int:
-    """Return how many blocks the layers with a window get of `room` bytes for the paged cache.
+    """Return how many of `room` bytes' worth of blocks the layers with a window get.
 
-    If memory is short, the two kinds of blocks get the shares that rows need whose length is the
-    geometric mean of `row_tokens`, and at least a window, as shorter rows need the same shares. If
-    nobody knows how long rows will get, it is the geometric mean of the window and the longest row,
-    so that neither short nor long rows leave much of one kind unused. If the user gave no length
-    either, rows of more than 16 windows do not count there, since few rows are as long as a model
-    allows. What the other layers cannot use goes to the layers with a window, too.
+    If memory is short, the two pools get the shares that rows of a typical length need. That length
+    is the geometric mean of `row_tokens`, but at least the window. If `row_tokens` is unknown, it
+    is the geometric mean of the window and the longest row, so that neither short nor long rows
+    leave much of one pool unused. If the user set no length either, the longest row counts as at
+    most 16 windows, because few rows are as long as a model allows. Blocks that the other layers
+    cannot use also go to the layers with a window.
 
     Args:
         block_bytes: the bytes of a block of all other layers; 0 if there are none.
-        advice: what a user can do if the memory is too little.
+        advice: what a user can do if memory is too small.
 
     Raises:
-        ValueError: there is no room for the windows of one row.
+        ValueError: the memory is too small for the windows of one row.
     """
     minimum = needs.row_blocks + 1
     if minimum * needs.block_bytes > room:
@@ -90,7 +88,8 @@ def window_blocks(
     length = min(max(math.isqrt(shortest * longest), needs.window), longest)
     of_row = -(-length // config.block_size) * block_bytes + needs.row_blocks * needs.block_bytes
     number = min(needs.most_blocks, room * needs.row_blocks // of_row)
-    # The others have at least the blocks of one row, or half of the room if none may be that long.
+    # The other layers get at least the blocks of one row, or half of the memory if no row may be
+    # that long.
     others = (held + 1) * block_bytes
     if not config.is_len_asked_for and config.row_tokens is None:
         others = min(others, room // 2)

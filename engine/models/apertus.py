@@ -1,5 +1,5 @@
 """Apertus (Swiss AI Initiative 2025, arXiv 2509.14233): Llama with norms of queries and keys, and
-MLPs without a gate, whose function has numbers of each layer."""
+MLPs without a gate whose activation function, xIELU, has parameters in each layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ApertusForCausalLM(DenseForCausalLM):
-    """Apertus: between the projections of its MLPs stands xIELU."""
+    """Apertus, whose MLPs use xIELU between their two projections."""
 
     qk_norm = "head"
     plain = "xielu"
@@ -34,6 +34,6 @@ class ApertusForCausalLM(DenseForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published names of norms those that other models have."""
+        """Translate the published names of norms to those of other models."""
         name = name.replace(".attention_layernorm.", ".input_layernorm.")
         return name.replace(".feedforward_layernorm.", ".post_attention_layernorm.")

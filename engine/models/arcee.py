@@ -1,4 +1,4 @@
-"""AFM-4.5B (Arcee AI 2025): Llama whose MLPs have no gate."""
+"""AFM-4.5B (Arcee AI 2025): Llama with MLPs that have no gate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from batchgen.engine.models.llama import LlamaForCausalLM
 
 
 class ArceeForCausalLM(LlamaForCausalLM):
-    """AFM: between the projections of its MLPs stands max(x, 0)²."""
+    """AFM, whose MLPs use max(x, 0)² between their two projections."""
 
     plain = "relu2"
 

@@ -1,4 +1,4 @@
-"""Bamba (IBM, Princeton, CMU and UIUC 2024): Mamba2, with attention in a few layers."""
+"""Bamba (IBM, Princeton, CMU and UIUC 2024): layers of Mamba2, and a few of attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BambaForCausalLM(MambaForCausalLM):
-    """Bamba, whose attention rotates half of each head."""
+    """Bamba, whose attention applies RoPE to half of each head."""
 
     hf_class = "BambaConfig"
     published_names: ClassVar[Mapping[str, str]] = {

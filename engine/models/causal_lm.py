@@ -1,4 +1,9 @@
-"""The base of all models: a decoder, and a head that computes logits or scores of classes."""
+"""The base class of all model families, `CausalLM`: a decoder and an output head, which computes
+logits or a classifier's scores.
+
+The loader finds a model's class in `model_registry.py` and fills its weight slots; `ModelRunner`
+runs it.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +43,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""The weight slots of the embedding and of the layer that computes logits, which may share one."""
+"""The weight slots of the embedding and of the output layer, which may share a weight."""
 
 
 class Decoder(nn.Module):
     """The part of a model from token ids to hidden states: embedding, layers and final norm.
 
-    `rotaries` has the rotary table of each layer, None for one that rotates nothing. `layer_inputs`
-    makes what layers read besides the residual stream. `self_conditioning` makes the inputs of
-    tokens on a canvas. `hidden_column` records the hidden states behind `hidden_layers`
-    (`ModelConfig.hidden_layers`).
+    Args:
+        rotaries: the rotary table of each layer; None for a layer without rotary embedding.
+        layer_inputs: computes the inputs of layers besides the residual stream, if they have any.
+        hidden_column: records the hidden states after `hidden_layers`
+            (`ModelConfig.hidden_layers`).
+        self_conditioning: computes the inputs of tokens on canvases.
     """
 
     checkpoint_names: Mapping[str, str] = {"layer_inputs": ""}
@@ -67,13 +74,13 @@ class Decoder(nn.Module):
         self.embed_tokens, self.layer_inputs = embed_tokens, layer_inputs
         self.self_conditioning = self_conditioning
         self._hidden_column = hidden_column
-        self._places = {layer: index for index, layer in enumerate(hidden_layers)}
+        self._column_indices = {layer: index for index, layer in enumerate(hidden_layers)}
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.rotaries = tuple(rotaries)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute hidden states after the final norm, as `TokenModel.forward` says."""
+        """Compute hidden states after the final norm; see `TokenModel.forward`."""
         stream: Stream = self.embed_tokens(input_ids)
         if ctx.images is not None:
             stream = ctx.images.put(summed(stream))
@@ -86,13 +93,14 @@ class Decoder(nn.Module):
         tables = dict.fromkeys(self.rotaries)
         rotary_positions = positions if ctx.rope_positions is None else ctx.rope_positions
         turns = {table: None if table is None else table(rotary_positions) for table in tables}
-        # Adapters know the tokens of a layer by their number.
+        # Adapters identify the tokens of a layer by their number, so every layer must see the same
+        # number.
         wanted = ctx.outputs
         if wanted is not None and ctx.adapted and len(wanted.index) == len(input_ids):
             wanted = None
         stream = self._recorded(0, stream, ctx)
         for index, (layer, table) in enumerate(zip(self.layers, self.rotaries, strict=True)):
-            # The last layer writes its cache for all tokens, but computes results for the outputs.
+            # The last layer writes its cache for all tokens, but returns only those of `outputs`.
             outputs = wanted if index == len(self.layers) - 1 else None
             stream = layer(stream, turns[table], ctx, outputs)
             if ctx.images is not None and index < ctx.images.num_layers:
@@ -107,18 +115,19 @@ class Decoder(nn.Module):
         return hidden
 
     def _recorded(self, layer: int, stream: Stream, ctx: ForwardContext) -> Stream:
-        """Record the hidden states behind a number of layers, if they are wanted; return the
+        """Record the hidden states after this many layers, if they are requested. Returns the
         stream."""
         column = self._hidden_column
-        if column is None or layer not in self._places or column.name not in ctx.columns:
+        if column is None or layer not in self._column_indices or column.name not in ctx.columns:
             return stream
         states = summed(stream)
-        ctx.record(column, states, self._places[layer])
+        ctx.record(column, states, self._column_indices[layer])
         return states
 
 
 def hidden_column(config: ModelConfig) -> OutputColumn | None:
-    """Return the column of the hidden states that `hidden_layers` asks for; None without any."""
+    """Return the output column of the hidden states after `hidden_layers`; None if there are
+    none."""
     if not (layers := config.hidden_layers):
         return None
     return OutputColumn(
@@ -134,34 +143,37 @@ _BARE = re.compile(r"embed_tokens\.|layers\.\d|norm\.weight$")
 
 
 def full_name(name: str) -> str:
-    """The name of a checkpoint's tensor with the prefix `model.`, which files of a decoder without
+    """Return a checkpoint's tensor name with the prefix `model.`, which files of a decoder without
     its head leave out."""
     return f"model.{name}" if _BARE.match(name) else name
 
 
 class CausalLM(TokenModel):
-    """A decoder and the linear layer that computes logits from its hidden states, or what a
-    checkpoint has in its place: a classifier's scores, or nothing.
+    """A decoder with an output layer for logits, or with a classifier's head, or without a head.
 
-    Each model is a subclass in a file of its own and a line in the registry. It makes its layers
-    (`make_layer`), its final norm and its rotary tables, and says how its configuration is read. It
-    knows no strategy. This base does not know which layers there are: `cache_specs` says what they
-    keep, and `checkpoint_slots` what checkpoints call their weights.
+    Each family is a subclass in a separate file, and a line in the registry. The subclass makes the
+    layers (`make_layer`), the final norm and the rotary tables, and translates the configuration.
+    It knows nothing of strategies. This base class does not know which kinds of layers there are:
+    `cache_specs` says what they keep, and `checkpoint_slots` maps their weights to checkpoints.
 
-    `heads` are the wanted ones of `config.heads`, and become models that continue from this one's
-    hidden states. With `form` a layer's weights are turned to FP8 or MXFP4 before the next layer is
-    made, so memory never holds all in `dtype`. With `vision` the model has the tower for images.
-    `skipped_parts` says in words for the user what of the checkpoint was not loaded.
+    Args:
+        heads: which of `config.heads` to build: models that continue from this one's hidden states.
+        form: quantises each layer to FP8 or 4 bits before the next layer is made, so that memory
+            never holds all layers in `dtype`.
+        vision: whether to build the vision tower.
+
+    Attributes:
+        skipped_parts: the parts of the checkpoint that were not loaded, in words for the user.
     """
 
     hf_class: ClassVar[str]
     """The class of transformers that reads this model's config.json."""
     is_diffusion: ClassVar[bool] = False
-    """Whether the model fills in masked tokens, as `ModelConfig.diffusion` then describes."""
+    """Whether the model fills in masked tokens (`ModelConfig.diffusion`)."""
     denoises_canvases: ClassVar[bool] = False
     """Whether the model denoises canvases of random tokens (`ModelConfig.canvas_length`)."""
     has_flat_files: ClassVar[bool] = False
-    """Whether a config.json may have the decoder's keys beside the tower's part."""
+    """Whether config.json may have the decoder's keys at the top level, next to `vision_config`."""
 
     def __init__(
         self,
@@ -217,8 +229,8 @@ class CausalLM(TokenModel):
         self.heads: Mapping[str, TokenModel] = {name: self._head(name) for name in heads}
 
     def _module_name(self, name: str) -> str:
-        """Return what weight slots call a checkpoint's module, whose weight may have another name
-        than the module alone."""
+        """Return the name that weight slots use for a checkpoint's module. The name of its weight
+        decides, because a model may rename only that."""
         weight = self.piece_name(full_name(f"{name}.weight"), self.config)
         if weight.endswith(".weight"):
             return weight.removesuffix(".weight")
@@ -230,7 +242,7 @@ class CausalLM(TokenModel):
             lack = self.config.vision_lack
             why = "" if lack is None else f": {lack}"
             raise ValueError(f"{self.config.architecture} reads no images{why}")
-        # Every rank has the whole tower, and encodes some of the images.
+        # Every rank has the whole tower and encodes some of the images.
         return make_tower(config, where=Placement(self.device, self.dtype))
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -254,7 +266,7 @@ class CausalLM(TokenModel):
 
     @property
     def parameters_per_token(self) -> int:
-        """The vision tower's parameters are not counted: a token of text goes through none."""
+        """How many parameters a text token uses. Those of the vision tower do not count."""
         tower = () if self.visual is None else self.visual.parameters()
         return self.num_parameters - sum(parameter.numel() for parameter in tower)
 
@@ -269,40 +281,41 @@ class CausalLM(TokenModel):
     @classmethod
     @abstractmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        """Translate a checkpoint's configuration from that of transformers.
-
-        Raises ValueError if the engine lacks something it needs, which the message names.
-        """
+        """Translate transformers' configuration of a checkpoint. Raises ValueError, naming the key,
+        for what the engine does not support."""
 
     @abstractmethod
     def make_layer(self, index: int) -> DecoderLayer:
-        """Make the layer with this index, counted from 0. Layers of one model may differ."""
+        """Make the layer with this index, starting at 0. The layers of a model may differ."""
 
     @abstractmethod
     def make_norm(self) -> RMSNorm:
         """Make the norm that follows the last layer."""
 
     def make_rotaries(self) -> Sequence[RotaryTable | None]:
-        """Make the tables of cosines and sines, and say which one each layer reads; None for a
-        layer that rotates nothing."""
+        """Make the rotary tables, and return the table of each layer; None for a layer without
+        rotary embedding."""
         return [None] * self.config.num_layers
 
     def make_layer_inputs(self) -> LayerInputs | None:
-        """Make what layers read besides the residual stream; None if they read nothing else."""
+        """Make the module that computes the layers' inputs besides the residual stream; None if
+        they have none."""
         return None
 
     def make_self_conditioning(self) -> SelfConditioning | None:
-        """Make what conditions tokens on a canvas; None for models without canvases."""
+        """Make the module that computes the inputs of tokens on canvases; None for models without
+        canvases."""
         return None
 
     def make_head(self, name: str) -> TokenModel:
-        """Make a head of `config.heads`, which may share weights, or raise ValueError."""
+        """Make one of `config.heads`, which may share weights with the model. Raises ValueError for
+        another name."""
         has = f"it has {', '.join(self.config.heads)}" if self.config.heads else "it has none"
         raise ValueError(f"{self.config.architecture} has no head {name!r}: {has}")
 
     @property
     def embedding_scale(self) -> float:
-        """What the embeddings of tokens are multiplied by."""
+        """The factor of token embeddings."""
         return 1.0
 
     @property
@@ -331,8 +344,8 @@ class CausalLM(TokenModel):
         return hidden
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Compute this rank's columns of logits, as `TokenModel.own_logits` says."""
-        if self.lm_head is None:  # nobody draws tokens
+        """Compute this rank's columns of logits; see `TokenModel.own_logits`."""
+        if self.lm_head is None:  # a model without an output layer generates no tokens
             return hidden.new_empty((len(hidden), 0))
         logits: Tensor = self.lm_head(hidden)
         return logits
@@ -355,10 +368,8 @@ class CausalLM(TokenModel):
             head.pack(rules)
 
     def checkpoint_slots(self) -> list[WeightSlot]:
-        """Return the weight slots of the model and the wanted heads.
-
-        A weight that the embedding and the head share has one slot, under the embedding's name.
-        """
+        """Return the weight slots of the model and its built heads. A weight shared by embedding
+        and output layer has one slot, under the embedding's name."""
         slots = list(weight_slots(self, ""))
         if self.config.tie_word_embeddings:
             slots = [slot for slot in slots if slot.pieces != (LM_HEAD,)]
@@ -368,18 +379,17 @@ class CausalLM(TokenModel):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Return what weight slots call a checkpoint's tensor of this name.
-
-        A head's pieces begin with its name. Models whose checkpoints prefix names override this.
-        """
+        """Return the name that weight slots use for a checkpoint's tensor. Families whose
+        checkpoints use other names override this; pieces of a head begin with the head's name."""
         return name
 
     def skipped_part(self, name: str) -> str | None:
-        """Name to the user the part of a tensor that is not loaded; None if the model has it."""
+        """Return, in words for the user, the part of the checkpoint to which a tensor belongs, if
+        the part is not loaded; None if it is."""
         return None
 
     def is_derived(self, name: str) -> bool:
-        """Whether a checkpoint's tensor of this name can be ignored: it follows from others, or
+        """Return whether a checkpoint's tensor can be ignored, because it follows from others or
         belongs to a part of the model that is not built."""
         if name == LM_HEAD and self.lm_head is None:
             return True
@@ -387,5 +397,6 @@ class CausalLM(TokenModel):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Maps the names of tensors that repeat others of the checkpoint to the names of these."""
+        """Maps the names of tensors that repeat other tensors of the checkpoint to the names of
+        those."""
         return {LM_HEAD: EMBEDDING} if self.config.tie_word_embeddings else {}

@@ -1,4 +1,4 @@
-"""Command R and R+ (Cohere 2024): attention and MLP side by side, with rotation in all layers."""
+"""Command R and R+ (Cohere 2024): attention and MLP read the same norm; all layers have RoPE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class CohereForCausalLM(Cohere2ForCausalLM):
-    """Command R; in R+ each head of queries and keys has a norm of its own, less the mean."""
+    """Command R. In R+, each head of queries and keys has a separate norm, which subtracts the
+    mean."""
 
     hf_class = "CohereConfig"
 

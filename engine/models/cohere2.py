@@ -1,4 +1,5 @@
-"""Command R7B and Command A (Cohere 2024, arXiv 2504.00698): attention and MLP side by side."""
+"""Command R7B and Command A (Cohere 2024, arXiv 2504.00698): attention and MLP read the same
+norm."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Cohere2ForCausalLM(DenseForCausalLM):
-    """Cohere 2: attention and MLP read the same norm, which subtracts the mean; three of four
-    layers have a sliding window, and the others rotate nothing."""
+    """Cohere 2: attention and MLP read the same norm, which subtracts the mean. Three of four
+    layers have a sliding window and RoPE; the fourth has neither."""
 
     hf_class = "Cohere2Config"
 
     def make_layer(self, index: int) -> DecoderLayer:
-        """Make a layer of attention beside an MLP."""
+        """Make a layer of attention and an MLP in parallel."""
         parts = ParallelParts(self.make_attention(index), self.make_mlp(index))
         return DecoderLayer(parts, None, before=(self.make_norm(), None), mixer_name="")
 
@@ -49,10 +50,8 @@ class Cohere2ForCausalLM(DenseForCausalLM):
 def cohere_config(
     hf: PretrainedConfig, model: type[DenseForCausalLM], **options: Any
 ) -> ModelConfig:
-    """Make the configuration of a decoder of Cohere's; `options` are of `dense_config`.
-
-    Raises ValueError for a factor of logits that is none.
-    """
+    """Make the configuration of a Cohere decoder; `options` are those of `dense_config`. Raises
+    ValueError if `logit_scale` is not a positive number."""
     scale = hf.logit_scale
     if type(scale) not in (int, float) or not 0 < scale < 1e6:
         raise ValueError(f"logit_scale is {scale!r:.60}, and must be a number over 0")

@@ -1,4 +1,5 @@
-"""Short convolutions with attention in a few layers: what LFM2 with experts and without share."""
+"""Decoders with gated short convolutions, and attention in a few layers: the common part of LFM2
+with and without experts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CONV = "conv"
-"""What `layer_types` calls a layer with a short convolution."""
+"""The name in `layer_types` of a layer with a short convolution."""
 _NAMES = {
     ".operator_norm.": ".input_layernorm.", ".ffn_norm.": ".post_attention_layernorm.",
     "model.embedding_norm.": "model.norm.", ".self_attn.out_proj.": ".self_attn.o_proj.",
@@ -24,16 +25,16 @@ _NAMES = {
     ".feed_forward.w1.": ".mlp.gate_proj.", ".feed_forward.w3.": ".mlp.up_proj.",
     ".feed_forward.w2.": ".mlp.down_proj.",
 }  # fmt: skip
-"""Parts of a published tensor's name, and those that other models have."""
+"""Maps parts of published tensor names to those of other models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvConfig(MoEConfig):
-    """What these decoders have in their configuration besides that of other ones."""
+    """The configuration of decoders with short convolutions, in addition to `MoEConfig`."""
 
-    conv_layers: tuple[int, ...]  # ascending indices; the others have attention
-    conv_width: int  # tokens that a convolution sees, the token itself included
-    conv_bias: bool  # of the convolution and of its projections
+    conv_layers: tuple[int, ...]  # ascending indices; all other layers have attention
+    conv_width: int  # the number of tokens in the convolution's window, the current one included
+    conv_bias: bool  # whether the convolution and its projections have biases
 
     @property
     def chunk_multiple(self) -> int:
@@ -41,8 +42,8 @@ class ConvConfig(MoEConfig):
 
 
 class ConvForCausalLM(MoEForCausalLM):
-    """A decoder of gated convolutions over a few tokens, with attention in some layers, which
-    normalises queries and keys. Layers may have experts."""
+    """A decoder of gated short convolutions, with attention in some layers, which normalises
+    queries and keys. Layers may have experts."""
 
     qk_norm = "head"
 
@@ -75,10 +76,8 @@ class ConvForCausalLM(MoEForCausalLM):
 def conv_config(
     hf: PretrainedConfig, model: type[ConvForCausalLM], *, intermediate_size: int, **experts: Any
 ) -> ModelConfig:
-    """Make the configuration of a decoder with convolutions; `experts` are of `MoEConfig`.
-
-    Raises ValueError, which names the key, for layers or a width that make no sense.
-    """
+    """Make the configuration of a decoder with short convolutions; `experts` are fields of
+    `MoEConfig`. Raises ValueError, naming the key, for invalid layers or an invalid width."""
     kinds: list[str] = hf.layer_types
     if unknown := set(kinds) - {_CONV, FULL}:
         raise ValueError(f"layer_types has {min(unknown)!r:.60}; known: {_CONV}, {FULL}")

@@ -1,4 +1,4 @@
-"""What models with the mixtures of experts of DeepSeek-V3 share, whatever their attention."""
+"""The common part of models with DeepSeek-V3's mixture of experts, with any kind of attention."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ _HEAD_NAMES = {
     "embed_tokens.": "embed_tokens.",
     "shared_head.head.": "lm_head.",
 }
-"""What checkpoints call the head's own parts, by how they begin; the rest is its layer's."""
+"""Maps the beginnings of a head's published tensor names to those of `MTPHead`. All other tensors
+belong to the head's layer."""
 
 
 class DeepseekMoEForCausalLM(MoEForCausalLM):
-    """A decoder whose checkpoints hold, behind the last layer, those that predict tokens further
-    ahead (`MTPHead`)."""
+    """A decoder whose checkpoints hold, after the last layer, layers for multi-token prediction
+    (`MTPHead`)."""
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Name the tensors of the layer behind the last one as the head's weight slots do."""
+        """Translate the tensor names of the layer after the last one to those of the head's weight
+        slots."""
         match = _LAYER.match(name)
         if match is None or int(match[1]) < config.num_layers:
             return name
@@ -46,7 +48,8 @@ class DeepseekMoEForCausalLM(MoEForCausalLM):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """The head for multi-token prediction shares what checkpoints hold once more."""
+        """Also maps the head's copies of the embedding and output layer, which checkpoints
+        repeat."""
         logits = EMBEDDING if self.config.tie_word_embeddings else LM_HEAD
         shared = {
             f"{MTP_HEAD}.embed_tokens.weight": EMBEDDING,
@@ -55,24 +58,23 @@ class DeepseekMoEForCausalLM(MoEForCausalLM):
         return {**super().copies, **shared}
 
     def skipped_part(self, name: str) -> str | None:
-        """Name the layers behind the last one, which predict tokens further ahead."""
+        """Return the name of the multi-token prediction head for its tensors, if the head is not
+        built."""
         match = _LAYER.match(name)
         is_head = match is not None and int(match[1]) >= self.config.num_layers
         return "the head for multi-token prediction" if is_head and not self.heads else None
 
 
 def mtp_layers(hf: PretrainedConfig) -> int:
-    """Return how many layers behind the last one predict tokens further ahead; 0 if the
+    """Return the number of layers for multi-token prediction after the last one; 0 if the
     configuration does not say. transformers 5.17 and 5.23 have different names for it."""
     known = extra_value(hf, "num_mtp_layers", int, 0)
     return extra_value(hf, "num_nextn_predict_layers", int, known)
 
 
 def sigmoid_router(hf: PretrainedConfig) -> Router:
-    """Return the form of a router whose scores are sigmoids, corrected for the choice.
-
-    Raises ValueError if the number of groups is none.
-    """
+    """Return a router with sigmoid scores and a correction for the choice. Raises ValueError if a
+    number of groups is not positive."""
     check_positive(n_group=hf.n_group, topk_group=hf.topk_group)
     form = RouterForm(
         sigmoid=True,
@@ -86,9 +88,10 @@ def sigmoid_router(hf: PretrainedConfig) -> Router:
 
 
 def sparse_from(hf: PretrainedConfig) -> list[int]:
-    """Return a DeepSeek checkpoint's layers with experts: from `first_k_dense_replace` on, the
-    multiples of `moe_layer_freq`; raise ValueError if that is not positive."""
-    # transformers knows no such key, and keeps what the file says.
+    """Return the indices of a DeepSeek model's layers with experts: the multiples of
+    `moe_layer_freq` from `first_k_dense_replace` on. Raises ValueError if `moe_layer_freq` is not
+    positive."""
+    # transformers does not know this key, and keeps the file's value.
     step = extra_value(hf, "moe_layer_freq", int, 1)
     check_positive(moe_layer_freq=step)
     if not hf.n_routed_experts:

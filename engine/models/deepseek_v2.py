@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DeepseekV2ForCausalLM(LatentForCausalLM):
-    """DeepSeek-V2: weights are a softmax over all experts, which is not renormalised."""
+    """DeepSeek-V2: expert weights are a softmax over all experts, without renormalisation."""
 
     hf_class = "DeepseekV2Config"
 

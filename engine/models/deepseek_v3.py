@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class DeepseekV3ForCausalLM(LatentForCausalLM):
-    """DeepSeek-V3: scores are sigmoids, corrected for the choice of experts only."""
+    """DeepSeek-V3: expert scores are sigmoids, with a correction that affects only the choice of
+    experts."""
 
     hf_class = "DeepseekV3Config"
 

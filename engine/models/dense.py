@@ -1,4 +1,8 @@
-"""Dense decoders: grouped-query attention and a gated MLP in every layer."""
+"""Dense decoders, with grouped-query attention and an MLP in every layer: the base class of most
+families.
+
+`dense_config` translates transformers' configuration; families pass what differs.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +34,38 @@ if TYPE_CHECKING:
 
 
 WINDOW, FULL = "sliding_attention", "full_attention"
-"""What `layer_types` of a configuration calls layers with a window and layers without."""
+"""The names in `layer_types` of layers with a sliding window and of layers without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig(FamilyConfig):
-    """What dense decoders have in their configuration besides `ModelConfig`."""
+    """The configuration of dense decoders, in addition to `ModelConfig`."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int  # the width of the MLP
+    intermediate_size: int  # the intermediate size of the MLP
     rms_norm_eps: float
     rope: DefaultRope
-    rotary_dim: int  # rotated values, the first of a query or key head
-    interleaved: bool = False  # checkpoints rotate values 2i and 2i + 1 of a head together
-    # The rope of each layer, None for one that rotates nothing; empty: `rope` in all layers.
+    rotary_dim: int  # how many values of a head, the first ones, have RoPE
+    interleaved: bool = False  # whether checkpoints pair the values 2i and 2i + 1 of a head
+    # The rope of each layer, None for a layer without RoPE; empty: `rope` in all layers.
     layer_ropes: tuple[DefaultRope | None, ...] = ()
-    # The window of each layer, None for one that sees all tokens; empty: no layer has one.
+    # The window of each layer, None for full attention; empty: no layer has a window.
     layer_windows: tuple[int | None, ...] = ()
-    query_scale: QueryScale | None = None  # by which queries are multiplied after rotation
-    attention_scale: float | None = None  # by which scores are multiplied; None: 1/√head_dim
+    query_scale: QueryScale | None = None  # factors of queries after rotation
+    attention_scale: float | None = None  # the factor of scores; None: 1/√head_dim
     attention_cap: float | None = None  # scores s become cap · tanh(s / cap)
-    gate: GateFunction = "silu"  # of the MLP
-    plain: PlainFunction | None = None  # the function of an MLP without a gate
+    gate: GateFunction = "silu"  # the MLP's activation function
+    plain: PlainFunction | None = None  # the activation function of an MLP without a gate
     logit_cap: float | None = None  # logits l become cap · tanh(l / cap)
     logit_divisor: float = 1.0  # logits are divided by it
-    embedding_scale: float = 1.0  # embeddings of tokens are multiplied by it
+    embedding_scale: float = 1.0  # token embeddings are multiplied by it
     norm_places: NormPlaces = "before"
-    mlp_factors: tuple[float, float] = (1.0, 1.0)  # of what gate and up of an MLP yield
-    qkv_bias: bool  # of the projections to queries, keys and values
-    output_bias: bool  # of attention's output projection
-    mlp_bias: bool  # of the MLP's projections
+    mlp_factors: tuple[float, float] = (1.0, 1.0)  # factors of the gate's and up's results
+    qkv_bias: bool  # whether the projections to queries, keys and values have biases
+    output_bias: bool  # whether attention's output projection has a bias
+    mlp_bias: bool  # whether the MLP's projections have biases
     qk_norm: NormScope | None  # what an RMSNorm of queries and of keys is computed over
 
     def __post_init__(self) -> None:
@@ -89,7 +93,7 @@ class DenseConfig(FamilyConfig):
 
     @property
     def attention(self) -> KVSpec:
-        """The shape of attention, which is the same in every layer but for windows."""
+        """The shape of attention without windows, which is the same in all layers."""
         return KVSpec(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def attention_of(self, layer: int) -> KVSpec:
@@ -99,26 +103,24 @@ class DenseConfig(FamilyConfig):
 
 
 class DenseForCausalLM(CausalLM):
-    """The decoder of Llama, Qwen and similar models; a subclass says what differs.
-
-    Modules have the names that transformers' checkpoints use.
-    """
+    """The decoder of Llama, Qwen and similar models; a subclass defines what differs. Modules have
+    the names that transformers' checkpoints use."""
 
     qk_norm: ClassVar[NormScope | None] = None
-    """What an RMSNorm of queries and of keys is computed over, if there is one."""
+    """What an RMSNorm of queries and keys is computed over; None: they have no norm."""
     norm_places: ClassVar[NormPlaces] = "before"
-    """Where norms stand: before each part of a layer, after it, or both."""
+    """Where a layer has norms: before its parts, after them, or both."""
     plain: ClassVar[PlainFunction | None] = None
-    """The function of MLPs without a gate; None: they have one."""
+    """The activation function of MLPs without a gate; None: MLPs have a gate."""
     zero_centred: ClassVar[bool] = False
     """Whether checkpoints hold the weights of norms minus 1 (`RMSNorm`)."""
     norms_in_float: ClassVar[bool] = False
     """Whether norms multiply by their weights in float32 (`RMSNorm`)."""
     norms_follow_rotation: ClassVar[bool] = False
-    """Whether queries and keys are normalised behind their rotation."""
+    """Whether queries and keys are normalised after rotation."""
     gguf_permutes_qk: ClassVar[bool] = False
-    """Whether GGUF files of this model hold the rows of the query and key projections in the order
-    of interleaved rotary embedding, in which the two values of a pair are neighbours."""
+    """Whether GGUF files of this model order the rows of the query and key projections for
+    interleaved rotary embedding, in which the two values of a pair are neighbours."""
 
     @property
     def family(self) -> DenseConfig:
@@ -141,11 +143,11 @@ class DenseForCausalLM(CausalLM):
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """What `Attention` takes besides, in models whose attention has more options."""
+        """Further arguments of `Attention` in this family."""
         return {}
 
     def make_attention(self, index: int) -> Mixer:
-        """Make the attention of a layer, which finds its cache under this index."""
+        """Make the attention of the layer with this index, which is also the index of its cache."""
         family = self.family
         return Attention(
             index,
@@ -194,7 +196,7 @@ class DenseForCausalLM(CausalLM):
 
     @cached_property
     def _query_scales(self) -> Tensor | None:
-        """The factors of queries at all positions [P], which all layers share."""
+        """The factors of queries by position [P], shared by all layers."""
         scale, positions = self.family.query_scale, self.config.max_position_embeddings
         return None if scale is None else scale.table(positions).to(self.device)
 
@@ -206,7 +208,7 @@ class DenseForCausalLM(CausalLM):
         return logits if cap is None else soft_cap(logits, cap)
 
     def make_rotaries(self) -> Sequence[RotaryTable | None]:
-        """Make a table for each rope, for all positions that the model was made for."""
+        """Make a table for each distinct rope, for all positions of the model."""
         family, positions = self.family, self.config.max_position_embeddings
         ropes = family.layer_ropes or (family.rope,) * self.config.num_layers
         vision = self.config.vision
@@ -249,10 +251,8 @@ def dense_config(
     rms_norm_eps: float | None = None,  # None takes it from the configuration
     hidden_act: str | None = None,  # None takes it from the configuration
 ) -> ModelConfig:
-    """Make the configuration of a dense decoder from that of transformers.
-
-    Raises ValueError if the engine lacks something it needs, which the message names.
-    """
+    """Make the configuration of a dense decoder from transformers' configuration. Raises
+    ValueError, naming the key, for what the engine does not support."""
     activation = model.plain or "silu"
     if gate == "silu" and (known := hidden_act or hf.hidden_act) != activation:
         raise ValueError(f"hidden_act {known!r} is not supported, only {activation!r}")
@@ -287,16 +287,15 @@ def dense_config(
 
 
 def head_size(hf: PretrainedConfig) -> int:
-    """Return the values in one head, which some classes have only if the checkpoint gives it."""
+    """Return the size of a head. Some of transformers' classes have it only if the checkpoint
+    does."""
     size: int = hf.to_dict().get("head_dim") or hf.hidden_size // hf.num_attention_heads
     return size
 
 
 def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer by `layer_types`, None for one that sees all tokens.
-
-    Raises ValueError, which names the key, if a kind of layer is unknown or the window no number.
-    """
+    """Return the window of each layer by `layer_types`; None for full attention. Raises ValueError,
+    naming the key, if a kind of layer is unknown or the window is not a number."""
     kinds: list[str] = hf.layer_types
     if unknown := set(kinds) - {WINDOW, FULL}:
         raise ValueError(f"layer_types has {min(unknown)!r:.60}; known: {FULL}, {WINDOW}")
@@ -310,10 +309,8 @@ def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
 
 
 def common_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return the window of each layer, if `sliding_window` gives one to all of them.
-
-    Raises ValueError if it is no number of tokens.
-    """
+    """Return the window of each layer, if `sliding_window` sets one for all layers; else (). Raises
+    ValueError if it is not a positive integer."""
     window: int | None = hf.sliding_window
     if window is None:
         return ()

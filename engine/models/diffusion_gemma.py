@@ -1,9 +1,9 @@
-"""DiffusionGemma (Google 2026): Gemma 4 with experts, which reads a text causally and denoises
-canvases of random tokens behind it.
+"""DiffusionGemma (Google 2026): Gemma 4 with experts, which reads its context causally and denoises
+canvases of random tokens after it.
 
-The facts are of models/diffusion_gemma in transformers 5.23 and of two files that were written
-beside it: srt/models/diffusion_gemma.py (jethac/sglang at c14d9209) and
-srt/dllm/algorithm/gemma4_renoise.py (sgl-project/sglang at 34fe1421).
+Sources: models/diffusion_gemma in transformers 5.23, and two files written for it:
+srt/models/diffusion_gemma.py (jethac/sglang at c14d9209) and srt/dllm/algorithm/gemma4_renoise.py
+(sgl-project/sglang at 34fe1421).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _OWN: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "use_double_wide_mlp": False,
 }
-"""What a configuration of Gemma 4 says besides."""
+"""Keys of Gemma 4's configuration that DiffusionGemma's lacks, with the values that they have."""
 
 
 class DiffusionGemmaForBlockDiffusion(Gemma4ForCausalLM):
-    """DiffusionGemma: one stack of layers for context and canvases, which differ in the number that
-    multiplies the stream behind a layer, and in the inputs of tokens on a canvas."""
+    """DiffusionGemma: one stack of layers for context and canvases. The two differ in the factor of
+    the stream after each layer, and in the inputs of canvas tokens."""
 
     hf_class = "DiffusionGemmaConfig"
     denoises_canvases = True
 
     def make_self_conditioning(self) -> SelfConditioning:
-        """Make what conditions tokens on a canvas by the step before."""
+        """Make the module that conditions canvas tokens on the previous step."""
         family, size = self.family, self.config.hidden_size
         width = family.intermediate_size
         mlp = GatedMLP(size, width, bias=False, gate=family.gate, where=self.where)
@@ -53,7 +53,7 @@ class DiffusionGemmaForBlockDiffusion(Gemma4ForCausalLM):
         return SelfConditioning(mlp, norm)
 
     def mean_embeddings(self, logits: Tensor) -> Tensor:
-        """Compute mean embeddings, as `TokenModel.mean_embeddings` says."""
+        """Compute mean embeddings; see `TokenModel.mean_embeddings`."""
         return self.model.embed_tokens.mean(logits)
 
     @classmethod
@@ -75,7 +75,7 @@ class DiffusionGemmaForBlockDiffusion(Gemma4ForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give weights of the stack the names that other models have."""
+        """Translate the weight names of the stack to those of other models."""
         if (match := _SCALAR.fullmatch(name)) is not None:
             kind = "canvas_scalar" if match[1] == "decoder" else "layer_scalar"
             return f"model.{match[2]}.{kind}"
@@ -85,5 +85,5 @@ class DiffusionGemmaForBlockDiffusion(Gemma4ForCausalLM):
         return VISION_TOWER if _TOWER.match(name) else None
 
     def is_derived(self, name: str) -> bool:
-        """Whether a tensor can be ignored: those of the encoder repeat the decoder's."""
+        """Return whether a tensor can be ignored. Those of the encoder repeat the decoder's."""
         return super().is_derived(name) or name.startswith(_ENCODER)

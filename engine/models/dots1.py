@@ -1,4 +1,4 @@
-"""dots.llm1 (rednote-hilab 2025, arXiv 2506.05767): Qwen3's attention, DeepSeek-V3's experts."""
+"""dots.llm1 (rednote-hilab 2025, arXiv 2506.05767): Qwen3's attention and DeepSeek-V3's experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Dots1ForCausalLM(MoEForCausalLM):
-    """dots.llm1: the first layers have no experts, and each other one has shared experts."""
+    """dots.llm1: the first layers have no experts; all other layers have routed and shared
+    experts."""
 
     qk_norm = "head"
 

@@ -1,4 +1,5 @@
-"""ERNIE 4.5, dense (Baidu 2025): Llama that rotates neighbouring values of a head together."""
+"""ERNIE 4.5, dense (Baidu 2025): Llama with interleaved RoPE, which rotates neighbouring values of
+a head."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Ernie4_5ForCausalLM(DenseForCausalLM):
-    """ERNIE 4.5: all projections have biases, or none."""
+    """ERNIE 4.5: either all projections have biases or none has."""
 
     hf_class = "Ernie4_5Config"
 
@@ -22,7 +23,7 @@ class Ernie4_5ForCausalLM(DenseForCausalLM):
 
 
 def ernie_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelConfig:
-    """Make the configuration of ERNIE's decoder, before it has experts."""
+    """Make the configuration of ERNIE's decoder without experts."""
     bias: bool = hf.use_bias
     return dense_config(
         hf,

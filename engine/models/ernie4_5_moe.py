@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts (Baidu 2025): a softmax router, corrected for the choice."""
+"""ERNIE 4.5 with experts (Baidu 2025): a softmax router with a correction for the choice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Ernie4_5_MoeForCausalLM(MoEForCausalLM):
-    """ERNIE 4.5 with experts in the layers that its configuration names, and shared ones."""
+    """ERNIE 4.5 with routed and shared experts in the layers that its configuration names."""
 
     hf_class = "Ernie4_5_MoeConfig"
 
@@ -44,7 +44,7 @@ class Ernie4_5_MoeForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published name of the router's correction the one that other models have."""
+        """Translate the published name of the router's correction to that of other models."""
         for part in (".mlp.moe_statics.", ".mlp.gate.moe_statics."):
             name = name.replace(part, ".mlp.gate.")
         return name

@@ -1,4 +1,4 @@
-"""EXAONE 4.0 (LG AI Research 2025, arXiv 2507.11407): norms behind the parts of a layer."""
+"""EXAONE 4.0 (LG AI Research 2025, arXiv 2507.11407): norms after the parts of a layer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Exaone4ForCausalLM(DenseForCausalLM):
-    """EXAONE 4: in the 32B three of four layers have a sliding window, and the others rotate
-    nothing; in the 1.2B all layers see all tokens and rotate."""
+    """EXAONE 4. In the 32B, three of four layers have a sliding window and RoPE, and the fourth has
+    neither; in the 1.2B, all layers have full attention and RoPE."""
 
     qk_norm = "head"
     norm_places = "after"
@@ -40,7 +40,7 @@ class Exaone4ForCausalLM(DenseForCausalLM):
 
 
 def windows_and_ropes(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return what `dense_config` takes of windows and ropes, which EXAONE's models share."""
+    """Return the arguments of `dense_config` about windows and ropes, common to EXAONE's models."""
     windows = layer_windows(hf)  # refuses unknown kinds of layers
     rope = rope_from_parameters(hf.rope_parameters)
     mixed = hf.sliding_window is not None

@@ -1,4 +1,4 @@
-"""K-EXAONE (LG AI Research 2026): EXAONE 4's attention, DeepSeek-V3's experts."""
+"""K-EXAONE (LG AI Research 2026): EXAONE 4's attention and DeepSeek-V3's experts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class ExaoneMoeForCausalLM(MoEForCausalLM):
-    """K-EXAONE: norms before the parts of a layer, and shared experts without a gate. Its head for
-    multi-token prediction is not loaded."""
+    """K-EXAONE: norms before the parts of a layer, and shared experts without a gate. Its
+    multi-token prediction head is not loaded."""
 
     qk_norm = "head"
 
@@ -47,7 +47,7 @@ class ExaoneMoeForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published name of the router's correction the one that other models have."""
+        """Translate the published name of the router's correction to that of other models."""
         return name.replace(".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias")
 
     def skipped_part(self, name: str) -> str | None:
@@ -55,8 +55,8 @@ class ExaoneMoeForCausalLM(MoEForCausalLM):
 
 
 def sparse_by_type(hf: PretrainedConfig) -> tuple[int, ...]:
-    """Return the layers with experts by `mlp_layer_types`; raise ValueError, which names the key,
-    for an unknown kind or another number of layers."""
+    """Return the indices of layers with experts by `mlp_layer_types`. Raises ValueError, naming the
+    key, for an unknown kind or a wrong number of layers."""
     kinds: list[str] = hf.mlp_layer_types
     if len(kinds) != hf.num_hidden_layers or set(kinds) - {"dense", "sparse"}:
         raise ValueError(

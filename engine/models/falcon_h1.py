@@ -1,4 +1,5 @@
-"""Falcon-H1 (TII 2025): attention and Mamba2 side by side in each layer, with many factors."""
+"""Falcon-H1 (TII 2025): attention and Mamba2 in parallel in each layer, with many constant
+factors."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ _UNBIASED = ("attention_bias", "mlp_bias")
 
 
 class FalconH1ForCausalLM(MambaForCausalLM):
-    """Falcon-H1. The state of a layer's Mamba2 mixer has the index behind those of all attention.
+    """Falcon-H1. The cache indices of the Mamba2 mixers follow those of all attention mixers.
 
-    The factors of attention's inputs and keys stand in its scores, and that of inputs in the factor
-    of its result, too.
+    The published factors of attention's inputs and keys are merged into the scale of its scores,
+    and the factor of its inputs also into the factor of its result.
     """
 
     hf_class = "FalconH1Config"
@@ -37,7 +38,7 @@ class FalconH1ForCausalLM(MambaForCausalLM):
     }
 
     def make_layer(self, index: int) -> DecoderLayer:
-        """Make a layer of attention beside Mamba2, and an MLP."""
+        """Make a layer of attention and Mamba2 in parallel, and an MLP."""
         attention = self.make_attention(index)
         mamba = self.make_mamba(self.config.num_layers + index)
         return DecoderLayer(
@@ -49,10 +50,10 @@ class FalconH1ForCausalLM(MambaForCausalLM):
 
     @property
     def cache_specs(self) -> Sequence[CacheSpec | None]:
-        """What attention keeps in each layer, then what Mamba2 does."""
+        """The cache specs of each layer's attention, followed by those of each layer's Mamba2."""
         mixers = [layer.mixer for layer in self.layers]
-        of_mamba = [mixer.mamba.cache_spec for mixer in mixers if isinstance(mixer, ParallelMixers)]
-        return [*super().cache_specs, *of_mamba]
+        mambas = [mixer.mamba for mixer in mixers if isinstance(mixer, ParallelMixers)]
+        return [*super().cache_specs, *(mamba.cache_spec for mamba in mambas)]
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
@@ -86,7 +87,8 @@ class FalconH1ForCausalLM(MambaForCausalLM):
 
 
 def check_factors(hf: PretrainedConfig) -> None:
-    """Raise ValueError, which names the key, for factors that are none or stand where a bias is."""
+    """Raise ValueError, naming the key, for factors that are not numbers, or for biases, which the
+    merged factors do not support."""
     for name in _FACTORS:
         value = getattr(hf, name)
         if type(value) not in (int, float) or not 0 < value < 1e6:

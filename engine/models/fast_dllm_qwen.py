@@ -1,9 +1,9 @@
 """Fast-dLLM v2 (NVIDIA 2025, arXiv 2509.26328): Qwen2.5 trained for block diffusion.
 
-The facts are of v2/generation_functions.py (mgustineli/Fast-dLLM at 12ba32ab, a fork of NVlabs')
-and Fast_dLLM_v2_1_5B/modeling.py (HoangMaizzz/failfasttesting at 0028d1b9, a copy of the
-checkpoint's file): logits are of the next token, and attention is causal over blocks of `bd_size`
-positions and full inside.
+Logits predict the next token, and attention is causal between blocks of `bd_size` positions and
+full inside a block. Sources: v2/generation_functions.py (mgustineli/Fast-dLLM at 12ba32ab, a fork
+of NVlabs') and Fast_dLLM_v2_1_5B/modeling.py (HoangMaizzz/failfasttesting at 0028d1b9, a copy of
+the checkpoint's file).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Fast_dLLM_QwenForCausalLM(Qwen2ForCausalLM):
-    """Fast-dLLM v2: the decoder of Qwen2 with the same weight names."""
+    """Fast-dLLM v2: the decoder of Qwen2, with the same weight names."""
 
     is_diffusion = True
 
@@ -37,8 +37,8 @@ class Fast_dLLM_QwenForCausalLM(Qwen2ForCausalLM):
 
 @cache
 def _config_class() -> type[PretrainedConfig]:
-    """The class that reads config.json without the code that checkpoints contain. `bd_size` is the
-    length of a block, 32 where the file does not say it."""
+    """Return a class that reads config.json without running the checkpoint's code. `bd_size` is the
+    block length, 32 by default."""
     from transformers import Qwen2Config
 
     return extended_class(

@@ -1,4 +1,4 @@
-"""Gemma 2 (Google 2024, arXiv 2408.00118): Gemma 3 with capped scores of attention."""
+"""Gemma 2 (Google 2024, arXiv 2408.00118): like Gemma 3, but with capped attention scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Gemma2ForCausalLM(DenseForCausalLM):
-    """Gemma 2: layers with a window and layers without take turns, and share their rope."""
+    """Gemma 2: layers with and without a sliding window alternate, and have the same rope."""
 
     norm_places = "both"
     zero_centred = True

@@ -1,5 +1,5 @@
-"""Gemma 3 (Google 2025, arXiv 2503.19786): norms before and after each part, and layers with a
-window that have a rope of their own."""
+"""Gemma 3 (Google 2025, arXiv 2503.19786): norms before and after each part of a layer, and a
+separate rope for layers with a sliding window."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class Gemma3ForCausalLM(DenseForCausalLM):
-    """Gemma 3: embeddings are multiplied by √hidden_size, gates have GELU, and attention's scores
-    have a scale of their own."""
+    """Gemma 3: embeddings are multiplied by √hidden_size, MLPs use GELU, and the configuration sets
+    the scale of attention scores."""
 
     qk_norm = "head"
     norm_places = "both"
@@ -46,7 +46,7 @@ class Gemma3ForCausalLM(DenseForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         check_gemma(hf)
-        if hf.attn_logit_softcapping is not None:  # transformers passes over it in this family
+        if hf.attn_logit_softcapping is not None:  # transformers ignores it in this family
             raise ValueError("attn_logit_softcapping is not supported here: it must be null")
         check_positive(query_pre_attn_scalar=hf.query_pre_attn_scalar)
         ropes = {kind: rope_from_parameters(hf.rope_parameters[kind]) for kind in (FULL, WINDOW)}
@@ -70,14 +70,14 @@ class Gemma3ForCausalLM(DenseForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """Gemma 3 with a vision tower, which is loaded if rows have images."""
+    """Gemma 3 with a vision tower, which is loaded only if rows have images."""
 
     hf_class = "Gemma3Config"
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         text = text_config(hf)
-        if text.final_logit_softcapping is not None:  # transformers passes over it in this class
+        if text.final_logit_softcapping is not None:  # transformers ignores it in this class
             raise ValueError(
                 "final_logit_softcapping with a vision tower is not supported: it must be null"
             )
@@ -96,13 +96,13 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
 
 
 def check_gemma(hf: PretrainedConfig) -> None:
-    """Raise ValueError, which names the key, for what the engine lacks of a Gemma model."""
+    """Raise ValueError, naming the key, for what the engine does not support of a Gemma model."""
     if hf.hidden_activation != "gelu_pytorch_tanh":
         raise ValueError(
             f"hidden_activation {hf.hidden_activation!r:.60} is not supported, only "
             "'gelu_pytorch_tanh'"
         )
-    # "vision" concerns tokens of images alone.
+    # "vision" applies only to image tokens.
     if hf.use_bidirectional_attention not in (None, False, "vision"):
         raise ValueError(
             f"use_bidirectional_attention {hf.use_bidirectional_attention!r:.60} is not supported: "

@@ -1,6 +1,9 @@
-"""Gemma 4 (Google 2026): layers without a window have larger heads, of which a part rotates, and
-values that are their keys. The model with experts has an MLP beside them; in the smallest ones the
-last layers read what others have cached, and all layers read vectors of the tokens."""
+"""Gemma 4 (Google 2026). Layers without a sliding window have larger heads, apply RoPE to a part of
+each head, and use their keys as values.
+
+The model with experts has an MLP in parallel to them. In the smallest models, the last layers read
+keys and values cached by earlier layers, and all layers have per-layer embeddings.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ _KEYS_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k|v)_(proj|norm)\.
 
 
 class Gemma4ForCausalLM(MoEForCausalLM):
-    """Gemma 4: as Gemma 3 with norms of values and without a scale of scores, and each layer
-    multiplies the residual stream by a number of its own."""
+    """Gemma 4: like Gemma 3, with norms of values, without a scale of scores, and with a factor of
+    the residual stream after each layer."""
 
     qk_norm = "head"
     norm_places = "both"
@@ -58,7 +61,8 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         return self.config.family_as(Gemma4Config)
 
     def make_layer(self, index: int) -> DecoderLayer:
-        """Make a layer with norms before and after its parts; an MLP beside experts has its own."""
+        """Make a layer with norms before and after its parts. `MLPAndExperts` has its own norm
+        before the MLP."""
         sparse = index in self.family.moe_layers
         return DecoderLayer(
             self.make_attention(index),
@@ -75,7 +79,8 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         return empty_parameter(1, device=self.device, dtype=self.dtype)
 
     def make_mlp(self, index: int) -> FeedForward:
-        """Make the feed-forward part of a layer: an MLP, and experts beside it if it has some."""
+        """Make the feed-forward part of a layer: an MLP, with experts in parallel if the layer has
+        some."""
         family, hidden, where = self.family, self.config.hidden_size, self.where
         is_wide = family.wide_mlps and family.kv_layers[index] != index
         width = family.intermediate_size * (2 if is_wide else 1)
@@ -91,7 +96,8 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         )
 
     def make_attention(self, index: int) -> Mixer:
-        """Make the attention of a layer, which may read what an earlier one has cached."""
+        """Make the attention of a layer, which may read keys and values cached by an earlier
+        layer."""
         family, shape = self.family, self.family.attention_of(index)
         return Attention(
             family.kv_layers[index],
@@ -111,8 +117,7 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         )
 
     def make_layer_inputs(self) -> LayerInputs | None:
-        """Make the vectors of tokens that all layers read besides the residual stream; None for
-        models without them."""
+        """Make the module that computes per-layer embeddings; None for models without them."""
         config, size = self.config, self.family.input_size
         if not size:
             return None
@@ -127,18 +132,18 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         return LayerInput(index, hidden, size, self.make_norm(), where=self.where)
 
     def make_rotaries(self) -> Sequence[RotaryTable]:
-        """Make a table for layers with a window and one for the others."""
+        """Make a table for layers with a sliding window, and one for the others."""
         family, positions = self.family, self.config.max_position_embeddings
-        wanted = [
+        layer_tables = [
             (rope, family.full_rotary_dim if window is None else family.rotary_dim)
             for rope, window in zip(family.layer_ropes, family.layer_windows, strict=True)
             if rope is not None
         ]
         tables = {
             (rope, size): RotaryTable(rope, size, positions, self.device)
-            for rope, size in dict.fromkeys(wanted)
+            for rope, size in dict.fromkeys(layer_tables)
         }
-        return [tables[kind] for kind in wanted]
+        return [tables[kind] for kind in layer_tables]
 
     @property
     def parameters_per_token(self) -> int:
@@ -150,7 +155,8 @@ class Gemma4ForCausalLM(MoEForCausalLM):
         return super().is_derived(name) or self._is_unused(name)
 
     def _is_unused(self, name: str) -> bool:
-        """Whether a tensor makes keys or values in a layer that reads those of another one."""
+        """Return whether a tensor would compute keys or values in a layer that reads those of
+        another layer."""
         match, family = _KEYS_VALUES.match(name), self.family
         layer = int(match[1]) if match is not None else -1
         return 0 <= layer < len(family.kv_layers) and family.kv_layers[layer] != layer
@@ -161,8 +167,8 @@ class Gemma4ForCausalLM(MoEForCausalLM):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """Gemma 4 with a vision tower, which is loaded if rows have images, and perhaps a tower for
-    sound, which is not."""
+    """Gemma 4 with a vision tower, which is loaded only if rows have images, and in some
+    checkpoints an audio tower, which is never loaded."""
 
     hf_class = "Gemma4Config"
 

@@ -1,4 +1,4 @@
-"""The configuration of Gemma 4's decoders, read from that of transformers."""
+"""The configuration of Gemma 4's decoders, translated from transformers' configuration."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Config(MoEConfig):
-    """What differs in the layers without a window, and in E2B and E4B. Either all layers have
-    experts or none."""
+    """The configuration of Gemma 4, in addition to `MoEConfig`. The fields of `DenseConfig`
+    describe layers with a sliding window; `full_…` those without. Either all layers have experts or
+    none."""
 
     full_head_dim: int
     full_kv_heads: int
-    full_rotary_dim: int  # rotated values of a head, in pairs of the whole head
-    keys_are_values: bool  # values are made of what `k_proj` yields
-    # For each layer the one whose keys and values it reads: itself, or an earlier one.
+    full_rotary_dim: int  # how many values of a head have RoPE; pairs are those of the whole head
+    keys_are_values: bool  # whether values are computed by `k_proj`
+    # For each layer, the index of the layer whose keys and values it reads: its own, or an earlier
+    # one.
     kv_layers: tuple[int, ...]
-    wide_mlps: bool  # where a layer reads another one's keys and values, its MLP is twice as wide
-    input_size: (
-        int  # of what each layer reads besides the residual stream (`LayerInputs`); 0: nothing
-    )
-    pad_id: int  # the id of image tokens there
-    images_see_whole: bool  # in layers with a window tokens of an image see those behind them
+    wide_mlps: bool  # whether layers that read other layers' keys have MLPs of double width
+    input_size: int  # the size of per-layer embeddings (`LayerInputs`); 0: none
+    pad_id: int  # the id whose per-layer embeddings image tokens use
+    images_see_whole: bool  # whether, in layers with a window, image tokens attend to later ones
 
     def attention_of(self, layer: int) -> KVSpec:
         if self.layer_windows and self.layer_windows[layer] is not None:
@@ -54,10 +54,8 @@ class Gemma4Config(MoEConfig):
 
 
 def gemma4_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelConfig:
-    """Make the configuration of a decoder of Gemma 4 from that of transformers.
-
-    Raises ValueError, which names the key, for what the engine lacks.
-    """
+    """Make the configuration of a Gemma 4 decoder from transformers' configuration. Raises
+    ValueError, naming the key, for what the engine does not support."""
     check_gemma(hf)
     windows = layer_windows(hf) or (None,) * hf.num_hidden_layers
     shapes = _shapes(hf)
@@ -99,8 +97,8 @@ def gemma4_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelC
 
 
 def _kv_layers(hf: PretrainedConfig) -> tuple[int, ...]:
-    """Return the layer whose keys and values each layer reads: the last ones read those of the last
-    layer of their kind before them."""
+    """Return, for each layer, the index of the layer whose keys and values it reads. The last
+    `num_kv_shared_layers` layers read those of the last layer of their kind before them."""
     kinds: list[str] = hf.layer_types
     first = len(kinds) - hf.num_kv_shared_layers
     last_of_kind = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
@@ -113,7 +111,8 @@ def _kv_layers(hf: PretrainedConfig) -> tuple[int, ...]:
 
 
 def _input_size(hf: PretrainedConfig) -> int:
-    """Return the size of what each layer reads besides the residual stream, or raise ValueError."""
+    """Return the size of per-layer embeddings, 0 if there are none. Raises ValueError for an
+    invalid size."""
     size: int | None = hf.hidden_size_per_layer_input
     if not size:
         return 0
@@ -127,7 +126,7 @@ def _input_size(hf: PretrainedConfig) -> int:
 
 
 def _experts(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return what `MoEConfig` says of experts, which stand in all layers or in none."""
+    """Return the fields of `MoEConfig` about experts, which are in all layers or in none."""
     layers: tuple[int, ...] = ()
     sizes = (0, 0, 0)
     if hf.enable_moe_block:
@@ -140,13 +139,11 @@ def _experts(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _shapes(hf: PretrainedConfig) -> dict[str, tuple[int, int]]:
-    """Return for each kind of layers the values of a head and the number of key heads.
-
-    Raises ValueError if layers of one kind differ, or layers differ in anything else.
-    """
+    """Return the head size and the number of key heads for each kind of layer. Raises ValueError if
+    layers of one kind differ, or if layers differ in anything else."""
     values = hf.to_dict()
     common = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
-    # transformers fills the numbers of layers up with zeros.
+    # transformers pads the layer numbers with zeros.
     others = {
         int(key): overrides for key, overrides in (values.get("per_layer_config") or {}).items()
     }
@@ -180,7 +177,7 @@ def _parameters(hf: PretrainedConfig, kind: str) -> dict[str, Any]:
 
 
 def _full_rope(parameters: dict[str, Any], head_dim: int) -> tuple[int, DefaultRope]:
-    """Return how many of a head's values rotate in layers without a window, and their rope."""
+    """Return how many of a head's values have RoPE in layers without a window, and their rope."""
     values = dict(parameters)
     if values.get("rope_type") != "proportional":
         return head_dim, rope_from_parameters(values)

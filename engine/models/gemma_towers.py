@@ -1,4 +1,4 @@
-"""The configurations of the vision towers of Gemma's models, and the names of their tensors."""
+"""Reads the configurations of Gemma's vision towers, and translates the names of their tensors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def square_tower(hf: PretrainedConfig) -> SquareConfig:
 
 
 def _tower(hf: PretrainedConfig) -> PretrainedConfig:
-    """Return the tower's part of a configuration, or raise ValueError."""
+    """Return the tower's part of a configuration. Raises ValueError if there is none."""
     if hf.vision_config is None:
         raise ValueError("config.json has no vision_config")
     tower: PretrainedConfig = hf.vision_config
@@ -135,14 +135,14 @@ def _tower(hf: PretrainedConfig) -> PretrainedConfig:
 
 
 def is_of_gemma_tower(name: str) -> bool:
-    """Whether a checkpoint's tensor of this name belongs to the vision tower, or to what follows
+    """Return whether a checkpoint's tensor belongs to the vision tower or to the projection after
     it."""
     return _TOWER.match(name) is not None or _EMBEDDER.match(name) is not None
 
 
 def piece_beside_gemma_tower(name: str) -> str:
-    """Return what weight slots call a tensor of a checkpoint with a vision tower: without what
-    stands before the decoder's names, and before the tower's."""
+    """Translate a tensor name of a checkpoint with a vision tower to that of weight slots, by
+    removing the prefixes of decoder and tower."""
     if not is_of_gemma_tower(name):
         return piece_beside_tower(name)
     inside = _EMBEDDER.sub("visual.", _TOWER.sub("visual.", name, count=1), count=1)

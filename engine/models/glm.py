@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GlmForCausalLM(DenseForCausalLM):
-    """GLM-4-9B: half of each head rotates, neighbouring values together."""
+    """GLM-4-9B: interleaved RoPE on half of each head."""
 
     hf_class = "GlmConfig"
 

@@ -1,4 +1,5 @@
-"""GLM-4-0414 and GLM-Z1 (Zhipu AI 2025): GLM-4-9B with norms before and after each part."""
+"""GLM-4-0414 and GLM-Z1 (Zhipu AI 2025): GLM-4-9B with norms before and after each part of a
+layer."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ _NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""The published names of a layer's norms, and those that other models have."""
+"""Maps the published names of a layer's norms to those of other models."""
 _NORM = re.compile(rf"\b({'|'.join(_NORMS)})\b")
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
-    """GLM-4-0414: the norms after the parts of a layer have names of their own."""
+    """GLM-4-0414, whose published names of norms differ from those of other models."""
 
     norm_places = "both"
 
@@ -25,5 +26,5 @@ class Glm4ForCausalLM(GlmForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published names of norms those that other models have."""
+        """Translate the published names of norms to those of other models."""
         return _NORM.sub(lambda match: _NORMS[match[1]], name)

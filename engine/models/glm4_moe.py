@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 
 class Glm4MoeForCausalLM(DeepseekMoEForCausalLM):
-    """GLM-4.5: half of each head rotates, and the first layers have no experts.
-
-    The large models normalise queries and keys (`use_qk_norm`), GLM-4.5-Air does not.
-    """
+    """GLM-4.5: half of each head has RoPE, and the first layers have no experts. The large models
+    normalise queries and keys (`use_qk_norm`); GLM-4.5-Air does not."""
 
     hf_class = "Glm4MoeConfig"
 

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash (Z.ai 2026): the form of DeepSeek-V3 in a small model."""
+"""GLM-4.7-Flash (Z.ai 2026): a small model with DeepSeek-V3's architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Glm4MoeLiteForCausalLM(LatentForCausalLM):
-    """GLM-4.7-Flash: its configuration names the kind of each layer."""
+    """GLM-4.7-Flash, whose configuration names the kind of each layer."""
 
     hf_class = "Glm4MoeLiteConfig"
 

@@ -1,5 +1,5 @@
-"""gpt-oss 20b and 120b (OpenAI 2025, arXiv 2508.10925): sinks in attention, a window in every other
-layer, and experts with biases and a clamped gate in all layers."""
+"""gpt-oss 20b and 120b (OpenAI 2025, arXiv 2508.10925): attention with sinks, a sliding window in
+every other layer, and experts with biases and a clamped gate in all layers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ _ORIGINAL_PARTS = {
     "mlp.mlp2_weight.": "mlp.experts.down_proj_",
     "mlp.mlp2_bias": "mlp.experts.down_proj_bias",
 }
-"""How names of tensors begin in OpenAI's own layout, after `block.N.`, and in transformers'."""
+"""Maps the beginnings of tensor names in OpenAI's own layout, after `block.N.`, to
+transformers'."""
 
 
 class GptOssForCausalLM(MoEForCausalLM):
-    """gpt-oss: a router with a bias, which takes a softmax over the experts that it chose."""
+    """gpt-oss: the router has a bias, and takes a softmax over the chosen experts."""
 
     norms_in_float = True
 
@@ -77,7 +78,7 @@ class GptOssForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the router the name that it has in other models, and tensors of the original layout
+        """Translate the router's name to that of other models, and names of OpenAI's own layout to
         those of transformers' layout."""
         if name in _ORIGINAL:
             return _ORIGINAL[name]
@@ -90,7 +91,8 @@ class GptOssForCausalLM(MoEForCausalLM):
 
 
 def _over_zero(hf: PretrainedConfig, key: str, default: float) -> float:
-    """Return a number of the configuration that must be over 0, or the default."""
+    """Return a configuration value that must be a positive number, or the default if it is
+    missing."""
     value = hf.to_dict().get(key)
     if value is None:
         return default

@@ -1,4 +1,4 @@
-"""Granite 3 (IBM 2024): Llama with factors of embeddings, residuals, scores and logits."""
+"""Granite 3 (IBM 2024): Llama with constant factors of embeddings, residuals, scores and logits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _FACTORS = (
 
 
 class GraniteForCausalLM(DenseForCausalLM):
-    """Granite: what each part of a layer yields is multiplied by r (`residual_multiplier`).
+    """Granite, in which the result of each part of a layer is multiplied by r
+    (`residual_multiplier`).
 
-    The residual stream here is that of transformers divided by r, so that no part needs a product:
-    embeddings are multiplied by `embedding_multiplier` / r, and the norms, which read the residual
-    stream alone, have an epsilon of `rms_norm_eps` / r².
+    To avoid this product, the residual stream here is transformers' divided by r: embeddings are
+    multiplied by `embedding_multiplier` / r, and norms, the only readers of the stream, have an
+    epsilon of `rms_norm_eps` / r².
     """
 
     hf_class = "GraniteConfig"
@@ -36,8 +37,8 @@ class GraniteForCausalLM(DenseForCausalLM):
 def granite_config(
     hf: PretrainedConfig, model: type[DenseForCausalLM], *, mlp_bias: bool, **options: Any
 ) -> ModelConfig:
-    """Make the configuration of a decoder with Granite's factors, or raise ValueError; `options`
-    are of `dense_config`."""
+    """Make the configuration of a decoder with Granite's factors; `options` are those of
+    `dense_config`. Raises ValueError for an invalid factor."""
     for name in _FACTORS:
         value = getattr(hf, name)
         if type(value) not in (int, float) or not 0 < value < 1e6:

@@ -17,11 +17,11 @@ _NAMES = {
     ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
     ".block_sparse_moe.router.layer.weight": ".mlp.gate.weight",
 }
-"""The published names of a layer's experts and router, and those that other models have."""
+"""Maps the published names of a layer's experts and router to those of other models."""
 
 
 class GraniteMoeForCausalLM(MoEForCausalLM):
-    """Granite with experts in all layers, without a shared one."""
+    """Granite with experts in all layers, without a shared expert."""
 
     hf_class = "GraniteMoeConfig"
 
@@ -39,7 +39,7 @@ class GraniteMoeForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published names of experts those that other models have."""
+        """Translate the published names of experts to those of other models."""
         for published, internal in _NAMES.items():
             name = name.replace(published, internal)
         return name

@@ -1,4 +1,4 @@
-"""Granite 4 (IBM 2025): Granite with Mamba2 in most layers, with experts or without."""
+"""Granite 4 (IBM 2025): Granite with Mamba2 in most layers, with or without experts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _NAMES = {
     ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
     ".block_sparse_moe.router.layer.weight": ".mlp.gate.weight",
 }
-"""The published names of a layer's experts and router, and those that other models have."""
+"""Maps the published names of a layer's experts and router to those of other models."""
 
 
 class GraniteMoeHybridForCausalLM(MambaForCausalLM):
-    """Granite 4, whose experts stand beside a shared one; its attention may rotate nothing."""
+    """Granite 4, which has a shared expert in addition to routed ones; its attention may have no
+    RoPE."""
 
     hf_class = "GraniteMoeHybridConfig"
 
@@ -60,7 +61,7 @@ class GraniteMoeHybridForCausalLM(MambaForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published names of MLPs and experts those that other models have."""
+        """Translate the published names of MLPs and experts to those of other models."""
         for published, internal in _NAMES.items():
             name = name.replace(published, internal)
         shared = ".mlp.shared_experts." if config.family_as(MambaConfig).moe_layers else ".mlp."

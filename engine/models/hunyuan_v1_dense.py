@@ -1,4 +1,4 @@
-"""Hunyuan 0.5B to 7B (Tencent 2025): norms of queries and keys behind their rotation."""
+"""Hunyuan 0.5B to 7B (Tencent 2025): Llama with norms of queries and keys after rotation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NORMS = {".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."}
 
 
 class HunYuanDenseV1ForCausalLM(DenseForCausalLM):
-    """Hunyuan: Llama with norms of each head of queries and keys, behind the rotation."""
+    """Hunyuan, which normalises each head of queries and keys after rotation."""
 
     qk_norm = "head"
     norms_follow_rotation = True
@@ -28,12 +28,12 @@ class HunYuanDenseV1ForCausalLM(DenseForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published names of norms those that other models have."""
+        """Translate the published names of norms to those of other models."""
         return common_norm_name(name)
 
 
 def hunyuan_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelConfig:
-    """Make the configuration of a Hunyuan model, whose experts are another's concern."""
+    """Make the configuration of a Hunyuan model without experts."""
     bias: bool = hf.attention_bias
     return dense_config(
         hf,
@@ -47,18 +47,16 @@ def hunyuan_config(hf: PretrainedConfig, model: type[DenseForCausalLM]) -> Model
 
 
 def common_norm_name(name: str) -> str:
-    """Return what other models call the norms of queries and of keys."""
+    """Translate the published names of the norms of queries and keys to those of other models."""
     for published, common in _NORMS.items():
         name = name.replace(published, common)
     return name
 
 
 def _rope(parameters: dict[str, Any], head_dim: int) -> DefaultRope:
-    """Return the rope: published files say `dynamic` with a fixed `alpha`, which stretches the base
-    once and for all (NTK-aware scaling); other parameters beside it are not read.
-
-    Raises ValueError for a rope that scales cosines, which norms behind the rotation would undo.
-    """
+    """Return the rope. Published files say `dynamic` with a constant `alpha`, which changes only
+    the base (NTK-aware scaling); other parameters are then ignored. Raises ValueError for a rope
+    that scales cosines, because norms after the rotation would undo that."""
     alpha = parameters.get("alpha")
     if parameters.get("rope_type") == "dynamic" and alpha is not None:
         if type(alpha) not in (int, float) or not 1 <= alpha < 1e6:

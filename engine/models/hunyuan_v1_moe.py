@@ -1,4 +1,4 @@
-"""Hunyuan-A13B (Tencent 2025): Hunyuan with experts in all layers, and a shared one."""
+"""Hunyuan-A13B (Tencent 2025): Hunyuan with routed experts and a shared one in all layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROUTER = Router(float32=True, wide=True, gates_shared=False)
 
 
 class HunYuanMoEV1ForCausalLM(MoEForCausalLM):
-    """Hunyuan-A13B: a shared expert as wide as the others, without a gate."""
+    """Hunyuan-A13B, whose shared expert is as wide as the others and has no gate."""
 
     qk_norm = "head"
     norms_follow_rotation = True
@@ -39,14 +39,14 @@ class HunYuanMoEV1ForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published names those that other models have."""
+        """Translate the published names to those of other models."""
         name = name.replace(".mlp.gate.wg.", ".mlp.gate.")
         return common_norm_name(name).replace(".mlp.shared_mlp.", ".mlp.shared_experts.")
 
 
 def _of_all_layers(hf: PretrainedConfig, key: str) -> int:
-    """Return a number that published files may give for each layer; raise ValueError, which names
-    the key, if layers differ."""
+    """Return a number that published files may give for each layer. Raises ValueError, naming the
+    key, if layers differ."""
     value = getattr(hf, key)
     values = set(value) if isinstance(value, list) else {value}
     if len(values) != 1 or type(first := values.pop()) is not int:

@@ -1,4 +1,5 @@
-"""Gated delta networks with attention in every few layers: what Qwen3.5 and Qwen3-Next share."""
+"""Decoders with gated delta networks, and attention in every few layers: the common part of Qwen3.5
+and Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ _LAYER_TYPES = ("linear_attention", "full_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig(MoEConfig):
-    """What these decoders have in their configuration besides that of other ones."""
+    """The configuration of hybrid decoders, in addition to `MoEConfig`."""
 
-    attention_layers: tuple[int, ...]  # ascending indices; the others have a gated delta network
+    attention_layers: tuple[int, ...]  # ascending indices; all other layers have a delta network
     delta: DeltaShape
     output_gate: bool
 
@@ -75,7 +76,7 @@ class HybridForCausalLM(MoEForCausalLM):
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """The gate of attention's output."""
+        """Adds the gate of attention's output."""
         return {"output_gate": self.family.output_gate}
 
     def _make_delta_net(self, index: int) -> GatedDeltaNet:
@@ -107,13 +108,10 @@ def hybrid_config(
     renormalise: bool = True,  # divide a token's expert weights by their sum
     moe_layers: tuple[int, ...] = (),  # the layers with experts, ascending
     output_gate: bool = True,
-    mtp_layers: int = 0,  # of the head for multi-token prediction
+    mtp_layers: int = 0,  # the number of layers of the multi-token prediction head
 ) -> ModelConfig:
-    """Make the configuration of a hybrid decoder from that of transformers, without a vision
-    tower's.
-
-    Raises ValueError if the engine lacks something it needs, which the message names.
-    """
+    """Make the configuration of a hybrid decoder, without a vision tower, from transformers'
+    configuration. Raises ValueError, naming the key, for what the engine does not support."""
     values = hf.to_dict()
     rope, rotary_dim = partial_rope(hf.rope_parameters, hf.head_dim, MROPE_KEYS)
     dense = dense_config(
@@ -155,7 +153,7 @@ def hybrid_config(
 
 
 def _attention_layers(layer_types: list[str]) -> tuple[int, ...]:
-    """Return the indices of the layers with attention; raise ValueError for an unknown type."""
+    """Return the indices of the layers with attention. Raises ValueError for an unknown type."""
     if unknown := set(layer_types) - set(_LAYER_TYPES):
         raise ValueError(
             f"layer_types has {min(unknown)!r}, which is not supported; supported: "

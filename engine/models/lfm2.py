@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Lfm2ForCausalLM(ConvForCausalLM):
-    """LFM2, whose convolutions see three tokens."""
+    """LFM2, whose convolutions have a window of three tokens."""
 
     hf_class = "Lfm2Config"
 
@@ -22,7 +22,8 @@ class Lfm2ForCausalLM(ConvForCausalLM):
 
 
 def _inner_size(hf: PretrainedConfig) -> int:
-    """Return the width of the MLPs, which published configurations give before it is adjusted."""
+    """Return the intermediate size of the MLPs. Published configurations give it before an
+    adjustment."""
     size: int = hf.intermediate_size
     if not hf.block_auto_adjust_ff_dim:
         return size

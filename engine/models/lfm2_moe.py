@@ -1,5 +1,5 @@
-"""LFM2 with experts (Liquid AI 2025), chosen by a sigmoid router. A bias is added to its
-scores for the choice of experts alone, not for their weights."""
+"""LFM2 with experts (Liquid AI 2025), chosen by a sigmoid router with a correction for the
+choice."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NAMES = {
     ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj.",
     ".feed_forward.experts.": ".mlp.experts.",
 }  # fmt: skip
-"""The published names of experts and router → the names that checkpoints of other models use."""
+"""Maps the published names of experts and router to those of other models."""
 
 
 class Lfm2MoeForCausalLM(ConvForCausalLM):
-    """LFM2 with experts behind the first layers."""
+    """LFM2 with experts in all but the first layers."""
 
     hf_class = "Lfm2MoeConfig"
 

@@ -1,8 +1,8 @@
-"""LLaDA2.0 and 2.1, mini and flash (inclusionAI 2025, 2026; arXiv 2512.15745 and 2602.08676): the
-decoder of GLM-4.5 in layers of Ling, for block diffusion.
+"""LLaDA2.0 and 2.1, mini and flash (inclusionAI 2025, 2026; arXiv 2512.15745 and 2602.08676): a
+decoder like GLM-4.5's, with the weight names of Ling, for block diffusion.
 
-The facts are of modeling_llada2_moe.py (sajadn/Megatron-Bridge at 4fde5488, a copy of the
-checkpoints' file), srt/models/llada2.py (sgl-project/sglang at 02ceb3b3) and
+Sources: modeling_llada2_moe.py (sajadn/Megatron-Bridge at 4fde5488, a copy of the checkpoints'
+file), srt/models/llada2.py (sgl-project/sglang at 02ceb3b3) and
 configs/model_configs/llada2_flash/config.json (inclusionAI/dFactory at c29d72cc).
 """
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 BLOCK_LENGTH = 32
-"""What `generate` of the checkpoints' modelling file has; config.json does not say it."""
+"""The block length of `generate` in the checkpoints' modelling file; config.json does not give
+it."""
 _NAMES = {
     "model.word_embeddings.": "model.embed_tokens.",
     ".attention.query_key_value.": ".self_attn.qkv_proj.",
@@ -31,7 +32,7 @@ _NAMES = {
     ".attention.dense.": ".self_attn.o_proj.",
     ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
 }
-"""Published parts of names → those that other models have."""
+"""Maps parts of published names to those of other models."""
 _FIXED = {
     "score_function": "sigmoid",
     "norm_topk_prob": True,
@@ -43,17 +44,18 @@ _FIXED = {
     "norm_softmax": False,
     "using_split_qkv_in_self_attention": False,
 }
-"""Keys of which the engine has one value."""
+"""Keys for which the engine supports only these values."""
 _UNUSED = (
     *("embedding_dropout", "output_dropout", "use_rmsnorm", "rotary_dim", "max_window_layers"),
     "sliding_window",
 )
-"""Keys of published files that change nothing; `partial_rotary_factor` says what rotates."""
+"""Keys of published files that have no effect. `partial_rotary_factor` says how much of a head has
+RoPE."""
 
 
 class LLaDA2MoeModelLM(MoEForCausalLM):
-    """LLaDA2: half of each head rotates behind norms of queries and keys, the first layers have no
-    experts, and the others have DeepSeek-V3's, with a shared one."""
+    """LLaDA2: queries and keys are normalised, then half of each head is rotated. The first layers
+    have no experts; the others have DeepSeek-V3's routed experts and a shared one."""
 
     qk_norm = "head"
     is_diffusion = True
@@ -96,7 +98,7 @@ class LLaDA2MoeModelLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published names those that other models have."""
+        """Translate the published names to those of other models."""
         for published, internal in _NAMES.items():
             name = name.replace(published, internal)
         return name
@@ -104,7 +106,7 @@ class LLaDA2MoeModelLM(MoEForCausalLM):
 
 @cache
 def _config_class() -> type[PretrainedConfig]:
-    """The class that reads LLaDA2's config.json without the code that checkpoints contain."""
+    """Return a class that reads LLaDA2's config.json without running the checkpoint's code."""
     from transformers import Glm4MoeConfig
 
     kind = extended_class(

@@ -1,4 +1,4 @@
-"""Llama 4 (Meta 2025): attention in chunks, with an expert and a shared one for each token."""
+"""Llama 4 (Meta 2025): attention in chunks, and one routed and one shared expert for each token."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CHUNKED = "chunked_attention"
-"""What `layer_types` calls layers whose attention ends with a chunk."""
+"""The name in `layer_types` of a layer with attention in chunks."""
 _MOST_POSITIONS = 2**20
-"""The most positions of a row: tables of rotations hold all of them."""
+"""The most positions of a row, because rotary tables have an entry for each."""
 _NAMES = {
     ".feed_forward.shared_expert.": ".mlp.shared_experts.",
     ".feed_forward.router.": ".mlp.gate.",
     ".feed_forward.": ".mlp.",
 }
-"""Parts of a published tensor's name, and those that other models have."""
+"""Maps parts of published tensor names to those of other models."""
 _VISION = re.compile(r"(model\.)?(vision_model|multi_modal_projector)\.")
 _PREFIX = re.compile(r"(model\.language_model|language_model\.model)\.(?=\w)")
 
 
 class Llama4ForCausalLM(MoEForCausalLM):
-    """Llama 4: layers see a chunk of the row, and those without rotation all of it, with queries
-    that grow with their position. Where queries and keys rotate, they may be normalised."""
+    """Llama 4. Layers with RoPE attend to a chunk of the row, and may normalise queries and keys.
+    Layers without RoPE attend to the whole row, with queries scaled by their position."""
 
     hf_class = "Llama4TextConfig"
 
     def make_attention(self, index: int) -> Mixer:
-        """Make the attention of a layer, which finds its cache under this index."""
+        """Make the attention of the layer with this index, which is also the index of its cache."""
         family = self.family
         rotates = family.layer_ropes[index] is not None
         return Attention(
@@ -111,7 +111,7 @@ class Llama4ForCausalLM(MoEForCausalLM):
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """The decoder of a Llama 4 checkpoint with a vision tower, which is not loaded."""
+    """The decoder of a Llama 4 checkpoint with a vision tower. The tower is not loaded."""
 
     hf_class = "Llama4Config"
 
@@ -122,7 +122,7 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Take away what checkpoints with a vision tower put before the decoder's names."""
+        """Remove the prefix that checkpoints with a vision tower add to the decoder's names."""
         if name.startswith("language_model.lm_head."):
             return name.removeprefix("language_model.")
         return super().piece_name(_PREFIX.sub("model.", name, count=1), config)
@@ -132,7 +132,7 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
 
 def _chunks(hf: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return the chunk of each layer, None for one that sees all tokens."""
+    """Return the chunk length of each layer; None for full attention."""
     kinds: list[str] = hf.layer_types
     if unknown := set(kinds) - {_CHUNKED, FULL}:
         raise ValueError(f"layer_types has {min(unknown)!r:.60}; known: {FULL}, {_CHUNKED}")
@@ -146,7 +146,7 @@ def _chunks(hf: PretrainedConfig) -> tuple[int | None, ...]:
 
 
 def _query_scale(hf: PretrainedConfig) -> QueryScale | None:
-    """Return by what queries of layers without rotation are multiplied, if by anything."""
+    """Return the scaling of queries in layers without RoPE; None if there is none."""
     scale: Any = hf.attn_scale
     if not hf.attn_temperature_tuning or scale == 0:
         return None

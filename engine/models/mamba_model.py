@@ -1,4 +1,5 @@
-"""Mamba2 with attention in some layers: what Bamba, Granite 4 and other hybrids share."""
+"""Decoders with Mamba2, and attention in some layers: the common part of Bamba, Granite 4 and other
+hybrids."""
 
 from __future__ import annotations
 
@@ -17,18 +18,19 @@ if TYPE_CHECKING:
 
 
 MAMBA_LAYER = "linear_attention"
-"""What transformers calls a layer with a Mamba2 mixer."""
+"""The name that transformers gives a layer with a Mamba2 mixer."""
 KINDS = frozenset({MAMBA_LAYER, "full_attention", "moe", "mlp", "hybrid"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaConfig(MoEConfig):
-    """What these decoders have in their configuration besides that of other ones."""
+    """The configuration of decoders with Mamba2, in addition to `MoEConfig`."""
 
     mamba_layers: tuple[int, ...]  # ascending indices of the layers with a Mamba2 mixer
-    # The layers with attention where others have neither, in models whose layers have one part.
+    # The layers with attention. Only for models whose layers have one part each; in others, all
+    # layers without Mamba2 have attention.
     attention_layers: tuple[int, ...] = ()
-    # Of what attention and Mamba2 yield, in models that have both in one layer.
+    # Factors of the results of attention and Mamba2, in models with both in one layer.
     mixer_factors: tuple[float, float] = (1.0, 1.0)
     mamba: MambaShape
 
@@ -38,10 +40,10 @@ class MambaConfig(MoEConfig):
 
 
 class MambaForCausalLM(MoEForCausalLM):
-    """A decoder of Mamba2 mixers, with attention in some layers, which may have experts."""
+    """A decoder of Mamba2 mixers, with attention in some layers. Layers may have experts."""
 
     published_names: ClassVar[Mapping[str, str]] = {}
-    """Parts of a published tensor's name, and those that other models have."""
+    """Maps parts of published tensor names to those of other models."""
 
     @property
     def family(self) -> MambaConfig:
@@ -59,7 +61,7 @@ class MambaForCausalLM(MoEForCausalLM):
         )
 
     def make_mamba(self, index: int) -> Mamba2:
-        """Make the Mamba2 mixer that finds its state under this index."""
+        """Make the Mamba2 mixer whose state has this index among the caches."""
         return Mamba2(index, self.config.hidden_size, self.family.mamba, where=self.where)
 
     @classmethod
@@ -75,8 +77,8 @@ def mamba_config(
     mamba_layers: Iterable[int],
     **options: Any,
 ) -> ModelConfig:
-    """Add Mamba2 mixers in some layers to a configuration without them; `options` are of
-    `MambaConfig`, those of experts if layers have some."""
+    """Add Mamba2 layers to a configuration without them; `options` are further fields of
+    `MambaConfig`."""
     return extended(
         dense,
         MambaConfig,
@@ -87,21 +89,19 @@ def mamba_config(
 
 
 def layers_of(hf: PretrainedConfig, kind: str) -> list[int]:
-    """Return the indices of the layers of a kind, as transformers calls it.
-
-    Raises ValueError if the kinds are not as many as the layers.
-    """
+    """Return the indices of the layers of a kind, in transformers' terms. Raises ValueError if
+    `layers_block_type` has a wrong length or an unknown kind."""
     kinds: list[str] = hf.layers_block_type
     if len(kinds) != hf.num_hidden_layers:
         raise ValueError(f"layer_types names {len(kinds)} layers of {hf.num_hidden_layers}")
     if unknown := set(kinds) - KINDS:
         raise ValueError(f"layer_types has {min(unknown, key=str)!r:.60}, which is not supported")
-    return [index for index, each in enumerate(kinds) if each == kind]
+    return [index for index, layer_kind in enumerate(kinds) if layer_kind == kind]
 
 
 def mamba_shape(hf: PretrainedConfig, **options: Any) -> MambaShape:
-    """Return the shape of Mamba2 mixers by the names that most configurations have; `options` are
-    of `MambaShape`. Raises ValueError, which names the key, for a size that makes no sense."""
+    """Return the shape of Mamba2 mixers from the keys that most configurations use; `options` are
+    further fields of `MambaShape`. Raises ValueError, naming the key, for an invalid size."""
     return checked(
         hf,
         MambaShape(
@@ -118,7 +118,8 @@ def mamba_shape(hf: PretrainedConfig, **options: Any) -> MambaShape:
 
 
 def checked(hf: PretrainedConfig, shape: MambaShape) -> MambaShape:
-    """Return the shape, or raise ValueError for sizes that make no sense and for limits of Δ."""
+    """Return the shape. Raises ValueError for invalid sizes, and for limits of Δ, which are not
+    supported."""
     check_positive(
         mamba_n_heads=shape.num_heads,
         mamba_d_head=shape.head_dim,

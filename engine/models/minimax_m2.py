@@ -1,4 +1,5 @@
-"""MiniMax-M2 to M2.7 (MiniMax 2025): norms over all heads, and experts in all layers."""
+"""MiniMax-M2 to M2.7 (MiniMax 2025): norms over all heads of queries and keys, and experts in all
+layers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from batchgen.kernels.moe.router.router_form import RouterForm
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# What the published files say beyond what transformers knows, with the only value supported.
+# Keys of published files that transformers does not know, with the only supported values.
 _FIXED: tuple[tuple[str, Any], ...] = (
     ("scoring_func", "sigmoid"),
     ("use_routing_bias", True),
@@ -27,8 +28,8 @@ _CORRECTION = ".mlp.e_score_correction_bias"
 
 
 class MiniMaxM2ForCausalLM(MoEForCausalLM):
-    """MiniMax-M2: scores are sigmoids, corrected for the choice of experts only, without a shared
-    expert. Norms of queries and keys are over all heads, and half of each head rotates."""
+    """MiniMax-M2: expert scores are sigmoids, with a correction that affects only the choice of
+    experts; there is no shared expert. Half of each head has RoPE."""
 
     qk_norm = "all heads"
 
@@ -71,6 +72,6 @@ class MiniMaxM2ForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published names, which are those of Mixtral, the ones that other models have."""
+        """Translate the published names, which are Mixtral's, to those of other models."""
         name = common_expert_name(name)
         return name.replace(_CORRECTION, ".mlp.gate.e_score_correction_bias")

@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral AI 2025): Llama with YaRN, and queries that grow with their position."""
+"""Ministral 3 (Mistral AI 2025): Llama with YaRN, and queries scaled by their position."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ministral3ForCausalLM(DenseForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         parameters: dict[str, Any] = dict(hf.rope_parameters)
-        parameters.pop("max_position_embeddings", None)  # the model's own, once more
+        parameters.pop("max_position_embeddings", None)  # repeats the model's own value
         beta = parameters.pop("llama_4_scaling_beta", None)
         original: Any = parameters.get("original_max_position_embeddings")
         return dense_config(
@@ -48,12 +48,12 @@ _DECODERS: Mapping[str, type[DenseForCausalLM]] = {
     "ministral3": Ministral3ForCausalLM,
     "mistral": MistralForCausalLM,
 }
-"""The decoders that stand behind a vision tower, by their `model_type`."""
+"""The decoders that may come with a vision tower, by `model_type`."""
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """The decoder of a Mistral Small 3.1 or Ministral 3 checkpoint with a vision tower, which is
-    not loaded."""
+    """The decoder of a Mistral Small 3.1 or Ministral 3 checkpoint with a vision tower. The tower
+    is not loaded."""
 
     hf_class = "Mistral3Config"
 
@@ -70,7 +70,7 @@ class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Take away what checkpoints with a vision tower put before the decoder's names."""
+        """Remove the prefix that checkpoints with a vision tower add to the decoder's names."""
         if name.startswith("language_model.lm_head."):
             return name.removeprefix("language_model.")
         return _PREFIX.sub("model.", name, 1)

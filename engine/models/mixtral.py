@@ -18,7 +18,7 @@ _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 class MixtralForCausalLM(MoEForCausalLM):
-    """Mixtral: Mistral with experts in all layers, without a shared one."""
+    """Mixtral: Mistral with experts in all layers, without a shared expert."""
 
     hf_class = "MixtralConfig"
 
@@ -45,11 +45,11 @@ class MixtralForCausalLM(MoEForCausalLM):
 
     @classmethod
     def piece_name(cls, name: str, config: ModelConfig) -> str:
-        """Give the published names of experts those that other models have."""
+        """Translate the published names of experts to those of other models."""
         return common_expert_name(name)
 
 
 def common_expert_name(name: str) -> str:
-    """Return what other models call the tensor that Mixtral's checkpoints name so."""
+    """Translate a tensor name of Mixtral's checkpoints to that of other models."""
     name = name.replace(".block_sparse_moe.", ".mlp.", 1)
     return _EXPERT.sub(lambda m: f".mlp.experts.{m[1]}.{_PARTS[m[2]]}.", name)

@@ -1,4 +1,5 @@
-"""Decoders with latent attention and experts: what DeepSeek-V2, V3 and GLM-4.7-Flash share."""
+"""Decoders with latent attention and experts: the common part of DeepSeek-V2, V3 and
+GLM-4.7-Flash."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _LATENT_NORM_EPS = 1e-6
-"""The epsilon of the norms of latents, whatever a checkpoint says of its other norms."""
+"""The epsilon of the norms of latents. Checkpoints give one only for the other norms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig(MoEConfig):
-    """What these decoders have in their configuration besides that of others with experts."""
+    """The configuration of decoders with latent attention, in addition to `MoEConfig`."""
 
     latent: LatentShape
 
@@ -42,10 +43,10 @@ class LatentConfig(MoEConfig):
 
     @property
     def score_scale(self) -> float:
-        """The factor of attention's scores: 1 / sqrt(d) for queries of d values.
+        """The scale of attention scores: 1 / sqrt(d) for queries of size d.
 
-        YaRN with `mscale_all_dim` multiplies it by the square of the factor by which the cosines
-        and sines would be longer, so that it holds for values that are not rotated as well.
+        YaRN with `mscale_all_dim` multiplies it by the square of YaRN's factor for cosines and
+        sines, so that the factor also applies to the values that are not rotated.
         """
         scale: float = self.latent.query_size**-0.5
         rope = self.rope
@@ -63,7 +64,8 @@ class LatentForCausalLM(DeepseekMoEForCausalLM):
         return self.config.family_as(LatentConfig)
 
     def make_attention(self, index: int) -> Mixer:
-        """Make the latent attention of a layer, which finds its cache under this index."""
+        """Make the latent attention of the layer with this index, which is also the index of its
+        cache."""
         family = self.family
         return LatentAttention(
             index,
@@ -84,14 +86,12 @@ def latent_config(
     router: Router,
     renormalise: bool,  # divide a token's expert weights by their sum
     moe_layers: Collection[int],  # the layers with experts
-    interleaved: bool = True,  # rotated pairs are neighbours in checkpoints
-    mlp_bias: bool = False,  # the projections of MLPs have a bias
-    mtp_layers: int = 0,  # behind the last, for tokens further ahead
+    interleaved: bool = True,  # whether rotated pairs are neighbours in checkpoints
+    mlp_bias: bool = False,  # whether the projections of MLPs have biases
+    mtp_layers: int = 0,  # the number of layers for multi-token prediction
 ) -> ModelConfig:
-    """Make the configuration of a decoder with latent attention from that of transformers.
-
-    Raises ValueError if the engine lacks something it needs, which the message names.
-    """
+    """Make the configuration of a decoder with latent attention from transformers' configuration.
+    Raises ValueError, naming the key, for what the engine does not support."""
     if (size := extra_value(hf, "head_dim", int, hf.qk_rope_head_dim)) != hf.qk_rope_head_dim:
         raise ValueError(
             f"head_dim is {size}, and must be qk_rope_head_dim, {hf.qk_rope_head_dim}: it is the "

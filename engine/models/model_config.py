@@ -1,4 +1,7 @@
-"""The configuration of a model: its shapes and variants, read once from the checkpoint."""
+"""The configuration of a model: its sizes and variants, read once from the checkpoint.
+
+`ModelConfig` holds what all families have; `FamilyConfig` is the base of the families' additions.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,14 @@ ROPE_TYPES: Mapping[str, type[DefaultRope]] = {
 
 @dataclass(frozen=True, slots=True)
 class Diffusion:
-    """What a model for block diffusion needs.
+    """The configuration of a model for block diffusion.
 
-    Its logits are for the token at their own position, or for the next one if they are `shifted`.
-    Its attention is causal over blocks of positions and full inside a block.
+    Attention is causal between blocks of positions and full inside a block. Logits are for the
+    token at their own position, or, if `shifted`, for the next one.
     """
 
-    mask_token_id: int  # stands where a token is to be filled in
-    block_length: int | None  # positions of a block in training, if the checkpoint says it
+    mask_token_id: int  # the id of tokens that are to be filled in
+    block_length: int | None  # the block length in training, if the checkpoint gives it
     shifted: bool = False
 
     def __post_init__(self) -> None:
@@ -50,16 +53,17 @@ class Diffusion:
 
 
 _MOST = 2**24
-"""The greatest size of a layer, of a vocabulary or of a stack of layers that is taken for one."""
+"""The greatest accepted size of a layer or vocabulary, or number of layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyConfig:
-    """The base of what one family of models has in its configuration besides `ModelConfig`."""
+    """The base class of the families' parts of the configuration."""
 
     @property
     def chunk_multiple(self) -> int:
-        """What every cut of a row's prefill must be a multiple of, by the configuration alone."""
+        """The number of tokens that the length of every prefill chunk but a row's last must be a
+        multiple of."""
         return 1
 
 
@@ -71,35 +75,37 @@ _TYPE_NAMES: Mapping[type, str] = {int: "an integer", bool: "true or false"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What every model has in its configuration."""
+    """The configuration that every model has."""
 
     architecture: str  # the name of the model's class in the registry
     hidden_size: int
-    num_layers: int  # of the decoder, without heads
-    vocab_size: int  # token ids, and logits of a token
-    max_position_embeddings: int  # with rope scaling
-    tie_word_embeddings: bool  # embedding and logits' layer share a weight
-    dtype: torch.dtype  # of the checkpoint's weights; float32 if it does not say
-    family: FamilyConfig  # in the class that the model expects
-    diffusion: Diffusion | None = None  # None: it fills in no masks
-    # Tokens of a canvas, which are denoised together from random ones; None: it has no canvas.
+    num_layers: int  # the decoder's layers, without heads
+    vocab_size: int  # the number of token ids, and of logits per token
+    max_position_embeddings: int  # including rope scaling
+    tie_word_embeddings: bool  # whether embedding and output layer share a weight
+    dtype: torch.dtype  # the dtype of the checkpoint's weights; float32 if it does not say
+    family: FamilyConfig  # the family's part, of the class that the model expects
+    diffusion: Diffusion | None = None  # None: not a model for block diffusion
+    # The number of tokens of a canvas, which are denoised together from random ones; None: the
+    # model has no canvas.
     canvas_length: int | None = None
-    heads: tuple[str, ...] = ()  # in the checkpoint; they continue from hidden states
-    has_logits: bool = True  # a layer computes logits; without one the model can only be read
-    labels: tuple[str, ...] | None = None  # names of a classifier's classes; None: it is none
-    # The layers behind which hidden states are recorded, as transformers counts them: 0 is the
-    # embedding, and `num_layers` the last layer with the norm behind it.
+    heads: tuple[str, ...] = ()  # the checkpoint's heads that continue from hidden states
+    has_logits: bool = True  # whether there is an output layer; without one nothing is generated
+    labels: tuple[str, ...] | None = None  # a classifier's classes; None: not a classifier
+    # The layers after which hidden states are recorded, numbered as in transformers: 0 is the
+    # embedding, and `num_layers` the last layer including the final norm.
     hidden_layers: tuple[int, ...] = ()
-    kv_cache_dtype: KVCacheDtype = "auto"  # of keys and values; `auto` is the model's dtype
-    # None: all weights are in `dtype`
+    kv_cache_dtype: KVCacheDtype = "auto"  # the dtype of the KV cache; `auto` is the model's dtype
+    # The format of quantised weights; None: all weights are in `dtype`.
     form: WeightFormat | PackedFormat | None = None
-    # the checkpoint says tied, but holds two weights that differ: both are used
+    # Whether the checkpoint says tied, but holds two different weights, both of which are used.
     untied: bool = False
-    # Rows longer than this are turned by other angles at all of their positions, which stand behind
-    # this many in rotary tables; None: all rows by the same.
+    # The most tokens of a row that is rotated by the short angles of LongRoPE. Longer rows are
+    # rotated by other angles at all positions; rotary tables have these after this many entries.
+    # None: all rows have the same angles.
     rope_border: int | None = None
-    vision: VisionConfig | None = None  # None: it reads no images
-    # Why the tower of a checkpoint that has one cannot be loaded, in words for the user.
+    vision: VisionConfig | None = None  # the vision tower; None: the model reads no images
+    # Why the vision tower of a checkpoint that has one cannot be loaded, in words for the user.
     vision_lack: str | None = None
 
     def __post_init__(self) -> None:
@@ -127,21 +133,19 @@ class ModelConfig:
 
 
 def check_positive(**sizes: int) -> None:
-    """Raise ValueError, which names the size, if one is not positive or beyond any model's."""
+    """Raise ValueError, naming the size, if a size is not positive or unreasonably large."""
     for name, size in sizes.items():
         if type(size) is not int or size < 1:  # a checkpoint may say anything
             raise ValueError(f"the model's {name} is {size!r:.60}; it must be a positive integer")
-        if size > _MOST and name != "max_position_embeddings":  # which allocates nothing
+        if size > _MOST and name != "max_position_embeddings":  # positions allocate nothing
             raise ValueError(f"the model's {name} is {size:,}; no model has more than {_MOST:,}")
 
 
 def common_config(
     hf: PretrainedConfig, architecture: str, rope: DefaultRope, family: FamilyConfig
 ) -> ModelConfig:
-    """Make a model's configuration, with that of its family, from that of transformers.
-
-    Raises ValueError if the engine lacks something it needs, which the message names.
-    """
+    """Make a model's configuration from transformers' configuration and the family's part. Raises
+    ValueError, naming the key, for what the engine does not support."""
     return ModelConfig(
         architecture=architecture,
         hidden_size=hf.hidden_size,
@@ -156,10 +160,8 @@ def common_config(
 
 
 def extra_value(hf: PretrainedConfig, key: str, kind: type[T], default: T) -> T:
-    """Return a configuration's value that no class of transformers knows or checks, or the default.
-
-    Raises ValueError if it has another type.
-    """
+    """Return a configuration value that transformers does not know or check, or the default if it
+    is missing. Raises ValueError if it has another type."""
     value = hf.to_dict().get(key)
     if value is None:
         return default
@@ -169,22 +171,21 @@ def extra_value(hf: PretrainedConfig, key: str, kind: type[T], default: T) -> T:
 
 
 def checkpoint_form(hf: PretrainedConfig) -> WeightFormat | PackedFormat | None:
-    """Return the format of a checkpoint's weights; raise ValueError for an unknown quantisation."""
+    """Return the format of a checkpoint's weights. Raises ValueError for an unknown
+    quantisation."""
     return weight_format(hf.to_dict().get("quantization_config"))
 
 
 def own_dtype(hf: PretrainedConfig) -> torch.dtype:
-    """Return a checkpoint's dtype for computing: float32 if it does not say, or says float64."""
+    """Return a checkpoint's dtype for computing: float32 if the checkpoint has none, or float64."""
     if isinstance(hf.dtype, torch.dtype) and hf.dtype != torch.float64:
         return hf.dtype
     return torch.float32
 
 
 def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
-    """Return the number of positions that a model has with its rope scaling.
-
-    YaRN gives the length before scaling and a factor; a configuration may leave the product to us.
-    """
+    """Return the number of positions with rope scaling. YaRN has the length before scaling and a
+    factor; a configuration may leave out their product."""
     if not isinstance(rope, YarnRope):
         return max_position_embeddings
     scaled = int(rope.factor * rope.original_max_position_embeddings)
@@ -192,8 +193,8 @@ def extended_positions(rope: DefaultRope, max_position_embeddings: int) -> int:
 
 
 def rotated_size(parameters: dict[str, Any], head_dim: int) -> int:
-    """Return how many of a head's values rotate, all of them by default, and take what says so out
-    of transformers' `rope_parameters`. Raises ValueError if it is no share."""
+    """Remove `partial_rotary_factor` from transformers' `rope_parameters`, and return how many of a
+    head's values have RoPE; all by default. Raises ValueError if the factor is not in (0, 1]."""
     share = parameters.pop("partial_rotary_factor", None)
     share = 1.0 if share is None else share
     if type(share) not in (int, float) or not 0 < share <= 1:
@@ -206,18 +207,16 @@ def rotated_size(parameters: dict[str, Any], head_dim: int) -> int:
 def partial_rope(
     parameters: Mapping[str, Any], head_dim: int, unused: Collection[str] = ()
 ) -> tuple[DefaultRope, int]:
-    """Return the rotary embedding of transformers' `rope_parameters`, and how many of a head's
-    values rotate. Keys that are `unused` are passed over."""
+    """Return the rope that transformers' `rope_parameters` describe, and how many of a head's
+    values it rotates. Keys in `unused` are ignored."""
     left = {name: value for name, value in parameters.items() if name not in unused}
     rotary_dim = rotated_size(left, head_dim)
     return rope_from_parameters(left), rotary_dim
 
 
 def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:
-    """Make the variant of rotary embedding that transformers' `rope_parameters` describes.
-
-    Raises ValueError for an unsupported type, or a parameter that is missing or unknown.
-    """
+    """Return the rope that transformers' `rope_parameters` describe. Raises ValueError for an
+    unsupported type, or a parameter that is missing or unknown."""
     values = {k: v for k, v in parameters.items() if k != "type" and v is not None}
     rope_type = values.pop("rope_type", None)
     if rope_type not in [*ROPE_TYPES]:
@@ -229,7 +228,7 @@ def rope_from_parameters(parameters: Mapping[str, Any]) -> DefaultRope:
     kind = ROPE_TYPES[rope_type]
     known = {f.name for f in fields(kind)}
     required = {f.name for f in fields(kind) if f.default is MISSING}
-    # Some checkpoints with the default rope have parameters of a scaling that they do not use.
+    # Some checkpoints with the default rope have unused parameters of a scaling.
     unknown = set() if kind is DefaultRope else values.keys() - known
     for problem, names in (("unknown", unknown), ("missing", required - values.keys())):
         if names:

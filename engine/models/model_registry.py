@@ -1,4 +1,5 @@
-"""The registry of models: finds a model's class by the name that checkpoints give it."""
+"""The registry of models: finds a model's class by the architecture in its checkpoint. The loader
+calls `model_class` or `gguf_model_class`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from batchgen.engine.models.causal_lm import CausalLM
 
 
 class ModelEntry(NamedTuple):
-    """Where a model's class, named as the architecture, is defined."""
+    """Where a model's class is defined. The class has the name of the architecture."""
 
     module: str  # imported only when a checkpoint needs it
     gguf: str | None = None  # `general.architecture` of its GGUF files, if supported
@@ -105,11 +106,12 @@ RELATIVES: Mapping[str, tuple[str, str]] = {
     "StableLmForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
     "Starcoder2ForCausalLM": ("LlamaForCausalLM", _CENTRED_NORMS),
 }
-"""Architectures that are not supported: the nearest one that is, and what it lacks for them."""
+"""Architectures that are not supported, each with the nearest supported one, and what that
+lacks."""
 
 
 class ModelHead(Enum):
-    """What stands on a decoder in place of the layer that computes logits."""
+    """What a checkpoint has instead of an output layer for logits."""
 
     CLASSES = "ForSequenceClassification"
     NONE = "Model"
@@ -120,29 +122,27 @@ _ENCODERS = re.compile(
     r"NomicBert|EuroBert|Gte|New|JinaBert|MegatronBert|T5Encoder|T5GemmaEncoder)"
     r"(Model|For[A-Z]\w*)"
 )
-"""Architectures of encoders, whose tokens see the whole text in both directions."""
+"""The architectures of encoders, whose tokens attend to the whole text in both directions."""
 
 
 def decoder_of(architecture: str) -> tuple[str, ModelHead | None]:
-    """Return the registered architecture whose decoder a classifier or a bare model has, and what
-    stands on it; for any other architecture itself and None."""
+    """Return the registered architecture of the decoder in a classifier or a model without a head,
+    and the kind of head. Other architectures are returned unchanged, with None."""
     for head in ModelHead:
         name = architecture.removesuffix(head.value)
         if name == architecture or architecture in MODELS:
             continue
-        # The text part of a family with towers has a name of its own there, and none here.
-        tries = f"{name}ForConditionalGeneration", f"{name.removesuffix('Text')}ForCausalLM"
-        if (decoder := next((one for one in tries if one in MODELS), None)) is not None:
+        # The text part of a family with vision towers has a separate name there, but not here.
+        candidates = f"{name}ForConditionalGeneration", f"{name.removesuffix('Text')}ForCausalLM"
+        if (decoder := next((entry for entry in candidates if entry in MODELS), None)) is not None:
             return decoder, head
     return architecture, None
 
 
 def model_class(architecture: str, source: Path) -> type[CausalLM]:
-    """Find the class of a model by the architecture that the config.json of `source` gives; that of
-    a classifier or of a bare decoder is the class of its family.
-
-    Raises ValueError, which names the nearest one that is supported, and what is missing.
-    """
+    """Return the class of a model by the architecture in the config.json of `source`. A classifier,
+    or a decoder without a head, has the class of its family. Raises ValueError, naming the nearest
+    supported architecture and what it lacks."""
     architecture, _ = decoder_of(architecture)
     if architecture not in MODELS:
         raise ValueError(
@@ -154,7 +154,8 @@ def model_class(architecture: str, source: Path) -> type[CausalLM]:
 
 
 def _why(architecture: str) -> str:
-    """Say what is missing for an architecture, or which supported one has a name like its."""
+    """Say what is missing for an architecture, or which supported architecture has a similar
+    name."""
     if _ENCODERS.fullmatch(architecture):
         return (
             ": it is an encoder, whose tokens see the whole text in both directions, and the "
@@ -169,10 +170,8 @@ def _why(architecture: str) -> str:
 
 
 def gguf_model_class(architecture: str, source: Path) -> type[CausalLM]:
-    """Find the class of a model by the `general.architecture` of the GGUF file `source`.
-
-    Raises ValueError, which lists the supported ones.
-    """
+    """Return the class of a model by the `general.architecture` of the GGUF file `source`. Raises
+    ValueError, listing the supported ones."""
     names = {entry.gguf: name for name, entry in MODELS.items() if entry.gguf is not None}
     if architecture not in names:
         raise ValueError(

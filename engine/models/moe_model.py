@@ -1,4 +1,4 @@
-"""Decoders some of whose layers have experts: what Qwen2-MoE, Qwen3-MoE and SDAR-MoE share."""
+"""Decoders with experts in some layers: the base class of all families of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROUTED_EXPERTS = "routed_experts"
-"""The name of the column of the experts that each token went through."""
+"""The name of the output column of the experts that each token was routed to."""
 _REPLAY = (
     "entry t belongs to token t of prompt_token_ids followed by token_ids, whose last token has no "
     "entry because the model never read it; entry[t][l] are the ids of the experts that the token "
@@ -34,26 +34,27 @@ NO_EXPERTS: dict[str, Any] = {
     "moe_layers": (), "num_experts": 0, "experts_per_token": 0, "expert_size": 0,
     "renormalise": True,
 }  # fmt: skip
-"""What `MoEConfig` has in a model none of whose layers have experts."""
+"""The fields of `MoEConfig` in a model without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig(DenseConfig):
-    """What decoders with experts have in their configuration besides that of dense ones."""
+    """The configuration of decoders with experts, in addition to `DenseConfig`."""
 
-    moe_layers: tuple[int, ...]  # ascending; the others have a gated MLP of `intermediate_size`
+    moe_layers: tuple[int, ...]  # ascending indices; all other layers have an MLP
     num_experts: int
     experts_per_token: int  # in each layer with experts
-    expert_size: int  # the width of one expert
-    renormalise: bool  # divide a token's weights by their sum
-    shared_size: int | None = None  # the width of the expert of all tokens, if there is one
-    latent_size: int | None = None  # what experts read and yield, if not hidden states
+    expert_size: int  # the intermediate size of one expert
+    renormalise: bool  # whether a token's expert weights are divided by their sum
+    shared_size: int | None = None  # the intermediate size of the shared expert, if there is one
+    latent_size: int | None = None  # the size of experts' inputs, if not the hidden size
     router: Router = SOFTMAX_ROUTER
     variant: ExpertForm = PLAIN_EXPERTS
-    mtp_layers: int = 0  # of the head for multi-token prediction; 0: none
+    mtp_layers: int = 0  # the number of layers of the multi-token prediction head; 0: no head
 
     def __post_init__(self) -> None:
-        # A dataclass with slots is made anew, so that super() without arguments finds another one.
+        # A dataclass with slots is created anew, so super() without arguments would find the old
+        # class.
         super(MoEConfig, self).__post_init__()
         if not self.moe_layers:
             return
@@ -73,8 +74,8 @@ class MoEConfig(DenseConfig):
 
     @property
     def routed_experts(self) -> OutputColumn:
-        """The column of the experts that each token went through, [moe_layers, experts per token],
-        in the order in which the router chose them."""
+        """The column of the experts that each token was routed to, [moe_layers, experts per token],
+        in the order of the router's choice."""
         return OutputColumn(
             ROUTED_EXPERTS,
             np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16),
@@ -102,8 +103,8 @@ class MoEForCausalLM(DenseForCausalLM):
 
     @property
     def spared_parameters(self) -> int:
-        """How many parameters of a layer's experts on this rank a token does not go through, if
-        equally many of its experts are on each rank."""
+        """How many parameters of a layer's experts on this rank a token does not use, if its
+        experts are spread evenly over ranks."""
         family = self.family
         hidden, inner = family.latent_size or self.config.hidden_size, family.expert_size
         products = len(family.variant.first) + 1
@@ -122,7 +123,7 @@ class MoEForCausalLM(DenseForCausalLM):
         return super().make_mlp(index)
 
     def make_experts(self, index: int, **options: Any) -> SparseMoE:
-        """Make the experts of the layer with this index, which has some; `options` are of
+        """Make the experts of the layer with this index; `options` are further arguments of
         `SparseMoE`."""
         family = self.family
         return SparseMoE(
@@ -141,10 +142,8 @@ class MoEForCausalLM(DenseForCausalLM):
         )
 
     def make_head(self, name: str) -> TokenModel:
-        """Make the head for multi-token prediction, with experts if a layer of the model has some.
-
-        It shares the embedding and the layer for logits, of which checkpoints may hold copies.
-        """
+        """Make the multi-token prediction head, with experts if a layer of the model has some. It
+        shares the model's embedding and output layer, of which checkpoints may hold copies."""
         if name != MTP_HEAD or name not in self.config.heads:
             return super().make_head(name)
         check_mtp_layers(self.family.mtp_layers)
@@ -160,10 +159,8 @@ class MoEForCausalLM(DenseForCausalLM):
 def moe_config(
     hf: PretrainedConfig, dense: ModelConfig, *, shared_size: int | None = None
 ) -> ModelConfig:
-    """Add experts, as Qwen's models configure them, to a configuration without them.
-
-    Raises ValueError if they make no sense. `shared_size` is the width of a shared expert.
-    """
+    """Add Qwen's experts to a configuration without them. Raises ValueError for invalid values.
+    `shared_size` is the intermediate size of a shared expert."""
     return extended(
         dense,
         MoEConfig,
@@ -177,7 +174,8 @@ def moe_config(
 
 
 def extended(dense: ModelConfig, kind: type[MoEConfig], **values: Any) -> ModelConfig:
-    """Return the configuration with a larger family, which keeps a dense one's values."""
+    """Return the configuration with `kind` as its family, which takes the values of the dense
+    family."""
     common = dense.family_as(DenseConfig)
     values |= {field.name: getattr(common, field.name) for field in fields(DenseConfig)}
     family = kind(**values)
@@ -185,7 +183,8 @@ def extended(dense: ModelConfig, kind: type[MoEConfig], **values: Any) -> ModelC
 
 
 def sparse_layers(hf: PretrainedConfig) -> tuple[int, ...]:
-    """Return the layers that have experts, as Qwen configures them, or raise ValueError."""
+    """Return the indices of the layers with experts, from Qwen's keys. Raises ValueError for an
+    invalid step."""
     check_positive(decoder_sparse_step=hf.decoder_sparse_step)
     return tuple(
         index
@@ -197,9 +196,7 @@ def sparse_layers(hf: PretrainedConfig) -> tuple[int, ...]:
 
 
 def num_experts(hf: PretrainedConfig) -> int:
-    """Return the number of experts in a layer that has some.
-
-    transformers renamed the field in 5.23; before that, it takes the new name for an unknown one.
-    """
+    """Return the number of experts in a layer. transformers renamed the field in 5.23; earlier
+    versions keep the new name as an unknown key."""
     renamed = "num_local_experts" in hf.to_dict()
     return extra_value(hf, "num_local_experts" if renamed else "num_experts", int, 0)

@@ -1,4 +1,5 @@
-"""A head for multi-token prediction, which continues from the hidden states of its target."""
+"""A head for multi-token prediction (MTP), which continues from the hidden states of its target.
+The strategy `ar_spec` uses it to draft tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from batchgen.engine.models.causal_lm import CausalLM
 from batchgen.engine.models.token_model import TokenModel
 
 MTP_HEAD = "mtp"
-"""The name of the head for multi-token prediction, which is also the prefix of its weight slots."""
+"""The name of the multi-token prediction head, which is also the prefix of its weight slots."""
 
 
 def check_mtp_layers(number: int) -> None:
-    """Raise ValueError for a head for multi-token prediction that has not one layer."""
+    """Raise ValueError if the multi-token prediction head does not have exactly one layer."""
     if number != 1:
         raise ValueError(
             f"the head for multi-token prediction has {number} layers, and only one is supported"
@@ -30,14 +31,17 @@ class MTPHead(TokenModel):
     """One layer over a token's embedding and the hidden state that the token was drawn from.
 
     With h_i the target's hidden state of position i after its final norm, and e_{i+1} the embedding
-    of the token of position i + 1, the head computes
+    of the token at position i + 1, the head computes
 
         norm(layer(fc([norm_e(e_{i+1}), norm_h(h_i)])))
 
-    from which the logits of the token of position i + 2 follow. The result can take the place of
-    the target's hidden state, so that the head goes on from its own predictions. This is the head
-    of Qwen3.5, and DeepSeek-V3's (2024) in other names. Embedding, rotary table and logits' layer
-    are the target's. `spared` counts parameters of experts that a token is not routed to.
+    and from this the logits of the token at position i + 2. The result can replace the target's
+    hidden state, so that the head continues from its own predictions. This is the head of Qwen3.5,
+    and, with other names, of DeepSeek-V3 (2024). Embedding, rotary table and output layer are the
+    target's.
+
+    Args:
+        spared: how many parameters of experts a token does not use.
     """
 
     reads_hidden = True
@@ -71,10 +75,8 @@ class MTPHead(TokenModel):
         return [layer.cache_spec]
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute hidden states, as `TokenModel.forward` does, for the token behind each position.
-
-        `ctx` has the hidden states [T, hidden_size] of the positions.
-        """
+        """Compute the hidden states for the token after each position, as `TokenModel.forward`
+        does. `ctx.hidden` has the target's hidden states [T, hidden_size] of the positions."""
         embed_tokens, rotary, _ = self._shared
         assert ctx.hidden is not None
         embedded, _ = self.pre_fc_norm_embedding.of_stream(embed_tokens(input_ids))

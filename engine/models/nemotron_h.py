@@ -1,4 +1,5 @@
-"""Nemotron-H, Nemotron 2 and 3 (NVIDIA 2025): layers of Mamba2, attention, MLPs or experts."""
+"""Nemotron-H, Nemotron 2 and 3 (NVIDIA 2025): each layer is Mamba2, attention, an MLP or
+experts."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _MTP = "mtp."
-"""How the names of the head for multi-token prediction begin."""
+"""The prefix of the tensor names of the multi-token prediction head."""
 
 
 class NemotronHForCausalLM(MambaForCausalLM):
-    """Nemotron-H: each layer has one part, with a norm before it; attention rotates nothing, and
+    """Nemotron-H: each layer has one part, with a norm before it. Attention has no RoPE, and
     neither MLPs nor experts have a gate."""
 
     hf_class = "NemotronHConfig"

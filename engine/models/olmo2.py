@@ -1,4 +1,4 @@
-"""OLMo 2 (Ai2 2025, arXiv 2501.00656): norms behind the parts of a layer, and over all heads."""
+"""OLMo 2 (Ai2 2025, arXiv 2501.00656): norms after the parts of a layer, and over all heads."""
 
 from __future__ import annotations
 

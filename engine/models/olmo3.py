@@ -1,4 +1,4 @@
-"""OLMo 3 (Ai2 2025): norms behind the parts of a layer, and over all heads of queries and keys."""
+"""OLMo 3 (Ai2 2025): norms after the parts of a layer, and over all heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Olmo3ForCausalLM(DenseForCausalLM):
-    """OLMo 3: most layers have a sliding window, and these have a rope of their own."""
+    """OLMo 3: most layers have a sliding window, and these have a separate rope."""
 
     qk_norm = "all heads"
     norm_places = "after"

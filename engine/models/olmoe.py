@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class OlmoeForCausalLM(MoEForCausalLM):
-    """OLMoE: small experts, without a shared one."""
+    """OLMoE: small experts, without a shared expert."""
 
     qk_norm = "all heads"
 
@@ -22,7 +22,7 @@ class OlmoeForCausalLM(MoEForCausalLM):
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
         values = hf.to_dict()
-        for key in ("clip_qkv", "sliding_window"):  # the second is read, though never declared
+        for key in ("clip_qkv", "sliding_window"):  # the second is read, but never declared
             if values.get(key) is not None:
                 raise ValueError(f"{key} {values[key]!r:.60} is not supported: it must be null")
         bias: bool = hf.attention_bias

@@ -1,5 +1,5 @@
-"""Converts loaded weights to the layout in which they are computed, and tests whether this CPU's
-matrix products give a row the same bits in any batch. An engine calls this when it starts."""
+"""Converts loaded weights to the layout for computing, and tests whether this CPU's matrix products
+give a row the same bits in any batch. `TokenModel.pack` calls this when an engine starts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ def pack_layers(
     device: torch.device,
     rules: BitRules,
 ) -> str | None:
-    """Convert the weights of linear layers and experts to the layout for computing, and let linear
-    layers follow the rules.
+    """Convert the weights of linear layers and experts to the layout for computing. Afterwards they
+    cannot be loaded again.
 
-    They cannot be loaded again then. Whether a row's bits depend on that row alone is up to the
-    CPU's libraries. So each shape of product is tried, with torch's current threads, and a way that
-    keeps the bits is chosen if there is one; this takes as long as 800 tokens in one layer and the
-    head.
+    On a CPU, the libraries decide whether a row's bits depend on its batch. So each shape of
+    product is tried with torch's current threads, and a method that keeps the bits is chosen if
+    there is one. This takes as long as 800 tokens in one layer and the head.
 
-    Returns why a token's bits depend on its batch, in words for the user. None if they do not, and
-    on a GPU, where rules decide.
+    Args:
+        rules: what the bits of a row may depend on, for the linear layers.
+
+    Returns:
+        Why a token's bits depend on its batch, as a sentence for the user. None if they do not, and
+            on a GPU, where the rules decide.
     """
     products = CPUProducts()
     for module in model.modules():

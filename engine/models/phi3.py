@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Phi3ForCausalLM(DenseForCausalLM):
-    """Phi-3: checkpoints hold merged projections, and Phi-4-mini rotates a part of each head.
-    With LongRoPE rows of more than 4,096 tokens are turned by angles of their own (`LongRope`)."""
+    """Phi-3, whose checkpoints hold merged projections. Phi-4-mini applies RoPE to a part of each
+    head. With LongRoPE, rows of more than 4,096 tokens have other angles (`LongRope`)."""
 
     hf_class = "Phi3Config"
 
@@ -48,7 +48,7 @@ class Phi3ForCausalLM(DenseForCausalLM):
 
 
 def _parameters(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return the rotary parameters, those of LongRoPE as `LongRope` has them."""
+    """Return the rotary parameters; those of LongRoPE as the fields of `LongRope`."""
     parameters: dict[str, Any] = dict(hf.rope_parameters)
     if parameters["rope_type"] == "longrope":
         original = parameters.setdefault(

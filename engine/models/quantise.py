@@ -1,5 +1,5 @@
-"""Turns layers to FP8 or 4 bits before their weights are loaded. A model calls this for each layer
-that it makes, if its checkpoint or the user asks for it."""
+"""Quantises layers to FP8 or 4 bits before their weights are loaded. `CausalLM` calls this for each
+layer that it makes, if the checkpoint or the user asks for it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from batchgen.engine.layers.weight_slot import named_parts
 
 
 def quantise_layer(layer: DecoderLayer, path: str, form: WeightFormat) -> None:
-    """Keep the weights of a layer's projections and experts in FP8, as `FP8Format` says, or in
-    4 bits, or those of its experts alone in MXFP4.
+    """Keep the weights of a layer's projections and experts in FP8 or 4 bits, or only its experts'
+    in MXFP4.
 
-    They are not loaded yet, and `path` is the layer's name in checkpoints. Norms quantise results
-    that only modules in FP8 read. Raises ValueError if only some modules that are computed together
-    are excluded.
+    The weights must not be loaded yet. Norms whose results are read only by FP8 modules quantise
+    these results. `path` is the layer's name in checkpoints. Raises ValueError if only some modules
+    that are computed together are excluded.
     """
     for name, part in named_parts(layer, path):
         if isinstance(part, Experts):
@@ -27,12 +27,7 @@ def quantise_layer(layer: DecoderLayer, path: str, form: WeightFormat) -> None:
             part.quantise(form, name)
     if not isinstance(form, FP8Format):
         return
-    for reader, norm in (
-        (layer.mixer, layer.mixer_norm),
-        (layer.mlp, layer.mlp_norm),
-    ):
-        if norm is None:
-            continue
+    for reader, norm in layer.normed_parts:
         if isinstance(reader, HasInputProjection) and reader.input_projection.computes_in_fp8:
             norm.quantise_result(form)
         if isinstance(reader, SparseMoE) and reader.experts.computes_in_fp8:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2ForCausalLM(DenseForCausalLM):
-    """Qwen2: the projections to queries, keys and values have biases, and no others do."""
+    """Qwen2: only the projections to queries, keys and values have biases."""
 
     hf_class = "Qwen2Config"
 
@@ -25,7 +25,7 @@ class Qwen2ForCausalLM(DenseForCausalLM):
 
 
 def refuse_sliding_window(hf: PretrainedConfig) -> None:
-    """Raise ValueError if a layer has sliding-window attention, even one that is switched off."""
+    """Raise ValueError if a layer has sliding-window attention, even if it is switched off."""
     if set(hf.layer_types) != {"full_attention"}:
         raise ValueError(
             "sliding-window attention is not supported, and use_sliding_window or layer_types say "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
-    """Qwen2.5 with a vision tower, which is loaded if rows have images."""
+    """Qwen2.5 with a vision tower, which is loaded only if rows have images."""
 
     hf_class = "Qwen2_5_VLConfig"
     has_flat_files = True

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2MoeForCausalLM(MoEForCausalLM):
-    """Qwen2-MoE: attention as in Qwen2, and a shared expert beside the others."""
+    """Qwen2-MoE: attention as in Qwen2, and a shared expert in addition to routed ones."""
 
     hf_class = "Qwen2MoeConfig"
 

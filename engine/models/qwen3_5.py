@@ -25,7 +25,7 @@ class Qwen3_5ForCausalLM(HybridForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """A Qwen3.5 checkpoint with a vision tower, which is loaded if rows have images."""
+    """A Qwen3.5 checkpoint with a vision tower, which is loaded only if rows have images."""
 
     hf_class = "Qwen3_5Config"
 
@@ -35,10 +35,10 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 
 
 def has_output_gate(hf: PretrainedConfig) -> bool:
-    """Whether attention has an output gate, a value beyond those that transformers knows."""
+    """Return whether attention has an output gate; transformers does not know this key."""
     return extra_value(hf, "attn_output_gate", bool, True)
 
 
 def num_mtp_layers(hf: PretrainedConfig) -> int:
-    """Return how many layers the head for multi-token prediction has; 0 if there is no head."""
+    """Return the number of layers of the multi-token prediction head; 0 if there is no head."""
     return extra_value(hf, "mtp_num_hidden_layers", int, 0)

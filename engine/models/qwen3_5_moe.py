@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3_5MoeForCausalLM(HybridForCausalLM):
-    """Qwen3.5-MoE without a vision tower: every layer has experts and a shared one."""
+    """Qwen3.5-MoE without a vision tower: every layer has routed experts and a shared one."""
 
     hf_class = "Qwen3_5MoeTextConfig"
 
@@ -30,7 +30,7 @@ class Qwen3_5MoeForCausalLM(HybridForCausalLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """A Qwen3.5-MoE checkpoint with a vision tower, which is loaded if rows have images."""
+    """A Qwen3.5-MoE checkpoint with a vision tower, which is loaded only if rows have images."""
 
     hf_class = "Qwen3_5MoeConfig"
 

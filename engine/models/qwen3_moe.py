@@ -21,7 +21,7 @@ class Qwen3MoeForCausalLM(MoEForCausalLM):
 
     @classmethod
     def config_from_hf(cls, hf: PretrainedConfig) -> ModelConfig:
-        if hf.sliding_window is not None:  # of all layers: this class reads no layer_types
+        if hf.sliding_window is not None:  # it would apply to all layers, without layer_types
             raise ValueError("sliding-window attention (use_sliding_window) is not supported")
         bias: bool = hf.attention_bias
         dense = dense_config(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3NextForCausalLM(HybridForCausalLM):
-    """Qwen3-Next, whose checkpoints hold input projections key head by key head."""
+    """Qwen3-Next, whose checkpoints order the input projections key head by key head."""
 
     interleaved = True
 
@@ -26,6 +26,6 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
             cls,
             renormalise=hf.norm_topk_prob,
             moe_layers=sparse_layers(hf),
-            # The published configurations do not name the head that their checkpoints have.
+            # The published configurations do not mention the head that their checkpoints have.
             mtp_layers=extra_value(hf, "num_nextn_predict_layers", int, 1),
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
-    """Qwen3 with a vision tower, which is loaded if rows have images."""
+    """Qwen3 with a vision tower, which is loaded only if rows have images."""
 
     hf_class = "Qwen3VLConfig"
 
@@ -39,9 +39,10 @@ class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
 
 
 def decoder_config(text: PretrainedConfig, model: type[DenseForCausalLM]) -> ModelConfig:
-    """Make the configuration of a decoder, without experts, from its part of a Qwen3-VL model's."""
+    """Make the configuration of a Qwen3-VL decoder, without experts, from its part of the
+    configuration."""
     rope, rotary_dim = partial_rope(text.rope_parameters, text.head_dim, MROPE_KEYS)
-    if rotary_dim != text.head_dim:  # transformers passes over it, or not, by the kind of rope
+    if rotary_dim != text.head_dim:  # transformers ignores it for some kinds of rope
         raise ValueError("partial_rotary_factor is not supported in this model: it must be 1")
     bias: bool = text.attention_bias
     return dense_config(

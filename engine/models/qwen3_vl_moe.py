@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
-    """Qwen3-MoE with a vision tower, which is loaded if rows have images."""
+    """Qwen3-MoE with a vision tower, which is loaded only if rows have images."""
 
     hf_class = "Qwen3VLMoeConfig"
 
@@ -41,6 +41,7 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
 
 
 def _renormalised(text: PretrainedConfig) -> PretrainedConfig:
-    """Say that a token's expert weights add up to 1, which no key of this model's says."""
+    """Set `norm_topk_prob` (a token's expert weights add up to 1), which this model's configuration
+    lacks."""
     text.norm_topk_prob = True
     return text

@@ -28,10 +28,8 @@ class SDARForCausalLM(Qwen3ForCausalLM):
 
 
 def with_diffusion(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
-    """Add block diffusion to what was made of a configuration of `sdar_config_class`.
-
-    Raises ValueError if the checkpoint's attention is not causal over blocks.
-    """
+    """Add block diffusion to the configuration of a class from `sdar_config_class`. Raises
+    ValueError if the checkpoint's attention is not block-causal."""
     if hf.use_regular_causal or not hf.block_causal_prompt:
         raise ValueError(
             "attention other than causal over blocks (use_regular_causal, "
@@ -43,17 +41,17 @@ def with_diffusion(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
 
 @cache
 def sdar_config_class(model_type: Literal["sdar", "sdar_moe"]) -> type[PretrainedConfig]:
-    """Make the class that reads SDAR's config.json without the code that checkpoints contain.
+    """Make the class that reads SDAR's config.json without running the checkpoint's code.
 
-    transformers is imported here, because only reading a configuration needs it. Besides Qwen3's or
-    Qwen3-MoE's fields, and fields of training, the file has:
+    transformers is imported here, because only reading a configuration needs it. In addition to the
+    fields of Qwen3 or Qwen3-MoE, and fields of training, the file has:
 
-    - block_size: tokens of a block. The published JetLM/SDAR-* checkpoints give it at most in their
-      name; checkpoints that were trained further have it.
-    - mask_token_id: the token that stands where a token is to be filled in.
-    - use_regular_causal: true for derived models (I-DLM) whose context is causal token by token and
-      whose logits predict the next token.
-    - block_causal_prompt: false for derived models whose prompt tokens see later tokens.
+    - block_size: the block length. The published JetLM/SDAR-* checkpoints give it only in their
+    name, if at all; checkpoints that were trained further have it.
+    - mask_token_id: the id of tokens that are to be filled in.
+    - use_regular_causal: true for derived models (I-DLM) with causal attention between tokens,
+    whose logits predict the next token.
+    - block_causal_prompt: false for derived models whose prompt tokens attend to later tokens.
     """
     from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -70,11 +68,12 @@ def sdar_config_class(model_type: Literal["sdar", "sdar_moe"]) -> type[Pretraine
 def extended_class(
     base: type[PretrainedConfig], model_type: str, **fields: tuple[Any, Any]
 ) -> type[PretrainedConfig]:
-    """Make a class that reads the config.json of a model which transformers does not have, from the
-    class of its nearest relative.
+    """Make a class that reads the config.json of a model unknown to transformers, from the class of
+    its nearest relative.
 
     Args:
-        fields: what the file has besides: a type, which is checked at run time, and a default.
+        fields: the additional fields, each with a type, which is checked at run time, and a
+            default.
     """
     from huggingface_hub.dataclasses import strict
 

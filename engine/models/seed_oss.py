@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance 2025): Llama with biases of the projections to queries, keys and values."""
+"""Seed-OSS (ByteDance 2025): Llama with biases in the projections to queries, keys and values."""
 
 from __future__ import annotations
 

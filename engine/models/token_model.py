@@ -1,5 +1,5 @@
-"""The interface of a model to the runner: it computes hidden states and logits of tokens, and
-declares which caches it needs."""
+"""The interface of a model to `ModelRunner`: it computes hidden states and logits of tokens, and
+declares the caches that it needs."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from batchgen.kernels.rules import BY_BATCH, BitRules
 
 
 class TokenModel(nn.Module, ABC):
-    """A stack of layers, with what computes logits from their result: a model, or a head on
-    another's.
+    """A stack of layers with an output layer: a model, or a head that continues from another model.
 
-    Every operation treats each token alone, except where a layer reads what it keeps through the
-    `ForwardContext`: attention the paged cache, recurrent layers their row's state. So a token's
-    result depends only on its own row.
+    Every operation treats each token separately, except where a layer reads its cache through the
+    `ForwardContext`: attention reads the paged cache, recurrent layers the row's state. So a
+    token's result depends only on its own row.
     """
 
     reads_hidden: ClassVar[bool] = False
-    """Whether each token comes with a hidden state of another model (`ForwardContext.hidden`)."""
+    """Whether the model reads a hidden state of another model with each token
+    (`ForwardContext.hidden`)."""
 
     device: torch.device
     dtype: torch.dtype
     hidden_size: int
     vocab_size: int
-    num_parameters: int  # on this rank; shared ones count once, scales do not
-    weight_bytes: int  # on this rank, with scales
+    num_parameters: int  # on this rank, without scales; shared parameters count once
+    weight_bytes: int  # on this rank, including scales
     parallel: TensorParallel = ALONE
     fp8_cache: bool = False  # whether attention keeps its keys and values in FP8
-    lora: LoRAState | None = None  # the adapters beside the layers; None without any
-    # Whether tokens may be turned by other positions than their own (`rope_positions`).
+    lora: LoRAState | None = None  # the adapters of the layers; None without any
+    # Whether rotary positions may differ from tokens' positions (`rope_positions`).
     turns_apart: bool = False
-    turns_by_axes: bool = False  # whether these may have three axes
-    # Once packed: why a token's bits depend on its batch, in words for the user; None if they do
-    # not, and on a GPU, where batchgen makes no such promise.
+    turns_by_axes: bool = False  # whether rotary positions may have three axes
+    # After `pack`: why a token's bits depend on its batch, as a sentence for the user. None if they
+    # do not, and on a GPU, where batchgen does not promise it.
     batch_dependence: str | None = None
     _packed_by: BitRules | None = None
 
@@ -71,22 +71,22 @@ class TokenModel(nn.Module, ABC):
 
     @property
     def where(self) -> Placement:
-        """Where the parameters of layers are made."""
+        """The device, dtype and ranks of the layers' parameters."""
         return Placement(self.device, self.dtype, self.parallel, self.fp8_cache)
 
     @property
     def parameters_per_token(self) -> int:
-        """How many of the parameters a token goes through; fewer than all if there are experts."""
+        """How many parameters a token uses; fewer than all in a mixture of experts."""
         return self.num_parameters
 
     @property
     def weight_bytes_per_token(self) -> int:
-        """About how many bytes of weights a token goes through, as if all had the same size."""
+        """Approximately how many bytes of weights a token uses, assuming equal sizes."""
         return self.weight_bytes * self.parameters_per_token // self.num_parameters
 
     @property
     def tower(self) -> VisionTower | None:
-        """What makes features of images; None if the model reads none."""
+        """The vision tower; None if the model reads no images."""
         return None
 
     @property
@@ -98,32 +98,37 @@ class TokenModel(nn.Module, ABC):
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute the hidden states from which `own_logits` computes logits.
 
-        The tokens [T] int64 stand at absolute positions [T] in their rows. Returns [T, hidden_size]
-        in the model's dtype, or [R, hidden_size] if `ctx.outputs` names R tokens.
+        Args:
+            input_ids: [T] int64, the tokens.
+            positions: [T] int64, their absolute positions in their rows.
+
+        Returns:
+            [T, hidden_size] in the model's dtype, or [R, hidden_size] if `ctx.outputs` names R
+                tokens.
         """
 
     @abstractmethod
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Compute this rank's columns of logits (`Logits.own`), in the model's dtype, from states
-        [R, hidden_size]."""
+        """Compute this rank's columns of logits (`Logits.own`), in the model's dtype, from hidden
+        states [R, hidden_size]."""
 
     def mean_embeddings(self, logits: Tensor) -> Tensor:
         """Compute the mean embeddings [R, hidden_size] of tokens with these logits [R, V]."""
         raise NotImplementedError("only models that denoise canvases read distributions")
 
     def class_scores(self, hidden: Tensor) -> Tensor:
-        """Compute the scores [R, C] of a classifier's C classes, in the model's dtype, from states
-        [R, hidden_size]."""
+        """Compute a classifier's scores [R, C] in the model's dtype, from hidden states [R,
+        hidden_size]."""
         raise NotImplementedError("only classifiers score classes")
 
     @property
     def adapts_logits(self) -> bool:
-        """Whether adapters stand beside what computes logits."""
+        """Whether the output layer has adapters."""
         return False
 
     @contextmanager
     def adapted_logits(self, lora_slots: Tensor | None) -> Iterator[None]:
-        """Let `own_logits` add what the adapters in these slots [R] add to logits."""
+        """Let `own_logits` apply the adapters in these slots [R] inside the context."""
         if self.lora is None or lora_slots is None or not self.adapts_logits:
             yield
             return
@@ -138,10 +143,11 @@ class TokenModel(nn.Module, ABC):
         return Logits(self.own_logits(hidden), self.vocab_size, self.parallel).whole()
 
     def pack(self, rules: BitRules = BY_BATCH) -> None:
-        """Convert the loaded weights to the layout for computing; they cannot be loaded again.
+        """Convert the loaded weights to the layout for computing. Afterwards they cannot be loaded
+        again. A model that an earlier engine has packed by these rules is left unchanged.
 
-        `rules` say what the bits of a row may depend on. A model that an earlier engine has packed
-        by these rules stays as it is.
+        Args:
+            rules: what the bits of a row may depend on.
         """
         if self._packed_by is rules:
             return
@@ -151,7 +157,7 @@ class TokenModel(nn.Module, ABC):
 
     @property
     def attention_shapes(self) -> set[AttentionSpec]:
-        """The shapes of attention that occur; on a GPU the tile size depends on the shape."""
+        """The distinct attention specs of the layers. On a GPU, tile sizes depend on them."""
         return {spec for spec in self.cache_specs if isinstance(spec, AttentionSpec)}
 
     @property
@@ -161,10 +167,10 @@ class TokenModel(nn.Module, ABC):
 
     @property
     def window(self) -> int | None:
-        """The most tokens that layers with a window see; None if no layer has one."""
+        """The largest window of all layers; None if no layer has one."""
         return longest_window(self.cache_specs)
 
     @property
     def has_row_states(self) -> bool:
-        """Whether some layer keeps a state for each row."""
+        """Whether the model has recurrent layers."""
         return any(isinstance(spec, StateSpec) for spec in self.cache_specs)

@@ -1,4 +1,5 @@
-"""Checkpoints with a vision tower beside a decoder, which may be loaded without the tower."""
+"""Checkpoints with a vision tower and a decoder: reads both parts of the configuration, and
+translates tensor names. The decoder may be loaded without the tower."""
 
 from __future__ import annotations
 
@@ -21,19 +22,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 VISION_TOWER = "the vision tower"
-"""The message about what was not loaded."""
+"""The name of the part that was not loaded, for messages."""
 MROPE_KEYS = ("mrope_section", "mrope_interleaved")
-"""Keys of rotary parameters that make no difference to rows of text, whose positions on all three
-axes are equal."""
+"""Keys of rotary parameters that do not affect text, whose positions on all three axes are
+equal."""
 _PREFIX = re.compile(r"(model\.language_model|language_model\.model|language_model)\.(?=\w)")
 _VISION = re.compile(r"(model\.)?visual\.")
 
 
 def text_config(hf: PretrainedConfig) -> PretrainedConfig:
-    """Return the decoder's part of the configuration of a checkpoint with a vision tower.
-
-    Raises ValueError if the parts disagree on whether embedding and head share their weight.
-    """
+    """Return the decoder's part of the configuration of a checkpoint with a vision tower. Raises
+    ValueError if the parts disagree on whether embedding and output layer share a weight."""
     text: PretrainedConfig = hf.text_config
     if text.tie_word_embeddings and not hf.tie_word_embeddings:
         raise ValueError(
@@ -44,18 +43,16 @@ def text_config(hf: PretrainedConfig) -> PretrainedConfig:
 
 
 def governed_text(hf: PretrainedConfig) -> PretrainedConfig:
-    """Return the decoder's part of Qwen3-VL's configuration, in which the value above it says
-    whether embedding and head share their weight, as transformers has it."""
+    """Return the decoder's part of Qwen's configuration. As in transformers, the top level decides
+    whether embedding and output layer share a weight."""
     text: PretrainedConfig = hf.text_config
     text.tie_word_embeddings = hf.tie_word_embeddings
     return text
 
 
 def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
-    """Complete the decoder's configuration with what stands above its part of the checkpoint's.
-
-    Raises ValueError for a quantisation that is not supported.
-    """
+    """Complete the decoder's configuration with values from the top level of the checkpoint's.
+    Raises ValueError for unsupported quantisation."""
     dtype = config.dtype if hf.text_config.dtype is not None else own_dtype(hf)
     return replace(
         config,
@@ -66,8 +63,7 @@ def text_part(hf: PretrainedConfig, config: ModelConfig) -> ModelConfig:
 
 
 def deepstack_tower(hf: PretrainedConfig) -> DeepstackConfig:
-    """Read the configuration of a tower of Qwen3-VL's form. Raises ValueError if it is not
-    supported."""
+    """Read the configuration of a Qwen3-VL tower. Raises ValueError if it is not supported."""
     tower = hf.vision_config
     check_positive(num_position_embeddings=tower.num_position_embeddings)
     side = math.isqrt(tower.num_position_embeddings)
@@ -87,8 +83,8 @@ def with_tower(
     config: ModelConfig,
     read: Callable[[PretrainedConfig], VisionConfig] = deepstack_tower,
 ) -> ModelConfig:
-    """Add the vision tower that `read` finds to a decoder's configuration, or what the engine lacks
-    for it, without which the decoder runs."""
+    """Add the vision tower that `read` returns to a decoder's configuration; if `read` fails, add
+    the reason instead, and the decoder can run without the tower."""
     try:
         return replace(config, vision=_checked_tower(hf, config, read))
     except ValueError as error:
@@ -98,7 +94,7 @@ def with_tower(
 def _checked_tower(
     hf: PretrainedConfig, config: ModelConfig, read: Callable[[PretrainedConfig], VisionConfig]
 ) -> VisionConfig:
-    """Read the tower's configuration. Raises ValueError if it does not go with the decoder's."""
+    """Read the tower's configuration. Raises ValueError if it does not fit the decoder's."""
     vision = read(hf)
     rules = vision.rules
     ids = (rules.image_token_id, rules.start_token_id, rules.end_token_id, *rules.other_ids)
@@ -121,7 +117,7 @@ def _checked_tower(
 
 
 def tower_fields(hf: PretrainedConfig, activation: str) -> dict[str, Any]:
-    """Read what all towers have, as fields of `VisionConfig`. Raises ValueError if a value is not
+    """Read the fields of `VisionConfig` that all towers have. Raises ValueError if a value is not
     supported."""
     tower = hf.vision_config
     if tower.hidden_act != activation or tower.in_channels != 3:
@@ -173,8 +169,8 @@ def tower_theta(parameters: dict[str, Any] | None) -> float:
 
 
 def ascending_blocks(tower: PretrainedConfig, key: str) -> tuple[int, ...]:
-    """Return the blocks of a tower that a key names; none if it is not there. Raises ValueError if
-    they do not ascend."""
+    """Return the blocks of a tower listed under a key; none if the key is missing. Raises
+    ValueError if they are not ascending."""
     indexes = tuple(tower.to_dict().get(key) or ())
     ascending = sorted({i for i in indexes if type(i) is int and 0 <= i < tower.depth})
     if list(indexes) != ascending:
@@ -199,13 +195,13 @@ def _sections(parameters: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def piece_beside_tower(name: str) -> str:
-    """Return what weight slots call a tensor of a checkpoint with a vision tower: without what
-    stands before the decoder's names, and before the tower's."""
+    """Translate a tensor name of a checkpoint with a vision tower to that of weight slots, by
+    removing the prefixes of decoder and tower."""
     if is_of_tower(name):
         return _VISION.sub("visual.", name, count=1)
     return _PREFIX.sub("" if name.startswith("language_model.lm_head") else "model.", name, 1)
 
 
 def is_of_tower(name: str) -> bool:
-    """Whether a checkpoint's tensor of this name belongs to the vision tower."""
+    """Return whether a checkpoint's tensor belongs to the vision tower."""
     return _VISION.match(name) is not None

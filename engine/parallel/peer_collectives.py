@@ -1,8 +1,9 @@
-"""Collectives between GPUs of one machine, by kernels that write the memory of all of them.
+"""Collectives between GPUs of one machine, by kernels that write directly to the memory of all of
+them.
 
-A *collective* is an operation in which all ranks take part, such as the sum of a tensor over ranks.
-A *lane* is a part of this memory, with an inbox for each rank. `DistributedGroup` uses this where
-the GPUs can reach each other's memory, because its sums then have a fixed order.
+A *collective* is an operation of all ranks together, such as the sum of a tensor over ranks. A
+*lane* is a part of the memory with an inbox for each rank. `DistributedGroup` uses this module
+where the GPUs can reach each other's memory, because its sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from batchgen.kernels.parallel.rank_gather import gather
 _SPARE_LANE = FIXED_LANES
 _GATHER_LANES = (FIXED_LANES + 1, FIXED_LANES + 2)
 _LANE_BYTES = 32 * 2**20
-"""The memory of a lane, which its inboxes share. One launch moves up to half of that for each rank;
-larger launches would make sums hardly faster."""
+"""The bytes of a lane, divided among its inboxes. One launch moves up to half of an inbox; larger
+launches would hardly be faster."""
 
 
 class PeerCollectives:
-    """Memory that all ranks can write, and the collectives in which they do.
+    """Memory that all ranks can write, and the collectives that use it.
 
-    A rank may write to a lane again only once the others have read what it sent there. That is
-    known once they have sent something in another lane, so lanes take turns. Sums are given theirs
-    (`TensorParallel.add_sum`), and so are gathers in CUDA graphs. Other gathers have two of their
-    own.
+    A rank may write to a lane again only after the others have read its last message there. It
+    knows that once they have sent something in another lane. So consecutive operations must use
+    different lanes: sums, and gathers in CUDA graphs, get a lane from the caller
+    (`TensorParallel.add_sum`); other gathers alternate between two lanes of their own.
 
     Args:
-        memory: uint8, the inboxes of this rank, which are empty and which all ranks share.
+        memory: uint8, the inboxes of this rank, empty, which all ranks can write.
     """
 
     def __init__(self, memory: Tensor, peers: PeerMemory) -> None:
@@ -42,7 +43,8 @@ class PeerCollectives:
 
     @classmethod
     def make(cls, device: torch.device, rank: int, size: int) -> PeerCollectives | None:
-        """Allocate the memory on all ranks together. None if the GPUs cannot reach each other's."""
+        """Allocate the memory on all ranks together. Returns None if the GPUs cannot reach each
+        other's memory."""
         if not all(_reaches(device.index, other) for other in range(size)):
             return None
         inbox_bytes = _LANE_BYTES // size // 32 * 32
@@ -62,11 +64,11 @@ class PeerCollectives:
     def add_sum_norm(
         self, residual: Tensor | None, partial: Tensor, lane: int, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `Collectives.add_sum_norm` says."""
+        """Compute `Collectives.add_sum_norm`."""
         return add_sum_norm(residual, partial, weight, eps, self._peers, lane)
 
     def gather(self, x: Tensor, lane: int | None = None) -> Tensor:
-        """Return [R, size · C], the columns of all ranks' contiguous x [R, C]."""
+        """Return the columns of all ranks' x [R, C], contiguous, as [R, size · C]."""
         if lane is None:
             self._gathers += 1
             lane = _GATHER_LANES[self._gathers % len(_GATHER_LANES)]
@@ -74,7 +76,7 @@ class PeerCollectives:
 
 
 def reach_each_other(size: int) -> bool:
-    """Whether the first `size` visible GPUs can all write each other's memory."""
+    """Return whether the first `size` visible GPUs can all write each other's memory."""
     return all(_reaches(device, other) for device in range(size) for other in range(size))
 
 

@@ -1,4 +1,5 @@
-"""Names the line of code that a thread is at, for messages about ranks that hang."""
+"""Names the line of code that a thread is at, for messages about ranks that hang. `rank_main.py`
+and `rank_processes.py` call `busy_at`."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ _PROGRAM = str(Path(__file__).parents[2])
 
 
 def busy_at(thread: int | None) -> str | None:
-    """Name the innermost line of this program that a thread is at: its file, number and function.
-    None if the thread waits there for a device or for other ranks, or is not in this program."""
+    """Return the innermost line of this program that a thread is at, as its file, line number and
+    function. Returns None if the thread is waiting there for a device or other ranks, or is outside
+    this program."""
     frame = None if thread is None else sys._current_frames().get(thread)
     while frame is not None and not frame.f_code.co_filename.startswith(_PROGRAM):
         frame = frame.f_back

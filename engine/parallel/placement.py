@@ -1,5 +1,5 @@
-"""Where the parameters of layers are made: on which device, in which dtype, and divided among which
-ranks. Every layer gets a `Placement` when it is built."""
+"""Where the parameters of layers are allocated: the device, the dtype, and the ranks that divide
+them. Every layer gets a `Placement` when it is built."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from batchgen.engine.parallel.tensor_parallel import ALONE, TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The device and dtype of a layer's parameters, the ranks that divide its weights, and in what
-    it keeps tokens."""
+    """The device and dtype of a layer's parameters, the ranks that divide its weights, and the
+    format of its cache."""
 
     device: torch.device
     dtype: torch.dtype
     parallel: TensorParallel = ALONE
-    fp8_cache: bool = False  # whether attention keeps its keys and values in FP8
+    fp8_cache: bool = False  # whether attention keeps keys and values in FP8

@@ -1,4 +1,7 @@
-"""The collectives of tensor parallelism, by torch.distributed between processes of one machine."""
+"""The collectives of tensor parallelism, using torch.distributed between processes of one machine.
+
+Every rank makes a `DistributedGroup`; `TensorParallel` calls it.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,26 @@ from batchgen.kernels.layers.rms_norm import rms_norm
 
 _HOST = "127.0.0.1"
 _START_SECONDS = 600.0
-"""How long ranks wait for each other when they start."""
+"""How long ranks wait for each other at the start."""
 _LEAVE_SECONDS = 5.0
 _ENVIRONMENT = {
-    # Ranks are processes of one machine, whose own name need not be known to any name server.
+    # Ranks are processes of one machine, whose host name need not be resolvable.
     "GLOO_SOCKET_IFNAME": "lo",
-    # Sums in the switch of the links would have other bits, and nothing here uses multicast.
+    # Sums computed in the NVLink switch would have other bits, and nothing here uses multicast.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
 
 def serve_store() -> TCPStore:
-    """Start the store in which ranks find each other, on a free port of this machine."""
+    """Start the store through which ranks find each other, on a free port of this machine."""
     return TCPStore(
         _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_SECONDS)
     )
 
 
 def check_free() -> None:
-    """Check that this process may join a group. Raises ValueError if it is in one."""
+    """Raise ValueError if this process already belongs to a process group."""
     if dist.is_initialized():
         raise ValueError(
             "this process is one of several ranks already (torch.distributed): close the other LLM "
@@ -52,19 +55,18 @@ def join_store(port: int) -> TCPStore:
 
 
 class DistributedGroup:
-    """The ranks of one model, as `Collectives` describes them. All ranks must make one.
+    """The ranks of one model, as the process group behind `Collectives`. All ranks must make one.
 
-    On a CPU, sums are computed in the order of the ranks, so that a row has the same bits wherever
-    it stands in the batch. On GPUs, kernels that write the other GPUs' memory do the same
-    (`PeerCollectives`). NCCL sums and gathers where GPUs cannot reach each other's memory, in an
-    order of its own.
+    On a CPU, sums are computed in rank order, so that a row has the same bits at any index in the
+    batch. On GPUs, kernels that write the other GPUs' memory do the same (`PeerCollectives`). Where
+    GPUs cannot reach each other's memory, NCCL computes sums and gathers, in an order of its own.
 
     Args:
-        device: `cuda`, for which rank i takes the i-th visible GPU, or `cpu`.
+        device: `cuda`, where rank i uses the i-th visible GPU, or `cpu`.
     """
 
     had_gpu: ClassVar[bool] = False
-    """Whether this process was ever a rank on a GPU."""
+    """Whether this process has ever been a rank on a GPU."""
 
     def __init__(self, rank: int, size: int, store: Store, device: str) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -89,8 +91,8 @@ class DistributedGroup:
     def add_sum_norm(
         self, residual: Tensor | None, partial: Tensor, lane: int, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Add the sum of all ranks' parts to the residual stream and normalise it, as `Collectives`
-        says."""
+        """Add the sum of all ranks' parts to the residual stream and normalise it; see
+        `Collectives`."""
         if self._peers is not None:
             return self._peers.add_sum_norm(residual, partial, lane, weight, eps)
         if partial.is_cuda:
@@ -101,7 +103,7 @@ class DistributedGroup:
         return rms_norm(residual, weight, eps), residual
 
     def gather(self, x: Tensor, lane: int | None = None) -> Tensor:
-        """Return the columns of all ranks side by side, as `TensorParallel` says."""
+        """Return the columns of all ranks side by side; see `TensorParallel.gather`."""
         if not x.is_cuda:
             return torch.cat(self._gathered(x), 1)
         if self._peers is not None:
@@ -112,7 +114,7 @@ class DistributedGroup:
         return gathered.transpose(0, 1).reshape(rows, self.size * columns)
 
     def least(self, value: int) -> int:
-        """Return the least of all ranks' values."""
+        """Return the smallest of all ranks' values."""
         smallest = torch.tensor(value, dtype=torch.int64)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         return int(smallest)
@@ -139,9 +141,11 @@ class DistributedGroup:
 
 
 def leave() -> None:
-    """End this process's part in its group, if it has one, without waiting for other ranks. NCCL
-    waits here for as long as there are CUDA graphs that contain its sums, even if it aborts. So
-    nobody waits for NCCL for long; if it is not done, this process cannot join another group."""
+    """Leave this process's group, if it has one, without waiting for other ranks.
+
+    NCCL waits here as long as CUDA graphs contain its sums, even if it aborts. So the wait is
+    limited; if it is exceeded, this process cannot join another group.
+    """
     if not dist.is_initialized():
         return
     ending = threading.Thread(target=_abort_process_group, daemon=True)
@@ -150,8 +154,8 @@ def leave() -> None:
 
 
 def end_process(code: int) -> None:
-    """End this process at once if it was a rank on a GPU. Then neither NCCL nor a kernel that waits
-    for a rank that is gone can hold up its end. Otherwise this does nothing."""
+    """End this process at once if it has been a rank on a GPU, so that neither NCCL nor a kernel
+    that waits for a lost rank delays its end. Otherwise do nothing."""
     if DistributedGroup.had_gpu:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,10 +1,10 @@
-"""The process of a rank behind rank 0.
+"""The main program of the process of a rank other than 0.
 
     python -c PROGRAM FD RANK      (see rank_processes.py)
 
-It talks over the socket FD. It gets the process id of rank 0 and then the engine to make, and after
-that the commands of `replicas`. It sends READY when it can join the others, `Alive` every second,
-and a text if it fails. It ends when rank 0 does, however that ends.
+It communicates over the socket FD. It receives the process id of rank 0, the engine to make, and
+then the commands of `replicas`. It sends READY when it can join the others, `Alive` every second,
+and a text if it fails. It ends when rank 0 ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from batchgen.engine.parallel.tensor_parallel import TensorParallel
 
 
 def main() -> None:
-    """Be a rank until rank 0 closes the socket or is gone."""
+    """Run a rank until rank 0 closes the socket or ends."""
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     rank = int(sys.argv[2])
-    # Signals reach the whole process group. Rank 0 decides what becomes of the others.
+    # Signals reach the whole process group, but rank 0 decides what happens to the others.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent: int = connection.recv()
@@ -47,12 +47,13 @@ def main() -> None:
     except Exception as error:
         code = 1
         _report(connection, sending, error)
-    # Threads and the memory of a GPU that waits for other ranks must not hold the process up.
+    # Do not wait for threads or for a GPU that waits for other ranks.
     os._exit(code)
 
 
 def _beat(connection: Connection[Any, Any], sending: threading.Lock, parent: int) -> None:
-    """Say that this rank is alive, and end it when rank 0 is gone, whatever it is doing."""
+    """Report regularly that this rank is alive. End it, whatever it is doing, when rank 0 has
+    ended."""
     main = threading.main_thread().ident
     while os.getppid() == parent:
         alive = Alive(busy_at(main))
@@ -60,7 +61,7 @@ def _beat(connection: Connection[Any, Any], sending: threading.Lock, parent: int
             with sending:
                 connection.send(alive)
         except OSError:
-            # Rank 0 has closed the socket. The main thread has time to end by itself.
+            # Rank 0 has closed the socket. Give the main thread time to end by itself.
             time.sleep(5 * BEAT_SECONDS)
             break
         time.sleep(BEAT_SECONDS)
@@ -68,8 +69,8 @@ def _beat(connection: Connection[Any, Any], sending: threading.Lock, parent: int
 
 
 def _report(connection: Connection[Any, Any], sending: threading.Lock, error: Exception) -> None:
-    """Tell rank 0 of an error, and the user where it came from."""
-    time.sleep(BEAT_SECONDS)  # until rank 0 has closed its end, if it has failed itself
+    """Report an error to rank 0, and print its traceback."""
+    time.sleep(BEAT_SECONDS)  # until rank 0 has closed its end, if it has failed, too
     try:
         with sending:
             connection.send(f"{type(error).__name__}: {error}")

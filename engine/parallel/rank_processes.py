@@ -1,4 +1,5 @@
-"""The processes of the ranks behind rank 0: they start, are watched, and end with rank 0."""
+"""Starts, watches and ends the processes of the ranks other than 0. Rank 0 makes a
+`RankProcesses`."""
 
 from __future__ import annotations
 
@@ -28,25 +29,26 @@ from batchgen.engine.parallel.rank_group import (
 from batchgen.engine.parallel.tensor_parallel import TensorParallel
 
 READY = True
-"""What a rank says when it can join the others."""
+"""The message of a rank that can join the others."""
 
 
 class Alive(NamedTuple):
-    """What a rank says again and again."""
+    """The message that a rank sends regularly."""
 
-    busy_at: str | None  # where in this program; None if it waits for a device or for other ranks
+    busy_at: str | None  # the line it is at; None if it waits for a device or for other ranks
 
 
 BEAT_SECONDS = 1.0
-"""How often a rank says that it is alive."""
+"""The seconds between two messages `Alive`."""
 _SILENT_SECONDS = 30.0
-"""A rank that has said nothing for so long is stopped or stuck."""
+"""After this many seconds without a message, a rank is regarded as stopped or stuck."""
 _STEP_SECONDS = 50.0
-"""A step on GPUs that takes longer hangs. On a CPU a step may take any time."""
+"""After this many seconds, a step on GPUs is regarded as hung. On a CPU a step may take any
+time."""
 _LEAVE_SECONDS = 5.0
-"""How long the engine has to notice that a rank is lost, before harder means are used."""
+"""The seconds that the engine has to notice a lost rank, before its process is ended."""
 _END_SECONDS = 10.0
-"""How long ranks have to end by themselves."""
+"""The seconds that ranks have to end by themselves."""
 _LOOK_SECONDS = 0.25
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -55,19 +57,19 @@ _PROGRAM = (
 
 
 class RankRecipe(Protocol):
-    """What the engine of a rank is made of. It is sent to other processes by pickle."""
+    """Makes the engine of a rank. It is sent to other processes by pickle."""
 
     def follow(self, parallel: TensorParallel, connection: Connection[Any, Any]) -> None:
-        """Make the engine of this rank, and let it do what rank 0 does."""
+        """Make the engine of this rank, and let it execute the commands of rank 0."""
 
 
 class RankProcesses:
     """The processes of ranks 1 to size − 1, and the thread that watches them.
 
-    They are started anew and never import the caller's main module. A process that ends, stands
-    still or reports an error is a lost rank, which ends all of them: without it no step can be
-    computed. The engine then raises an error that says what happened. If it cannot, because it
-    waits for a GPU that waits for the lost rank, this process is ended with exit code 1.
+    The processes are started afresh and never import the caller's main module. A process that ends,
+    hangs or reports an error is a lost rank. Then all ranks are ended, because no step can be
+    computed without it, and the engine raises an error that says what happened. If it cannot,
+    because it waits for a GPU that waits for the lost rank, this process is ended with exit code 1.
 
     Raises:
         ValueError: this process has ranks already, or the recipe cannot be sent.
@@ -78,16 +80,16 @@ class RankProcesses:
         check_free()
         self._connections: dict[int, Connection[Any, Any]] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        # When a rank last said something; a process that starts may be silent for long.
+        # When each rank last sent a message. A process that is starting may be silent for long.
         self._heard: dict[int, float] = {}
         self._ready: dict[int, bool] = {}
         self._busy: dict[int, str | None] = {}  # `Alive.busy_at`
         self._gpu = device == "cuda"
         self._reason: str | None = None
         self._closed = False
-        self._since: float | None = None
-        self._stepping: int | None = None  # the thread that makes the step
-        self._left = threading.Event()
+        self._since: float | None = None  # when the step began; None between steps
+        self._stepping: int | None = None  # the thread that runs the step
+        self._left = threading.Event()  # set when the step or the start has ended or failed
         store = serve_store()
         message = _pickled((size, store.port, device, recipe))
         self._finalizer = weakref.finalize(self, _end, self._processes, self._connections)
@@ -135,14 +137,14 @@ class RankProcesses:
         return self._reason is not None
 
     def check(self) -> None:
-        """Raise RuntimeError if a rank was lost; the message says how."""
+        """Raise RuntimeError if a rank was lost; the message says why."""
         if self._reason is not None:
             raise RuntimeError(self._reason)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch that a step ends in time. Raises RuntimeError if a rank was lost before or in the
-        step."""
+        """Watch that a step ends in time. Raises RuntimeError if a rank was lost before or during
+        the step."""
         self.check()
         self._stepping = threading.get_ident()
         self._since = time.monotonic()
@@ -151,9 +153,9 @@ class RankProcesses:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """End all ranks if rank 0 cannot make its engine. Raises RuntimeError if a rank was
-        lost."""
-        self._since = float("inf")  # However long it takes, it may.
+        """Run the start of rank 0's engine; if it fails, end all ranks. Raises RuntimeError if a
+        rank was lost."""
+        self._since = float("inf")  # the start may take any time
         try:
             with self._explained():
                 yield
@@ -163,14 +165,14 @@ class RankProcesses:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise the error of a lost rank in place of what it has led to."""
+        """Raise the error of a lost rank instead of its consequences."""
         self._left.clear()
         try:
             yield
             self.check()
         except Exception as error:
             self._left.set()
-            # An error that all ranks have is as good as its copies, and comes at the same time.
+            # An error that all ranks have needs no explanation by another rank.
             if _is_own(error) or self._closed:
                 raise
             deadline = time.monotonic() + _LEAVE_SECONDS
@@ -193,7 +195,7 @@ class RankProcesses:
         self._finalizer()
 
     def _watch(self) -> None:
-        """Look after the ranks until they are closed or one is lost."""
+        """Watch the ranks until they are closed or one is lost."""
         while not self._closed:
             reason = self._look()
             if self._closed:
@@ -203,7 +205,7 @@ class RankProcesses:
                 return
 
     def _look(self) -> str | None:
-        """Wait for a moment; say why a rank is lost, if one is."""
+        """Wait a moment for messages. Returns why a rank is lost, or None."""
         by_connection = {connection: rank for rank, connection in self._connections.items()}
         try:
             ready = wait(list(by_connection), _LOOK_SECONDS)
@@ -234,7 +236,7 @@ class RankProcesses:
         return None
 
     def _holding(self) -> str:
-        """Say which ranks hold up a step."""
+        """Describe which ranks delay a step."""
         busy = {0: busy_at(self._stepping), **self._busy}
         named = [
             f"rank {rank} is at {activity}"
@@ -251,13 +253,14 @@ class RankProcesses:
         return f"was ended by signal {-code}" if code < 0 else f"has ended with exit code {code}"
 
     def _lose(self, reason: str) -> None:
-        """End all ranks, and see to it that this process does not wait for them."""
+        """End all ranks, and make sure that this process does not wait for them."""
         self._reason = (
             f"tensor parallel: {reason}, so no further step can be computed; finished rows are safe"
         )
         _kill(self._processes)
         if self._gpu:
-            # A kernel may wait for that rank for ever, which must not hold up the process's end.
+            # A kernel may wait for that rank for ever, which must not delay the end of this
+            # process.
             atexit.register(end_process, 1)
         if self._since is None or self._left.wait(_LEAVE_SECONDS):
             return
@@ -269,7 +272,7 @@ class RankProcesses:
 
 
 def _pickled(setup: object) -> bytes:
-    """Make the bytes from which another process makes the same objects."""
+    """Pickle what is sent to other processes. Raises ValueError if they could not unpickle it."""
     try:
         message = pickle.dumps(setup)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -285,14 +288,14 @@ def _pickled(setup: object) -> bytes:
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether an error is a user's mistake that rank 0 has found by itself."""
+    """Return whether an error is a user's mistake that rank 0 has detected by itself."""
     return isinstance(error, ValueError) and not isinstance(error, UnicodeError)
 
 
 def _end(
     processes: dict[int, subprocess.Popen[bytes]], connections: dict[int, Connection[Any, Any]]
 ) -> None:
-    """Close the connections, by which ranks end, and kill those that do not."""
+    """Close the connections, which makes the ranks end, and kill ranks that do not end in time."""
     for connection in connections.values():
         connection.close()
     deadline = time.monotonic() + _END_SECONDS

@@ -1,4 +1,5 @@
-"""The part of a tensor that one rank of tensor parallelism holds."""
+"""The part of a tensor that one rank of tensor parallelism holds. Weight slots and the loader use
+it."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ class Shard(NamedTuple):
     """Ranges of one axis of a tensor."""
 
     axis: int  # the axis that is divided
-    size: int  # its length in the whole tensor
-    # The first index and the one past the last of each range, in ascending order.
+    size: int  # the axis's length in the whole tensor
+    # The first index of each range and the index after its last one, in ascending order.
     ranges: tuple[tuple[int, int], ...]
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return the shard of a whole tensor: a view if it is one range, else a copy. So of a
-        memory-mapped tensor only the pages of the shard are read. Raises ValueError if the axis has
+        """Return this shard of a whole tensor: a view for one range, else a copy. Of a
+        memory-mapped tensor, only the shard's pages are read. Raises ValueError if the axis has
         another length."""
         if self.axis >= whole.ndim or whole.shape[self.axis] != self.size:
             raise ValueError(
@@ -36,8 +37,8 @@ class Shard(NamedTuple):
         return whole
 
     def of_blocks(self, block: int) -> Shard:
-        """Return the same part of an axis with one entry for each `block` of this one's, the last
-        of which may be smaller. Ranges must begin at multiples of it."""
+        """Return this shard for an axis that has one entry per `block` entries of this axis. The
+        last block may be smaller; ranges must begin at multiples of `block`."""
         assert all(start % block == 0 for start, _ in self.ranges)
         ranges = tuple((start // block, -(-end // block)) for start, end in self.ranges)
         return Shard(self.axis, -(-self.size // block), ranges)

@@ -1,9 +1,9 @@
-"""The waiting line of new rows whose constraints are still being compiled.
+"""Keeps new rows whose constraints are still being compiled.
 
-A constraint (a JSON Schema, a regular expression, a grammar) is compiled by threads in the
-background (`constraint/compiler.py`), which may take seconds. Until that is done the row waits
-here, outside the scheduler, while other rows run. `LLMEngine` adds rows, and hands those that are
-ready to the scheduler.
+Background threads compile a constraint (a JSON Schema, a regular expression, a grammar;
+`constraint/compiler.py`), which may take seconds. Meanwhile the row waits in a `CompileQueue`,
+outside the scheduler, while other rows run. `LLMEngine` adds rows, and passes those that are ready
+to the scheduler.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class CompileQueue:
-    """Holds rows until their constraints are compiled, and then gives each its matcher.
+    """Keeps rows until their constraints are compiled, and then gives each its matcher.
 
     Args:
-        compiler: compiles for this tokenizer and vocabulary. If it is None, the queue makes one
-            when the first row comes, and then owns it.
-        tokenizer: the tokenizer of the model. It may be None only if no row has a constraint.
+        compiler: compiles for this tokenizer and vocabulary. If None, the queue makes a compiler
+            for the first row, and closes it in `close`.
+        tokenizer: the tokenizer of the model; may be None only if no row has a constraint.
         special_ids: as for `GrammarCompiler`.
     """
 
@@ -50,9 +50,9 @@ class CompileQueue:
         return len(self._waiting)
 
     def add(self, seq: Sequence) -> None:
-        """Start to compile the constraint of a row, which must have one, and let the row wait.
-        Raises ConstraintError if constraints do not work with the tokenizer or the installed
-        xgrammar. The row does not wait then."""
+        """Start to compile the constraint of a row, which must have one. Raises ConstraintError,
+        without adding the row, if the tokenizer or the installed xgrammar does not support
+        constraints."""
         assert seq.params.constraint is not None
         if self._compiler is None:
             assert self._tokenizer is not None, "constraints need a tokenizer"
@@ -60,13 +60,14 @@ class CompileQueue:
         self._waiting[seq.request_id] = seq, self._compiler.prepare(seq.params.constraint)
 
     def remove(self, seq: Sequence) -> bool:
-        """Forget a row. Returns False if it does not wait here."""
+        """Remove a row without waiting. Returns False if the row is not in the queue."""
         return self._waiting.pop(seq.request_id, None) is not None
 
     def take(self, *, block: bool) -> Iterator[Sequence]:
-        """Remove the rows whose constraints are compiled, in the order in which they came, and give
-        them their matchers. A row whose constraint cannot be followed has failed instead, with the
-        error `bad_constraint`. With `block` it waits until there is such a row, if any waits."""
+        """Yield and remove the rows whose constraints are compiled, in the order of their arrival,
+        each with its matcher. A row whose constraint cannot be enforced fails with the error
+        `bad_constraint` instead. With `block`, wait until at least one row is ready, if any row
+        waits."""
         if self._waiting and block:
             wait([future for _, future in self._waiting.values()], return_when=FIRST_COMPLETED)
         for seq, future in list(self._waiting.values()):
@@ -76,9 +77,12 @@ class CompileQueue:
                 yield seq
 
     def take_one(self, request_id: Hashable, error: str | None) -> Sequence:
-        """Remove a row whose constraint another rank has compiled, wait until it is compiled here,
-        and give it its matcher. `error` is why it cannot be followed, as the other rank
-        says. Raises RuntimeError if the constraint cannot be compiled here."""
+        """Remove a row whose constraint rank 0 has compiled, wait until it is compiled here as
+        well, and give the row its matcher. Raises RuntimeError if it cannot be compiled here.
+
+        Args:
+            error: the error with which the row failed on rank 0, or None.
+        """
         seq, future = self._waiting.pop(request_id)
         if error is not None:
             seq.fail(RequestError("bad_constraint", error))
@@ -89,15 +93,15 @@ class CompileQueue:
         return seq
 
     def close(self) -> None:
-        """Forget all rows, and close the compiler if the queue made it. One that was given to the
-        queue is left to its owner. Does not wait for anything, and may be called again."""
+        """Remove all rows, and close the compiler if the queue made it. Does not wait, and may be
+        called again."""
         self._waiting.clear()
         if self._owns_compiler and self._compiler is not None:
             self._compiler.close()
 
 
 def _start(seq: Sequence, compiled: Future[Grammar]) -> None:
-    """Give a row the matcher of its compiled constraint, or let it fail."""
+    """Give a row the matcher of its compiled constraint, or let the row fail."""
     error = compiled.exception()
     if error is None:
         try:
@@ -111,8 +115,9 @@ def _start(seq: Sequence, compiled: Future[Grammar]) -> None:
 
 
 def _matcher(seq: Sequence, grammar: Grammar) -> Matcher:
-    """The matcher of a row, behind what an earlier engine has generated of it. If this grammar does
-    not allow that, as one of another version of xgrammar may not, the row begins again."""
+    """Make a row's matcher and advance it by the tokens that an earlier engine has generated. If
+    the grammar does not allow these tokens (as may happen with another version of xgrammar), the
+    row starts again."""
     count = seq.num_prompt_tokens
     prompt, generated = seq.token_ids[:count], seq.token_ids[count:]
     matcher = Matcher(grammar, seq.stop.stop_ids, prompt)

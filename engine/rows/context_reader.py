@@ -1,9 +1,9 @@
 """Reads columns of context scope out of the paged cache, for the rows that ask for them.
 
-A column of context scope has a value for every token of a row, the prompt's among them, such as
-which experts a token went to. The layers write these values beside the KV of the tokens, so they
-are copied to the host before a row's blocks are given to another row. The scheduler calls this
-whenever a row ends, is preempted or is flushed.
+A column of context scope has a value for every token of a row, including prompt tokens: for
+example, the experts that a token was routed to. The layers write these values to the tokens' KV
+slots. So they must be copied to the host before a row's blocks are given to another row. The
+scheduler calls `ContextReader.read` whenever a row ends, is preempted or is flushed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ContextReader:
     values, and before any forward that could overwrite them.
 
     Args:
-        planes: maps the name of each column that rows may ask for to its plane in the paged cache,
-            [num_blocks, block_size, *tail].
+        planes: maps the name of each column to its plane in the paged cache, [num_blocks,
+            block_size, *tail].
     """
 
     def __init__(self, planes: Mapping[str, Tensor], block_size: int) -> None:
@@ -34,12 +34,15 @@ class ContextReader:
         self._block_size = block_size
 
     def read(self, seq: Sequence) -> None:
-        """Read what was not read yet of a row that ends or is preempted; it still owns its blocks.
-        What was read before stays: after a preemption tokens are computed again, and the values
-        that were used to generate the row are those of the first time."""
+        """Start to copy the values of a row's tokens that were not read before. The row must still
+        own its blocks.
+
+        Values that were read before are kept: a preempted row computes its tokens again, but the
+        first values are those that its output was generated with.
+        """
         names, rows = seq.context_columns, seq.context
-        # The last token of a row that has ended was never read, or its value does not count, unless
-        # the row was to be read alone.
+        # No forward has read the last token of a row that has ended, or its value does not count,
+        # unless the row generates nothing.
         num_known = seq.num_tokens - (not seq.num_pooled_tokens)
         if seq.finish_reason is None:
             num_known = min(seq.num_computed_tokens, num_known)
@@ -48,6 +51,6 @@ class ContextReader:
             return
         blocks = np.array(seq.block_table, np.int64)[indices // self._block_size]
         slots = blocks * self._block_size + indices % self._block_size
-        there = upload(slots, torch.int64, self._planes[names[0]].device)
-        part = {name: Download(self._planes[name].flatten(0, 1)[there]) for name in names}
+        slots_on_device = upload(slots, torch.int64, self._planes[names[0]].device)
+        part = {name: Download(self._planes[name].flatten(0, 1)[slots_on_device]) for name in names}
         rows.add(part, len(indices))

@@ -1,9 +1,9 @@
-"""The constrained rows of one batch, and the masks that keep them to their constraints.
+"""The constrained rows of one batch, and the token masks that enforce their constraints.
 
-A constrained row has a matcher (`constraint/matcher.py`), which knows which tokens its grammar
-allows next. A `Guide` collects the matchers of a batch's rows and turns them into a mask over the
-logits, which the sampler applies. `RunningBatch` makes a guide for each batch that the scheduler
-plans; the strategies ask it for masks.
+The matcher of a constrained row (`constraint/matcher.py`) knows which tokens its grammar allows
+next. A `Guide` collects the matchers of a batch's rows and turns them into a mask over the logits,
+which the sampler applies. `RunningBatch` makes a guide for each batch that the scheduler plans; the
+strategies call it for masks.
 """
 
 from __future__ import annotations
@@ -24,30 +24,35 @@ from batchgen.kernels.sampling.token_mask import TokenMask
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The rows of a batch that have a constraint, and so a matcher that tells which tokens may come
-    next. A matcher stands behind the newest token that the host has read. The masks of a step can
-    be filled only when the step before it was read; the device runs the forward meanwhile."""
+    """The rows of a batch that have a constraint, and so a matcher.
+
+    A matcher has read all tokens that the host has read. So the masks of a step can be filled only
+    after the step before it was read; meanwhile the device runs the forward.
+    """
 
     num_rows: int  # B, the number of rows of the batch
     seqs: dict[int, Sequence]  # the constrained rows, by their index in the batch
 
     @classmethod
     def of(cls, seqs: Collection[Sequence]) -> Guide | None:
-        """The guide of a batch of these rows, in their order; None if no row has a constraint."""
+        """Return the guide of a batch of these rows; None if no row has a constraint."""
         rows = {row: seq for row, seq in enumerate(seqs) if seq.matcher is not None}
         return cls(len(seqs), rows) if rows else None
 
     @property
     def matchers(self) -> Iterator[tuple[int, Matcher]]:
-        """The index in the batch and the matcher of each constrained row that has not ended since
-        the guide was made."""
+        """The constrained rows that have not ended since the guide was made, each as its index in
+        the batch and its matcher."""
         for row, seq in self.seqs.items():
             if seq.matcher is not None:
                 yield row, seq.matcher
 
     def mask(self, logits: Tensor) -> TokenMask:
-        """The mask of what each row may take next. `logits` is [B, V], the logits that the mask is
-        for. Their values are not read."""
+        """Return the mask of the tokens that each row may take next.
+
+        Args:
+            logits: [B, V], the logits that the mask is for. Only their shape and device are used.
+        """
         masks = MaskBuilder(logits)
         rows = dict(self.matchers)
         masks.allow(list(rows), list(rows.values()))
@@ -56,17 +61,18 @@ class Guide:
     def mask_drafts(
         self, logits: Tensor, drafts: npt.NDArray[np.int64], counts: npt.NDArray[np.int32]
     ) -> TokenMask:
-        """The mask of what each row may take after each run of its drafts: after none of them,
-        after the first, and so on. Nothing is excluded after a draft that is itself not allowed,
-        because nobody reads the logits there.
+        """Return the mask of the tokens that each row may take after each prefix of its drafts:
+        after none of them, after the first, and so on. After a draft that is not allowed, nothing
+        is excluded, because the logits there are not used.
 
-        Each matcher is left behind the drafts that it took tentatively. What is committed of them
-        need not be checked again.
+        Each matcher stays advanced by the drafts that it accepted, so that committing them later
+        need not check them again.
 
         Args:
-            logits: [B · (k + 1), V], the logits that the mask is for. Their values are not read.
+            logits: [B · (k + 1), V], the logits that the mask is for. Only their shape and device
+                are used.
             drafts: [B, k], the drafted tokens.
-            counts: [B], how many of its drafts each row has.
+            counts: [B], how many drafts each row has.
         """
         width = 1 + drafts.shape[1]
         masks = MaskBuilder(logits)
@@ -83,10 +89,15 @@ class Guide:
         return masks.build()
 
     def forced(self, limit: int) -> npt.NDArray[np.int64] | None:
-        """The tokens that must come next because the constraint leaves no choice, at most `limit`
-        for each row. Matchers are left as they stood after the last commit. Returns [B, n], where n
-        is the most that any row has: in each row its forced tokens and then -1. None if no row has
-        any."""
+        """Return the tokens that must come next because the constraint leaves no choice, at most
+        `limit` per row.
+
+        Matchers are reset to their last commit.
+
+        Returns:
+            [B, n], each row's forced tokens followed by -1, where n is `limit`. None if no row has
+                a forced token.
+        """
         tokens = np.full((self.num_rows, limit), -1, np.int64)
         for row, matcher in self.matchers:
             forced = matcher.forced(limit)
@@ -96,8 +107,9 @@ class Guide:
 
 
 class MaskBuilder:
-    """Collects into one mask what several rows of logits may take. It writes to pinned memory,
-    which a GPU copies from while the host goes on. Rows that are never named may take anything.
+    """Collects which tokens rows of logits may take into one mask. Rows that were not named may
+    take any token. The mask is written to pinned memory, from which a GPU copies while the host
+    continues.
 
     Args:
         logits: [R, V], the logits that the mask is for. Only their shape and device are used.
@@ -112,17 +124,17 @@ class MaskBuilder:
         self._lines = np.full(rows, -1, np.int32)
 
     def allow(self, rows: list[int], matchers: list[Matcher]) -> None:
-        """Let the rows `rows[i]` of the logits take what `matchers[i]` allows now."""
-        fill_all(matchers, self._more(rows), range(len(rows)))
+        """Let the rows `rows[i]` of the logits take the tokens that `matchers[i]` allows now."""
+        fill_all(matchers, self._add_lines(rows), range(len(rows)))
 
     def allow_only(self, token_ids: Mapping[int, int]) -> None:
-        """Let rows of the logits take a single token each."""
-        bits = self._more(list(token_ids)).zero_().numpy().view(np.uint32)
+        """Let rows of the logits take only one token each. `token_ids` maps a row to its token."""
+        bits = self._add_lines(list(token_ids)).zero_().numpy().view(np.uint32)
         ids = np.array(list(token_ids.values()), np.uint32)
         bits[np.arange(len(ids)), ids // 32] = np.uint32(1) << ids % 32
 
-    def _more(self, rows: list[int]) -> Tensor:
-        """New lines of the mask for these rows of the logits, int32 [len(rows), ceil(V / 32)]."""
+    def _add_lines(self, rows: list[int]) -> Tensor:
+        """Add lines to the mask for these rows of the logits, int32 [len(rows), ceil(V / 32)]."""
         shape = (len(rows), self._num_words)
         bits = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._parts.append(bits)
@@ -131,7 +143,7 @@ class MaskBuilder:
         return bits
 
     def build(self) -> TokenMask:
-        """The mask, on the device of the logits. At least one call must have allowed something."""
+        """Return the mask on the device of the logits. At least one row must have been named."""
         parts = [part.to(self._device, non_blocking=True) for part in self._parts]
         return TokenMask(
             parts[0] if len(parts) == 1 else torch.cat(parts),

@@ -1,9 +1,8 @@
 """Pooled columns: the values that an embedding model or a classifier yields for a whole row.
 
-Such a row generates nothing: its tokens are only read. Its hidden states arrive in the order of the
-tokens, are added one after the other on the host (`PooledValue`), and make one value for the row.
-So the value is the same whatever chunks the prompt was read in. Each `Sequence` keeps the values of
-its row.
+Such a row generates no tokens. Its hidden states arrive in the order of its tokens, and a
+`PooledValue` accumulates them one after another on the host, so that the result does not depend on
+the chunks in which the prompt was read. Each `Sequence` has the pooled values of its row.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.engine.models.model_config import ModelConfig
 
 _LEAST_NORM = 1e-12
-"""An embedding is divided by its length, or by this number if its length is less, as torch's
-`normalize` does."""
+"""An embedding is divided by its Euclidean norm, but at least by this number, as in torch's
+`normalize`."""
 
 
 def pooled_columns(config: ModelConfig) -> tuple[OutputColumn, ...]:
@@ -35,13 +34,13 @@ def pooled_columns(config: ModelConfig) -> tuple[OutputColumn, ...]:
 
 
 class PooledValue:
-    """The value [*tail] of a column of row scope, made of the tokens that were read so far.
+    """The value [*tail] of a column of row scope, accumulated over the tokens read so far.
 
     Args:
-        column: the column, whose `tail_shape` is that of the value.
-        pooling: how the values of tokens become one: that of the last token, of the first, or the
+        column: the column, whose `tail_shape` is the shape of the value.
+        pooling: how the tokens' values become one: the last token's, the first token's, or the
             mean.
-        normalise: whether the value is divided by its Euclidean length.
+        normalise: whether the value is divided by its Euclidean norm.
     """
 
     def __init__(self, column: OutputColumn, pooling: Pooling, *, normalise: bool) -> None:
@@ -52,7 +51,7 @@ class PooledValue:
         self._length = 0
 
     def extend(self, rows: npt.NDArray[Any]) -> None:
-        """Take the values [n, *tail] of the next n tokens."""
+        """Add the values [n, *tail] of the next n tokens."""
         for row in rows:
             if self._pooling == "last" or not self._length:
                 self._value = row.astype(np.float64)
@@ -64,7 +63,7 @@ class PooledValue:
         return self._length
 
     def array(self, start: int = 0) -> npt.NDArray[Any]:
-        """Return the value, [*tail] in float32; NaN if no token was read."""
+        """Return the value, [*tail] float32; NaN if no token was read. `start` must be 0."""
         assert start == 0
         value = self._value
         if self._pooling == "mean" and self._length:

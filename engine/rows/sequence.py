@@ -1,4 +1,9 @@
-"""A row that is being generated, as the host knows it."""
+"""A row of the engine on the host: `Sequence`, the state of one request from its arrival to its
+end.
+
+`Requests` makes a `Sequence` for each request. The scheduler and the block manager update it, and
+`request_output` turns it into the result.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.vision.image_span import ImageRun, ImageSpan, rope_shift, runs_of
 
 TAIL = "tail_"
-"""What the names of columns of tail scope begin with."""
+"""The prefix of the names of columns of tail scope."""
 
 
 class ColumnBuffer:
@@ -32,9 +37,8 @@ class ColumnBuffer:
         self._length = 0
 
     def extend(self, rows: npt.NDArray[Any]) -> None:
-        """Append the values of n tokens. `rows` is [n, *tail]. The tail may be larger than the
-        column's, because a batch's tensors are as wide as the widest row asks for; the excess is
-        cut off."""
+        """Append the values [n, *tail] of n tokens. The tail may be larger than the column's,
+        because a batch's tensors are as wide as its widest row; the excess is cut off."""
         end = self._length + len(rows)
         if end > len(self._data):
             grown = np.empty(
@@ -49,95 +53,100 @@ class ColumnBuffer:
         return self._length
 
     def array(self, start: int = 0) -> npt.NDArray[Any]:
-        """Return a copy of the values from a token on, [n - start, *tail]."""
+        """Return a copy of the values from token `start` on, [n - start, *tail]."""
         return self._data[start : self._length].copy()
 
 
 class EditBuffer(ColumnBuffer):
-    """The edits of a row: position in the output, step, old and new id of each, [E, 4]."""
+    """The edits of a row, [E, 4]: position in the output, step, old id and new id of each edit."""
 
     def __init__(self, column: OutputColumn) -> None:
         super().__init__(column)
         self._records: list[npt.NDArray[Any]] = []
 
     def extend(self, rows: npt.NDArray[Any]) -> None:
-        """Append the edits of n tokens, [n, K, 3]: step, old and new id of each, the newest first;
-        step 0 is none."""
+        """Append the edits of n tokens, [n, K, 3]: step, old id and new id of each edit, the newest
+        first. Entries with step 0 are unused."""
         token, number = np.nonzero(rows[:, ::-1, 0])
         edits = rows[:, ::-1][token, number]
         self._records.append(np.column_stack((token + self._length, edits)))
         self._length += len(rows)
 
     def array(self, start: int = 0) -> npt.NDArray[Any]:
-        """The edits of the tokens from one on."""
+        """Return the edits of the tokens from `start` on."""
         records = np.concatenate([np.empty((0, 4), np.int64), *self._records])
         return records[records[:, 0] >= start].astype(self._column.dtype)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request as a row of tokens, with its columns and what it owns of the caches. A row waits,
-    runs and owns blocks of the cache, or has ended. `token_ids` are committed tokens, prompt first;
-    while the row runs, the newest are in the `RunningBatch`. What the models keep of the first
-    `num_computed_tokens`, which they have read or will have once the launched forwards have run, is
-    in the blocks of `block_table`. Further KV slots of those blocks are reserved."""
+    """A request as a row of tokens, with its columns and the cache entries that it owns.
+
+    A row waits, runs (and owns blocks of the cache), or has ended. `token_ids` are the committed
+    tokens, prompt first; while the row runs, its newest tokens are in the `RunningBatch`. The
+    blocks in `block_table` hold the cache entries of the first `num_computed_tokens` tokens, once
+    all launched forwards have run, and reserved KV slots for further tokens.
+    """
 
     request_id: Any
     token_ids: list[int]
     params: RequestParams
     stop: StopRule
     requested_columns: tuple[OutputColumn, ...]
-    # How many of the given tokens, the last ones, are an answer whose log-probabilities are wanted.
+    # The number of given tokens, at the end, that are an answer to score.
     num_answer_tokens: int = 0
-    spans: tuple[ImageSpan, ...] = ()  # the prompt's images, in their order
+    spans: tuple[ImageSpan, ...] = ()  # the prompt's images, in order
     banned_ids: tuple[int, ...] = ()  # tokens that are never sampled
-    adapter: int = 0  # the number of the row's adapter; 0: the model without one
-    # What the row replays: its tokens come as if they were drawn, each in its step.
+    adapter: int = 0  # the number of the row's adapter; 0: none
+    # The trajectory that the row replays: its tokens are yielded as if they were drawn, step by
+    # step.
     trajectory: Trajectory | None = None
-    # What is added to positions where rotary tables are read, besides for images: a long row's
-    # angles stand behind this many (`ModelConfig.rope_border`).
+    # A number that is added to the rotary positions of all tokens, besides the shift of images. The
+    # rotary tables have the angles of long rows (LongRoPE) at this offset
+    # (`ModelConfig.rope_border`).
     turned_behind: int = 0
-    batch_slot: int | None = None  # in the `RunningBatch`, while the row runs
-    lora_slot: int = 0  # the adapter slot that has the row's adapter while it runs; 0: it has none
-    matcher: Matcher | None = None  # of a constrained row, behind its output so far, until it ends
-    # What the row owns of the caches; state slot 0 is none.
+    batch_slot: int | None = None  # the slot in the `RunningBatch`, while the row runs
+    lora_slot: int = 0  # the slot of the row's adapter, while the row runs; 0: none
+    matcher: Matcher | None = None  # of a constrained row: has read the output so far
+    # The cache entries that the row owns. State slot 0 means none.
     block_table: list[int] = field(default_factory=list)
-    # The blocks of layers with a sliding window. Its first entries, `num_passed_blocks`, are 0: no
-    # later token of the row sees what these blocks held.
+    # The blocks of layers with a sliding window. The first `num_passed_blocks` entries are 0: no
+    # later token attends to what these blocks held.
     window_table: list[int] = field(default_factory=list)
     num_passed_blocks: int = 0
     state_slot: int = 0
-    # The state slot of the snapshot that the row starts from, until it is copied.
+    # The state slot of the snapshot that the row starts from, until the snapshot is copied.
     restore_from: int | None = None
-    # The number of first tokens whose blocks were in the prefix cache at the admission, without a
-    # snapshot or a window tail after them. The prefill leaves one there, because several rows have
+    # The number of first tokens whose blocks were in the prefix cache at admission, without a
+    # snapshot or window tail at their end. The prefill leaves one there, because several rows share
     # these tokens.
     branch_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)  # of the first full blocks
+    block_hashes: list[bytes] = field(default_factory=list)  # digests of the first full blocks
     num_computed_tokens: int = 0
-    num_published_blocks: int = 0  # the first blocks, which other rows may share
-    num_prefill_tokens: int = 0  # known tokens that are read before the row decodes
-    prefill_yields: bool = True  # whether the prefill ends with a generated token
+    num_published_blocks: int = 0  # the number of first blocks that other rows may share
+    num_prefill_tokens: int = 0  # the number of known tokens to read before the row decodes
+    prefill_yields: bool = True  # whether the prefill yields a token
     num_cached_tokens: int = 0  # prompt tokens from the prefix cache at the first admission
     num_preemptions: int = 0
-    # The strategy's counts when the row last left the running rows.
+    # The strategy's counts at the time when the row last left the running rows.
     counts: dict[str, int] = field(default_factory=dict)
     context: ContextRows = field(default_factory=ContextRows)  # columns of context scope
     finish_reason: FinishReason | None = None
     stop_text: str | None = None  # the stop string, or the text of the stop id, that ended the row
     error: RequestError | None = None
-    # How many of the given tokens, the last ones, have hidden states from which columns are pooled.
+    # The number of given tokens, at the end, whose hidden states are pooled into columns.
     num_pooled_tokens: int = 0
-    num_states_taken: int = 0  # hidden states of which scores or pooled values have arrived
-    num_broken_states: int = 0  # those of them that had NaN or infinity, or logits like that
+    num_states_taken: int = 0  # how many hidden states have been scored or pooled
+    num_broken_states: int = 0  # how many of these, or of their logits, had NaN or infinity
     constraint_satisfied: bool = False  # whether the output is complete by the constraint
     context_columns: tuple[str, ...] = field(init=False)
-    # Of tail scope, once the row has ended: [M, *tail] for the M tokens behind its last one.
+    # The columns of tail scope, once the row has ended: [M, *tail] for the M tokens after its last
+    # one.
     tail: dict[str, npt.NDArray[Any]] = field(init=False)
-    # Those of output, edits, answer or row scope.
+    # The columns of output, edits, answer or row scope.
     columns: dict[str, ColumnBuffer | PooledValue] = field(init=False)
-    num_prompt_tokens: int = field(init=False)  # given tokens, those of an answer included
-    runs: tuple[ImageRun, ...] = field(init=False)  # of images whose tokens see each other
+    num_prompt_tokens: int = field(init=False)  # given tokens, including those of an answer
+    runs: tuple[ImageRun, ...] = field(init=False)  # the runs of images whose tokens see each other
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
@@ -149,8 +158,8 @@ class Sequence:
         self.tail = {c.name: empty[c.name] for c in requested if c.scope == "tail"}
 
     def _empty_columns(self) -> dict[str, ColumnBuffer | PooledValue]:
-        apart = ("context", "tail")
-        return {c.name: self._empty(c) for c in self.requested_columns if c.scope not in apart}
+        separate = ("context", "tail")
+        return {c.name: self._empty(c) for c in self.requested_columns if c.scope not in separate}
 
     def _empty(self, column: OutputColumn) -> ColumnBuffer | PooledValue:
         if column.scope == "edits":
@@ -162,27 +171,29 @@ class Sequence:
 
     @property
     def prefix_root(self) -> bytes:
-        """What rows must have in common besides their tokens to share what the model keeps."""
+        """Bytes that rows must have in common, besides their tokens, to share cached blocks."""
         adapter = b"" if not self.adapter else b"lora %d" % self.adapter
         return adapter + b" long" * bool(self.turned_behind)
 
     @property
     def rope_shift(self) -> int:
-        """What is added to the index of a token behind all images to get its rotary position."""
+        """The rotary position of a token after all images, minus its index in the row."""
         return self.turned_behind + rope_shift(self.spans)
 
     def last_border(self, end: int) -> int:
-        """Return the last place up to `end` where a chunk of a prefill may end: within no run."""
+        """Return the last position up to `end` where a prefill chunk may end: outside every image
+        run."""
         return next((run.start for run in self.runs if run.start < end < run.end), end)
 
     def end_of_run(self, position: int) -> int:
-        """Return where the run of the token at this position ends; one that is in none is alone."""
+        """Return the end of the image run that contains this position; `position + 1` if none
+        does."""
         inside = (run.end for run in self.runs if run.start <= position < run.end)
         return next(inside, position + 1)
 
     def images_among(self, start: int, end: int) -> bytes:
-        """Return what tells apart the images that tokens from `start` to `end` stand for, or see:
-        their digests, and where they begin."""
+        """Return bytes that identify the images to which tokens from `start` to `end` belong or
+        attend: the images' digests and where they begin."""
         seen = max(end, self.end_of_run(end - 1))
         return b"".join(
             span.image.digest + (start - span.start).to_bytes(8, "little", signed=True)
@@ -192,7 +203,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of committed tokens in `token_ids`, prompt included."""
+        """The number of committed tokens in `token_ids`, including the prompt."""
         return len(self.token_ids)
 
     @property
@@ -202,44 +213,44 @@ class Sequence:
 
     @property
     def answer_start(self) -> int:
-        """The number of given tokens that are not an answer's."""
+        """The number of given tokens before the answer."""
         return self.num_prompt_tokens - self.num_answer_tokens
 
     @property
     def generates(self) -> bool:
-        """Whether the row generates tokens, and is not to be scored or pooled alone."""
+        """Whether the row generates tokens, instead of being only scored or pooled."""
         return not (self.num_answer_tokens or self.num_pooled_tokens)
 
     @property
     def next_state(self) -> int:
-        """The position of the token with the next hidden state from which a token of the answer is
-        scored, or columns are pooled, as far as steps were read."""
+        """The position of the next token whose hidden state is needed, to score a token of the
+        answer or to be pooled; counts the steps that were read."""
         if self.num_answer_tokens:
             return self.answer_start - 1 + self.num_states_taken
         return self.num_prompt_tokens - self.num_pooled_tokens + self.num_states_taken
 
     @property
     def num_shareable_tokens(self) -> int:
-        """How many of the first tokens may come from the prefix cache, because nobody wants their
-        hidden states."""
+        """How many of the first tokens may come from the prefix cache, because their hidden states
+        are not needed."""
         if not self.generates:
             return self.next_state
         return self.num_prefill_tokens - self.prefill_yields
 
     @property
     def resumed(self) -> bool:
-        """Whether the row has generated tokens before it is admitted: after a preemption, or in an
-        earlier engine."""
+        """Whether the row had generated tokens before its admission: because of a preemption, or in
+        an earlier engine."""
         return self.num_generated > 0
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the row runs and has prompt tokens left that no scheduled batch reads."""
+        """Whether the row runs and still has prompt tokens that no scheduled batch reads."""
         return self.batch_slot is not None and self.num_computed_tokens < self.num_prefill_tokens
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that the row can have, prompt and output together."""
+        """The most prompt and output tokens that the row can have together."""
         return self.num_prompt_tokens + self.stop.max_new_tokens
 
     @property
@@ -248,8 +259,8 @@ class Sequence:
         return self.max_tokens - self.num_tokens
 
     def append(self, token_ids: list[int], columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Commit n tokens, and the values [n, *tail] of each column of output scope. The forward
-        that produced the last token has read all tokens before it."""
+        """Commit n tokens with their values [n, *tail] of each column of output scope. The forward
+        that produced the last of them has read all tokens before it."""
         self.token_ids.extend(token_ids)
         self.num_computed_tokens = self.num_tokens - 1
         for name, buffer in self.columns.items():
@@ -257,7 +268,7 @@ class Sequence:
             assert len(buffer) == self.num_generated, f"column {name} lost step with the tokens"
 
     def go_on_from(self, begun: Begun) -> None:
-        """Have in a new row what an earlier engine has generated of it, as a preempted row has."""
+        """Continue a new row from what an earlier engine has generated, like a preempted row."""
         self.append(begun.token_ids, begun.columns)
         self.num_computed_tokens = 0
         self.counts = dict(begun.counts)
@@ -265,15 +276,15 @@ class Sequence:
             self.context = ContextRows(begun.columns, self.num_tokens - 1)
 
     def begin_again(self) -> None:
-        """Forget all that was generated of a row that does not run."""
+        """Discard everything that was generated of a row that does not run."""
         del self.token_ids[self.num_prompt_tokens :]
         self.columns, self.counts, self.context = self._empty_columns(), {}, ContextRows()
         if self.stop.decoder is not None:
             self.stop.decoder.clear()
 
     def take_states(self, columns: Mapping[str, npt.NDArray[Any]], count: int) -> None:
-        """Take what the next `count` hidden states yield: the values [count, *tail] of each column
-        of answer or row scope."""
+        """Receive the results of the next `count` hidden states: the values [count, *tail] of each
+        column of answer or row scope."""
         for name, buffer in self.columns.items():
             buffer.extend(columns[name])
         self.num_states_taken += count
@@ -281,23 +292,25 @@ class Sequence:
     def keep_tail(
         self, token_ids: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]
     ) -> None:
-        """Take the M tokens [M] that the last step yielded behind the row's last one, with their
-        columns [M, *tail], for those of tail scope."""
+        """Store the columns of tail scope: the M tokens [M] that the last step yielded after the
+        row's last token, and the columns [M, *tail] of these tokens."""
         values = {"token_ids": token_ids, **columns}
-        for name, none in self.tail.items():
-            self.tail[name] = values[name.removeprefix(TAIL)].astype(none.dtype)
+        for name, empty in self.tail.items():
+            self.tail[name] = values[name.removeprefix(TAIL)].astype(empty.dtype)
 
     def fail(self, error: RequestError) -> None:
-        """End the row with an error; tokens that it has generated are kept."""
+        """End the row with an error. Tokens that it has generated are kept."""
         self.error = error
         self.finish("error", None)
 
     def finish(self, reason: FinishReason, stop_text: str | None) -> None:
-        """End the row; `stop_text` is the stop string, or the text of the stop id, if any."""
+        """End the row. `stop_text` is the stop string, or the text of the stop id, that ended it;
+        else None."""
         self.finish_reason = reason
         self.stop_text = stop_text
         if self.matcher is not None:
-            # A stop string cuts the text, so the text is not what the matcher has checked.
+            # A stop string cuts the text, so the remaining text is not what the matcher has
+            # checked.
             whole = self.stop.text_before_stop is None and reason != "error"
             self.constraint_satisfied = whole and self.matcher.satisfied
             self.matcher = None

@@ -1,7 +1,7 @@
-"""Makes the stop rule of each new row from what its request asks for.
+"""Makes the stop rule of each new row from its request.
 
-A request names stop ids and stop strings, limits of length, and whether the model's own end ends
-it. `Requests` calls this once for each row; the rules themselves are in `stopping.py`.
+A request names stop ids and stop strings, limits of length, and whether EOS ends the row.
+`Requests` calls `StopRules.rule` once for each row; the rules themselves are in `stopping.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class StopRules:
     """Makes the stop rules of rows.
 
     Args:
-        tokenizer: writes stop ids as text; None writes them as numbers, and refuses stop strings.
+        tokenizer: decodes stop ids to text. With None, their texts are numbers, and stop strings
+            are not supported.
     """
 
     def __init__(
@@ -33,14 +34,15 @@ class StopRules:
         self._eos = {token_id: self._token_text(token_id) for token_id in eos_token_ids}
 
     def rule(self, num_prompt_tokens: int, params: RequestParams) -> StopRule:
-        """Make the rule of a new row, whose text it knows from the first token on."""
+        """Make the stop rule of a new row."""
         if not params.max_new_tokens:
             return StopRule({}, (), 0, 0)
         stop_ids = {} if params.ignore_eos else dict(self._eos)
         stop_ids |= {token_id: self._token_text(token_id) for token_id in params.stop_token_ids}
         strings = []
         for string in params.stop:
-            # Decoded text leaves out special tokens, so a stop string that is one is found by id.
+            # Decoded text leaves out special tokens, so a stop string that is a special token is
+            # matched by id.
             special = self._special_token_id(string)
             if special is None:
                 strings.append(string)
@@ -59,7 +61,7 @@ class StopRules:
         )
 
     def _special_token_id(self, text: str) -> int | None:
-        """Return the id of the special token that is written like this; None if there is none."""
+        """Return the id of the special token with this text; None if there is none."""
         assert self._tokenizer is not None
         token_id = self._tokenizer.added_tokens_encoder.get(text)
         if token_id is None or not self._tokenizer.added_tokens_decoder[token_id].special:

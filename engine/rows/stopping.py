@@ -1,5 +1,9 @@
-"""The rules that end a row: its stop ids, its stop strings, which may begin and end within tokens,
-and its length."""
+"""The rules that end a row: stop ids, stop strings (which may begin and end within tokens) and the
+maximum length.
+
+`StopRules` makes a `StopRule` for each row; `RunningBatch` applies it. `decode` turns token ids
+into text, for stop strings and for the output.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,19 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _MOST_HELD = 8
-"""How many tokens may be held back until their bytes make a whole character. A character has at
-most four bytes, so what is not whole after this many tokens never will be."""
+"""The most tokens that are held back to wait for a whole character. A character has at most four
+bytes, so bytes that form no character after this many tokens never will."""
 
 
 class IncrementalDecoder:
-    """The text of a row whose tokens arrive one by one. Bytes are held back until they make a whole
+    """Decodes the tokens of a row one by one. Bytes are held back until they form a whole
     character.
 
-    A token is decoded together with those just before it, because the text that it adds can depend
-    on them (leading spaces, the bytes of one character).
+    A token is decoded together with the tokens just before it, because the text that it adds can
+    depend on them (leading spaces, the bytes of one character).
 
     Attributes:
-        text: the text so far, without what is held back.
+        text: the text so far, without held-back bytes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -38,13 +42,13 @@ class IncrementalDecoder:
     def clear(self) -> None:
         """Forget all tokens."""
         self._ids: list[int] = []
-        self._context = 0  # the first token that is decoded again with each new one
-        self._read = 0  # how many tokens have all their text in `text`
-        self._emitted = 0  # characters of the text from _context on that are in `text`
+        self._context = 0  # the index of the first token that is decoded again with each new one
+        self._read = 0  # the number of tokens whose text is completely in `text`
+        self._emitted = 0  # how many characters from token `_context` on are in `text`
         self.text = ""
 
     def push(self, token_id: int) -> None:
-        """Take the next token and add its text, as far as its characters are whole."""
+        """Append a token and the text that it completes."""
         self._ids.append(token_id)
         text = self._decode(self._ids[self._context :])
         whole = not text.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MOST_HELD
@@ -62,8 +66,8 @@ class IncrementalDecoder:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """The text of generated token ids: special tokens are left out, and spaces stay as they are.
-    Bytes that make no whole character are U+FFFD, and those beside them keep their characters."""
+    """Decode generated token ids. Special tokens are left out, and spaces are kept. Bytes that form
+    no character become U+FFFD; adjacent characters are kept."""
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     if _REPLACEMENT in text:
@@ -72,66 +76,67 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _with_whole_characters(tokenizer: Tokenizer, ids: list[int]) -> str | None:
-    """The text of token ids by a tokenizer with a token for each byte (<0xE6>); None for others.
-
-    Its decoder makes U+FFFD of all neighbouring bytes if one of them belongs to no character.
-    """
+    """Decode token ids with a tokenizer that has a token for each byte (<0xE6>); None for other
+    tokenizers. Its own decoder would replace a whole run of byte tokens by U+FFFD if one of them
+    belongs to no character."""
     if tokenizer.decoder is None or tokenizer.decoder.decode(["<0x41>"]) != "A":
         return None
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     words = [tokenizer.id_to_token(id) for id in ids if id not in special]
     tokens: list[str] = []
-    known = [word for word in words if word is not None]
-    for is_byte, run in groupby(known, key=lambda word: bool(_BYTE.fullmatch(word))):
+    valid = [word for word in words if word is not None]
+    for is_byte, run in groupby(valid, key=lambda word: bool(_BYTE.fullmatch(word))):
         part = list(run)
         tokens += _marked(part) if is_byte else part
     return str(tokenizer.decoder.decode(tokens))
 
 
 def _marked(tokens: list[str]) -> list[str]:
-    """Tokens of bytes, with U+FFFD for each that belongs to no whole character."""
-    data, at = bytes(int(token[3:5], 16) for token in tokens), 0
+    """Replace each byte token that belongs to no whole character by U+FFFD."""
+    data, start = bytes(int(token[3:5], 16) for token in tokens), 0
     while True:
         try:
-            data[at:].decode()
+            data[start:].decode()
         except UnicodeDecodeError as error:
-            torn = slice(at + error.start, at + error.end)
-            tokens[torn] = [_REPLACEMENT] * (error.end - error.start)
-            at += error.end
+            invalid = slice(start + error.start, start + error.end)
+            tokens[invalid] = [_REPLACEMENT] * (error.end - error.start)
+            start += error.end
         else:
             return tokens
 
 
 @dataclass
 class StopRule:
-    """What ends one row, and the text of the row so far if it has stop strings."""
+    """The rule that ends one row, and the row's text so far if it has stop strings."""
 
-    # The token ids that end the row; the value says what stopped it, for the output.
+    # The token ids that end the row, each with its text for the output.
     stop_ids: Mapping[int, str]
     strings: tuple[str, ...]  # the stop strings. If there are any, `decoder` must not be None.
-    # The row stops only when it has this many generated tokens, the last one included.
+    # Stops count only from this many generated tokens on, including the stop itself.
     min_new_tokens: int
-    # The most tokens that the row can generate. The length of the model is already taken into
-    # account.
+    # The most tokens that the row can generate, within the model's maximum length.
     max_new_tokens: int
-    # Makes the text that is searched for stop strings; None if there are none.
+    # Decodes the text that is searched for stop strings; None without stop strings.
     decoder: IncrementalDecoder | None = None
-    # The text before the stop string that ended the row; None until one has.
+    # The text before the stop string that ended the row; None unless one did.
     text_before_stop: str | None = None
 
     @property
     def exact_length(self) -> bool:
-        """Whether nothing but its length can stop the row, so that it generates exactly
+        """Whether only the maximum length can stop the row, so that it generates exactly
         `max_new_tokens` tokens."""
         return not self.stop_ids and not self.strings
 
     def find_string(self, token_ids: Iterable[int], num_generated: int) -> tuple[int, str] | None:
-        """Find the first stop string that is completed by one of the row's new tokens.
+        """Find the first stop string that one of the row's new tokens completes.
+
+        Args:
+            num_generated: the number of tokens generated before these.
 
         Returns:
-            how many of the new tokens are kept, the completing one included, and the string. If one
-            token completes several strings, it is the one that starts first. None if no string is
-            found.
+            The number of new tokens to keep, including the completing one, and the string. If a
+                token completes several strings, the one that starts first wins. None if no string
+                is completed.
         """
         assert self.decoder is not None
         for count, token_id in enumerate(token_ids, start=1):

@@ -1,8 +1,8 @@
 """The newest committed tokens of the running rows, with their columns.
 
-They wait here in arrays of one line for each batch slot, until they move to the lists of their
-`Sequence`. So a step writes the tokens of all rows at once, and a row's own lists grow only now and
-then. `RunningBatch` owns the logs.
+They are kept in arrays with one line for each batch slot, and moved to the lists of their
+`Sequence` only now and then. So a step writes the tokens of all rows at once. `RunningBatch` owns
+the logs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchgen.engine.interface.outputs import HostOutput
 from batchgen.engine.rows.sequence import Sequence
 
 _LOG_TOKENS = 64
-"""The most tokens of a row in its log."""
+"""The most tokens in a row's log."""
 
 
 class TokenLogs:
@@ -39,7 +39,8 @@ class TokenLogs:
         """Append the first `counts` [R] tokens of R rows of a step, with their columns.
 
         Args:
-            slots: [R], the slots of the rows.
+            seqs: the rows by batch slot.
+            slots: [R], the batch slots of the rows.
             index: [R], the rows' indices in the step.
         """
         for name, values in step.columns.items():
@@ -53,14 +54,14 @@ class TokenLogs:
             offset = self._lengths[into] + offsets
             self._tokens[into, offset] = step.token_ids[source, start + offsets]
             for name, values in step.columns.items():
-                # The log may be wider than the column is in this batch.
+                # The log may be wider than the column of this batch.
                 tail = (slice(size) for size in values.shape[2:])
                 index_of: tuple[Any, ...] = (into, offset, *tail)
                 self._columns[name][index_of] = values[source, start + offsets]
             self._lengths[slots] += new
 
     def flush(self, slot: int, seq: Sequence | None) -> None:
-        """Move the log of a slot to the row that has the slot."""
+        """Move the log of a slot to the `Sequence` of the row in the slot."""
         assert seq is not None
         count = int(self._lengths[slot])
         if count:
@@ -69,11 +70,11 @@ class TokenLogs:
             self._lengths[slot] = 0
 
     def _fit(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Make the log of a column, or widen it, to take values [B, W, *tail]."""
+        """Allocate or widen the log of a column so that it holds values [B, W, *tail]."""
         log, tail = self._columns.get(name), values.shape[2:]
         if log is None:
             self._columns[name] = np.zeros((*self._tokens.shape, *tail), values.dtype)
             return
-        more = [max(0, need - have) for have, need in zip(log.shape[2:], tail, strict=True)]
-        if any(more):
-            self._columns[name] = np.pad(log, [(0, 0), (0, 0), *((0, n) for n in more)])
+        missing = [max(0, need - have) for have, need in zip(log.shape[2:], tail, strict=True)]
+        if any(missing):
+            self._columns[name] = np.pad(log, [(0, 0), (0, 0), *((0, n) for n in missing)])

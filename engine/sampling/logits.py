@@ -1,4 +1,7 @@
-"""Logits of which each rank has some columns, until somebody needs all."""
+"""Logits that are divided among ranks by columns, and gathered only when all columns are needed.
+
+`ModelRunner` returns `Logits`; the sampler reads them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ class Logits:
     """The logits [R, V] of R tokens in the model's dtype.
 
     Args:
-        own: [R, C], contiguous, the columns of this rank, which follow those of the ranks before
-            it. The last ones may be past V.
+        logits: [R, C], contiguous, this rank's columns; they follow those of lower ranks. The last
+            ones may lie past V.
         vocab_size: V.
-        parallel: the ranks that have C columns each.
+        parallel: the ranks, with C columns each.
     """
 
     def __init__(self, logits: Tensor, vocab_size: int, parallel: TensorParallel = ALONE) -> None:
@@ -27,16 +30,16 @@ class Logits:
         return Logits(self.own[rows], self.vocab_size, self._parallel)
 
     def whole(self) -> Tensor:
-        """Return all columns, [R, V]. On several ranks all must call this, and the first call sends
-        every rank's columns to all others."""
+        """Return all columns, [R, V]. With several ranks, all must call this; the first call
+        gathers the columns."""
         if self._whole is None:
             self._whole = self._parallel.gather(self.own)[:, : self.vocab_size].contiguous()
         return self._whole
 
     def share_for(self, sampling: SamplingInputs) -> Share | None:
-        """Return which columns this rank has, if tokens can be drawn from them with these options;
-        None if that takes all columns in one place. Filters do, and what changes or describes many
-        logits of a row."""
+        """Return which columns this rank has, if tokens can be sampled from divided columns with
+        these options. Returns None if all columns are needed in one place: for filters, and for
+        options that change or describe many logits of a row."""
         ranks, columns = self._parallel.size, self.own.shape[1]
         needs_all = (
             sampling.any_filters

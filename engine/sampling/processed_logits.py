@@ -1,6 +1,8 @@
-"""What sampling options make of logits: penalties, bans, the mask, temperature and filters.
+"""Applies sampling options to logits: penalties, bans, the token mask, temperature and filters.
 
-R is the number of rows of logits, and V the size of the vocabulary."""
+The sampler and the strategies call `process`. R is the number of rows of logits, and V the size of
+the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from batchgen.kernels.sampling.token_mask import TokenMask, apply_token_mask
 def process(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> Tensor:
-    """Compute the logits of the distribution that rows are sampled from, as [R, V] float32.
+    """Compute the logits of the distribution that rows are sampled from, [R, V] float32. May return
+    `logits` itself.
 
-    The options apply in this order: penalties, the bans of stop ids before min_new_tokens and of
-    tokens that are never sampled (unless a ban leaves no token), the mask, temperature, top-k,
-    top-p, min-p. The filters come after the mask so that they choose among allowed tokens.
-    `positions` [R] belong to the tokens to be sampled. A row is -inf everywhere only if its logits
-    were or the mask left nothing. May return the logits themselves.
+    The options apply in this order: penalties, bans (of stop ids before min_new_tokens, and of
+    tokens that are never sampled), the mask, temperature, top-k, top-p, min-p. A ban that would
+    leave no token is ignored. The filters come after the mask, so that they choose among allowed
+    tokens. A row of the result is -inf everywhere only if its logits were, or the mask left no
+    token.
+
+    Args:
+        positions: [R], the positions of the tokens to be sampled.
     """
     left, _ = exclude(logits, sampling, positions, mask)
     return scale_and_filter(left, logits, sampling)
@@ -30,7 +36,8 @@ def process(
 def exclude(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, mask: TokenMask | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply penalties, ban and mask; also return which rows have no token left, with a mask."""
+    """Apply penalties, bans and the mask. Also returns which rows have no token left, [R] bool;
+    None without a mask."""
     out = _penalised(logits, sampling, positions)
     if mask is None:
         return out, None
@@ -38,7 +45,7 @@ def exclude(
 
 
 def scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) -> Tensor:
-    """Apply temperature and filters to `exclude`'s result, which may be overwritten."""
+    """Apply temperature and filters to the result `left` of `exclude`, which may be overwritten."""
     if not (sampling.any_temperature or sampling.any_filters):
         return left.float()
     out = _float_copy(logits) if left is logits else left.float()
@@ -50,7 +57,7 @@ def scale_and_filter(left: Tensor, logits: Tensor, sampling: SamplingInputs) -> 
 
 
 def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> Tensor:
-    """Apply penalties and bans: [R, V] float32, or the logits if there are none."""
+    """Apply penalties and bans. Returns [R, V] float32, or `logits` itself if there are none."""
     if not (sampling.any_penalties or sampling.any_min_new_tokens or sampling.any_bans):
         return logits
     out = _float_copy(logits)
@@ -73,5 +80,5 @@ def _penalised(logits: Tensor, sampling: SamplingInputs, positions: Tensor) -> T
 
 
 def _float_copy(logits: Tensor) -> Tensor:
-    """A contiguous float32 copy of the logits, which may be overwritten."""
+    """Return a contiguous float32 copy of the logits, which may be overwritten."""
     return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -1,7 +1,9 @@
 """The sampler: the one place where logits become tokens and log-probabilities, for every strategy.
 
-R is the number of rows of logits, several for each row of the batch after `SamplingInputs.repeat`,
-and V the size of the vocabulary.
+`sample_tokens` draws a token for each row; `draw_tokens` does the same for strategies that then
+decide which tokens become output; `score_tokens` describes given tokens. R is the number of rows of
+logits (several for each row of the batch after `SamplingInputs.repeat`), and V the size of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -36,17 +38,19 @@ from batchgen.kernels.sampling.token_mask import TokenMask
 class Drawn(NamedTuple):
     """One token for each of R rows of logits. The strategy decides which of them become output.
 
-    Failed rows have logits with NaN or +inf, or -inf everywhere. Only `failed` is defined for them,
-    and with `conflict` for rows where mask and options left no token.
+    Failed rows are those whose logits have NaN or +inf, or are -inf everywhere. For them only
+    `failed` is defined. In rows with a conflict, the mask and the other options left no token; for
+    them only `failed` and `conflict` are defined.
     """
 
     token_ids: Tensor  # [R] int64
     failed: Tensor  # [R] bool
-    columns: dict[str, Tensor]  # name → [R, *tail], for all columns that any row asks for
-    # [R] float32: the token's probability as drawn, greedy rows before filters
+    columns: dict[str, Tensor]  # name → [R, *tail], all columns that any row asks for
+    # [R] float32: the probability of the token when it was drawn (for greedy rows, before filters)
     confidence: Tensor | None
     conflict: Tensor | None = None  # [R] bool; None without a mask
-    # [R] float32, in nats: of the distribution that the token was drawn from, if asked for
+    # [R] float32, in nats: the entropy of the distribution that the token was drawn from, if
+    # requested
     entropy: Tensor | None = None
 
 
@@ -59,8 +63,13 @@ def sample_tokens(
 ) -> StepOutput:
     """Sample one token for each row of logits, with the columns that any row asks for.
 
-    The step has R rows with W = 1. Rows that failed or whose mask left no token have none. Top
-    log-probabilities are as wide as the batch's largest K; what a row did not ask for is undefined.
+    Returns a step of R rows with W = 1. Rows that failed, or whose mask left no token, have no
+    token in it. Top log-probabilities are as wide as the largest K of the batch; entries that a row
+    did not ask for are undefined.
+
+    Args:
+        positions: [R], the positions of the tokens to be sampled.
+        mask: the tokens that constraints allow; None allows all.
     """
     if isinstance(logits, Logits):
         share = None if mask is not None else logits.share_for(sampling)
@@ -81,11 +90,15 @@ def draw_tokens(
     entropy: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
-    """Draw a token for each row of logits, for strategies that decide which become output.
+    """Draw a token for each row of logits, for strategies that decide which tokens become output.
 
-    `draws` [R] counts earlier draws of a position, whose random numbers differ; None means 0.
-    `confidence` and `entropy` ask for these of `Drawn`. Kernels of a GPU need contiguous
-    tensors, so a CPU wants them as well.
+    Args:
+        positions: [R], the positions of the tokens. They and `draws` must be contiguous, for the
+            kernels.
+        draws: [R], the number of earlier draws at the position, which selects other random numbers;
+            None means 0.
+        confidence: whether to compute `Drawn.confidence`.
+        entropy: whether to compute `Drawn.entropy`.
     """
     assert positions.is_contiguous() and (draws is None or draws.is_contiguous())
     if logits.is_cuda:
@@ -107,7 +120,7 @@ def draw_tokens(
 
 
 def _conflict(empty: Tensor | None, failed: Tensor) -> Tensor | None:
-    """Return the rows without a token left whose logits were sound; None without a mask."""
+    """Return the rows without a token left whose logits are finite; None without a mask."""
     return None if empty is None else empty & ~failed
 
 
@@ -116,7 +129,10 @@ def describe(
 ) -> dict[str, Tensor]:
     """Compute the sampler's output columns that any row asks for, as name → [R, *tail].
 
-    `logits` are the model's, `processed` what `process` made of them; `token_ids` [R] were chosen.
+    Args:
+        logits: [R, V], the model's logits.
+        processed: [R, V], the result of `process`.
+        token_ids: [R], the chosen tokens.
     """
     source = logits
     if sampling.any_processed_logprobs:
@@ -135,10 +151,14 @@ def describe(
 def score_tokens(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """Describe given tokens as `sample_tokens` describes those that it draws, to the bit.
+    """Score given tokens, with the same bits as `sample_tokens` describes tokens that it draws.
 
-    The step has R rows with W = 1 and columns of answer scope. `token_ids` [R] stand at `positions`
-    [R], and the row's history holds all tokens before them if it has penalties.
+    Returns a step of R rows with W = 1 and columns of answer scope.
+
+    Args:
+        positions: [R], the positions of the tokens. If the row has penalties, its history must hold
+            all tokens before them.
+        token_ids: [R], the tokens.
     """
     return _scored(take_tokens(logits, sampling, positions, token_ids))
 
@@ -146,8 +166,8 @@ def score_tokens(
 def take_tokens(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> Drawn:
-    """Describe given tokens [R] as `draw_tokens` describes those that it draws, to the bit, but for
-    their confidence."""
+    """Describe given tokens [R], with the same bits as `draw_tokens` describes tokens that it
+    draws, but without confidence."""
     if logits.is_cuda:
         return _draw_fused(logits, sampling, positions, scored_ids=token_ids)
     processed = logits
@@ -160,7 +180,7 @@ def take_tokens(
 def score_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, token_ids: Tensor
 ) -> StepOutput:
-    """`score_tokens` with the fused Triton kernels, on any device."""
+    """Compute `score_tokens` with the fused Triton kernels, on any device."""
     return _scored(_draw_fused(logits, sampling, positions, scored_ids=token_ids))
 
 
@@ -178,7 +198,7 @@ def _scored(drawn: Drawn) -> StepOutput:
 def sample_fused(
     logits: Tensor, sampling: SamplingInputs, positions: Tensor, *, mask: TokenMask | None = None
 ) -> StepOutput:
-    """`sample_tokens` with the fused Triton kernels, on any device."""
+    """Compute `sample_tokens` with the fused Triton kernels, on any device."""
     return _step_output(draw_fused(logits, sampling, positions, mask=mask))
 
 
@@ -192,11 +212,11 @@ def draw_fused(
     entropy: bool = False,
     mask: TokenMask | None = None,
 ) -> Drawn:
-    """`draw_tokens` with the fused Triton kernels, on any device.
+    """Compute `draw_tokens` with the fused Triton kernels, on any device.
 
-    The kernel applies temperature and filters while it reads the logits, once; only penalties, a
-    ban or a mask copy them. The host never waits. Tokens differ from `draw_tokens`'s only if two
-    scores are so close that rounding decides.
+    The kernel applies temperature and filters while it reads the logits, once; only penalties, bans
+    and masks need a copy. The host never waits. Tokens differ from those of `draw_tokens` only if
+    two scores are so close that rounding decides.
     """
     return _draw_fused(logits, sampling, positions, draws, confidence, mask, entropy=entropy)
 
@@ -213,8 +233,8 @@ def _draw_fused(
     scored_ids: Tensor | None = None,
     share: Share | None = None,
 ) -> Drawn:
-    """`draw_fused`, or with `scored_ids` [R] the same of these tokens in place of drawn ones. With
-    a `share` the logits are the columns of this rank (`Logits.share_for`)."""
+    """Compute `draw_fused`, or with `scored_ids` [R] the same results for these tokens instead of
+    drawn ones. With a `share`, `logits` are the columns of this rank (`Logits.share_for`)."""
     left, empty = exclude(logits, sampling, positions, mask)
     threshold = None
     if sampling.any_filters:
@@ -262,11 +282,11 @@ def _draw_fused(
 
 
 def _step_output(drawn: Drawn) -> StepOutput:
-    """A step of one token for each row, or none for rows that failed or conflict."""
+    """Return a step of one token for each row; none for rows that failed or had a conflict."""
     conflict = drawn.conflict
-    without = drawn.failed if conflict is None else drawn.failed | conflict
+    ends = drawn.failed if conflict is None else drawn.failed | conflict
     return StepOutput(
-        num_tokens=(~without).int(),
+        num_tokens=(~ends).int(),
         token_ids=drawn.token_ids.unsqueeze(1),
         failed=drawn.failed,
         columns={name: values.unsqueeze(1) for name, values in drawn.columns.items()},

@@ -1,4 +1,4 @@
-"""The output columns of the sampler, of generated tokens and of given answers."""
+"""The output columns that the sampler computes, for generated tokens and for given answers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ LOGPROBS = OutputColumn("logprobs", np.dtype(np.float32))
 """The log-probability of each generated token."""
 
 
-# The tail shape of these two is [K] with the K of a row, which `requested_columns` sets.
+# The tail shape of the next two columns is [K], with the K of a row, which `requested_columns`
+# sets.
 TOP_LOGPROBS = OutputColumn("top_logprobs", np.dtype(np.float32), (0,))
 """The log-probabilities of the K most likely tokens at each position."""
 TOP_LOGPROB_IDS = OutputColumn("top_logprob_ids", np.dtype(np.int32), (0,))
-"""The ids of those K tokens."""
+"""The ids of the K most likely tokens at each position."""
 ENTROPY = OutputColumn("entropy", np.dtype(np.float32))
-"""The entropy of the distribution of each generated token, in nats."""
+"""The entropy in nats of the distribution at each generated token."""
 ANSWER_PREFIX = "answer_"
-"""Begins the names of the columns that have values for the tokens of a given answer."""
+"""The prefix of the names of columns with values for the tokens of a given answer."""
 ANSWER_TOP_LOGPROBS = ANSWER_PREFIX + TOP_LOGPROBS.name
 ANSWER_REST_PROBS = OutputColumn("answer_rest_probs", np.dtype(np.float32), scope="answer")
-"""The probability of all tokens but the K most likely ones at each position of an answer."""
+"""The total probability of all tokens except the K most likely ones, at each position of an
+answer."""
 
 
 def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
-    """Return the output columns of the sampler that a row with these options asks for."""
+    """Return the sampler's output columns that a row with these options asks for."""
     columns = [LOGPROBS] if params.logprobs else []
     if params.top_logprobs:
         tail = (params.top_logprobs,)
@@ -45,9 +47,11 @@ def requested_columns(params: RequestParams) -> tuple[OutputColumn, ...]:
 
 
 def of_answer(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """Turn columns of the tokens of a given answer, computed as if they were generated, into
-    columns of the answer: those of the sampler get the prefix `answer_`, others stay as they are.
-    With top log-probabilities, ANSWER_REST_PROBS is added."""
+    """Rename columns of a given answer's tokens that were computed as if the tokens were generated.
+
+    The sampler's columns get the prefix `answer_`; others keep their names. If there are top
+    log-probabilities, ANSWER_REST_PROBS is added.
+    """
     sampler_names = {LOGPROBS.name, TOP_LOGPROBS.name, TOP_LOGPROB_IDS.name, ENTROPY.name}
     out = {
         ANSWER_PREFIX + name if name in sampler_names else name: v for name, v in columns.items()
@@ -58,7 +62,8 @@ def of_answer(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[
 
 
 def rest_probs(top_logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the probability of all tokens but the K whose log-probabilities [N, K] are given."""
+    """Return the total probability of all tokens except the K whose log-probabilities [N, K] are
+    given."""
     rest = 1 - np.exp(top_logprobs.astype(np.float64)).sum(1)
     clipped: npt.NDArray[np.float32] = rest.clip(0).astype(np.float32)
     return clipped

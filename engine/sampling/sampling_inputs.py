@@ -1,4 +1,7 @@
-"""What the sampler reads about the rows of a batch: their options, as tensors on the device."""
+"""The sampler's inputs: the sampling options of a batch's rows, as tensors on the device.
+
+`StepInputs` keep the `SamplingInputs` of the decoding rows; `StateReader` makes others for answers.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ _TEMPERATURE, _REPETITION = 0, 3
 
 @dataclass(frozen=True)
 class SamplingInputs(Batched):
-    """What the sampler reads about B rows. Properties tell, without waiting, what any row needs.
+    """The sampling options of B rows. Properties say what any of the rows needs, without waiting
+    for the device.
 
-    A strategy's `StepInputs` owns these inputs, as `append` writes to `history` in place. What
-    `index_select`, and `concat` of several parts, return are copies. After `repeat` each row is
-    sampled at `width` positions: row r of the R = B · width rows of logits belongs to row r //
-    width.
+    A strategy's `StepInputs` owns these inputs, because `append` writes to `history` in place.
+    `index_select`, and `concat` of several parts, return copies. After `repeat` each row is sampled
+    at `width` positions: row r of the R = B · width rows of logits belongs to row r // width of the
+    batch.
     """
 
     params: tuple[RequestParams, ...] = row()  # of the B rows, on the host
@@ -42,12 +46,12 @@ class SamplingInputs(Batched):
     repetition: Tensor = row()  # [R] float32
     presence: Tensor = row()  # [R] float32
     frequency: Tensor = row()  # [R] float32
-    min_positions: Tensor = row()  # [R] int64: below, no token of `stop_ids` may be sampled
-    stop_ids: Tensor = row(pad=-1)  # [R, S] int64, filled up with -1; none without min_new_tokens
+    min_positions: Tensor = row()  # [R] int64: no token of `stop_ids` is sampled before this one
+    stop_ids: Tensor = row(pad=-1)  # [R, S] int64, padded with -1; empty without min_new_tokens
     history: Tensor = row(pad=-1)  # [B, H] token ids by position; -1 without penalties
     prompt_lens: Tensor = row()  # [R] int64
     processed_logprobs: Tensor = row()  # [R] bool
-    # [R, S] int64, filled up with -1: tokens that are never sampled; [R, 0] in most models
+    # [R, S] int64, padded with -1: tokens that are never sampled; [R, 0] in most models
     banned_ids: Tensor = row(pad=-1)
 
     @classmethod
@@ -55,13 +59,13 @@ class SamplingInputs(Batched):
         cls,
         params: Sequence[RequestParams],
         prompt_lens: Sequence[int],
-        histories: Sequence[Sequence[int]],  # prompt and output tokens so far
+        histories: Sequence[Sequence[int]],  # the prompt and output tokens so far
         stop_ids: Sequence[Sequence[int]],  # EOS unless ignored, and stop_token_ids
         capacities: Sequence[int],  # the most prompt and output tokens together
         device: torch.device,
-        never_sampled: Sequence[Sequence[int]] | None = None,  # None: any token may be
+        never_sampled: Sequence[Sequence[int]] | None = None,  # None: every token may be sampled
     ) -> SamplingInputs:
-        """Make the inputs of B rows; all arguments but the device have B entries."""
+        """Make the inputs of B rows. All arguments except the device have B entries."""
         banned = [ids if p.min_new_tokens else () for p, ids in zip(params, stop_ids, strict=True)]
         kept = [ids if p.has_penalties else () for p, ids in zip(params, histories, strict=True)]
         widths = [n for p, n in zip(params, capacities, strict=True) if p.has_penalties]
@@ -77,7 +81,7 @@ class SamplingInputs(Batched):
         for column in (_TEMPERATURE, _REPETITION):
             floats[:, column] = floats[:, column].clip(_FLOAT32.tiny, _FLOAT32.max)
         bools = [[p.greedy for p in params], [p.logprobs_mode == "processed" for p in params]]
-        seeds, top_k, min_positions, starts_there = upload(ints, torch.int64, device)
+        seeds, top_k, min_positions, device_prompt_lens = upload(ints, torch.int64, device)
         temperature, top_p, min_p, repetition, presence, frequency = upload(
             floats.T.copy(), torch.float32, device
         )
@@ -96,7 +100,7 @@ class SamplingInputs(Batched):
             min_positions=min_positions,
             stop_ids=_padded(banned, max(map(len, banned), default=0), device),
             history=_padded(kept, max(widths, default=0), device),
-            prompt_lens=starts_there,
+            prompt_lens=device_prompt_lens,
             processed_logprobs=processed_logprobs,
             banned_ids=_padded(
                 never := never_sampled or [()] * len(params), max(map(len, never)), device
@@ -104,23 +108,20 @@ class SamplingInputs(Batched):
         )
 
     def append(self, token_ids: Tensor, num_tokens: Tensor, positions: Tensor) -> SamplingInputs:
-        """Write the first `num_tokens` of token_ids [B, W] to the histories of rows with penalties,
-        in place.
+        """Write the first `num_tokens` [B] of token_ids [B, W] to the histories of rows with
+        penalties, in place. Returns these inputs.
 
-        They replace what stood at `positions`, at least 1, and behind: drafts are written before
-        they are verified, and then replaced. Tokens past the end are dropped, because a step may be
-        launched for a row that has ended. Returns these inputs.
+        The tokens replace what was at `positions` [B] (at least 1) and after: drafts are written
+        before they are verified, and then replaced. Tokens past the end are dropped, because a step
+        may be launched for a row that has ended.
         """
         if self.history.shape[1]:
             append_tokens(self.history, token_ids, num_tokens, positions)
         return self
 
     def repeat(self, width: int) -> SamplingInputs:
-        """Return the inputs for sampling each row at `width` positions, whose logits follow one
-        another.
-
-        The history is shared, so each sees what is appended to the other.
-        """
+        """Return the inputs for sampling each row at `width` consecutive positions. The history is
+        shared: `append` on either object changes both."""
         if width == 1:
             return self
         assert self.width == 1
@@ -136,9 +137,9 @@ class SamplingInputs(Batched):
         return replace(self, stop_ids=stop_ids, banned_ids=banned_ids, **repeated)
 
     def heated(self, factors: Tensor) -> SamplingInputs:
-        """Return the inputs for sampling at temperatures that are multiplied by these factors [R]
-        float32; that of greedy rows, 1, changes what is said of their distributions."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        """Return the inputs with temperatures multiplied by these factors [R] float32. Greedy rows,
+        whose temperature is 1, still take the most likely token, but their probabilities change."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return _Heated(**values | {"temperature": self.temperature * factors})
 
     def index_select(self, rows: npt.NDArray[np.int64]) -> SamplingInputs:
@@ -187,7 +188,7 @@ class SamplingInputs(Batched):
 
     @cached_property
     def any_columns(self) -> bool:
-        """Whether any row asks for an output column that the sampler does not make."""
+        """Whether any row asks for an output column of a strategy or a layer."""
         return any(p.columns for p in self.params)
 
     @cached_property
@@ -206,7 +207,7 @@ class SamplingInputs(Batched):
 
 @dataclass(frozen=True)
 class _Heated(SamplingInputs):
-    """Rows whose temperatures differ from those that they ask for."""
+    """Rows whose temperatures differ from those of their `params`."""
 
     @cached_property
     def any_temperature(self) -> bool:
@@ -214,17 +215,17 @@ class _Heated(SamplingInputs):
 
 
 def _filters(params: RequestParams) -> tuple[float, float, float]:
-    """The temperature, top_p and min_p of a row, in this order; all are off for a greedy row."""
+    """Return the temperature, top_p and min_p of a row; all are off for a greedy row."""
     return (1, 1, 0) if params.greedy else (params.temperature, params.top_p, params.min_p)
 
 
 def _penalties(params: RequestParams) -> tuple[float, float, float]:
-    """The repetition, presence and frequency penalty of a row, in this order."""
+    """Return the repetition, presence and frequency penalties of a row."""
     return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """Put B lists of ids into one tensor [B, width] int64, each followed by -1."""
+    """Put B lists of ids into one tensor [B, width] int64, padded with -1."""
     out = np.full((len(rows), width), -1, dtype=np.int64)
     for i, ids in enumerate(rows):
         assert len(ids) <= width, f"{len(ids)} ids for a width of {width}"

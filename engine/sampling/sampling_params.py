@@ -1,4 +1,5 @@
-"""The sampling options of a request. Each row has its own frozen value, so rows share no state."""
+"""The sampling options of a request. Each request has its own frozen object, so that rows share no
+state."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,28 +8,28 @@ from batchgen.engine.constraint.constraint import Constraint
 from batchgen.engine.interface.hidden_columns import Pooling
 
 BASE = "base"
-"""The name under which rows ask for the model without an adapter."""
+"""The adapter name with which rows ask for the model without an adapter."""
 LogprobsMode = Literal["raw", "processed"]
-"""Which distribution log-probabilities are of: the model's, or the one that is sampled from."""
+"""Which distribution log-probabilities describe: the model's, or the one that is sampled from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSampling:
-    """Options that a job's configuration has, too; `RequestParams` checks their ranges."""
+    """The options that a job's configuration has, too. `RequestParams` checks their ranges."""
 
     temperature: float = 1.0  # divides the logits; 0 takes the most likely token (greedy)
     top_k: int = 0  # keep the k most likely tokens; 0: off
     top_p: float = 1.0  # keep the fewest most likely tokens that add up to top_p; 1: off
     min_p: float = 0.0  # drop tokens below min_p times the most likely one; 0: off
-    repetition_penalty: float = 1.0  # > 1: tokens so far are less likely (Keskar 2019)
+    repetition_penalty: float = 1.0  # above 1, tokens that occurred are less likely (Keskar 2019)
     presence_penalty: float = 0.0  # subtracted once from tokens of the output
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
-    max_new_tokens: int = 256  # 0: nothing is generated; a given answer is scored, or `pooling`
-    min_new_tokens: int = 0  # before, neither EOS, stop_token_ids nor stop strings end it
+    max_new_tokens: int = 256  # 0: nothing is generated; an answer is scored, or the row pooled
+    min_new_tokens: int = 0  # before this many tokens, neither EOS nor stops end the row
     stop: tuple[str, ...] = ()  # strings that end the row; the text is cut before them
     stop_token_ids: tuple[int, ...] = ()  # ids that end the row, besides EOS
     ignore_eos: bool = False  # EOS is an ordinary token
-    seed: int = 0  # 64 bits, of the row's random numbers
+    seed: int = 0  # the 64-bit seed of the row's random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +41,22 @@ class RequestParams(SharedSampling):
     for a value out of range; the message names it and says what is allowed.
     """
 
-    logprobs: bool = False  # of every generated token; always of every token of an answer
-    top_logprobs: int = 0  # K, ids and log-probabilities of the most likely; 0: none
+    logprobs: bool = False  # of generated tokens; those of an answer always have them
+    top_logprobs: int = 0  # K, the number of most likely tokens to return at each position
     logprobs_mode: LogprobsMode = "raw"  # raw: the model's distribution; processed: the sampled one
-    columns: tuple[str, ...] = ()  # output columns of the strategy or of layers
+    columns: tuple[str, ...] = ()  # the output columns of the strategy or of layers to return
     lora: str | None = None  # the name of the row's adapter; None: the default one, or none
     constraint: Constraint | None = None  # the form of the output; ends the row when complete
-    decoding: object | None = None  # of the strategy, for this row; None: the strategy's own
-    pooling: Pooling | None = None  # the row is only read, and its embedding pooled like this
-    normalise: bool = False  # divide the embedding by its length
+    decoding: object | None = None  # the strategy's options for this row; None: its defaults
+    pooling: Pooling | None = None  # how an embedding is pooled; the row generates nothing
+    normalise: bool = False  # divide the embedding by its Euclidean norm
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             raise ValueError(f"stop must be a sequence of strings, got the string {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        # Each check says what is allowed, and not what is wrong, so that NaN fails as well.
+        # Each check states what is allowed, not what is wrong, so that NaN fails, too.
         checks = (
             ("temperature", 0 <= self.temperature < float("inf"), "at least 0 and finite"),
             ("top_k", self.top_k >= 0, "at least 0 (0 turns it off)"),
@@ -97,15 +98,15 @@ class RequestParams(SharedSampling):
             object.__setattr__(self, "logprobs", True)
 
     def with_seed(self, seed: int) -> "RequestParams":
-        """Return these parameters with another seed, in [0, 2**64). Nothing else is checked again:
-        a job calls this for each of its rows, and so it is fast."""
+        """Return these parameters with another seed, in [0, 2**64). Nothing else is checked again,
+        which keeps it fast: a job calls this for each of its rows."""
         other = object.__new__(RequestParams)
         vars(other).update(vars(self), seed=seed)
         return other
 
     @property
     def scores_answer(self) -> bool:
-        """Whether the row has an answer whose tokens are scored, and generates nothing."""
+        """Whether the row scores a given answer instead of generating tokens."""
         return not self.max_new_tokens and self.pooling is None
 
     @property

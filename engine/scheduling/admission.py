@@ -1,9 +1,9 @@
 """Admission: decides whether a waiting row may start, by predicting whether the paged cache will
 hold it and all running rows until they end.
 
-Too many rows cost recomputation, because some must be preempted; too few leave the device idle. The
-prediction is made from the lengths of finished rows, an idea of Gong et al. 2025 (Past-Future
-Scheduler).
+With too many rows, some must be preempted and computed again; with too few, the device idles. The
+prediction uses the lengths of finished rows, after Gong et al. 2025 (Past-Future Scheduler). The
+scheduler asks `Admission.will_fit`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Ints = npt.NDArray[np.int64]
 """An array of integers on the host, one for each row."""
 
 _RECENT = 1024
-"""The number of rows that the prediction is made from, those that finished last."""
+"""The number of finished rows, the newest ones, that a prediction is made from."""
 _FIRST_GUESS = 256
-"""The least length in tokens that is guessed for a row when no finished row was longer than it."""
+"""The smallest length in tokens to predict for a row that is longer than every finished row."""
 
 
 class LengthPredictor:
@@ -61,25 +61,32 @@ class LengthPredictor:
 
 
 def peak_tokens(held: Ints, remaining: Ints) -> int:
-    """The number of tokens that R rows hold together at the fullest moment, if each grows by one
-    token a step from `held` [R] tokens now until it ends, after `remaining` [R] steps."""
+    """Return the most tokens that R rows hold together at any time.
+
+    Each row holds `held` [R] tokens now, grows by one token per step, and ends after `remaining`
+    [R] steps.
+    """
     order = np.argsort(-remaining)
-    # The peak is at a moment when some row ends. Then all rows with as many or more steps left are
-    # still there, and each has grown by the number of steps until this moment.
+    # The peak is just before some row ends. At that time all rows with at least as many remaining
+    # steps are present, and each has grown by that number of steps.
     alive = np.arange(1, len(order) + 1)
     return int((np.cumsum(held[order]) + alive * remaining[order]).max(initial=0))
 
 
 class Admission:
-    """Decides whether a row may start, from what the running rows will need."""
+    """Decides whether a row may start, given the predicted needs of the running rows."""
 
     def __init__(self, block_manager: BlockManager) -> None:
         self._block_manager = block_manager
         self.lengths = LengthPredictor()
 
     def will_fit(self, seq: Sequence, running: RunningBatch, chunk_tokens: int) -> bool:
-        """Whether the cache will hold the running rows and this one until they end, judged by their
-        predicted lengths; `chunk_tokens` as in `BatchLimits`."""
+        """Return whether the cache will hold the running rows and this one until they end, by their
+        predicted lengths.
+
+        Args:
+            chunk_tokens: as in `BatchLimits`.
+        """
         if not len(running):
             return True
         slots = np.flatnonzero(running.occupied)

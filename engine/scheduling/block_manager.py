@@ -1,40 +1,20 @@
 """Hands out the blocks of the paged cache, and keeps the prefix cache.
 
-The scheduler asks here for a row's blocks. *Headroom* is how many blocks must stay free when a row
-is admitted, so that rows which run can grow.
+The scheduler asks `BlockManager` for the blocks of each row. *Headroom* is the number of blocks
+that must stay free when a row is admitted, so that running rows can grow.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from hashlib import blake2b
 from itertools import takewhile
 from math import lcm
-from typing import NamedTuple
 
 from batchgen.engine.caches.state_slots import StateSlots
 from batchgen.engine.rows.sequence import Sequence
+from batchgen.engine.scheduling.prefix import Prefix, block_digests
 from batchgen.engine.scheduling.window_blocks import WindowBlocks
-
-
-class Prefix(NamedTuple):
-    """The part of a row's tokens that the prefix cache already holds."""
-
-    blocks: list[int]  # the published blocks of the longest prefix that the row can start from
-    # The state slot of the snapshot after that prefix; None for models without recurrent layers,
-    # and if no prefix was found.
-    snapshot: int | None = None
-    # The batch that is being planned leaves a snapshot after a longer prefix, so the row should
-    # wait for the next batch.
-    is_pending: bool = False
-    # The number of tokens in all published blocks of the row's beginning, if no snapshot or window
-    # tail stands after the last of them; otherwise 0. The row should leave one there.
-    branch_tokens: int = 0
-    # The digest of the window tail after that prefix; None for models without windows, and if no
-    # prefix was found.
-    tail: bytes | None = None
 
 
 class BlockManager:
@@ -42,21 +22,24 @@ class BlockManager:
 
     A block is free, or owned by one or more rows. Full blocks of known tokens are published under a
     hash of their tokens and of all tokens before them, so that rows with a common prefix share its
-    blocks. A published block that nobody owns can still be found until it is handed out again; the
-    blocks that were freed first are handed out first. Block 0 is scratch and never handed out.
+    blocks. A published block without owners stays in the prefix cache until it is handed out again.
+    Blocks are handed out in the order in which they were freed. Block 0 is scratch and never handed
+    out.
 
-    With recurrent layers, a prefix can be reused only if there is a snapshot of the state after it.
-    A prefill leaves one at the last possible place of its prompt, and one at the place where the
-    prompt departs from an earlier one. At these places it leaves window tails, too.
+    With recurrent layers, a prefix can be reused only if there is a snapshot of the state at its
+    end. A prefill leaves one snapshot at the last possible position of its prompt, and another
+    where the prompt departs from an earlier prompt. With sliding windows, it leaves window tails at
+    the same positions.
 
     Args:
         prefix_caching: whether blocks are published and shared.
         states: the state slots; None for models without recurrent layers.
+        state_multiple: a snapshot can be taken only after a multiple of this many tokens.
+        tokens_ahead: the number of later tokens on which some model's cache entry of a token
+            depends. A block is then shared only by rows that agree in these tokens, too.
         window: the blocks of layers with a sliding window; None for models without such layers.
-        tokens_ahead: what some model keeps of a token depends on this many tokens behind it. A
-            block is then shared only by rows that have these tokens in common as well.
-        prompts_only: only prefixes within prompts are shared, because generated tokens are read in
-            another form.
+        prompts_only: share only blocks of prompts, because generated tokens are computed in another
+            way.
     """
 
     def __init__(
@@ -79,11 +62,11 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}
         self._published: dict[bytes, int] = {}
         self.states, self.window = states, window
-        # Nothing is left behind generated tokens that a row could start from.
-        self._leaves_ends = states is not None or window is not None
-        self._within_prompts = self._leaves_ends or prompts_only
+        # With snapshots or tails, rows can start only from prompts: generated tokens leave neither.
+        self._needs_ends = states is not None or window is not None
+        self._within_prompts = self._needs_ends or prompts_only
         self._ahead = tokens_ahead
-        # A snapshot can stand only after a multiple of this many blocks.
+        # A snapshot can be taken only after a multiple of this many blocks.
         self._snapshot_blocks = lcm(block_size, state_multiple) // block_size
 
     @property
@@ -98,47 +81,52 @@ class BlockManager:
 
     @property
     def usage(self) -> float:
-        """The share of the blocks that rows own, from 0 to 1; the larger one if there are two
-        pools."""
+        """The share of the blocks that rows own, from 0 to 1; with two pools, the larger of the two
+        shares."""
         usage = 1 - self.num_free / (self.num_blocks - 1)
         return usage if self.window is None else max(usage, self.window.usage)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks this many tokens of one row take."""
+        """Return how many blocks this many tokens of a row take."""
         return -(-num_tokens // self.block_size)
 
     def room_of(self, seq: Sequence) -> int:
-        """Return how many tokens the row's blocks have room for."""
+        """Return how many tokens fit into the row's blocks."""
         blocks = len(seq.block_table)
         if self.window is not None:
             blocks = min(blocks, len(seq.window_table))
         return blocks * self.block_size
 
     def lacks(self, num_blocks: int) -> bool:
-        """Whether fewer blocks are free than asked for."""
+        """Return whether fewer than `num_blocks` blocks are free."""
         if self.window is not None and num_blocks > self.window.num_free:
             return True
         return num_blocks > self.num_free
 
     def find_prefix(self, seq: Sequence) -> Prefix:
-        """Find the longest cached prefix of the tokens that the row has to prefill. If the prefill
-        must yield a token, the prefix leaves out at least the last token, so that a forward has a
-        token to compute. So it does where a model looks ahead, which goes on from what it makes of
-        that token. It leaves out the tokens whose logits score an answer. With recurrent layers or
-        windows it ends within the prompt."""
+        """Find the longest cached prefix of the tokens that the row has to prefill.
+
+        The prefix ends early enough that a forward still computes all that is needed:
+
+        - the last token, if the prefill must yield a token, and in the case of `tokens_ahead` the
+        tokens that the prefix's last entries depend on;
+        - the tokens whose logits score an answer.
+
+        With recurrent layers or sliding windows, the prefix also ends within the prompt.
+        """
         if not self.prefix_caching:
             return Prefix([])
         tokens = min(seq.num_shareable_tokens, seq.num_prefill_tokens - self._ahead)
         if self._within_prompts:
             tokens = min(tokens, seq.answer_start)
-        digests = self._hashes(seq, tokens // self.block_size)
+        digests = self._digests(seq, tokens // self.block_size)
         matched = list(takewhile(lambda b: b is not None, map(self._published.get, digests)))
         blocks = [block for block in matched if block is not None]
-        return self._cut_back(blocks, digests) if self._leaves_ends else Prefix(blocks)
+        return self._cut_back(blocks, digests) if self._needs_ends else Prefix(blocks)
 
     def _cut_back(self, blocks: list[int], digests: list[bytes]) -> Prefix:
-        """Cut a prefix of published blocks back to the last one after which there is all that
-        recurrent layers and windows need: a snapshot, and a tail."""
+        """Shorten a prefix of published blocks to the longest one that has what recurrent layers
+        and sliding windows need at its end: a snapshot, and a window tail."""
         step = self._snapshot_blocks
         longest = len(blocks) // step * step
         for count in range(longest, 0, -step):
@@ -157,11 +145,17 @@ class BlockManager:
         return Prefix([], branch_tokens=longest * self.block_size)
 
     def admit(self, seq: Sequence, headroom: int) -> bool:
-        """Give a row that owns no blocks those that its known tokens need, sharing cached prefixes.
-        On success it also has a state slot, if the model has states, and `seq.num_computed_tokens`
-        counts the tokens that were found in the cache. Blocks of layers with a window are reserved
-        chunk by chunk. Returns False, with nothing changed, if fewer than `headroom` blocks would
-        stay free, or if the row can start from a longer prefix one batch later."""
+        """Give a row that owns no blocks the blocks for its known tokens, sharing those of a cached
+        prefix.
+
+        On success the row also has a state slot if the model has states, and
+        `seq.num_computed_tokens` is the length of the cached prefix. Blocks of layers with a
+        sliding window are reserved later, chunk by chunk.
+
+        Returns:
+            False, with nothing changed, if fewer than `headroom` blocks would stay free, or if the
+                row can start from a longer prefix one batch later.
+        """
         assert not seq.block_table and not seq.num_computed_tokens
         prefix = self.find_prefix(seq)
         if prefix.is_pending:
@@ -188,9 +182,9 @@ class BlockManager:
         return True
 
     def _window_fits(self, seq: Sequence, prefix: Prefix, headroom: int) -> bool:
-        """Whether there are blocks for the beginning of the row's prefill, as long as a window, and
-        `headroom` others. A row beside which none runs always goes on, in chunks as small as it
-        needs."""
+        """Return whether the window pool has blocks for the beginning of the row's prefill (up to
+        one window) and `headroom` more. Always True if no other row runs: such a row can be
+        prefilled in chunks of any size."""
         if self.window is None or not headroom:
             return True
         idle = 0 if prefix.tail is None else self.window.idle(prefix.tail)
@@ -199,30 +193,33 @@ class BlockManager:
         return self.window.num_free - idle - new >= headroom
 
     def chunk_room(self, seq: Sequence) -> int | None:
-        """Return how many tokens of a row can be prefilled next, by the blocks that are free; None
-        if there is no limit."""
+        """Return how many tokens of a row can be prefilled next with the free blocks; None if
+        blocks set no limit."""
         return None if self.window is None else self.window.room(seq) - seq.num_computed_tokens
 
     def reserve_chunk(self, seq: Sequence, end: int) -> None:
-        """Reserve what a prefill of the row's tokens up to `end` needs besides the blocks of its
-        admission; `chunk_room` says that it is there."""
+        """Reserve the window blocks for a prefill of the row's tokens up to `end`. There must be
+        enough (`chunk_room`); all other blocks were reserved at admission."""
         if self.window is not None:
             self.window.reserve(seq, end)
 
     def snapshots(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int]]:
-        """Reserve the snapshots that a prefill of the row's tokens from `start` to `end` leaves,
-        and keep its window tails. Nobody finds snapshots until `publish_snapshots`. Returns a pair
-        for each snapshot: the number of the row's tokens that its state has read, and its state
-        slot."""
-        if not self._leaves_ends or not self.prefix_caching:
+        """Reserve the snapshots, and keep the window tails, of a prefill of the row's tokens from
+        `start` to `end`. Other rows find these snapshots only after `publish_snapshots`.
+
+        Returns:
+            For each snapshot, the number of tokens of the row that its state has read, and its
+                state slot.
+        """
+        if not self._needs_ends or not self.prefix_caching:
             return []
         step = self._snapshot_blocks * self.block_size
-        # No other row has the tokens of the answer after the prompt, so no snapshot is kept there.
+        # No other row has this row's answer after the same prompt, so no snapshot is taken in it.
         last = min(seq.num_shareable_tokens, seq.answer_start)
         snapshots = []
         for tokens in sorted({last // step * step, seq.branch_tokens}):
             if start < tokens <= end:
-                digest = self._hashes(seq, tokens // self.block_size)[-1]
+                digest = self._digests(seq, tokens // self.block_size)[-1]
                 if self.window is not None:
                     self.window.keep_tail(seq, tokens // self.block_size, digest)
                 slot = None if self.states is None else self.states.reserve(digest)
@@ -258,7 +255,7 @@ class BlockManager:
             seq.block_table.append(block)
 
     def trim(self, seq: Sequence, num_tokens: int) -> None:
-        """Take back the row's blocks that its first `num_tokens` tokens do not need."""
+        """Take back the blocks that the row's first `num_tokens` tokens do not need."""
         while len(seq.block_table) > self.blocks_for(num_tokens):
             block = seq.block_table.pop()
             assert self._owners[block] == 1 and block not in self._hash_of, "a shared lookahead"
@@ -273,26 +270,28 @@ class BlockManager:
             self._free[block] = None
 
     def publish_snapshots(self) -> None:
-        """Let rows find the snapshots that were reserved so far, because the batch that leaves them
-        was launched and runs before any forward that is launched from now on."""
+        """Let rows find the snapshots that were reserved so far. The batch that writes them was
+        launched, so it runs before any later forward."""
         if self.states is not None:
             self.states.publish()
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Let other rows share those full blocks that hold the row's first `num_tokens` tokens.
-        Those tokens must be final, and the models have read them or read them in the next forward.
-        Another row may share a block in that same forward, because each layer writes the keys and
-        values of all tokens before it reads any."""
+        """Let other rows share the full blocks among the row's first `num_tokens` tokens.
+
+        These tokens must be final, and the models must have read them or read them in the next
+        forward. In that same forward another row may already share a block, because each layer
+        writes the keys and values of all tokens before it reads any.
+        """
         if not self.prefix_caching:
             return
         if self._within_prompts:
-            # A layer may read tokens of a prompt otherwise than generated ones, and then rounds
-            # otherwise. A row that has generated tokens in its prompt must not see that.
+            # A layer may round prompt tokens differently from generated ones. A row that has
+            # another row's generated tokens in its prompt must not share their blocks.
             num_tokens = min(num_tokens, seq.answer_start)
         full = min(num_tokens, seq.num_tokens - self._ahead) // self.block_size
         if full <= seq.num_published_blocks:
             return
-        digests = self._hashes(seq, full)
+        digests = self._digests(seq, full)
         for i in range(seq.num_published_blocks, full):
             block = seq.block_table[i]
             if digests[i] not in self._published and block not in self._hash_of:
@@ -301,8 +300,8 @@ class BlockManager:
         seq.num_published_blocks = full
 
     def free(self, seq: Sequence) -> None:
-        """Take back the row's blocks and state slot. Its last blocks will be reused first, because
-        a prefix is of no use without its beginning."""
+        """Take back the row's blocks and state slot. The row's last blocks are freed first, and so
+        reused first, because a prefix is useless without its beginning."""
         for block in reversed(seq.block_table):
             self._release(block)
         seq.block_table.clear()
@@ -314,22 +313,9 @@ class BlockManager:
             self.states.give(seq.state_slot)
             seq.state_slot, seq.restore_from = 0, None
 
-    def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the digests of the row's first `num_blocks` full blocks. Each digest covers its
-        block's tokens, those behind them that a model looks ahead to, the images that some of its
-        tokens stand for, or see, and which part of them, and, through the digest before it, all of
-        this for the blocks before. Digests are computed once and kept in `seq.block_hashes`."""
-        size = self.block_size
-        hashes = seq.block_hashes
-        while len(hashes) < num_blocks:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else seq.prefix_root
-            end = start + size + self._ahead
-            assert end <= seq.num_tokens, "the token ahead is not known yet"
-            tokens = array("q", seq.token_ids[start:end]).tobytes()
-            images = seq.images_among(start, start + size)
-            hashes.append(blake2b(parent + tokens + images, digest_size=16).digest())
-        return hashes[:num_blocks]
+    def _digests(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """Return the digests of the row's first `num_blocks` full blocks."""
+        return block_digests(seq, num_blocks, self.block_size, self._ahead)
 
     def check_integrity(self, seqs: Iterable[Sequence]) -> None:
         """Assert that owner counts, free blocks and published hashes agree."""

@@ -1,7 +1,7 @@
 """Plans decode batches, and reserves the blocks of the paged cache that their rows need.
 
-The scheduler calls this for every step in which rows decode. If the cache is full, rows are
-preempted here: they give their blocks back and are computed again later.
+The scheduler calls `DecodeBuilder.batch` for every step in which rows decode. If the cache is full,
+the builder preempts rows: they give their blocks back and are computed again later.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from batchgen.engine.scheduling.pacing import Pacing
 NewBlock = tuple[int, int, int]
 """An entry of `DecodeBatch.new_blocks`."""
 Preempt = Callable[[Sequence], None]
-"""Takes all that a row owns of the caches. The scheduler's method is an argument of each call: kept
-here, it would be a cycle, so that an engine that is dropped would not free its rows."""
+"""Takes back everything that a row owns in the caches. It is passed to each call instead of being
+stored: the scheduler's method in an attribute would be a reference cycle, and a dropped engine
+would not free its rows."""
 
 
 class DecodeBuilder:
-    """Plans decode batches, and reserves the blocks that they need."""
+    """Plans decode batches and reserves the blocks that they need."""
 
     def __init__(self, block_manager: BlockManager, running: RunningBatch, pacing: Pacing) -> None:
         self._blocks, self._running, self._pacing = block_manager, running, pacing
@@ -33,9 +34,15 @@ class DecodeBuilder:
     def batch(
         self, keep: npt.NDArray[np.int64], width: int, cut: Sequence | None, preempt: Preempt
     ) -> DecodeBatch | None:
-        """Plan a decode batch of `width` tokens a row, of the running rows at the indices `keep`.
-        Returns None if there is none to run before the launched steps are read. `cut` is the row
-        whose prefill was cut: it joined last, and is preempted first."""
+        """Plan a decode batch of `width` tokens per row.
+
+        Args:
+            keep: the indices of the rows in `running.order`, ascending.
+            cut: the row whose prefill was cut. It joined last and is preempted first.
+
+        Returns:
+            The batch; None if no row can run before the launched steps are read.
+        """
         running = self._running
         slots = running.order[keep]
         needed = self._pacing.cache_tokens(
@@ -50,12 +57,14 @@ class DecodeBuilder:
         slots = slots[:count]
         moved = running.decode(keep[:count], width)
         epochs, guide = running.epochs[slots], running.guide(slots)
-        full, of_window = new_blocks
-        return DecodeBatch(slots, epochs, moved, full, width, needed[:count], guide, of_window)
+        new_full_blocks, new_window_blocks = new_blocks
+        return DecodeBatch(
+            slots, epochs, moved, new_full_blocks, width, needed[:count], guide, new_window_blocks
+        )
 
     def _lacks_blocks(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:
-        """Whether the free blocks are too few to give the rows at these slots [R] room for `needed`
-        [R] tokens each."""
+        """Return whether too few blocks are free for the R rows at these slots to hold `needed` [R]
+        tokens."""
         missing = -(-(needed - self._running.reserved[slots]) // self._blocks.block_size)
         return self._blocks.lacks(int(np.maximum(missing, 0).sum()))
 
@@ -66,13 +75,16 @@ class DecodeBuilder:
         cut: Sequence | None,
         preempt: Preempt,
     ) -> tuple[int, list[NewBlock], list[NewBlock]]:
-        """Reserve blocks so that the rows at these slots [R] have room for `needed` [R] tokens. If
-        the cache is full, rows are preempted, the one that joined last first. Returns how many of
-        the rows remain, the first ones, and `DecodeBatch.new_blocks` and `new_window_blocks` for
-        them."""
+        """Reserve blocks so that the R rows at these slots have room for `needed` [R] tokens. If
+        the cache is full, rows are preempted, the one that joined last first.
+
+        Returns:
+            The number of rows that remain (the first ones), and `DecodeBatch.new_blocks` and
+                `new_window_blocks` for them.
+        """
         manager, reserved = self._blocks, self._running.reserved
         new_blocks: list[NewBlock] = []
-        of_window: list[NewBlock] = []
+        new_window_blocks: list[NewBlock] = []
         count = len(slots)
         lacking = np.flatnonzero(needed > reserved[slots])
         for row in lacking.tolist():
@@ -96,13 +108,15 @@ class DecodeBuilder:
                 blocks = seq.block_table[before:]
                 new_blocks += [(row, before + i, block) for i, block in enumerate(blocks)]
                 blocks = seq.window_table[window_before:]
-                of_window += [(row, window_before + i, block) for i, block in enumerate(blocks)]
+                new_window_blocks += [
+                    (row, window_before + i, block) for i, block in enumerate(blocks)
+                ]
         assert count or not len(lacking), "a row that fits alone could not be scheduled alone"
-        return count, new_blocks, of_window
+        return count, new_blocks, new_window_blocks
 
     def _give_back_lookahead(self, slots: BatchSlots, needed: npt.NDArray[np.int64]) -> bool:
-        """Free blocks that were reserved for drafts which were then rejected: those of the rows at
-        these slots [R] behind the `needed` [R] KV slots. Returns whether any block was freed."""
+        """Free the blocks of rejected drafts: those of the R rows at these slots after the first
+        `needed` [R] KV slots. Returns whether any block was freed."""
         reserved, manager = self._running.reserved, self._blocks
         rows = np.flatnonzero(reserved[slots] - needed >= manager.block_size)
         for row in rows.tolist():

@@ -1,8 +1,8 @@
-"""The features of images that rows are about to read: which images a step encodes, and how long
-their features are kept.
+"""Keeps the features of images: decides which images a step encodes, and how long their features
+are kept.
 
-The scheduler asks how far the chunk of a row's prefill may go, given the images in it;
-`StepLauncher` encodes the images between two steps and gives their features to the forward.
+The scheduler asks `chunk_of` how far a row's prefill chunk may go, given its images. `StepLauncher`
+calls `encode` between two steps and passes `features` to the forward.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from batchgen.engine.vision.image_span import ImageSpan
 from batchgen.engine.vision.vision_tower import VisionTower
 
 _STEPS_BEHIND = 8
-"""After this number of further steps with images the device has long passed a step, whose time is
-read."""
+"""The times of encoding are read after this many further steps with images, when the device is
+certainly done."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An image that some rows have tokens of that they have yet to read."""
+    """An image with tokens that some row has yet to read."""
 
     num_tokens: int
     pixels: Pixels | None  # until the image is encoded
@@ -41,15 +41,17 @@ class _Entry:
 
 
 class ImageStore:
-    """Images between the step that encodes them and the last step that reads them.
+    """Keeps each image from the step that encodes it to the last step that reads it.
 
-    An image is encoded as a whole between two steps, before the chunk of a row's prefill that has
-    its first token, and dropped when every row that asked for it has read past it or has left. Rows
-    with the same image share it meanwhile. Rank 0 decodes images and tells the others their pixels;
-    each rank has the whole tower and encodes some of a step's images.
+    An image is encoded as a whole, between two steps, before the prefill chunk that contains its
+    first token. It is dropped when every row that uses it has read past it or has left; rows with
+    the same image share it until then.
+
+    With several ranks, rank 0 decodes the image files and sends the pixels to the others. Each rank
+    has the whole vision tower and encodes some of a step's images.
 
     Args:
-        most_tokens: how many tokens the images may have that are encoded in one step.
+        most_tokens: the most image tokens that are encoded in one step.
     """
 
     def __init__(
@@ -63,18 +65,28 @@ class ImageStore:
         self._parallel = parallel
         self._left = most_tokens
         self._entries: dict[bytes, _Entry] = {}
-        self.num_images = self.num_tokens = 0  # encoded since the start
-        self.seconds = 0.0  # of the device, for images whose times were read
+        self.num_images = self.num_tokens = 0  # images encoded since the start, and their tokens
+        self.seconds = 0.0  # the device's time for the images whose times were read
         self._timer = StepTimer(device)
 
     def begin(self) -> None:
-        """Begin to plan a step, in which no image was encoded yet."""
+        """Start to plan a step."""
         self._left = self._most
 
     def chunk_of(self, seq: Row, chunk: int, multiple: int, *, may_wait: bool) -> int:
-        """Let the next step encode what the next `chunk` tokens of a row need. Returns how many
-        tokens the step can read then: all, or a multiple of `multiple` that ends in no run, which
-        is 0 if the row must wait and `may_wait`. Raises RequestError if an image cannot be decoded.
+        """Schedule the images among the row's next `chunk` tokens for encoding in the next step, as
+        far as they fit.
+
+        Args:
+            multiple: a chunk that is cut has a multiple of this many tokens.
+            may_wait: whether the row may wait for a later step.
+
+        Returns:
+            How many tokens the step can read: `chunk`, or fewer, ending outside any image run. It
+                is 0 if the row must wait, which only `may_wait` allows.
+
+        Raises:
+            RequestError: an image cannot be decoded.
         """
         start = seq.num_computed_tokens
         fitting = self.reach(seq, start, start + chunk) - start
@@ -89,9 +101,16 @@ class ImageStore:
         return fitting
 
     def reach(self, seq: Row, start: int, end: int, *, beyond: bool = False) -> int:
-        """Let the next step encode the images among a row's tokens from `start` to `end`. Returns
-        where the row's chunk must end instead, before the first image that would be too much for
-        the step; with `beyond` none is. Raises RequestError if an image cannot be decoded."""
+        """Schedule the images among a row's tokens from `start` to `end` for encoding in the next
+        step. With `beyond`, images are scheduled even if they exceed the step's limit.
+
+        Returns:
+            The position where the row's chunk must end: `end`, or the start of the first image that
+                exceeds the limit.
+
+        Raises:
+            RequestError: an image cannot be decoded.
+        """
         for span in seq.spans:
             if not span.overlaps(start, end):
                 continue
@@ -105,7 +124,8 @@ class ImageStore:
         return end
 
     def _load(self, image: Image) -> Pixels:
-        """Return an image's pixels, which rank 0 decodes; or raise what it raises."""
+        """Return an image's pixels, which rank 0 decodes for all ranks. Raises RequestError if it
+        cannot be decoded."""
         pixels: Pixels | tuple[str, str] | None = None
         if self._parallel.rank == 0:
             try:
@@ -121,8 +141,11 @@ class ImageStore:
         return pixels
 
     def drop(self, seq: Row, num_read: int | None = None) -> None:
-        """Let go of the images of a row that has read this number of its tokens; None: that
-        leaves."""
+        """Release the images that a row has read past.
+
+        Args:
+            num_read: the number of tokens that the row has read; None if the row leaves the engine.
+        """
         for span in seq.spans:
             if num_read is not None and span.end > num_read:
                 continue
@@ -135,17 +158,18 @@ class ImageStore:
 
     @staticmethod
     def _is_needed(seq: Row, span: ImageSpan, num_read: int | None) -> bool:
-        """Whether the row has the same image again behind what it has read."""
+        """Return whether the row has the same image again after its first `num_read` tokens."""
         later = (other for other in seq.spans if num_read is not None and other.end > num_read)
         return any(other.image.digest == span.image.digest for other in later)
 
     def read_times(self, but_last: int = 0) -> None:
-        """Add the times of steps to `seconds`, waiting for those that are still encoded."""
+        """Add the device's times of all but the newest `but_last` encodings to `seconds`. Waits for
+        encodings that still run."""
         while len(self._timer) > but_last:
             self.seconds += self._timer.take().seconds
 
     def encode(self) -> None:
-        """Encode the images that the planned step needs."""
+        """Encode the images that the planned step needs, in groups within the token limit."""
         waiting = [entry for entry in self._entries.values() if entry.pixels is not None]
         group: list[_Entry] = []
         for entry in waiting:
@@ -160,19 +184,28 @@ class ImageStore:
         self.read_times(_STEPS_BEHIND)
 
     def _encode(self, group: Sequence[_Entry]) -> None:
-        loaded = [entry.pixels for entry in group if entry.pixels is not None]
+        host_pixels = [entry.pixels for entry in group if entry.pixels is not None]
         with self._timer.step("images", len(group)):
-            pixels = [upload(image, torch.uint8, self._device) for image in loaded]
+            pixels = [upload(image, torch.uint8, self._device) for image in host_pixels]
             features = self._features(pixels, [entry.num_tokens for entry in group])
-        for entry, of_image in zip(group, features, strict=True):
-            entry.pixels, entry.features = None, of_image
+        for entry, image_features in zip(group, features, strict=True):
+            entry.pixels, entry.features = None, image_features
 
     def _features(self, pixels: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Tensor]:
-        """Compute the features of images with these numbers of tokens, [1 + K, count, hidden_size]
-        each. The rank with the fewest tokens so far takes the next image, and tells the others."""
+        """Compute the features of images.
+
+        With several ranks, each image is encoded by the rank with the fewest tokens so far, and all
+        ranks gather the results.
+
+        Args:
+            counts: the number of tokens of each image.
+
+        Returns:
+            The features of each image, [1 + K, count, hidden_size].
+        """
         if self._parallel.size == 1:
-            alone: tuple[Tensor, ...] = self._tower(pixels).split(list(counts), dim=1)
-            return alone
+            unshared: tuple[Tensor, ...] = self._tower(pixels).split(list(counts), dim=1)
+            return unshared
         loads, positions = [0] * self._parallel.size, []
         for count in counts:
             rank = loads.index(min(loads))
@@ -181,23 +214,23 @@ class ImageStore:
         shape = self._tower.planes, self._tower.config.out_size
         values = shape[0] * shape[1]
         rows = torch.zeros((max(loads), values), dtype=self._tower.dtype, device=self._device)
-        of_group = [
+        rank_pixels = [
             image
             for image, (rank, _) in zip(pixels, positions, strict=True)
             if rank == self._parallel.rank
         ]
-        if of_group:
-            mine = self._tower(of_group).transpose(0, 1).flatten(1)
-            rows[: len(mine)] = mine
-        whole = self._parallel.gather(rows)  # [max(loads), ranks · values]
+        if rank_pixels:
+            rank_features = self._tower(rank_pixels).transpose(0, 1).flatten(1)
+            rows[: len(rank_features)] = rank_features
+        gathered = self._parallel.gather(rows)  # [max(loads), ranks · values]
         features = []
         for count, (rank, start) in zip(counts, positions, strict=True):
-            part = whole[start : start + count, rank * values : (rank + 1) * values]
+            part = gathered[start : start + count, rank * values : (rank + 1) * values]
             features.append(part.unflatten(1, shape).transpose(0, 1))
         return features
 
     def features(self, batch: PrefillBatch) -> ImageFeatures | None:
-        """Return the image tokens among those that a prefill reads; None if there are none."""
+        """Return the features of the image tokens that a prefill reads; None if it reads none."""
         indices: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
         values: list[Tensor] = []
         begin = 0

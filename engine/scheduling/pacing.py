@@ -1,7 +1,7 @@
 """What the scheduler asks of a decoding paradigm: how many tokens rows read and yield in a step.
 
-Each strategy has a `Pacing`. So the scheduler need not know whether a row yields one token a step,
-several with drafts, or a block of a diffusion model.
+Every strategy is a `Pacing`. So the scheduler need not know whether a row yields one token per
+step, several with drafts, or a block of a diffusion model.
 """
 
 from __future__ import annotations
@@ -13,44 +13,48 @@ from batchgen.engine.scheduling.admission import Ints
 
 
 class Pacing:
-    """How many tokens a row reads, yields and needs room for in the paged cache, step by step. The
-    defaults are those of a paradigm of one token per row and step."""
+    """How many tokens a row reads and yields in a step, and how much of the paged cache it needs.
+    The defaults describe a paradigm of one token per row and step."""
 
     @property
     def prefill_multiple(self) -> int:
-        """Every chunk of a prefill but a row's last has a multiple of this many tokens."""
+        """Every prefill chunk but a row's last has a multiple of this many tokens."""
         return 1
 
     @property
     def least_tokens(self) -> int:
-        """How many tokens a decode step yields at least for each row that does not end in it."""
+        """The fewest tokens that a decode step yields for a row that does not end in it."""
         return 1
 
     def step_width(self, num_rows: int) -> int:
-        """The number of tokens that each of `num_rows` rows reads in the next decode step, which is
-        also the most that the step yields for a row."""
+        """Return the number of tokens that each of `num_rows` rows reads in the next decode step. A
+        step yields at most as many tokens for a row."""
         return 1
 
     def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
-        """How many of the row's known tokens its prefill reads before it decodes, and whether that
-        prefill yields a token. By default a new row reads its whole prompt, which yields its first
-        token. A preempted row reads all its tokens but the last, with which it goes on decoding."""
+        """Return how many of the row's known tokens its prefill reads before the row decodes, and
+        whether that prefill yields a token.
+
+        By default a new row reads its whole prompt, which yields its first token. A preempted row
+        reads all its tokens except the last, and decodes on from that one.
+        """
         return seq.num_tokens - seq.resumed, not seq.resumed
 
     def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
-        """How many KV slots each of B rows needs for its next forward, earlier tokens included.
+        """Return how many KV slots each of B rows needs for its next forward, including those of
+        earlier tokens: [B], at most `most_cache_tokens(max_tokens)`.
 
         By default the forward reads the newest token, which is not in the cache yet, and width - 1
-        tokens after it. Returns [B], at most `most_cache_tokens(max_tokens)`.
+        tokens after it.
 
         Args:
             num_tokens: [B], the number of committed tokens of each row.
-            pending: [B], the most tokens that the launched steps which are not read yet can yield.
+            pending: [B], the most tokens that the launched, unread steps can yield.
             max_tokens: [B], the most prompt and output tokens that each row can have.
         """
         tokens: Ints = np.minimum(num_tokens - 1 + pending + width, max_tokens)
         return tokens
 
     def most_cache_tokens(self, max_tokens: Ints) -> Ints:
-        """[B], the most KV slots that rows of at most `max_tokens` [B] tokens ever need."""
+        """Return the most KV slots that rows of at most `max_tokens` [B] tokens ever need, [B]."""
         return max_tokens

@@ -1,7 +1,7 @@
-"""A prefill batch while it is planned, row by row.
+"""A prefill batch while it is being planned, row by row.
 
-The scheduler goes through the rows that may start, asks `chunk_of` how much of each fits, and adds
-it; `batch` returns the result.
+The scheduler goes through the rows that may start. For each it asks `chunk_of` how many tokens fit,
+and passes the answer to `add`; `batch` returns the result.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from batchgen.engine.scheduling.block_manager import BlockManager
 
 
 class PrefillBuilder:
-    """Collects chunks of rows for a prefill batch, and reserves in the caches what they leave.
+    """Collects chunks of rows for a prefill batch, and reserves their blocks, snapshots and window
+    tails in the caches.
 
     Args:
         multiple: every chunk but a row's last has a multiple of this many tokens.
         max_tokens, max_rows: the most tokens and rows of the batch.
-        whole_tokens: the most tokens of a batch of one row that begins with an image of which no
-            chunk may read a part.
+        whole_tokens: the most tokens of a batch of one row whose chunk cannot be cut, because it
+            begins inside an image run that one forward must read whole.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class PrefillBuilder:
 
     @property
     def has_room(self) -> bool:
-        """Whether a row can be added. One that does not fit is cut, so there must be room for the
-        smallest chunk."""
+        """Whether another row can be added. Rows that do not fit are cut, so room for the smallest
+        chunk is enough."""
         return len(self.seqs) < self._max_rows and self._left >= self._multiple
 
     def chunk_of(self, seq: Sequence) -> int | None:
-        """Return how many of the tokens fit that the row still has to read; None if too few do. It
-        is 0 for a row of which the prefix cache has all."""
+        """Return how many of the row's remaining tokens fit into the batch; None if not even the
+        smallest chunk fits. It is 0 for a row whose tokens are all in the prefix cache."""
         chunk = seq.num_prefill_tokens - seq.num_computed_tokens
         room = self._blocks.chunk_room(seq)
         limit = self._left if room is None else min(self._left, room)
@@ -64,7 +65,7 @@ class PrefillBuilder:
         return whole if seq.runs and fits else None
 
     def add(self, seq: Sequence, chunk: int) -> None:
-        """Let the batch read the next `chunk` tokens of a row."""
+        """Add the next `chunk` tokens of a row to the batch."""
         start, blocks = seq.num_computed_tokens, self._blocks
         end, row = start + chunk, len(self.seqs)
         self._left -= chunk
@@ -87,11 +88,12 @@ class PrefillBuilder:
             self._running.end_prefill(seq, blocks.room_of(seq))
 
     def batch(self) -> PrefillBatch:
-        """Return the batch, which may be empty; rows that it completes join those that decode."""
+        """Return the batch, which may be empty. The rows whose prefill it completes join the
+        decoding rows."""
         seqs = self.seqs
         completing = [i for i, seq in enumerate(seqs) if seq.generates and not seq.is_prefilling]
-        # Rows that ended leave the StepInputs with this batch, too, and not only with a decode
-        # batch: if every row ends with its first token, there is never one.
+        # The StepInputs drop ended rows with this batch, too: if every row ends with its first
+        # token, no decode batch ever comes.
         keep = self._running.join([seqs[i] for i in completing]) if completing else None
         yielding = [seqs[i].batch_slot for i in completing if seqs[i].prefill_yields]
         slots = np.array(yielding, np.int64)

@@ -1,7 +1,7 @@
 """Makes the tensors that a prefill's forward reads from the batch that the scheduler has planned.
 
-`StepLauncher` calls this for each step with a prefill. The smaller functions, which upload tables
-of blocks and slots of rows, serve it and `StateReader` elsewhere, too.
+`StepLauncher` calls `prefill_inputs` for each step with a prefill. It and `StateReader` also use
+the functions that upload block tables and slots.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ def prefill_inputs(
 ) -> PrefillInputs | None:
     """Make the inputs of a scheduled prefill's forward.
 
-    Rows without tokens to compute, whose whole prompts the prefix cache has, are left out. Returns
-    the inputs, and which rows yield a token; None if no row has tokens to compute.
+    Rows whose tokens are all in the prefix cache are left out. Returns None if no row has tokens to
+    compute.
 
     Args:
-        device: the model's device.
         states: whether the model has recurrent layers.
-        all_hidden: as for `PrefillInputs`. Answers are scored and rows pooled by them as well.
-        windows: whether the models have layers with a window.
+        all_hidden: whether the strategy needs the hidden states of all tokens. They are also
+            returned if some row is scored or pooled.
+        windows: whether the models have layers with a sliding window.
         lora: whether the model has adapters.
-        steps_from: returns the number of a row's first tokens that a prefill reads in its own way;
-            those behind them are read as in decode steps. None: all are.
+        steps_from: returns how many of a row's first tokens a prefill computes in its own way; the
+            tokens after them are computed as in decode steps. None: a prefill computes all tokens
+            in its own way.
     """
-    chosen = np.flatnonzero(batch.lengths)
-    if not len(chosen):
+    nonempty = np.flatnonzero(batch.lengths)
+    if not len(nonempty):
         return None
-    seqs = [batch.seqs[i] for i in chosen]
-    lengths = np.array(batch.lengths, np.int64)[chosen]
-    starts = np.array(batch.starts, np.int64)[chosen]
+    seqs = [batch.seqs[i] for i in nonempty]
+    lengths = np.array(batch.lengths, np.int64)[nonempty]
+    starts = np.array(batch.starts, np.int64)[nonempty]
     ends = starts + lengths
     input_ids: list[int] = []
     for seq, start, end in zip(seqs, starts.tolist(), ends.tolist(), strict=True):
@@ -64,7 +65,7 @@ def prefill_inputs(
         lengths,
         ends,
         state_slots(seqs, device) if states else None,
-        _snapshots(batch, chosen, device) if batch.snapshots else None,
+        _snapshots(batch, nonempty, device) if batch.snapshots else None,
         *_replayed(seqs, starts, ends, steps_from),
         rope_positions=_rope_positions(seqs, starts.tolist(), ends.tolist(), device),
         window_tables=upload(window_tables(seqs), torch.int64, device) if windows else None,
@@ -72,18 +73,19 @@ def prefill_inputs(
         lora_slots=lora_slots(seqs, device) if lora else None,
     )
     yielding = [i for i in batch.completing if batch.seqs[i].prefill_yields]
-    rows = np.searchsorted(chosen, np.array(yielding, np.int64)).astype(np.int64)
+    rows = np.searchsorted(nonempty, np.array(yielding, np.int64)).astype(np.int64)
     return PrefillInputs(inputs, rows, all_hidden or bool(batch.state_rows))
 
 
-def _snapshots(batch: PrefillBatch, chosen: npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """Make `ModelInputs.snapshots` [B, SNAPSHOTS, 2] for the B chosen rows."""
+def _snapshots(batch: PrefillBatch, rows: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    """Make `ModelInputs.snapshots` [B, SNAPSHOTS, 2] for the B rows of the batch at the indices
+    `rows`."""
     table = np.zeros((len(batch.seqs), SNAPSHOTS, 2), np.int64)
     used = np.zeros(len(batch.seqs), np.int64)
     for row, length, state_slot in batch.snapshots:
         table[row, used[row]] = length, state_slot
         used[row] += 1
-    return upload(table[chosen], torch.int64, device)
+    return upload(table[rows], torch.int64, device)
 
 
 def _replayed(
@@ -92,7 +94,7 @@ def _replayed(
     ends: npt.NDArray[np.int64],
     steps_from: Callable[[Sequence], int] | None,
 ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64] | None]:
-    """Make `ModelInputs.replayed` and `replayed_before`, [B] each, for rows that read the tokens
+    """Make `ModelInputs.replayed` and `replayed_before`, [B] each, for rows that read their tokens
     from `starts` to `ends` [B]."""
     if steps_from is None:
         return None, None
@@ -147,17 +149,17 @@ def _last_seen(
 
 def block_tables(seqs: abc.Sequence[Sequence]) -> npt.NDArray[np.int64]:
     """Return the rows' block tables [B, N] on the host; unused entries are 0, the scratch block."""
-    return _filled([seq.block_table for seq in seqs])
+    return _zero_padded([seq.block_table for seq in seqs])
 
 
 def window_tables(seqs: abc.Sequence[Sequence]) -> npt.NDArray[np.int64]:
-    """Return the rows' block tables [B, N] of layers with a window on the host; unused entries, and
-    those of blocks that were passed, are 0."""
-    return _filled([seq.window_table for seq in seqs])
+    """Return the rows' block tables [B, N] of layers with a sliding window, on the host. Entries
+    are 0 where unused, and for blocks that the window has passed."""
+    return _zero_padded([seq.window_table for seq in seqs])
 
 
-def _filled(rows: abc.Sequence[list[int]]) -> npt.NDArray[np.int64]:
-    """Return lists as the rows of an array, filled up with zeros."""
+def _zero_padded(rows: abc.Sequence[list[int]]) -> npt.NDArray[np.int64]:
+    """Return lists as the rows of an array, padded with zeros."""
     tables = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row)] = row

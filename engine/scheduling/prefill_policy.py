@@ -1,7 +1,7 @@
 """Decides when prompts are read, and how many of their tokens at once.
 
-A prefill runs in a forward of its own (alone), or in one with the rows that decode (mixed). The
-scheduler asks `choose_prefill` at every step.
+A prefill either has a forward of its own or shares one with the decoding rows (a mixed step). The
+scheduler calls `choose_prefill` in every step.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from batchgen.engine.rows.running_batch import Mask, RunningBatch
 from batchgen.engine.rows.sequence import Sequence
 
 _URGENT_CHUNKS = 8
-"""If the prompts that can start now fill this many chunks, they are prefilled in one batch rather
-than chunk by chunk together with the decoding rows."""
+"""If the prompts that can start now fill this many chunks, they are prefilled in one large batch
+instead of chunk by chunk together with the decoding rows."""
 _WORTHWHILE_TOKENS = 2048
-"""The least tokens for which a prefill alone is worth its time. One of fewer tokens takes nearly as
+"""The fewest tokens that justify a prefill in its own forward. A smaller prefill takes nearly as
 long, because it launches as many kernels: 35 ms for 28 layers on an H100, as long as several decode
 steps."""
 _WORTHWHILE_SHARE = 8
-"""If at least one in this many of the engine's rows is free, rows are started however few tokens
-their prompts have."""
+"""If at least one in this many of the engine's rows is free, rows are started even if their prompts
+have few tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +32,24 @@ class BatchLimits:
     """The sizes that bound batches."""
 
     max_num_seqs: int  # the most rows that are prefilled or decode at once
-    # The most tokens of a prefill batch, with those of decoding rows that take part in it.
+    # The most tokens of a prefill batch, including those of decoding rows in the same forward.
     max_batched_tokens: int
-    # The most prompt tokens of a chunk: a small prefill in one forward with decoding rows, for when
-    # few rows can start. With 0, prompts are only prefilled alone.
+    # The most prompt tokens of a chunk: a small prefill in one forward with decoding rows, used
+    # when few rows can start. With 0, a prefill never shares its forward.
     chunk_tokens: int
     chunk_rows: int  # the most rows of a chunk
-    # The most tokens of a prefill that a CUDA graph replays. Decoding rows take no part in such a
-    # prefill, unless it is a chunk.
+    # The most tokens of a prefill that a CUDA graph replays. Such a prefill does not share its
+    # forward with decoding rows, unless it is a chunk.
     alone_tokens: int
 
 
 class Candidates(NamedTuple):
-    """The rows that can start now, if the cache has room: first the one whose prefill was cut, if
-    there is one, then the first waiting rows, up to the limit of rows."""
+    """The rows that can start now if the cache has room: first the row whose prefill was cut, if
+    there is one, then the first waiting rows."""
 
     rows: list[Sequence]
-    is_cut: bool  # whether the first row is one whose prefill was cut
-    are_all: bool  # whether every waiting row is among them
+    is_cut: bool  # whether the first row is the one whose prefill was cut
+    are_all: bool  # whether every waiting row is among `rows`
 
     @property
     def num_waiting(self) -> int:
@@ -62,7 +62,8 @@ class Candidates(NamedTuple):
 
 
 class PrefillRoom(NamedTuple):
-    """The most tokens and rows of the next prefill, and whether decoding rows take part in it."""
+    """The most tokens and rows of the next prefill, and whether it shares its forward with the
+    decoding rows."""
 
     tokens: int
     rows: int
@@ -76,18 +77,18 @@ def choose_prefill(
     staying: Mask,
     width: int,
 ) -> PrefillRoom | None:
-    """Choose the next prefill; None if rows only decode.
+    """Choose the size of the next prefill; None if the step should only decode.
 
-    If few rows can start, their prompts are read in small chunks together with the decoding rows.
-    If many can, they are read in batches as large as allowed, in which decoding rows take part if
-    the batch is too large for a CUDA graph.
+    If few rows can start, their prompts are read in small chunks, in one forward with the decoding
+    rows. If many can, their prompts are read in batches as large as allowed; these share the
+    forward with the decoding rows if the batch is too large for a CUDA graph.
 
     Args:
         staying: [B] bool, which rows of `running.order` have to decode on.
-        width: the tokens of each decoding row in a step: 1, or more with drafts.
+        width: the number of tokens of each decoding row in a step; more than 1 with drafts.
     """
     decoding = int(staying.sum())
-    # A step with drafts has so many tokens already that those of prompts would make it slower.
+    # A step with drafts already has so many tokens that prompt tokens would make it slower.
     chunk_tokens = limits.chunk_tokens if width == 1 else 0
     mixed_tokens = limits.max_batched_tokens - decoding
     if _is_urgent(limits, candidates, running, staying, chunk_tokens):
@@ -109,8 +110,8 @@ def _is_urgent(
     staying: Mask,
     chunk_tokens: int,
 ) -> bool:
-    """Whether to run a prefill as large as allowed: because no row decodes, or because the prompts
-    of the rows that can start would take many chunks."""
+    """Return whether to run a prefill as large as allowed: because no row decodes, or because the
+    prompts of the rows that can start would take many chunks."""
     if not staying.any():
         return True
     if not chunk_tokens:
@@ -123,8 +124,8 @@ def _is_urgent(
 def _fits_chunks(
     limits: BatchLimits, candidates: Candidates, running: RunningBatch, staying: Mask
 ) -> bool:
-    """Whether all waiting rows, if their prompts are read chunk by chunk, still end no later than
-    the last of the rows that decode now."""
+    """Return whether all waiting rows, prefilled chunk by chunk, would still end no later than the
+    last of the rows that decode now."""
     slots = running.order[staying]
     left = running.max_tokens[slots] - running.num_tokens[slots] - running.launched[slots]
     rows = candidates.rows
@@ -135,8 +136,8 @@ def _fits_chunks(
 
 
 def _is_worthwhile(limits: BatchLimits, candidates: Candidates, tokens: int) -> bool:
-    """Whether a prefill should run now: at least `tokens` tokens can start, all waiting rows can, a
-    cut row waits to go on, or many rows are free."""
+    """Return whether a prefill should run now: because at least `tokens` tokens can start, all
+    waiting rows can start, a cut row waits to continue, or many rows of the engine are free."""
     count = candidates.num_waiting
     if candidates.is_cut or (count and candidates.are_all):
         return True
@@ -146,8 +147,8 @@ def _is_worthwhile(limits: BatchLimits, candidates: Candidates, tokens: int) -> 
 
 
 def is_last_wave(candidates: Candidates, running: RunningBatch) -> bool:
-    """Whether every waiting row can start now and every row's length is known beforehand, so that
-    no row that ends will be replaced and it is known when each ends."""
+    """Return whether the waiting rows are the last wave of a run whose end is known: every waiting
+    row can start now, and every row's length is known in advance."""
     if not (candidates.rows and candidates.are_all):
         return False
     exact = running.exact[running.occupied].all()
@@ -155,8 +156,8 @@ def is_last_wave(candidates: Candidates, running: RunningBatch) -> bool:
 
 
 def longest_first(waiting: abc.Iterable[Sequence]) -> list[Sequence]:
-    """The waiting rows of a last wave, those with the most tokens to come first (Graham 1969, LPT),
-    so that none is left to run alone at the end. Preempted rows stay before all others."""
+    """Sort the waiting rows of a last wave by decreasing number of remaining tokens (Graham 1969,
+    LPT), so that no long row runs alone at the end. Preempted rows stay first."""
     return sorted(
         waiting, key=lambda seq: (seq.num_preemptions > 0, seq.num_remaining), reverse=True
     )
@@ -165,14 +166,14 @@ def longest_first(waiting: abc.Iterable[Sequence]) -> list[Sequence]:
 def check_chunk_sizes(
     max_batched_tokens: int | None, chunk_tokens: int | None, multiple: int
 ) -> None:
-    """Refuse sizes of prefills with which a row that is cut could never go on. Raises ValueError if
-    a size is less than the multiple.
+    """Raise ValueError if a prefill is smaller than the smallest chunk of a row, so that a row that
+    was cut could never continue.
 
     Args:
         max_batched_tokens: the most tokens of a prefill; None if the user set no limit.
         chunk_tokens: the most prompt tokens in one forward with decoding rows; None if the user set
-            no limit, 0 if prompts are only prefilled alone.
-        multiple: every prefill but a prompt's last has a multiple of this many tokens.
+            no limit, 0 if a prefill never shares its forward.
+        multiple: every chunk but a prompt's last has a multiple of this many tokens.
     """
     sizes = {"max_batched_tokens": max_batched_tokens, "chunk_tokens": chunk_tokens}
     for name, tokens in sizes.items():

@@ -1,7 +1,7 @@
-"""The scheduler, which decides which rows run in the next step.
+"""The scheduler decides which rows run in the next step.
 
-Only here are rows admitted, preempted and freed, and tokens committed to them. `LLMEngine` calls
-`schedule` to plan a step, launches it, and calls `update` with its results.
+It alone admits, preempts and frees rows, and commits tokens to them. `LLMEngine` calls `schedule`
+to plan a step, launches the step, and calls `update` with its results.
 """
 
 from __future__ import annotations
@@ -47,22 +47,26 @@ class Scheduler:
 
     A step is a prefill batch, a decode batch, or both in one forward, which reads the weights only
     once (`choose_prefill`). `schedule` plans on top of the steps that were launched and not read
-    yet. `update` takes in the results of these steps, in the order of their launch.
+    yet. `update` takes the results of these steps, in the order of their launch.
 
     A row gets the blocks of all its known tokens when it is admitted (`Admission`), and those of
-    its next tokens step by step. If the cache cannot hold all rows after all, the row that joined
-    last gives its blocks back and waits to be computed again. The row that joined first is never
-    preempted while others run, and each row alone fits the cache (`Requests` refuses those that do
-    not), so something always advances. Raises ValueError if max_batched_tokens, or chunk_tokens if
-    it is not 0, is less than the smallest chunk.
+    further tokens step by step. If the cache turns out to be too small for all rows, the row that
+    joined last gives its blocks back and waits to be computed again. The row that joined first is
+    never preempted while others run, and `Requests` refuses rows that do not fit the cache alone,
+    so some row always advances.
 
     Args:
-        chunk_multiple: every chunk of a prefill but a row's last has a multiple of this many
-            tokens, and of `pacing.prefill_multiple`.
-        before_free: called with each row that ends or is preempted, while it still owns its
-            blocks, and with one that is flushed.
-        images: the images that rows are about to read; None if the model reads none.
-        adapters: which adapters the rows of a step may have; None if the model has none.
+        chunk_multiple: every prefill chunk but a row's last has a multiple of this many tokens, and
+            of `pacing.prefill_multiple`.
+        counts: the names of the strategy's counts.
+        before_free: called with each row that ends, is preempted or is flushed, while the row still
+            owns its blocks.
+        images: encodes the images of prompts; None if the model reads none.
+        adapters: chooses the adapters in the adapter slots; None if the model has no adapters.
+
+    Raises:
+        ValueError: `max_batched_tokens`, or a `chunk_tokens` other than 0, is less than the
+            smallest chunk.
     """
 
     def __init__(
@@ -91,28 +95,30 @@ class Scheduler:
         self.running = RunningBatch(limits.max_num_seqs, counts)
         self._decode = DecodeBuilder(block_manager, self.running, pacing)
         self.num_preemptions = 0
-        self.num_cached_tokens = 0  # which admitted rows found in the prefix cache
+        self.num_cached_tokens = 0  # tokens of admitted rows that the prefix cache held
 
     def is_current(self, batch: PrefillBatch | DecodeBatch) -> npt.NDArray[np.bool_]:
-        """[B] bool, which rows of a launched batch still have their slots. What the batch yields
-        for the others is dropped."""
+        """Return which rows of a launched batch still have their batch slots, [B] bool. The results
+        of the other rows are dropped."""
         current: npt.NDArray[np.bool_] = self.running.epochs[batch.batch_slots] == batch.epochs
         return current
 
     @property
     def _cut(self) -> Sequence | None:
-        """The row whose prefill was cut, so that the next prefill batch goes on with it."""
+        """The row whose prefill was cut; the next prefill batch continues it. None if there is
+        none."""
         newest = self._newest
         return newest if newest is not None and newest.is_prefilling else None
 
     def add(self, seq: Sequence) -> None:
-        """Let a new row wait behind all others."""
+        """Append a new row to the waiting rows."""
         self._plan_prefill(seq)
         self._waiting.append(seq)
 
     def _plan_prefill(self, seq: Sequence) -> None:
-        """Ask the strategy how much of the row's known tokens its prefill reads. Nobody wants the
-        logits behind the last token of an answer."""
+        """Set how many of the row's known tokens its prefill reads, which the strategy decides. For
+        an answer that is scored, the last token is left out, because nothing needs the logits after
+        it."""
         if not seq.generates:
             seq.num_prefill_tokens = seq.num_tokens - bool(seq.num_answer_tokens)
             seq.prefill_yields = False
@@ -120,7 +126,7 @@ class Scheduler:
             seq.num_prefill_tokens, seq.prefill_yields = self._pacing.prefill_of(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """Drop an unfinished row, whether it waits or runs, and free what it owns."""
+        """Drop an unfinished row, waiting or running, and free what it owns."""
         if seq.batch_slot is None:
             self._waiting.remove(seq)
         else:
@@ -128,11 +134,11 @@ class Scheduler:
         self.block_manager.free(seq)
         if self._images is not None:
             self._images.drop(seq)
-        # The guide of a launched batch still names the row, and passes over rows without a matcher.
+        # The guide of a launched batch still refers to the row; it skips rows without a matcher.
         seq.matcher = None
 
     def flush(self, seq: Sequence) -> dict[str, int]:
-        """Move all that is committed of an unfinished row to its Sequence, and begin to read its
+        """Move all committed tokens of an unfinished row to its `Sequence`, and start to read its
         columns of context scope. Returns the row's counts."""
         if seq.batch_slot is None:
             return seq.counts
@@ -142,7 +148,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next batch, which the caller must launch before it calls anything else here.
-        Returns the batch, or None if there is nothing to run until the launched steps are read."""
+        Returns None if nothing can run until the launched steps are read."""
         self.block_manager.publish_snapshots()
         self._pass_windows()
         candidates, staying = self._candidates(), self._staying()
@@ -165,8 +171,8 @@ class Scheduler:
         return MixedBatch(decode, prefill) if prefill.seqs else decode
 
     def _pass_windows(self) -> None:
-        """Take back the blocks that no token sees any more which the rows read from now on. Steps
-        that were launched are taken to yield as few tokens as they can."""
+        """Take back the window blocks that no later token of any row attends to. Launched steps are
+        assumed to yield as few tokens as they can."""
         window, running = self.block_manager.window, self.running
         if window is None:
             return
@@ -181,29 +187,29 @@ class Scheduler:
             running.passed[slots[i]] = passed[i]
 
     def _candidates(self) -> Candidates:
-        """The rows that can start now, if the cache has room."""
+        """Return the rows that can start now if the cache has room."""
         cut = [] if self._cut is None else [self._cut]
         free = self.limits.max_num_seqs - len(self.running)
         rows = [*cut, *islice(self._startable(), free)]
         return Candidates(rows, bool(cut), len(self._waiting) <= free)
 
     def _startable(self) -> Iterable[Sequence]:
-        """The waiting rows whose adapters are in adapter slots, or can be put there."""
+        """Return the waiting rows whose adapters are in adapter slots, or can be loaded into
+        one."""
         if self._adapters is None:
             return self._waiting
         return self._adapters.startable(self._waiting, self.running)
 
     def _staying(self) -> npt.NDArray[np.bool_]:
-        """[B] bool, which rows that the strategy's StepInputs hold have to decode on: they have not
-        left, and the launched steps do not bring them to their last token."""
+        """Return which rows of the strategy's StepInputs have to decode on, [B] bool: those that
+        have not left, and that the launched steps do not bring to their last token."""
         stay = self.running.present()
         stay &= ~self.running.ends_by_length(self.running.order, self._pacing.least_tokens)
         return stay
 
     def _prefill_batch(self, max_tokens: int, max_rows: int, whole_tokens: int) -> PrefillBatch:
-        """Plan a prefill batch of at most these tokens and rows: go on with the row that was cut,
-        then admit waiting rows in order as long as there is room. The batch may be empty.
-        `whole_tokens` is as for `PrefillBuilder`."""
+        """Plan a prefill batch: continue the row that was cut, then admit waiting rows in order as
+        long as there is room. The batch may be empty. `whole_tokens` is as for `PrefillBuilder`."""
         sizes = self._multiple, max_tokens, max_rows, whole_tokens
         plan = PrefillBuilder(self.block_manager, self.running, *sizes)
         if self._images is not None:
@@ -213,8 +219,8 @@ class Scheduler:
             if chunk is None:
                 break
             if self._images is not None and seq.spans:
-                # A row that is alone goes on, so that images beside each other cannot wait for ever
-                # for a chunk without the next one.
+                # A batch always takes the images of its first row. Otherwise adjacent images, which
+                # one chunk must read together, could wait for ever.
                 may_wait = bool(plan.seqs)
                 try:
                     fitting = self._images.chunk_of(seq, chunk, self._multiple, may_wait=may_wait)
@@ -228,26 +234,26 @@ class Scheduler:
         return plan.batch()
 
     def _end_with(self, seq: Sequence, error: RequestError) -> None:
-        """End a row because an image of it could not be decoded."""
+        """End a row with the error of an image that could not be decoded."""
         seq.fail(error)
         self.running.remove(seq)
         self._release(seq)
         self._broken.append(seq)
 
     def take_broken(self) -> list[Sequence]:
-        """Return the rows that have ended since the last call because of their images."""
+        """Return the rows that have ended because of their images since the last call."""
         broken, self._broken = self._broken, []
         return broken
 
     def _admit_next(self) -> Sequence | None:
-        """Admit the first waiting row that can start, and give it the blocks of all its known
-        tokens."""
+        """Admit the first waiting row that can start, and reserve blocks for all its known tokens.
+        Returns None if no row can be admitted."""
         if not self._waiting or len(self.running) == self.limits.max_num_seqs:
             return None
         if (seq := next(iter(self._startable()), None)) is None:
             return None
-        # Each running row may soon need a block. If none were left free for it, rows would be
-        # preempted at once.
+        # Each running row may soon need a block; without free blocks, rows would be preempted at
+        # once.
         if not self._admission.will_fit(seq, self.running, self.limits.chunk_tokens):
             return None
         if not self.block_manager.admit(seq, headroom=len(self.running)):
@@ -263,17 +269,17 @@ class Scheduler:
         return seq
 
     def _decode_batch(self, width: int) -> DecodeBatch | None:
-        """Plan a decode batch of `width` tokens a row."""
+        """Plan a decode batch of `width` tokens per row; None if no row can decode now."""
         staying = np.flatnonzero(self._staying())
         return self._decode.batch(staying, width, self._cut, self._preempt)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take all that a running row owns of the caches, and let it wait before all others to be
-        computed again."""
+        """Take back everything that a running row owns in the caches. It becomes the first waiting
+        row, to be computed again."""
         self.running.remove(seq)
         if seq.matcher is not None:
             seq.matcher.rewind(seq.matcher.num_committed)
-        # The row may find these blocks in the prefix cache when it is admitted again.
+        # The row may find its published blocks in the prefix cache when it is admitted again.
         self._release(seq)
         self._plan_prefill(seq)
         seq.num_preemptions += 1
@@ -281,7 +287,7 @@ class Scheduler:
         self._waiting.appendleft(seq)
 
     def _release(self, seq: Sequence) -> None:
-        """Free what a row owns that has left, of which other rows may find what is published."""
+        """Free what a row that has left owns. Its published blocks stay in the prefix cache."""
         if self._images is not None:
             self._images.drop(seq)
         self.block_manager.publish(seq, seq.num_computed_tokens)
@@ -291,11 +297,11 @@ class Scheduler:
     def update(
         self, batch: PrefillBatch | DecodeBatch | StateBatch, step: HostOutput
     ) -> list[Sequence]:
-        """Commit what a step produced, and free what the rows own that it ends. Returns the rows
-        that ended.
+        """Commit the results of a step, and free what the rows own that end with it. Returns these
+        rows.
 
         Args:
-            step: what it produced, with a row for each of `batch.batch_slots`, or for each hidden
+            step: the results, with an entry for each of `batch.batch_slots`, or for each hidden
                 state of a `StateBatch`.
         """
         slots, epochs = batch.batch_slots, batch.epochs

@@ -1,8 +1,9 @@
 """Hands out the blocks of layers with a sliding window, and takes back those that a window has
 passed.
 
-Such a layer reads only the last few tokens of a row. So its blocks form a pool of their own, and a
-long row needs few of them. `BlockManager` calls this beside its own pool for all other layers.
+Such a layer reads only the last tokens of a row. So its blocks form a separate pool, and a long row
+needs few of them. `BlockManager` calls `WindowBlocks` and keeps the pool of all other layers
+itself.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from batchgen.engine.rows.sequence import Sequence
 
 
 class WindowBlocks:
-    """The pool of blocks of all layers with a sliding window, beside that of `BlockManager`.
+    """The pool of blocks of all layers with a sliding window.
 
-    A row's `window_table` has an entry for the same tokens as its `block_table`. Blocks wholly
-    before the window of the row's next token go back to the pool, and their entries become 0. A
-    row gets blocks chunk by chunk while it is prefilled, so a long prompt needs no more of them
-    than its window and a chunk.
+    The entries of a row's `window_table` correspond to those of its `block_table`. Blocks that lie
+    wholly before the window of the row's next token go back to the pool, and their entries become
+    0. A row gets its blocks chunk by chunk while it is prefilled, so that even a long prompt needs
+    blocks for one window and one chunk only.
 
-    A *tail* is the blocks of the window that ends with a prefix. Another row can start behind that
-    prefix as long as none of them was handed out again. The blocks of tails are handed out last,
-    those that were freed first before others. Block 0 is scratch and never handed out.
+    A *tail* is the blocks of the window that ends with a prefix. Another row can start after that
+    prefix as long as none of its tail's blocks was handed out again. Blocks of tails are handed out
+    last, in the order in which they were freed. Block 0 is scratch and never handed out.
 
     Args:
-        window: the most tokens that a query of any of the layers sees, its own among them.
+        window: the most tokens that a query attends to in any of the layers, including its own
+            token.
         row_blocks: the most blocks that a decoding row has.
     """
 
@@ -54,31 +56,37 @@ class WindowBlocks:
 
     @property
     def chunk_capacity(self) -> int:
-        """The most tokens of a row that one prefill can always read, if the row is alone."""
-        # What the first token sees is there, too, and a block may be full in part at each end.
+        """The most tokens of a row that one prefill can read if no other row runs."""
+        # The first token's window takes blocks, too, and the chunk may start and end inside a
+        # block.
         blocks = self.num_blocks - 1 - -(-(self.window - 1) // self.block_size)
         return max(blocks - 2, 0) * self.block_size
 
     def will_hold(self, lengths: npt.NDArray[np.int64]) -> bool:
-        """Whether all rows fit together that get as long as `lengths` [R]."""
+        """Return whether rows that grow to `lengths` [R] tokens fit together."""
         blocks = np.minimum(-(-lengths // self.block_size), self.row_blocks)
         return int(blocks.sum()) < self.num_blocks
 
     def passed(self, position: int) -> int:
-        """Return how many first blocks of a row no token from `position` on sees."""
+        """Return the number of first blocks of a row that no token at `position` or later attends
+        to."""
         return max(position - (self.window - 1), 0) // self.block_size
 
     def has_tail(self, digest: bytes) -> bool:
-        """Whether a row can start behind the prefix of this digest."""
+        """Return whether a row can start after the prefix with this digest."""
         return digest in self._tails
 
     def idle(self, digest: bytes) -> int:
-        """Return how many blocks of this prefix's tail no row owns."""
+        """Return how many blocks in the tail of the prefix with this digest no row owns."""
         return sum(block in self._free for block in self._tails[digest])
 
     def start(self, seq: Sequence, num_blocks: int, digest: bytes | None) -> None:
-        """Give a row that owns no blocks the tail of the prefix of its first `num_blocks` blocks,
-        which has this digest; None if it starts from no prefix."""
+        """Give a row that owns no window blocks the tail of a prefix.
+
+        Args:
+            num_blocks: the number of blocks of the prefix.
+            digest: the digest of the prefix; None if the row starts from no prefix.
+        """
         assert not seq.window_table
         tail = () if digest is None else self._tails[digest]
         for block in tail:
@@ -88,11 +96,11 @@ class WindowBlocks:
         seq.window_table = [0] * seq.num_passed_blocks + list(tail)
 
     def room(self, seq: Sequence) -> int:
-        """Return how many tokens the row's blocks can hold if it gets all that are free."""
+        """Return how many tokens the row's blocks could hold if it got all free blocks."""
         return (len(seq.window_table) + self.num_free) * self.block_size
 
     def reserve(self, seq: Sequence, num_tokens: int) -> None:
-        """Extend the row's table until it holds `num_tokens` tokens, for which `room` is."""
+        """Extend the row's table until it holds `num_tokens` tokens; at most `room`."""
         for _ in range(-(-num_tokens // self.block_size) - len(seq.window_table)):
             block, _ = self._free.popitem(last=False)
             for digest in tuple(self._tails_of.get(block, ())):
@@ -101,13 +109,13 @@ class WindowBlocks:
             seq.window_table.append(block)
 
     def trim(self, seq: Sequence, num_blocks: int) -> None:
-        """Take back the row's blocks behind the first `num_blocks`."""
+        """Take back the row's blocks after the first `num_blocks`."""
         while len(seq.window_table) > num_blocks:
             self._release(seq.window_table.pop())
 
     def pass_blocks(self, seq: Sequence, num_blocks: int) -> None:
-        """Take back the row's first `num_blocks` blocks, which its window has passed. The forwards
-        that read them were launched."""
+        """Take back the row's first `num_blocks` blocks, which its window has passed. All forwards
+        that read them must have been launched."""
         for i in range(seq.num_passed_blocks, num_blocks):
             self._release(seq.window_table[i])
             seq.window_table[i] = 0
@@ -120,17 +128,17 @@ class WindowBlocks:
         seq.window_table, seq.num_passed_blocks = [], 0
 
     def _release(self, block: int) -> None:
-        """Remove one owner of a block. Without owners it is handed out next, unless it belongs to a
-        tail."""
+        """Remove one owner of a block. A block without owners becomes the next to be handed out, or
+        the last if it belongs to a tail."""
         self._owners[block] -= 1
         if not self._owners[block]:
             self._free[block] = None
             self._free.move_to_end(block, last=block in self._tails_of)
 
     def keep_tail(self, seq: Sequence, num_blocks: int, digest: bytes) -> None:
-        """Let other rows start behind the row's first `num_blocks` blocks, which have this digest.
-        The row owns the blocks of that window still, and every forward from the next one on finds
-        them written."""
+        """Let other rows start after the row's first `num_blocks` blocks, whose digest is given.
+        The row must still own the blocks of the window that ends there. Every forward from the next
+        one on finds them written."""
         if digest in self._tails:
             return
         first = self.passed(num_blocks * self.block_size)
@@ -141,7 +149,8 @@ class WindowBlocks:
             self._tails_of.setdefault(block, set()).add(digest)
 
     def forget(self, digest: bytes) -> None:
-        """Drop the tail of this digest, if there is one, because some of its blocks are gone."""
+        """Drop the tail with this digest, if there is one, because some of its blocks were handed
+        out."""
         for block in self._tails.pop(digest, ()):
             digests = self._tails_of[block]
             digests.remove(digest)

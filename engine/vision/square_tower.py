@@ -92,7 +92,7 @@ class SquareTower(VisionTower):
             config.width, config.out_size, bias=False, quantisable=False, where=where
         )
         sides = config.grid_side, config.grid_side
-        self._places = grid_places(*sides, config.merge_size).to(where.device)
+        self._places = torch.from_numpy(grid_places(*sides, config.merge_size)).to(where.device)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
         """Yield the slot of the learned positions; the modules have their own."""

@@ -1,10 +1,16 @@
-"""The order of an image's patches, and the positions that the vision tower gives them."""
+"""The order of an image's patches, and their positions in the vision towers.
+
+Everything here is computed on the host, per size of an image, in NumPy: torch would use all cores
+for a few thousand values, and waking them takes longer than the work.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,12 +21,16 @@ _SIZES = 16
 thousand tokens take a megabyte and some milliseconds."""
 
 
-class PatchPositions(NamedTuple):
-    """The positions of an image's N patches in Qwen3-VL's tower, on the CPU."""
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 
-    taps: Tensor  # [N, 4] int64, the learned positions around each patch
-    weights: Tensor  # [N, 4] float32, their shares by bilinear interpolation
-    cos_sin: Tensor  # [N, D] float32, of the angles of a head's D/2 pairs, as for `apply_rotary`
+
+class PatchPositions(NamedTuple):
+    """The positions of an image's N patches in Qwen3-VL's tower."""
+
+    taps: Ints  # [N, 4], the learned positions around each patch
+    weights: Floats  # [N, 4], their shares by bilinear interpolation
+    cos_sin: Floats  # [N, D], of the angles of a head's D/2 pairs, as for `apply_rotary`
 
 
 @lru_cache(_SIZES)
@@ -35,34 +45,36 @@ def patch_positions(
     row, column = _grid(rows, columns, merge)
     row_taps, row_weights = _taps(row, rows, side)
     column_taps, column_weights = _taps(column, columns, side)
-    taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).flatten(1)
-    weights = (row_weights[:, :, None] * column_weights[:, None, :]).flatten(1)
+    taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4)
+    weights = (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4)
     return PatchPositions(taps, weights, _cos_sin(row, column, head_dim, theta))
 
 
-def _cos_sin(row: Tensor, column: Tensor, head_dim: int, theta: float) -> Tensor:
-    """Return what turns the patches [N] at these rows and columns: [N, head_dim] float32, the
-    cosines and the sines of a head's pairs, half of which turn by the row, the others by the
-    column."""
+def _cos_sin(row: Ints, column: Ints, head_dim: int, theta: float) -> Floats:
+    """Return the cosines, then the sines, [N, head_dim], that rotate the pairs of a head of the
+    patches at these rows and columns [N]: half of the pairs by the row, half by the column."""
     exponents = torch.arange(0, head_dim // 2, 2, device="cpu").float() / (head_dim // 2)
     frequencies = 1.0 / theta**exponents
-    angles = torch.cat((row[:, None] * frequencies, column[:, None] * frequencies), dim=1)
-    return torch.cat((angles.cos(), angles.sin()), dim=1)
+    # Of each row or column once; all patches would be two orders of magnitude more.
+    sides = torch.arange(1 + max(row.max(), column.max()), device="cpu").float()
+    angles = sides[:, None] * frequencies
+    cos, sin = angles.cos().numpy(), angles.sin().numpy()
+    return np.concatenate((cos[row], cos[column], sin[row], sin[column]), axis=1)
 
 
-def grid_places(rows: int, columns: int, merge: int) -> Tensor:
-    """Return the place of each patch, counted row by row, [N] int64 on the CPU. The patches of one
-    token are neighbours."""
+def grid_places(rows: int, columns: int, merge: int) -> Ints:
+    """Return the index of each patch, counted row by row, [N]. The patches of one token are
+    neighbours."""
     row, column = _grid(rows, columns, merge)
-    return row.long() * columns + column.long()
+    return row * columns + column
 
 
 class AxialPositions(NamedTuple):
-    """The positions of an image's N patches in Gemma 4's tower, on the CPU."""
+    """The positions of an image's N patches in Gemma 4's tower."""
 
-    rows: Tensor  # [N] int64
-    columns: Tensor  # [N] int64
-    cos_sin: Tensor  # [N, D] float32, as `PatchPositions` has it
+    rows: Ints  # [N]
+    columns: Ints  # [N]
+    cos_sin: Floats  # [N, D], as `PatchPositions` has it
 
 
 @lru_cache(_SIZES)
@@ -72,15 +84,15 @@ def axial_positions(
     """Compute the positions of a grid of patches. The patches of one token are neighbours. Half of
     a head's pairs turn by a patch's column, the others by its row."""
     row, column = _grid(rows, columns, merge)
-    return AxialPositions(row.long(), column.long(), _cos_sin(column, row, head_dim, theta))
+    return AxialPositions(row, column, _cos_sin(column, row, head_dim, theta))
 
 
 class WindowPositions(NamedTuple):
-    """The order and the positions of an image's N patches in Qwen2.5-VL's tower, on the CPU."""
+    """The order and the positions of an image's N patches in Qwen2.5-VL's tower."""
 
-    order: Tensor  # [N / merge²] int64, the tokens one window after another
+    order: Ints  # [N / merge²], the tokens one window after another
     lengths: tuple[int, ...]  # the patches of each window
-    cos_sin: Tensor  # [N, D] float32, in that order, as `PatchPositions` has it
+    cos_sin: Floats  # [N, D], in that order, as `PatchPositions` has it
 
 
 @lru_cache(_SIZES)
@@ -91,35 +103,33 @@ def window_positions(
     the last ones of a row or column of windows are smaller. The patches of one token are
     neighbours."""
     across = columns // merge
-    index = torch.arange(rows // merge * across, device="cpu")
+    index = np.arange(rows // merge * across)
     row, column = index // across, index % across
     window_index = row // window * -(-across // window) + column // window
-    order = window_index.argsort(stable=True)
-    lengths = tuple((window_index.bincount() * merge**2).tolist())
+    order = window_index.argsort(kind="stable")
+    lengths = tuple((np.bincount(window_index) * merge**2).tolist())
     cos_sin = _cos_sin(*_grid(rows, columns, merge), head_dim, theta)
-    turned = cos_sin.unflatten(0, (-1, merge**2))[order].flatten(0, 1)
-    return WindowPositions(order, lengths, turned)
+    in_windows = cos_sin.reshape(-1, merge**2, head_dim)[order].reshape(-1, head_dim)
+    return WindowPositions(order, lengths, in_windows)
 
 
-def _grid(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Return the row and the column of each patch [N] float32, in the order of the patches."""
+def _grid(rows: int, columns: int, merge: int) -> tuple[Ints, Ints]:
+    """Return the row and the column of each patch [N], in the order of the patches."""
     block = (rows // merge, merge, columns // merge, merge)
-    row = torch.arange(rows, device="cpu").float()[:, None].expand(rows, columns)
-    column = torch.arange(columns, device="cpu").float().expand(rows, columns)
-    return (
-        row.reshape(block).transpose(1, 2).flatten(),
-        column.reshape(block).transpose(1, 2).flatten(),
+    row, column = (
+        axis.reshape(block).swapaxes(1, 2).ravel() for axis in np.indices((rows, columns))
     )
+    return row, column
 
 
-def _taps(index: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
-    """Return the two learned positions beside each place [N] on an axis of this size, and their
-    shares, both [N, 2]."""
-    source = index * (side - 1) / max(size - 1, 1)
-    floor = source.floor()
+def _taps(index: Ints, size: int, side: int) -> tuple[Ints, Floats]:
+    """Return the two learned positions around each index [N] on an axis of `size` patches, and
+    their shares, both [N, 2]. The axis has `side` learned positions."""
+    source = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    floor = np.floor(source)
     upper = source - floor
-    taps = torch.stack((floor, floor + 1), dim=1).long().clamp(max=side - 1)
-    return taps, torch.stack((1 - upper, upper), dim=1)
+    taps = np.stack((floor, floor + 1), axis=1).astype(np.int64)
+    return np.minimum(taps, side - 1), np.stack((1 - upper, upper), axis=1)
 
 
 def patches(pixels: Tensor, values: Tensor, patch: int, merge: int, frames: int) -> Tensor:

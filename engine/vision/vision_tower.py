@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -179,7 +181,7 @@ class VisionTower(nn.Module, ABC):
         starts = upload([0, *accumulate(lengths)], torch.int32, self.device)
         return Segments(tuple(lengths), starts)
 
-    def uploaded(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join tensors of the images, and copy them to the device."""
-        joined = torch.cat(list(parts))
-        return upload(joined.numpy(), joined.dtype, self.device)
+    def uploaded(self, parts: Sequence[npt.NDArray[Any]]) -> Tensor:
+        """Join arrays of the images along their first axis, and copy them to the device."""
+        joined = np.concatenate(parts)
+        return upload(joined, torch.from_numpy(joined).dtype, self.device)

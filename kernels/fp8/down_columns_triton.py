@@ -18,7 +18,7 @@ from batchgen.kernels.fp8.fp8_linear_triton import block_product, scaled, weight
 from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, fitting_stages
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.slot_tile_triton import store_results, tile_of_program
+from batchgen.kernels.moe.slot_tile_triton import store_results, tile_of_program, with_bias
 from batchgen.kernels.moe.tiled_layout_triton import load_panel, weights_operand
 
 
@@ -30,6 +30,7 @@ def fp8_down_columns(
     alignment: Alignment,
     tiles: ExpertTiles,
     out: Tensor,
+    bias: Tensor | None = None,
 ) -> None:
     """Compute `fp8_down` for weights in panels."""
     hidden, inner = out.shape[1], values.shape[1]
@@ -40,7 +41,7 @@ def fp8_down_columns(
     _down_columns[grid](
         TensorDescriptor.from_tensor(values, [block_m, BLOCK]), scales,
         weights_operand(weight.values, block_n),
-        weight.scales, slot_weights, out, *alignment[:-1], scales.stride(0),
+        weight.scales, bias, slot_weights, out, *alignment[:-1], scales.stride(0),
         weight.scales.stride(0), hidden, inner,
         COLUMNS=tiles.down_columns, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK,
         SCALE_ROWS=weight.scale_rows, SWAP=tiles.down_swap, INTERPRETED=not out.is_cuda,
@@ -51,7 +52,7 @@ def fp8_down_columns(
 
 @triton.jit(do_not_specialize=["x_scales_stride"], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _down_columns(
-    x, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+    x, x_scales_ptr, weight, w_scales_ptr, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr,
     tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
     expert_scales, hidden, inner,
     COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -95,6 +96,7 @@ def _down_columns(
         next_w_scales = weight_scales(of_expert, scale_row, next_step, steps, SCALE_ROWS)
         acc += scaled(product, x_scales, w_scales, SWAP, SHARED)
         if is_last:
+            acc = with_bias(acc, bias_ptr, expert, hidden, (column + n) % hidden, SWAP)
             store_results(acc, out_ptr, slot, slot_weight, index < end, column + n, hidden, SWAP)
             acc = tl.zeros_like(acc)
         x_scales = next_x_scales

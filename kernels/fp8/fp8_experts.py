@@ -3,6 +3,7 @@ its own result for the second."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,14 +16,14 @@ from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
-from batchgen.kernels.layers.activation import silu_and_mul_reference
-from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
+from batchgen.kernels.moe.epilogues import Epilogues
+from batchgen.kernels.moe.experts import mlp_of_products
 from batchgen.kernels.moe.moe_align_triton import Alignment
 from batchgen.kernels.moe.tiled_layout import matrix_sizes
 
 
 class FP8Experts(NamedTuple):
-    """`ExpertWeights` in FP8, without other epilogues than SwiGLU and adapters.
+    """`ExpertWeights` in FP8 of experts with a gate; biases are in another dtype.
 
     x and what is between the two products are quantised in groups of 128 values. If 128 rows of a
     weight share a scale, I is a multiple of 128.
@@ -54,7 +55,7 @@ class FP8Experts(NamedTuple):
         """Compute both products, as `ExpertWeights.multiply` says."""
         gate_up, down, powers, rows = self
         (experts, hidden, inner), slots = self.sizes, len(parts)
-        assert epilogues._replace(adapters=None) == PLAIN
+        assert epilogues.parts == 2
         assert matrix_sizes(gate_up.values) == (experts, 2 * inner, hidden)
         assert gate_up.scale_rows == 1 or inner % BLOCK == 0
         values, scales = quantise_rows_triton(x, powers) if rows is None else rows[:2]
@@ -65,29 +66,21 @@ class FP8Experts(NamedTuple):
         # Adapters read what is between the products as it was before it was rounded to FP8.
         plain = None if pairs is None else torch.empty_like(activated, dtype=parts.dtype)
         fp8_gate_up(
-            values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers, added, plain
-        )
-        fp8_down(activated, of_groups, down, weights, alignment, tiles, parts)
+            values, scales, gate_up, alignment, tiles, k, activated, of_groups, powers, epilogues,
+            added, plain,
+        )  # fmt: skip
+        bias = epilogues.down_bias
+        fp8_down(activated, of_groups, down, weights, alignment, tiles, parts, bias)
         if pairs is not None and plain is not None:
             pairs.add_down_(parts, plain, weights)
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
         """Compute `grouped_mlp` in PyTorch, as plainly as it can be written."""
-        adapters = epilogues.adapters
-        assert epilogues._replace(adapters=None) == PLAIN
-        gate_up, down, powers, _ = self
-        of_slots = torch.zeros((*ids.shape, x.shape[1]), device=x.device)
-        for expert in ids[ids < len(gate_up.values)].unique().tolist():
-            token, slot = (ids == expert).nonzero(as_tuple=True)
-            wide, narrow = (FP8Weight(w.values[expert], w.scales[expert]) for w in (gate_up, down))
-            tokens = quantise_rows(x[token], powers_of_two=powers)
-            products, slots = fp8_linear_reference(tokens, wide), token * ids.shape[1] + slot
-            if adapters is not None:
-                adapters.add_gate_up_(products, x[token], slots)
-            inner = silu_and_mul_reference(products)
-            inner_rows = quantise_rows(inner, powers_of_two=powers)
-            yielded = fp8_linear_reference(inner_rows, narrow)
-            if adapters is not None:
-                adapters.add_down_(yielded, inner, slots)
-            of_slots[token, slot] = yielded
-        return (of_slots * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        products = (partial(self._product, weight) for weight in (self.gate_up, self.down))
+        return mlp_of_products(x, *products, self.sizes[0], ids, weights, epilogues)
+
+    def _product(self, weight: FP8Weight, rows: Tensor, expert: int) -> Tensor:
+        """Multiply rows [R, K] by the weight [N, K] of one expert, to [R, N] in float32."""
+        in_fp8 = quantise_rows(rows, powers_of_two=self.powers_of_two)
+        of_expert = FP8Weight(weight.values[expert], weight.scales[expert])
+        return fp8_linear_reference(in_fp8, of_expert)

@@ -11,8 +11,15 @@ from batchgen.kernels.fp8.fp8_linear_triton import block_product, scaled, weight
 from batchgen.kernels.fp8.fp8_tiles import ExpertTiles, fitting_stages
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8Weight
 from batchgen.kernels.fp8.quantise_triton import quantise_groups
+from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
-from batchgen.kernels.moe.slot_tile_triton import store_slots, tile_of_program, with_added
+from batchgen.kernels.moe.slot_tile_triton import (
+    gated_product,
+    store_slots,
+    tile_of_program,
+    with_added,
+    with_bias,
+)
 from batchgen.kernels.moe.tiled_layout import are_panels
 from batchgen.kernels.moe.tiled_layout_triton import load_weights, weights_operand
 
@@ -27,17 +34,21 @@ def fp8_gate_up(
     out: Tensor,  # [T·k, I] e4m3
     out_scales: Tensor,  # [⌈I/128⌉, T·k] float32
     powers_of_two: bool,
+    epilogues: Epilogues = PLAIN,
     added: Tensor | None = None,  # [T·k, 2·I], in the order of slots
     plain: Tensor | None = None,  # [T·k, I]
 ) -> None:
-    """Compute silu(gate·x) · (up·x) of every slot and quantise it, in sorted order. Adapters
-    have `added` to the products; what is quantised is also written to `plain`."""
+    """Compute silu(gate·x) · (up·x) of every slot, or what `epilogues` say, and quantise it, in
+    sorted order. Adapters have `added` to the products before the gate; what is quantised is also
+    written to `plain`."""
     inner, hidden = out.shape[1], values.shape[1]
+    limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, BLOCK),)
     _gate_up[grid](
-        values, scales, weights_operand(weight.values, BLOCK), weight.scales, added, out,
-        out_scales, plain, *alignment[:-1], scales.stride(0), out_scales.stride(0),
-        weight.scales.stride(0), k, inner, hidden,
+        values, scales, weights_operand(weight.values, BLOCK), weight.scales,
+        epilogues.gate_up_bias, added, out, out_scales, plain, *alignment[:-1], scales.stride(0),
+        out_scales.stride(0), weight.scales.stride(0), k, inner, hidden,
+        LIMIT=limit, SLOPE=slope, GELU=epilogues.function == "gelu",
         POWERS=powers_of_two, BLOCK_N=BLOCK, SWAP=tiles.gate_up_swap,
         **_options(alignment, tiles, weight), num_warps=tiles.gate_up_warps,
         num_stages=fitting_stages(tiles.gate_up_stages, tiles.block_m + 2 * BLOCK, out.device),
@@ -52,17 +63,18 @@ def fp8_down(
     alignment: Alignment,
     tiles: ExpertTiles,
     out: Tensor,  # [N, H], contiguous
+    bias: Tensor | None = None,  # [E, H], contiguous
 ) -> None:
-    """Compute slot weight · (down·x) of every slot, in the order of slots."""
+    """Compute slot weight · (down·x + bias) of every slot, in the order of slots."""
     hidden, inner = out.shape[1], values.shape[1]
     if tiles.down_columns > 1 and are_panels(weight.values):
-        fp8_down_columns(values, scales, weight, slot_weights, alignment, tiles, out)
+        fp8_down_columns(values, scales, weight, slot_weights, alignment, tiles, out, bias)
         return
     grid = (alignment.most_tiles * triton.cdiv(hidden, tiles.down_n),)
     _down[grid](
-        values, scales, weights_operand(weight.values, tiles.down_n), weight.scales, slot_weights,
-        out, *alignment[:-1], scales.stride(0), weight.scales.stride(0), hidden, inner,
-        BLOCK_N=tiles.down_n, SWAP=tiles.down_swap, **_options(alignment, tiles, weight),
+        values, scales, weights_operand(weight.values, tiles.down_n), weight.scales, bias,
+        slot_weights, out, *alignment[:-1], scales.stride(0), weight.scales.stride(0), hidden,
+        inner, BLOCK_N=tiles.down_n, SWAP=tiles.down_swap, **_options(alignment, tiles, weight),
         num_warps=tiles.down_warps,
         num_stages=fitting_stages(tiles.down_stages, tiles.block_m + tiles.down_n, out.device),
     )  # fmt: skip
@@ -85,9 +97,10 @@ _PLAIN = ["x_scales_stride", "out_scales_stride", "slots_per_token"]
 
 @triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _gate_up(
-    x_ptr, x_scales_ptr, weight, w_scales_ptr, added_ptr, out_ptr, out_scales_ptr, plain_ptr,
-    slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
-    out_scales_stride, expert_scales, slots_per_token, inner, hidden, POWERS: tl.constexpr,
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, bias_ptr, added_ptr, out_ptr, out_scales_ptr,
+    plain_ptr, slots_ptr, tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr,
+    x_scales_stride, out_scales_stride, expert_scales, slots_per_token, inner, hidden,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, POWERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, HALVE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -100,25 +113,26 @@ def _gate_up(
     group = tl.program_id(0) % columns
     if HALVE and end - first <= BLOCK_M // 2:
         _gate_up_tile(
-            x_ptr, x_scales_ptr, weight, w_scales_ptr, added_ptr, out_ptr, out_scales_ptr,
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, bias_ptr, added_ptr, out_ptr, out_scales_ptr,
             plain_ptr, slots_ptr, expert, first, end, group, x_scales_stride, out_scales_stride,
-            expert_scales, slots_per_token, inner, hidden, POWERS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
-            SCALE_ROWS, SWAP, PANELS, INTERPRETED,
+            expert_scales, slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, POWERS, BLOCK_M // 2,
+            BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
     else:
         _gate_up_tile(
-            x_ptr, x_scales_ptr, weight, w_scales_ptr, added_ptr, out_ptr, out_scales_ptr,
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, bias_ptr, added_ptr, out_ptr, out_scales_ptr,
             plain_ptr, slots_ptr, expert, first, end, group, x_scales_stride, out_scales_stride,
-            expert_scales, slots_per_token, inner, hidden, POWERS, BLOCK_M, BLOCK_N, BLOCK_K,
-            SCALE_ROWS, SWAP, PANELS, INTERPRETED,
+            expert_scales, slots_per_token, inner, hidden, LIMIT, SLOPE, GELU, POWERS, BLOCK_M,
+            BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
 def _gate_up_tile(
-    x_ptr, x_scales_ptr, weight, w_scales_ptr, added_ptr, out_ptr, out_scales_ptr, plain_ptr,
-    slots_ptr, expert, first, end, group, x_scales_stride, out_scales_stride, expert_scales,
-    slots_per_token, inner, hidden, POWERS: tl.constexpr,
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, bias_ptr, added_ptr, out_ptr, out_scales_ptr,
+    plain_ptr, slots_ptr, expert, first, end, group, x_scales_stride, out_scales_stride,
+    expert_scales, slots_per_token, inner, hidden,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, GELU: tl.constexpr, POWERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -164,9 +178,11 @@ def _gate_up_tile(
         x_scales = next_x_scales
         up_scales = next_up_scales
 
+    gate = with_bias(gate, bias_ptr, expert, 2 * inner, row, SWAP)
+    up = with_bias(up, bias_ptr, expert, 2 * inner, inner + row, SWAP)
     gate = with_added(gate, added_ptr, slot, 2 * inner, row, SWAP)
     up = with_added(up, added_ptr, slot, 2 * inner, inner + row, SWAP)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = gated_product(gate, up, LIMIT, SLOPE, GELU)
     if SWAP:
         result = tl.trans(result)
     mask = (index < end)[:, None] & (column < inner)[None, :]
@@ -181,7 +197,7 @@ def _gate_up_tile(
 
 @triton.jit(do_not_specialize=_PLAIN[:1], do_not_specialize_on_alignment=TILE_ARGUMENTS)
 def _down(
-    x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr,
     tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, x_scales_stride,
     expert_scales, hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
@@ -196,21 +212,21 @@ def _down(
     first_column = tl.program_id(0) % columns * BLOCK_N
     if HALVE and end - first <= BLOCK_M // 2:
         _down_tile(
-            x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
-            expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
-            BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, bias_ptr, slot_weights_ptr, out_ptr,
+            slots_ptr, expert, first, end, first_column, x_scales_stride, expert_scales, hidden,
+            inner, BLOCK_M // 2, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
     else:
         _down_tile(
-            x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
-            expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
-            BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
+            x_ptr, x_scales_ptr, weight, w_scales_ptr, bias_ptr, slot_weights_ptr, out_ptr,
+            slots_ptr, expert, first, end, first_column, x_scales_stride, expert_scales, hidden,
+            inner, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_ROWS, SWAP, PANELS, INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    x_ptr, x_scales_ptr, weight, w_scales_ptr, slot_weights_ptr, out_ptr, slots_ptr,
+    x_ptr, x_scales_ptr, weight, w_scales_ptr, bias_ptr, slot_weights_ptr, out_ptr, slots_ptr,
     expert, first, end, first_column, x_scales_stride, expert_scales, hidden, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SWAP: tl.constexpr, PANELS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -244,4 +260,5 @@ def _down_tile(
         x_scales = next_x_scales
         w_scales = next_w_scales
 
+    acc = with_bias(acc, bias_ptr, expert, hidden, row, SWAP)
     store_slots(acc, out_ptr, slots_ptr, slot_weights_ptr, index, end, column, hidden, SWAP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -131,22 +132,41 @@ def grouped_mlp_reference(
     epilogues: Epilogues = PLAIN,
 ) -> Tensor:
     """`grouped_mlp` in PyTorch, as plainly as it can be written."""
+
+    def product(weight: Tensor, rows: Tensor, expert: int) -> Tensor:
+        return rows @ weight[expert].t()
+
+    products = (partial(product, weight) for weight in (gate_up, down))
+    return mlp_of_products(x, *products, len(gate_up), ids, weights, epilogues)
+
+
+def mlp_of_products(
+    x: Tensor,
+    gate_up: Callable[[Tensor, int], Tensor],  # of rows and an expert
+    down: Callable[[Tensor, int], Tensor],
+    num_experts: int,
+    ids: Tensor,
+    weights: Tensor,
+    epilogues: Epilogues,
+) -> Tensor:
+    """Compute `grouped_mlp_reference` by functions that multiply rows [R, K] by the weight [N, K]
+    of one expert."""
     of_slots = x.new_zeros((*ids.shape, x.shape[1]))
-    for expert in ids[ids < len(gate_up)].unique().tolist():
+    for expert in ids[ids < num_experts].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        wide = x[token] @ gate_up[expert].t()
+        wide = gate_up(x[token], expert)
         if epilogues.gate_up_bias is not None:
             wide += epilogues.gate_up_bias[expert]
         slots = token * ids.shape[1] + slot
         if epilogues.adapters is not None:
             epilogues.adapters.add_gate_up_(wide, x[token], slots)
         inner = gated(wide, epilogues.clamped, epilogues.function)
-        narrow = inner @ down[expert].t()
+        narrow = down(inner, expert)
         if epilogues.down_bias is not None:
             narrow += epilogues.down_bias[expert]
         if epilogues.adapters is not None:
             epilogues.adapters.add_down_(narrow, inner, slots)
-        of_slots[token, slot] = narrow
+        of_slots[token, slot] = narrow.to(x.dtype)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for values, weight in zip(of_slots.unbind(1), weights.unbind(1), strict=True):
         out += values.float() * weight.unsqueeze(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -90,12 +89,6 @@ def run_mode(description: str, modes: dict[str, Mode], arguments: list[str] | No
     found = modes[options.mode].run(options)
     save_results(options.json, options.mode, found)
     return found
-
-
-def resident_mib(pid: int | str = "self") -> float:
-    """Return the MiB of memory that a process holds now."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def anonymous_mib() -> float:

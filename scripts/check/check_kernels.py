@@ -1,6 +1,7 @@
 """Compile the Triton kernels for an NVIDIA GPU that need not be there.
 
-    python scripts/check/check_kernels.py [--model tiny,tiny-moe] [--threads 4] [--hashes NEW.json]
+    python scripts/check/check_kernels.py [--model tiny,tiny-moe] [--quantization fp8]
+        [--threads 4] [--hashes NEW.json]
     python scripts/check/check_kernels.py --tests tests/kernels
 
 With --model, an engine's kernels are compiled ahead for each model, as its start-up does, with an
@@ -49,6 +50,7 @@ from workloads import bare_model, model_config
 
 from batchgen.engine.engine_models import planned_uses
 from batchgen.engine.interface.engine_config import EngineConfig, ResolvedConfig
+from batchgen.engine.loading.loader import Quantization
 from batchgen.engine.memory.kernel_warmup import Undone, warm_up
 from batchgen.engine.memory.largest_steps import largest_decode, largest_prefill, scratch_runner
 from batchgen.engine.memory.model_use import ModelUse
@@ -141,10 +143,12 @@ def pretend(capability: int) -> None:
     torch.cuda.get_device_capability = lambda *_: (major, minor)
 
 
-def plan(name: str, device: torch.device) -> tuple[ModelUse, ResolvedConfig]:
+def plan(
+    name: str, device: torch.device, quantization: Quantization | None
+) -> tuple[ModelUse, ResolvedConfig]:
     """Make a model of `workloads.MODELS` with shapes and no values, and an engine's settings."""
     with Undone(device):
-        model = bare_model(model_config(name), device)
+        model = bare_model(model_config(name), device, quantization=quantization)
         strategy = DLLMStrategy(block_length=4) if "sdar" in name else ARStrategy()
         uses, config = planned_uses(model, {}, strategy, EngineConfig(), ())
         (use,) = uses.values()
@@ -161,9 +165,11 @@ def run_all(use: ModelUse, config: ResolvedConfig) -> None:
         runner.run_uncaptured(use.graph_shapes(config))
 
 
-def compile_start_up(name: str, threads: int, compiled: Compiled) -> list[str]:
+def compile_start_up(
+    name: str, quantization: Quantization | None, threads: int, compiled: Compiled
+) -> list[str]:
     """Compile what an engine with this model compiles; return what was missing afterwards."""
-    use, config = plan(name, torch.device("cuda", 0))
+    use, config = plan(name, torch.device("cuda", 0), quantization)
     compiled.seconds.clear()
     start, cpu = time.perf_counter(), time.process_time()
     with compiling_ahead(threads, lambda: None):
@@ -199,6 +205,7 @@ def compile_tests(tests: list[str], compiled: Compiled) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny-hybrid", help=f"'all' or of {', '.join(MODELS)}")
+    parser.add_argument("--quantization", choices=("fp8",), help="of weights while they load")
     parser.add_argument("--tests", nargs="+", help="compile what these tests launch instead")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--capability", type=int, default=90, help="such as 90 for Hopper")
@@ -215,7 +222,9 @@ def main() -> None:
             pretend(arguments.capability)
             names = list(MODELS) if arguments.model == "all" else arguments.model.split(",")
             for name in names:
-                problems += compile_start_up(name, arguments.threads, compiled)
+                problems += compile_start_up(
+                    name, arguments.quantization, arguments.threads, compiled
+                )
     problems += [f"{name} does not compile: {error}" for name, error in compiled.errors.items()]
     if arguments.hashes:
         arguments.hashes.write_text(json.dumps(compiled.hashes, indent=1, sort_keys=True))

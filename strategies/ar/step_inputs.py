@@ -1,4 +1,5 @@
-"""The state of autoregressive decoding between steps: the newest token of each row."""
+"""The state of autoregressive decoding between steps: the newest token of each row. `ARStrategy`
+owns it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from batchgen.engine.step_inputs import JoiningRows, StepInputs
 
 
 class ARStepInputs(StepInputs):
-    """The newest token of each row, which its next forward reads."""
+    """The newest token of each row, which the row's next forward reads."""
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
         self._add_rows(rows, newest)

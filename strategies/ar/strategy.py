@@ -1,4 +1,4 @@
-"""The strategy `ar`: plain autoregressive decoding, which yields one token per row and forward."""
+"""The strategy `ar`: plain autoregressive decoding, which yields one token per row and step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The proposer `mtp`: drafts by a model's own head for multi-token prediction, which reads the
-target's hidden states."""
+"""The proposer `mtp`: drafts with the model's own head for multi-token prediction (MTP), which
+reads the target's hidden states."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ class MTPProposer(Proposer):
     """Drafts with the target's head for multi-token prediction (Gloeckle et al. 2024; DeepSeek-V3
     2024).
 
-    At position i the head reads the token of position i + 1 and the target's hidden state of
-    position i, which that token was drawn from, and predicts the token of position i + 2. What its
-    layers keep of this stands in KV slot i of a cache with the target's block tables.
+    At position i the head reads the token of position i + 1, and the target's hidden state of
+    position i, from which that token was drawn. It predicts the token of position i + 2. Its cache
+    entry for this is in KV slot i of a separate cache, which uses the target's block tables.
 
-    So it reads every token as soon as the token is decided: prompts behind the target's prefill,
-    and the W tokens of a decode step behind the target's forward, whether the step had drafts or
-    not. The hidden state that this leaves behind each row's newest token, `SpecRows.hidden`, is
-    what the next step's first draft is drawn from. For later drafts the head reads its own drafts,
-    with its own hidden states in place of the target's. What it keeps of them is written anew when
-    the target has verified them, so nothing that it keeps is ever of a token that was not accepted,
-    but behind the row's newest token.
+    So the head reads every token as soon as the token is decided: a prompt's tokens after the
+    target's prefill, and the W tokens of a decode step after the target's forward, with or without
+    drafts. The head's hidden state after a row's newest token, `SpecRows.hidden`, yields the next
+    step's first draft. For later drafts the head reads its own drafts, with its own hidden states
+    instead of the target's. Their cache entries are overwritten once the target has verified the
+    drafts. So all entries up to the row's newest token are of accepted tokens.
 
-    Drafts are drawn as `DraftProposer` says.
+    Drafts are drawn as in `DraftProposer`.
 
     Args:
         own_law: as for `DraftProposer`.
@@ -47,8 +46,9 @@ class MTPProposer(Proposer):
         self._own_law = own_law
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
-        """What reading a step's tokens takes, which is never spared, and drawing each draft. The
-        first draft needs logits alone; each further one a forward of one token and its logits."""
+        """Return the cost of reading a step's tokens, which every step has, and of drawing its
+        drafts. The first draft needs only logits; each further draft needs a forward of one token,
+        and logits."""
         widths = [1 + k for k in lengths]
         reading = ForwardSeconds.measure(self._runner, max_rows, widths, ModelRunner.hidden_states)
         drawing = ForwardSeconds.measure(self._runner, max_rows, (1,))
@@ -69,7 +69,7 @@ class MTPProposer(Proposer):
     ) -> None:
         assert hidden is not None and len(inputs.query_lens) == len(batch.seqs)
         token_ids = inputs.input_ids.roll(-1)
-        # Each row's last token in the chunk comes before one that is not in the chunk.
+        # The token after a chunk's last token is not in the chunk.
         lasts = inputs.query_lens.cumsum() - 1
         joining = np.array(batch.completing, np.int64)
         cut = np.setdiff1d(np.arange(len(lasts)), joining)
@@ -81,7 +81,7 @@ class MTPProposer(Proposer):
             after = [batch.seqs[i].token_ids[end] for i, end in zip(cut, ends, strict=True)]
             token_ids[upload(lasts[cut], torch.int64, device)] = upload(after, torch.int64, device)
         shifted = _of_head(inputs, token_ids, hidden)
-        # The result is valid until the next forward only, and the rows keep it.
+        # The runner's result is valid only until its next forward, so the rows keep a copy.
         state.joining_hidden = self._runner.prefill_states(PrefillInputs(shifted, joining)).clone()
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
@@ -99,11 +99,12 @@ class MTPProposer(Proposer):
 
 
 def _of_head(inputs: ModelInputs, token_ids: Tensor, hidden: Tensor) -> ModelInputs:
-    """Make inputs of the head, which keeps no states, of the rows and positions of the target.
+    """Make inputs of the head, which has no recurrent states, for the rows and positions of the
+    target's inputs.
 
     Args:
-        token_ids: [T] int64, the tokens that follow them.
-        hidden: [T, hidden_size], the hidden states that the following tokens were drawn from.
+        token_ids: [T] int64, the token after each position.
+        hidden: [T, hidden_size], the target's hidden states of the positions.
     """
     return replace(
         inputs,

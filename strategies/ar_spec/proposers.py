@@ -1,5 +1,5 @@
-"""The proposers, which draft the tokens that may come next. They keep no state of the rows: that is
-all in `SpecStepInputs`."""
+"""The proposers of speculative decoding, which draft the tokens that may come next. They keep no
+state of the rows; `SpecStepInputs` holds it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from batchgen.strategies.ar_spec.controller import DraftCosts, ForwardSeconds
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 CATCH_UP_WIDTH = 8
-"""How many tokens of each row a draft model reads in one forward to catch up, when steps went
-without it."""
+"""How many tokens per row a draft model reads in one forward to catch up after steps without it."""
 
 
 class Proposer:
-    """Drafts the tokens that may follow the newest token of each row. By default it takes note of
-    nothing: rows put their prompts into the token store when they join, and every step adds its
-    tokens, with drafts or without."""
+    """Drafts the tokens that may follow the newest token of each row.
+
+    The methods `prefilled`, `skipped`, `overruled` and `verified` tell a proposer what happened. By
+    default they do nothing, because the token store already contains prompts and all new tokens.
+    """
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
-        """Measure what the proposer's own model takes; by default it has none."""
+        """Measure the seconds of the proposer's own model; 0 without one."""
         return lambda num_rows, k: 0.0
 
     def prefilled(
@@ -41,55 +42,57 @@ class Proposer:
         hidden: Tensor | None,
         newest: Tensor,
     ) -> None:
-        """Take note of prompt tokens that the target has read.
+        """Receive prompt tokens that the target has read.
 
         Args:
+            inputs: the T tokens of the prefill.
             hidden: [T, hidden_size], the target's hidden states of the tokens; None unless the
                 strategy `needs_hidden`.
-            newest: [J] int64, the token behind the chunk, for the rows that join next.
+            newest: [J] int64, the token after the chunk, for the J rows that join next.
         """
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
-        """Draft at most k tokens for each row, where k is at least 1."""
+        """Draft at most k >= 1 tokens for each row."""
         raise NotImplementedError
 
     def skipped(self, state: SpecStepInputs) -> None:
-        """Take note of a step that is run without drafts."""
+        """Receive notice of a step without drafts."""
 
     def overruled(self, state: SpecStepInputs, k: int) -> None:
-        """Take note that other tokens take the place of some of the k drafts of each row."""
+        """Receive notice that other tokens replace some of the k drafts of each row."""
 
     def verified(self, state: SpecStepInputs, output: ModelOutput, step: StepOutput) -> None:
-        """Take note of the tokens that a step decided, with drafts or without, before the rows move
-        on by them."""
+        """Receive the tokens that a step decided, with or without drafts, before the rows advance
+        by them."""
 
 
 class NgramProposer(Proposer):
-    """Drafts the tokens that followed the row's last tokens at an earlier occurrence, in the row or
-    in others (prompt lookup, Saxena 2023). Drafts end before an image."""
+    """Drafts the tokens that followed an earlier occurrence of the row's last tokens, in the same
+    row or in others (prompt lookup, Saxena 2023). Drafts end before an image."""
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         token_ids, counts = state.store.propose(state.rows.entries_there, k)
         if state.strange_from is not None:
-            known = token_ids < state.strange_from
-            counts = counts.minimum(known.int().cumprod(1).sum(1, dtype=torch.int32))
-            token_ids = torch.where(known, token_ids, 0)
+            is_token = token_ids < state.strange_from
+            counts = counts.minimum(is_token.int().cumprod(1).sum(1, dtype=torch.int32))
+            token_ids = torch.where(is_token, token_ids, 0)
         return Drafts(token_ids, counts)
 
 
 class DraftProposer(Proposer):
-    """Drafts with a smaller model of the same vocabulary. Its KV cache has blocks of the same
-    numbers, so the rows' block tables serve both models. It reads text only: of an image it sees
-    the tokens that stand for it.
+    """Drafts with a smaller model of the same vocabulary.
+
+    The draft model's KV cache uses the target's block tables. It reads only text: of an image, it
+    reads the placeholder tokens.
 
     The drafts are drawn by the ordinary sampler with the row's own options and random numbers. So a
-    draft is the token that the row would yield if the target's distribution were the draft model's.
-    As both tokens come from the same Gumbel noise (a coupling by common random numbers), they are
-    often equal.
+    draft is the token that the row would get if the target had the draft model's distribution. Both
+    tokens come from the same Gumbel noise (a coupling by common random numbers), so they are often
+    equal.
 
     Args:
-        own_law: draw with random numbers that nothing else uses, and return the distribution of
-            each draft, as verification by rejection needs.
+        own_law: whether to draw with separate random numbers, and return the distribution of each
+            draft, as rejection sampling requires.
     """
 
     widths: tuple[int, ...] = (1, 2, CATCH_UP_WIDTH)
@@ -99,8 +102,8 @@ class DraftProposer(Proposer):
         self._own_law = own_law
 
     def costs(self, max_rows: int, lengths: Sequence[int]) -> DraftCosts:
-        of_forward = ForwardSeconds.measure(self._runner, max_rows, (1,))
-        return lambda num_rows, k: k * of_forward(num_rows)
+        forward_seconds = ForwardSeconds.measure(self._runner, max_rows, (1,))
+        return lambda num_rows, k: k * forward_seconds(num_rows)
 
     def prefilled(
         self,
@@ -116,15 +119,15 @@ class DraftProposer(Proposer):
         state.draft_lag += 1
 
     def overruled(self, state: SpecStepInputs, k: int) -> None:
-        """The model's cache has its own drafts in the KV slots of the other tokens."""
+        """The draft model's cache has its own drafts in the KV slots of the replaced tokens."""
         state.draft_lag = 1 + k
 
     def propose(self, state: SpecStepInputs, k: int) -> Drafts:
         while state.draft_lag > 2:
             self._read(state, state.draft_lag, CATCH_UP_WIDTH)
             state.draft_lag = max(2, state.draft_lag - CATCH_UP_WIDTH)
-        # It reads two tokens, because the last draft of a step is not read by the model that
-        # drafted it. If all drafts held, that one comes just before the newest token.
+        # Read two tokens: the model that drafted a step's last draft has not read it, and if all
+        # drafts held, it is the token before the newest.
         hidden = self._read(state, 2, 2).unflatten(0, (-1, 2))[:, 1]
         state.draft_lag = 2
 
@@ -134,9 +137,9 @@ class DraftProposer(Proposer):
         return draft_one_by_one(state, k, self._runner, hidden, read, self._own_law)
 
     def _read(self, state: SpecStepInputs, back: int, width: int) -> Tensor:
-        """Let the draft model read `width` known tokens of each row, of which the first is the
-        `back`-th newest. If these are more than there are, the newest is read several times.
-        Returns [B · width, hidden_size], the draft model's hidden states of the tokens."""
+        """Let the draft model read `width` known tokens of each row, starting with the `back`-th
+        newest. If there are fewer, the newest is read several times. Returns the draft model's
+        hidden states of the tokens, [B · width, hidden_size]."""
         newest = state.newest.positions.unsqueeze(1)
         offsets = torch.arange(1 - back, 1 - back + width, device=newest.device).clamp(max=0)
         positions = (newest + offsets).clamp(min=0)
@@ -154,14 +157,15 @@ def draft_one_by_one(
     read: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     own_law: bool,
 ) -> Drafts:
-    """Draft k tokens for each row, each from a hidden state of the model that drafts.
+    """Draft k tokens for each row, one after another, from hidden states of the drafting model.
 
     Args:
         k: the number of drafts, at least 1.
+        runner: the runner of the drafting model.
         hidden: [B, hidden_size], its hidden states from which the first drafts are drawn.
-        read: `read(token_ids, positions, before, hidden)` lets the model read a draft of each row,
-            at these positions, which was drawn from `hidden`, the hidden states of the positions
-            before; all but hidden are [B]. It returns the hidden states for the next draft.
+        read: lets the model read one draft of each row, and returns the hidden states [B,
+            hidden_size] for the next one. Arguments: the drafts [B], their positions [B], the
+            positions before [B], and the hidden states of these, from which the drafts were drawn.
         own_law: as for `DraftProposer`.
     """
     sampling, drafts, laws = state.sampling, [], []
@@ -176,8 +180,8 @@ def draft_one_by_one(
             token_ids = sample_tokens(logits, sampling, drawn).token_ids[:, 0]
         drafts.append(token_ids)
         if j + 1 < k:
-            # Penalties must count this draft when the later ones are drawn, as they do when the
-            # drafts are verified.
+            # Add the draft to the history, so that penalties count it for later drafts, as in
+            # verification.
             if sampling.any_penalties:
                 sampling.append(token_ids.unsqueeze(1), torch.ones_like(token_ids), drawn)
             hidden = read(token_ids, positions[j + 1], positions[j], hidden)
@@ -188,8 +192,8 @@ def draft_one_by_one(
 def _with_tokens(
     rows: ModelInputs, input_ids: Tensor, positions: Tensor, width: int
 ) -> ModelInputs:
-    """Make model inputs of `width` tokens for each of the B rows; input_ids and positions are
-    [B · width] int64."""
+    """Make model inputs of `width` tokens for each of B rows. input_ids and positions are [B ·
+    width] int64."""
     return ModelInputs(
         input_ids,
         positions,

@@ -1,5 +1,6 @@
 """The state of speculative decoding between steps: the newest token of each row, and the *token
-store*, which has all tokens of the rows and the index in which drafts are looked up."""
+store*, which holds all tokens of the rows and the n-gram index for drafts. `ARSpecStrategy` owns
+it."""
 
 from __future__ import annotations
 
@@ -26,47 +27,48 @@ from batchgen.strategies.ar_spec.controller import Acceptance
 from batchgen.strategies.counts import NUM_FORWARDS
 
 _POOL_ROWS = 4
-"""With `ngram_pool`, the tokens of this many rows are kept for each row that can decode at once."""
+"""With `ngram_pool`, the store keeps the tokens of this many rows per row that can decode at
+once."""
 
 
 @dataclass(frozen=True)
 class SpecRows(Batched):
-    """What speculative decoding keeps of B rows besides what every strategy does."""
+    """The state of B rows in speculative decoding, in addition to that of every strategy."""
 
-    # [B] int64 on the host, the index of each row in the token store.
+    # [B] int64 on the host, the row's index in the token store.
     entries: npt.NDArray[np.int64] = row()
-    entries_there: Tensor = row()  # [B] int64, the same on the device
-    # [B] int64, the last position that each row can have. It keeps a step within the row's blocks
-    # if the row has ended without the host knowing it at the launch.
+    entries_there: Tensor = row()  # [B] int64, the same indices on the device
+    # [B] int64, the last position that each row can have. It keeps steps within the row's blocks if
+    # the row has ended and the host did not know it at the launch.
     limits: Tensor = row()
-    steps: Tensor = row()  # [B] int32, how many forwards have yielded tokens of the row
-    # [B, hidden_size], the hidden state of the target's head from which the next draft is drawn;
-    # [B, 0] if no head drafts.
+    steps: Tensor = row()  # [B] int32, how many forwards have yielded tokens for the row
+    # [B, hidden_size], the MTP head's hidden state from which the next draft is drawn; [B, 0]
+    # without an MTP head.
     hidden: Tensor = row()
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The tokens that a proposer expects next for each of B rows."""
+    """The drafts of B rows: the tokens that a proposer expects next."""
 
-    token_ids: Tensor  # [B, k] int64, the drafts of each row and then any ids of the vocabulary
+    token_ids: Tensor  # [B, k] int64, the drafts of each row, padded with any valid ids
     counts: Tensor  # [B] int32, how many drafts each row has, 0 to k
     # [B, k, V] float32, the distribution that each draft was drawn from; None if drafts were not
-    # drawn from one.
+    # drawn from distributions.
     probs: Tensor | None = None
 
 
 class SpecStepInputs(StepInputs):
     """The newest token of each row and its drafts, which the next forward reads; and the token
-    store, which has all tokens of the rows and the index of their n-grams.
+    store, with all tokens of the rows and an index of their n-grams.
 
     Attributes:
-        acceptance: how often drafts held lately.
+        acceptance: how often drafts held recently.
         draft_lag: how many of a row's newest tokens a draft model may not have read yet.
-        step_hidden: [B · W, hidden_size], the hidden states of the target's head behind each token
-            of the current step; None if no head drafts.
-        joining_hidden: [J, hidden_size], those behind the newest token of each row that joins next;
-            None likewise.
+        step_hidden: [B · W, hidden_size], the MTP head's hidden states after each token of the
+            current step; None without an MTP head.
+        joining_hidden: [J, hidden_size], the MTP head's hidden states after the newest token of
+            each row that joins next; None without an MTP head.
     """
 
     def __init__(self) -> None:
@@ -82,19 +84,20 @@ class SpecStepInputs(StepInputs):
         self._on_host: tuple[Download, Download] | None = None
         self._wide: ModelInputs | None = None
         self._repeated: dict[int, SamplingInputs] = {}
-        # From where on ids in an index are no tokens, once it holds some that stand for images.
+        # Ids from this one on stand for image tokens in the index; None if it has none.
         self.strange_from: int | None = None
 
     def allocate(
         self, limits: Limits, min_n: int, max_n: int, pool: bool, *, indexed: bool
     ) -> None:
-        """Make the token store. The tokens of a row that ended stay in it until another row needs
-        their room.
+        """Allocate the token store. It keeps the tokens of a row that ended until another row needs
+        the space.
 
         Args:
-            pool: whether a row also finds what occurred in other rows.
-            indexed: whether n-grams are looked up at all. If not, the index is made as small as
-                possible and only the tokens are used.
+            min_n, max_n: the lengths of the n-grams.
+            pool: whether drafts may come from other rows.
+            indexed: whether n-grams are looked up at all. If not, the index is as small as
+                possible.
         """
         entries = limits.max_rows * (_POOL_ROWS if pool else 1)
         self._store = NgramIndex.allocate(
@@ -111,13 +114,13 @@ class SpecStepInputs(StepInputs):
 
     @property
     def store(self) -> NgramIndex:
-        """The token store, in which `rows.entries` are the indices of the rows."""
+        """The token store, in which rows have the indices `rows.entries`."""
         assert self._store is not None, "allocate comes first"
         return self._store
 
     @property
     def rows(self) -> SpecRows:
-        """What is kept of the rows for speculation."""
+        """The speculative state of the rows."""
         assert self._rows is not None, "no row was prefilled yet"
         return self._rows
 
@@ -128,8 +131,8 @@ class SpecStepInputs(StepInputs):
 
     @property
     def drafts_on_host(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """The token ids [B, k] and counts [B] of the current step's drafts, once they have arrived
-        on the host. `set_drafts` must have been asked to send them."""
+        """The token ids [B, k] and counts [B] of the current step's drafts on the host. Waits for
+        their copy, which `set_drafts` must have started."""
         assert self._on_host is not None, "nobody asked for them"
         token_ids, counts = self._on_host
         return token_ids.wait(), counts.wait()
@@ -139,62 +142,66 @@ class SpecStepInputs(StepInputs):
         return self.newest if self._wide is None else self._wide
 
     def positions_ahead(self, width: int) -> Tensor:
-        """[B, width] int64, the positions of each row's newest token and of the tokens after it.
-        Positions past the last one that the row can have become that one."""
+        """Return the positions of each row's newest token and of those after it, [B, width] int64,
+        limited to the last position that the row can have."""
         positions = self.newest.positions.unsqueeze(1)
         ahead = positions + torch.arange(width, device=positions.device)
         return ahead.minimum(self.rows.limits.unsqueeze(1))
 
     def repeated(self, width: int) -> SamplingInputs:
-        """The sampler's inputs for `width` positions of each row. They are made once for all steps
-        of the same rows."""
+        """Return the sampler's inputs for `width` positions of each row. They are cached as long as
+        the rows stay the same."""
         if width not in self._repeated:
             self._repeated[width] = self.sampling.repeat(width)
         return self._repeated[width]
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
-        """Add rows as every strategy does, and put their tokens into the token store."""
+        """Add rows as in every strategy, and add their tokens to the token store."""
         device, count = newest.device, len(rows.seqs)
         entries = np.array([self._free_entries.popleft() for _ in range(count)], np.int64)
         limits = [seq.max_tokens - 1 for seq in rows.seqs]
-        there = upload(
+        uploaded = upload(
             np.stack([entries, np.array(limits), rows.context_lens]), torch.int64, device
         )
         before = [seq.counts.get(NUM_FORWARDS.name, 0) for seq in rows.seqs]
         steps = [n + seq.prefill_yields for n, seq in zip(before, rows.seqs, strict=True)]
-        self._store_prompts(rows, entries, there[0])
-        # The newest tokens need a launch of their own, because the host does not know them yet.
+        self._store_prompts(rows, entries, uploaded[0])
+        # The newest tokens are added separately, because they are only on the device yet.
         ones = torch.ones_like(newest, dtype=torch.int32)
-        self.store.append(there[0], there[2], newest.unsqueeze(1), ones)
+        self.store.append(uploaded[0], uploaded[2], newest.unsqueeze(1), ones)
         self._add_rows(rows, newest)
         hidden = self.joining_hidden
         if hidden is None:
             hidden = newest.new_empty((count, 0))
-        steps_there = upload(steps, torch.int32, device)
-        new = SpecRows(entries, there[0], there[1], steps_there, hidden)
+        uploaded_steps = upload(steps, torch.int32, device)
+        new = SpecRows(entries, uploaded[0], uploaded[1], uploaded_steps, hidden)
         self._rows = new if self._rows is None else SpecRows.concat([self._rows, new])
         self._repeated.clear()
 
     def _store_prompts(
         self, rows: JoiningRows, store_indices: npt.NDArray[np.int64], entries: Tensor
     ) -> None:
-        """Put the tokens that the prefill has read into the token store. `store_indices` and
-        `entries`, both [B] int64, are the rows' indices in it, on the host and on the device."""
+        """Add the tokens that the prefill has read to the token store.
+
+        Args:
+            store_indices, entries: [B] int64, the rows' indices in the store, on the host and on
+                the device.
+        """
         lens = rows.context_lens
         token_ids = np.zeros((len(lens), int(lens.max())), np.int64)
-        known = zip(token_ids, rows.seqs, lens.tolist(), store_indices.tolist(), strict=True)
-        for ids, seq, length, entry in known:
+        stored_rows = zip(token_ids, rows.seqs, lens.tolist(), store_indices.tolist(), strict=True)
+        for ids, seq, length, entry in stored_rows:
             ids[:length] = seq.token_ids[:length]
             if self._indexed and seq.spans:
                 self._hide_images(ids, seq, entry)
-        there = upload(token_ids, torch.int64, entries.device)
+        uploaded = upload(token_ids, torch.int64, entries.device)
         counts = upload(lens, torch.int64, entries.device)
         self.store.reset(entries)
-        self.store.append(entries, torch.zeros_like(entries), there, counts)
+        self.store.append(entries, torch.zeros_like(entries), uploaded, counts)
 
     def _hide_images(self, ids: npt.NDArray[np.int64], seq: Sequence, entry: int) -> None:
-        """Put an id that occurs nowhere else in place of each token of a row's images, so that no
-        n-gram has such a token that another one could be equal to."""
+        """Replace each token of a row's images by an id that occurs nowhere else, so that n-grams
+        with image tokens never match others."""
         first, num_ids = self._vocab_size, 2**31 - self._vocab_size
         for span in seq.spans:
             indices = np.arange(span.start, span.end) + entry * self.store.tokens.shape[1]
@@ -213,11 +220,11 @@ class SpecStepInputs(StepInputs):
         self._drafts = self._wide = None
 
     def set_drafts(self, drafts: Drafts, *, send: bool = False) -> None:
-        """Let the next forward read the drafts behind the newest tokens, and put them into the
+        """Let the next forward read the drafts after the newest tokens, and add them to the
         sampler's history, so that penalties at a position count the drafts before it.
 
         Args:
-            send: whether to copy them to the host as well, for `drafts_on_host`.
+            send: whether to start a copy to the host, for `drafts_on_host`.
         """
         rows, k = self.newest, drafts.token_ids.shape[1]
         input_ids, positions, counts = place_drafts(
@@ -228,8 +235,8 @@ class SpecStepInputs(StepInputs):
         query_lens = np.full_like(rows.query_lens, 1 + k)
         self._wide = replace(rows, input_ids=input_ids, positions=positions, query_lens=query_lens)
         if self.sampling.any_penalties:
-            all_of_them = torch.full_like(counts, k)
-            self.sampling.append(drafts.token_ids, all_of_them, rows.positions + 1)
+            all_drafts = torch.full_like(counts, k)
+            self.sampling.append(drafts.token_ids, all_drafts, rows.positions + 1)
 
     def step_decode(self, step: StepOutput) -> None:
         inputs, rows = self.newest, self.rows

@@ -1,5 +1,5 @@
-"""Speculative decoding (Leviathan et al. 2023): a proposer drafts tokens of each row, and one
-forward of the target verifies them all."""
+"""The strategy `ar_spec`: speculative decoding (Leviathan et al. 2023). A proposer drafts tokens
+for each row, and one forward of the target verifies them all."""
 
 from __future__ import annotations
 
@@ -31,44 +31,45 @@ from batchgen.strategies.counts import NUM_FORWARDS, one_forward, tokens_per_for
 DRAFT = "draft"
 """The name of the draft model among the strategy's models."""
 MTP = "mtp"
-"""The name of the head for multi-token prediction, among the target's heads and the strategy's
+"""The name of the multi-token prediction head, among the target's heads and among the strategy's
 models."""
 
 DRAFT_ACCEPTED = OutputColumn("draft_accepted", np.dtype(np.bool_))
 """Whether the token was a draft."""
 STEP_MAP = OutputColumn("step_map", np.dtype(np.int32))
-"""Which of the row's forwards yielded the token, counted from 1."""
+"""Which of the row's forwards yielded the token, starting at 1."""
 NUM_DRAFT_TOKENS = RowCount("num_draft_tokens", "tokens that were drafted for the row")
 NUM_ACCEPTED_TOKENS = RowCount("num_accepted_tokens", "of token_ids, how many were drafts")
 
 PROPOSERS = ("ngram", "draft", "mtp")
-"""What the option `proposer` can be."""
+"""The values of the option `proposer`."""
 _MOST_DRAFTS = 7
-"""The most drafts that a row can have in a step."""
+"""The most drafts per row and step."""
 _LENGTHS = (0, 1, 2, 3, 5)
-"""The numbers of drafts to choose from, besides `num_spec_tokens`. They are few because each needs
-CUDA graphs of its own."""
+"""The numbers of drafts to choose from, in addition to `num_spec_tokens`. They are few because each
+needs separate CUDA graphs."""
 
 
 class ARSpecStrategy(Strategy):
-    """Decodes as `ar` does, but with several tokens per forward where drafts hold. Raises
-    ValueError if an option is out of range or does not go with another.
+    """Decodes like `ar`, but with several tokens per forward where drafts hold.
 
     Args:
-        proposer: `ngram` drafts what followed the row's last tokens at an earlier occurrence;
-            `draft` runs a smaller model, and `mtp` the model's own head for multi-token prediction.
+        proposer: `ngram` drafts what followed an earlier occurrence of the row's last tokens;
+            `draft` uses a smaller model, and `mtp` the model's own head for multi-token prediction.
         num_spec_tokens: the most drafts of a row in one step.
         verifier: `pathwise` yields exactly the tokens of `ar`. `rejection` yields other tokens of
-            the same distribution, and accepts those of a draft model or head more often at high
-            temperatures.
-        adaptive: whether to choose the number of drafts of each step, down to none, from the number
-            of rows, the time of a forward and how often drafts held. If not, it is always
+            the same distribution; at high temperatures it accepts more drafts of a model or head.
+        adaptive: whether to choose the number of drafts of each step, including none, from the
+            number of rows, the time of a forward and how often drafts held. If not, it is always
             num_spec_tokens.
-        ngram_min: the least number of tokens that must match an earlier occurrence.
-        ngram_max: the number of tokens of the longest match that is looked for.
-        ngram_pool: whether to look at the tokens of other rows, too.
+        ngram_min: the fewest tokens that must match an earlier occurrence.
+        ngram_max: the most tokens that are matched.
+        ngram_pool: whether to look for matches in other rows, too.
         draft_model: the hub name or path of the draft model, which the engine's builder loads.
         acceptance_floor: if a smaller share of a job's drafts held, the job's summary says so.
+
+    Raises:
+        ValueError: an option is out of range, or conflicts with another.
     """
 
     name = "ar_spec"
@@ -137,7 +138,7 @@ class ARSpecStrategy(Strategy):
 
     @property
     def models(self) -> Mapping[str, ModelRole]:
-        """The target, and the model or head that drafts, if one does."""
+        """The target, and the draft model or head if there is one."""
         widths = tuple(1 + k for k in self._lengths)
         models = {TARGET: ModelRole(widths)}
         purpose = f"strategy.proposer is {self.proposer_name}"
@@ -184,8 +185,8 @@ class ARSpecStrategy(Strategy):
     def first_tokens(self, output: ModelOutput, rows: JoiningRows) -> StepOutput:
         step = super().first_tokens(output, rows)
         steps = [seq.counts.get(NUM_FORWARDS.name, 0) for seq in rows.seqs]
-        steps_there = upload(steps, torch.int32, output.positions.device)
-        return _described(step, None, steps_there, rows.sampling)
+        previous_steps = upload(steps, torch.int32, output.positions.device)
+        return _described(step, None, previous_steps, rows.sampling)
 
     def propose(self, batch: DecodeBatch) -> None:
         state = self.step_inputs
@@ -200,21 +201,22 @@ class ARSpecStrategy(Strategy):
             state.set_drafts(drafts, send=batch.guide is not None)
 
     def _with_forced(self, drafts: Drafts, guide: Guide) -> Drafts:
-        """Begin the drafts of constrained rows with the tokens that their constraints force. Drafts
-        behind them are kept only if the proposer had drafted the same tokens."""
+        """Replace the first drafts of constrained rows by the tokens that their constraints force.
+        Later drafts are kept only if the proposer had drafted these tokens, too."""
         k = drafts.token_ids.shape[1]
         forced = guide.forced(k)
         if forced is None:
             return drafts
         self._proposer.overruled(self.step_inputs, k)
-        there = upload(forced, torch.int64, drafts.token_ids.device)
-        known = there >= 0
-        count = known.sum(1, dtype=torch.int32)
-        # If the proposer drafted other tokens than the forced ones, what it drafted next does not
-        # follow them.
-        agree = ((drafts.token_ids == there) | ~known).all(1) & (drafts.counts >= count)
+        forced_ids = upload(forced, torch.int64, drafts.token_ids.device)
+        is_forced = forced_ids >= 0
+        count = is_forced.sum(1, dtype=torch.int32)
+        # If the proposer drafted other tokens than the forced ones, its later drafts do not follow
+        # them.
+        agree = ((drafts.token_ids == forced_ids) | ~is_forced).all(1) & (drafts.counts >= count)
         counts = torch.where((count > 0) & ~agree, count, drafts.counts)
-        return replace(drafts, token_ids=torch.where(known, there, drafts.token_ids), counts=counts)
+        token_ids = torch.where(is_forced, forced_ids, drafts.token_ids)
+        return replace(drafts, token_ids=token_ids, counts=counts)
 
     @property
     def proposes_from_guide(self) -> bool:
@@ -226,8 +228,8 @@ class ARSpecStrategy(Strategy):
 
     @property
     def by_schedule(self) -> frozenset[str]:
-        # Where steps begin, and so what they draft, changes with a preemption; n-grams of other
-        # rows displace those of a row; and an adaptive number of drafts follows the clock.
+        # Preemption changes where steps begin, and so what they draft; n-grams of other rows
+        # displace those of a row; and an adaptive number of drafts depends on clocks.
         counts = {count.name for count in self.counts}
         return frozenset(counts | {column.name for column in self.columns})
 
@@ -286,14 +288,14 @@ def _described(
     """Add the strategy's counts to a step, and its columns if any row asks for one.
 
     Args:
-        drafts: the drafts that it verified; None if it had none.
+        drafts: the drafts that the step verified; None without drafts.
         steps: [B] int32, how many forwards have yielded tokens of each row before.
     """
     step = step.with_counts(num_forwards=one_forward(step))
     if drafts is None and not sampling.any_columns:
         return step
     offsets = torch.arange(step.token_ids.shape[1], device=steps.device)
-    # The last token of a row is the target's own, unless the row failed or conflicts.
+    # The last token of a row is the target's own, unless the row failed or has a conflict.
     num_accepted = step.num_tokens - (~step.broken).int()
     is_draft = offsets < num_accepted.unsqueeze(1)
     if drafts is not None:

@@ -1,8 +1,8 @@
-"""The verifiers of speculative decoding: they decide which drafts are accepted.
+"""The verifiers of speculative decoding, which decide which drafts are accepted.
 
 A verifier turns the logits at a row's newest token and at its k drafts into the tokens of the step.
-Verifiers keep no state. A draft *holds* if the verifier accepts it and all drafts of the row before
-it in the step.
+Verifiers keep no state. A draft *holds* if the verifier accepts it and all drafts before it in the
+same row and step.
 """
 
 from __future__ import annotations
@@ -23,33 +23,36 @@ from batchgen.kernels.speculation.rejection import verify
 from batchgen.strategies.ar_spec.step_inputs import Drafts, SpecStepInputs
 
 Verifier = Callable[[SpecStepInputs, ModelOutput, Drafts, TokenMask | None], StepOutput]
-"""A verifier is given the state of B rows, the output of their forward, their drafts, and the mask
-of the B · (k + 1) rows of logits (None if no row has a constraint). It returns the step, in which a
-row has at most k + 1 tokens: its accepted drafts and one token more."""
+"""Arguments: the state of B rows, the output of their forward, their drafts, and the mask of the B
+· (k + 1) rows of logits (None without constraints). Returns the step, in which a row has at most k
++ 1 tokens: its accepted drafts and one more token."""
 
 
 def pathwise(
     state: SpecStepInputs, output: ModelOutput, drafts: Drafts, mask: TokenMask | None = None
 ) -> StepOutput:
     """Sample every position as decoding without drafts would, and keep the tokens up to the first
-    that differs from its draft. So each token is the one that decoding without drafts yields, at
-    any temperature and with every option. A draft that was not drawn from a distribution, such as
-    an n-gram's, is accepted as often as by rejection."""
+    one that differs from its draft.
+
+    So each token equals the one that decoding without drafts yields, at any temperature and with
+    every option. Drafts that were not drawn from a distribution, such as n-grams, are accepted as
+    often as by rejection sampling.
+    """
     width = 1 + drafts.token_ids.shape[1]
     step = sample_tokens(output.divided, state.repeated(width), output.positions + 1, mask=mask)
     return keep_held(step, drafts)
 
 
 def keep_held(step: StepOutput, drafts: Drafts) -> StepOutput:
-    """Keep those sampled tokens of each row whose drafts before them all equal the tokens sampled
-    in their places: the drafts that held, and one token more.
+    """Keep, of the tokens sampled at each position, those that follow only correct drafts: the
+    drafts that held, and one more token per row.
 
-    A row keeps no token from its first broken logits on. There it fails or conflicts with its
-    constraint, as it would without drafts. Returns a step of B rows with W = k + 1.
+    A row keeps no token from its first position with broken logits on. There it fails or conflicts
+    with its constraint, as it would without drafts. Returns a step of B rows with W = k + 1.
 
     Args:
-        step: a step of B · (k + 1) rows with one token each: for each row of the batch the token
-            that was sampled after none of its drafts, after the first, and so on.
+        step: a step of B · (k + 1) rows with one token each: for each row of the batch, the token
+            sampled after none of its drafts, after the first one, and so on.
     """
     num_tokens, failed = accept_drafts(
         step.token_ids, step.num_tokens, drafts.token_ids, drafts.counts
@@ -71,8 +74,8 @@ def keep_held(step: StepOutput, drafts: Drafts) -> StepOutput:
 def rejection(
     state: SpecStepInputs, output: ModelOutput, drafts: Drafts, mask: TokenMask | None = None
 ) -> StepOutput:
-    """Accept each draft with probability min(1, p / q), where p is its probability in the target
-    and q in the draft model (Leviathan et al. 2023, Chen et al. 2023). The tokens have the same
+    """Accept each draft with probability min(1, p / q), where p is its probability under the target
+    and q under the draft model (Leviathan et al. 2023, Chen et al. 2023). The tokens have the same
     distribution as without drafts, but are not the same tokens."""
     k = drafts.token_ids.shape[1]
     sampling, rows = state.repeated(1 + k), state.sampling
@@ -97,12 +100,16 @@ def rejection(
 def _up_to_conflicts(
     step: StepOutput, output: ModelOutput, processed: Tensor, mask: TokenMask, drafts: Drafts
 ) -> StepOutput:
-    """Give the rows that failed the drafts that they accepted before, and tell failures from
-    conflicts. A row conflicts if the model gave numbers, but its mask and options left no token.
-    `processed` is [B · (k + 1), V], the logits after all options and the mask."""
+    """Give failed rows the drafts that they accepted before, and distinguish failures from
+    conflicts. A row has a conflict if its logits are finite, but its mask and options left no
+    token.
+
+    Args:
+        processed: [B · (k + 1), V], the logits after all options and the mask.
+    """
     k = drafts.token_ids.shape[1]
     longest, failed = processed.amax(-1), step.failed
-    # A failed row accepted all drafts before the first logits that leave nothing to draw.
+    # A failed row accepted all drafts before its first position without a token to draw.
     index = (~longest.isfinite()).view(-1, 1 + k).int().argmax(1)
     token_ids = step.token_ids.clone()
     token_ids[:, :k] = torch.where(failed.unsqueeze(1), drafts.token_ids, token_ids[:, :k])
@@ -118,4 +125,4 @@ def _up_to_conflicts(
 
 
 VERIFIERS: dict[str, Verifier] = {"pathwise": pathwise, "rejection": rejection}
-"""The verifiers by the name that the option `verifier` has for them."""
+"""Maps the values of the option `verifier` to verifiers."""

@@ -1,4 +1,4 @@
-"""Which of the tokens that a denoise step draws stay on a canvas, and when the canvas is finished.
+"""Decides which drawn tokens of a denoise step stay on a canvas, and when a canvas is finished.
 
 The rule is that of `EntropyBoundSampler` and `StableAndConfidentStoppingCriteria` in
 models/diffusion_gemma/generation_diffusion_gemma.py of transformers 5.23, and of
@@ -17,25 +17,29 @@ from torch import Tensor
 
 from batchgen.engine.device.batched import Batched, row
 from batchgen.engine.device.transfer import upload
+from batchgen.strategies.blocks import with_whole_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renoising:
-    """The options of a row. Raises ValueError, which names the option, for a value out of range.
+    """The denoising options of a row.
 
-    A step draws a token at each place of the canvas. Those of the lowest entropies stay, as many as
-    keep the sum of their entropies without the largest within a bound (Ben-Hamu et al. 2025, arXiv
-    2505.24857); random tokens take all other places, where an earlier one may have stayed. The
-    answer of a step is its likeliest tokens. A canvas is finished when the answer has not changed
-    and the mean entropy is small, or after a number of steps.
+    A step draws a token at each position of the canvas. The tokens with the lowest entropies stay:
+    as many as keep the sum of their entropies, without the largest, within a bound (Ben-Hamu et al.
+    2025, arXiv 2505.24857). All other positions get random tokens, even if an earlier token had
+    stayed there. The answer of a step is its likeliest tokens. A canvas is finished when the answer
+    is stable and the mean entropy is small, or after a number of steps.
 
     Args:
         max_denoising_steps: the most steps of a canvas, N.
-        entropy_bound: in nats.
-        start_temperature, end_temperature: what the row's temperature is multiplied by falls
-            linearly from the first step on; it would reach the second number in step N + 1.
-        stable_steps: in how many further steps the answer must be the same.
-        stop_entropy: the mean entropy, in nats, below which a canvas may be finished.
+        entropy_bound: the bound in nats.
+        start_temperature, end_temperature: the factor of the row's temperature; it falls linearly
+            from the first value in the first step, and would reach the second in step N + 1.
+        stable_steps: how many further steps must give the same answer.
+        stop_entropy: the mean entropy in nats below which a canvas may be finished.
+
+    Raises:
+        ValueError: a value is out of range; the message names the option.
     """
 
     max_denoising_steps: int = 48
@@ -60,24 +64,25 @@ class Renoising:
 
     @classmethod
     def of_row(cls, values: Mapping[str, Any]) -> Renoising:
-        """Make the options that a row brings along. Raises ValueError for names that are none."""
-        known = [each.name for each in fields(cls)]
+        """Make the options that a row of the input brings. Raises ValueError for unknown names."""
+        known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
                 raise ValueError(
                     f"{name!r:.100} is no option of strategy canvas: these are {', '.join(known)}"
                 )
-        options = {name: value for name, value in values.items() if value is not None}
-        for name in ("max_denoising_steps", "stable_steps"):
-            value = options.get(name)
-            if isinstance(value, float) and value.is_integer():
-                options[name] = int(value)  # JSON may have an integer as 16.0
-        return cls(**options)
+        return cls(
+            **{
+                name: value
+                for name, value in with_whole_numbers(values).items()
+                if value is not None
+            }
+        )
 
 
 @dataclass(frozen=True)
 class RenoisingRows(Batched):
-    """The options of B rows on the device."""
+    """The denoising options of B rows on the device."""
 
     max_steps: Tensor = row()  # [B] int64
     stable_steps: Tensor = row()  # [B] int64
@@ -100,25 +105,30 @@ class RenoisingRows(Batched):
         )
 
     def temperatures(self, denoised: Tensor) -> Tensor:
-        """[B] float32, what the rows' temperatures are multiplied by in the step after `denoised`
-        [B] int64 steps."""
+        """Return the factors of the rows' temperatures in the step after `denoised` [B] int64
+        steps, [B] float32."""
         left = (self.max_steps - denoised).float() / self.max_steps
         return self.end_temperature + (self.start_temperature - self.end_temperature) * left
 
     def accepted(self, entropies: Tensor) -> Tensor:
-        """[B, L] bool, the places whose drawn tokens stay, given the entropies [B, L] float32 of
-        the distributions that they were drawn from. Of equal entropies the first comes first."""
+        """Return the positions whose drawn tokens stay, [B, L] bool. Of equal entropies, the first
+        position comes first.
+
+        Args:
+            entropies: [B, L] float32, the entropies of the distributions that the tokens were drawn
+                from.
+        """
         ascending, order = entropies.double().sort(dim=1, stable=True)
         within = ascending.cumsum(1) - ascending <= self.entropy_bound.unsqueeze(1)
         return torch.zeros_like(within).scatter(1, order, within)
 
     def are_finished(self, entropies: Tensor, unchanged: Tensor, denoised: Tensor) -> Tensor:
-        """[B] bool, the rows whose canvas is finished by a step.
+        """Return the rows whose canvas is finished by a step, [B] bool.
 
         Args:
             entropies: as for `accepted`.
-            unchanged: [B] int64, in how many steps the answer was the same as in the step before.
-            denoised: [B] int64, how many steps the canvas has had with this one.
+            unchanged: [B] int64, for how many steps the answer has not changed.
+            denoised: [B] int64, how many steps the canvas has had, including this one.
         """
         settled = (unchanged >= self.stable_steps) & (entropies.mean(1) < self.stop_entropy)
         return settled | (denoised >= self.max_steps)

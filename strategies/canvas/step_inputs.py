@@ -1,5 +1,6 @@
-"""The state of canvas diffusion between steps: a canvas of random tokens is denoised until its
-answer is settled, which then becomes part of the context."""
+"""The state of canvas diffusion between steps: each row has a canvas of random tokens, which is
+denoised until its answer is stable and then becomes part of the context. `CanvasStrategy` owns
+it."""
 
 from __future__ import annotations
 
@@ -19,51 +20,52 @@ from batchgen.engine.models.token_model import TokenModel
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
 from batchgen.kernels.sampling.philox import Stream, uniform_ids
+from batchgen.strategies.blocks import commit_inputs, steps_so_far, widened
 from batchgen.strategies.canvas.renoising import Renoising, RenoisingRows
-from batchgen.strategies.dllm.block_rows import widened
-from batchgen.strategies.dllm.joining_blocks import commit_inputs, steps_so_far
 
 
 @dataclass(frozen=True)
 class CanvasRows(Batched):
-    """The canvas of L places that each of B rows works on."""
+    """The current canvas, of L positions, of each of B rows."""
 
     starts: Tensor = row()  # [B] int64, the position of the canvas's first token
     last_starts: Tensor = row()  # [B] int64, the same for the last canvas that the row can have
-    token_ids: Tensor = row()  # [B, L] int64, what the next step reads
-    answers: Tensor = row()  # [B, L] int64, the likeliest tokens of the last step; -1 before one
+    token_ids: Tensor = row()  # [B, L] int64, the tokens that the next step reads
+    answers: Tensor = row()  # [B, L] int64, the likeliest tokens of the last step; -1 at first
     signals: Tensor = row()  # [B, L, hidden_size], what the next step is conditioned on
     denoised: Tensor = row()  # [B] int64, how many steps the canvas has had
-    unchanged: Tensor = row()  # [B] int64, how many of the last steps left the answer as it was
+    unchanged: Tensor = row()  # [B] int64, for how many steps the answer has not changed
     steps: Tensor = row()  # [B] int32, how many steps the row has had
-    finished: Tensor = row()  # [B] bool, whether the answer is settled, but not part of the context
+    finished: Tensor = row()  # [B] bool, whether the answer is final, but not in the context yet
     over: Tensor = row()  # [B] bool, whether the row's last canvas is part of the context
 
 
 @dataclass(frozen=True)
 class FinalCanvases:
-    """The canvases of B rows, of which some become part of the context in the current forward."""
+    """The canvases of B rows, some of which become part of the context in the current forward."""
 
-    rows: Tensor  # [B] bool
+    rows: Tensor  # [B] bool, the rows whose canvas becomes part of the context
     token_ids: Tensor  # [B, L] int64
-    denoised: Tensor  # [B] int64, how many steps they took
+    denoised: Tensor  # [B] int64, how many steps the canvases took
     columns: Mapping[str, Tensor]  # name → [B, L, *tail]
 
 
 class CanvasStepInputs(StepInputs):
     """The canvas of each row, and the columns of its answer.
 
-    A finished canvas joins the context in the same forward as the first step of the row's next
-    canvas (`commit`), if there is room for it. Until then its row waits.
+    A finished canvas becomes part of the context in the same forward as the first step of the row's
+    next canvas (`commit`), if there is room. Until then its row waits.
 
     Args:
-        length: L, the places of a canvas.
-        model: what denoises it.
-        default: the options of rows that have none of their own.
+        length: L, the number of positions of a canvas.
+        model: the model that denoises the canvases.
+        default: the options of rows that bring none.
 
     Attributes:
-        columns: name of an output column → [B, L, *tail], the values of the answers' tokens, each
-            of the last step that changed it.
+        columns: maps the name of an output column to [B, L, *tail], the values of the answers'
+            tokens. Each value is from the last step that changed its token.
+        final: the canvases that become part of the context in the current step.
+        context: what the current forward reads of these canvases.
     """
 
     def __init__(self, length: int, model: TokenModel, default: Renoising) -> None:
@@ -73,13 +75,13 @@ class CanvasStepInputs(StepInputs):
         self._canvases: CanvasRows | None = None
         self._rules: RenoisingRows | None = None
         self._repeated: SamplingInputs | None = None
-        # Of the current step: the canvases that become context in it, and what it reads of them.
+        # The next two are of the current step.
         self.final: FinalCanvases | None = None
         self.context: ModelInputs | None = None
 
     @property
     def canvases(self) -> CanvasRows:
-        """The canvas that each row works on."""
+        """The current canvas of each row."""
         assert self._canvases is not None, "no row has joined yet"
         return self._canvases
 
@@ -91,13 +93,13 @@ class CanvasStepInputs(StepInputs):
 
     @property
     def positions(self) -> Tensor:
-        """[B, L] int64, the absolute positions of each row's canvas."""
+        """The absolute positions of each row's canvas, [B, L] int64."""
         offsets = torch.arange(self._length, device=self.canvases.starts.device)
         return self.canvases.starts.unsqueeze(1) + offsets
 
     @property
     def sampled(self) -> SamplingInputs:
-        """The sampler's inputs for the L places of each row in the current step."""
+        """The sampler's inputs for the L positions of each row in the current step."""
         if self._repeated is None:
             self._repeated = self.sampling.repeat(self._length)
         factors = self.rules.temperatures(self.canvases.denoised)
@@ -105,17 +107,17 @@ class CanvasStepInputs(StepInputs):
 
     @property
     def draws(self) -> Tensor:
-        """[B · L] int64, how many draws each place has had, by which random numbers differ."""
+        """How many draws each position has had, [B · L] int64, which selects the random numbers."""
         return self.canvases.denoised.repeat_interleave(self._length)
 
     @property
     def idle(self) -> Tensor:
-        """[B] bool, the rows that a step changes nothing of."""
+        """The rows that a step does not change, [B] bool."""
         return self.canvases.finished | self.canvases.over
 
     @property
     def waiting(self) -> Tensor:
-        """[B] bool, the rows whose finished canvas is to become part of the context."""
+        """The rows whose finished canvas is still to become part of the context, [B] bool."""
         return self.canvases.finished & ~self.canvases.over
 
     @property
@@ -135,8 +137,8 @@ class CanvasStepInputs(StepInputs):
         )
 
     def commit(self, room: int) -> None:
-        """Let up to `room` finished canvases become part of the context in the current forward, and
-        their rows begin the next canvas."""
+        """Let up to `room` finished canvases become part of the context in the current forward.
+        Their rows begin the next canvas."""
         canvases, waiting = self.canvases, self.waiting
         rank = waiting.cumsum(0)
         rows = waiting & (rank <= room)
@@ -149,7 +151,8 @@ class CanvasStepInputs(StepInputs):
         self._canvases = self._opened(rows)
 
     def _opened(self, rows: Tensor) -> CanvasRows:
-        """The canvases after the rows in `rows` [B] bool have begun their next one, or ended."""
+        """Return the canvases after the given rows [B] bool have begun their next canvas, or
+        ended."""
         canvases = self.canvases
         more = rows & (canvases.starts < canvases.last_starts)
         starts = torch.where(more, canvases.starts + self._length, canvases.starts)
@@ -169,8 +172,8 @@ class CanvasStepInputs(StepInputs):
         return replace(opened, token_ids=torch.where(opening, noise, canvases.token_ids))
 
     def _noise(self, seeds: Tensor, starts: Tensor, draws: Tensor) -> Tensor:
-        """Random tokens [B, L] for canvases that begin at `starts` [B] and have had `draws` [B]
-        steps: functions of seed, position and step alone."""
+        """Return random tokens [B, L] for canvases that begin at `starts` [B] and have had `draws`
+        [B] steps. They depend only on seed, position and step."""
         length = self._length
         positions = starts.unsqueeze(1) + torch.arange(length, device=starts.device)
         ids = uniform_ids(
@@ -183,11 +186,11 @@ class CanvasStepInputs(StepInputs):
         return ids.view(positions.shape)
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
-        """Add B rows whose prefill has read all known tokens, each with a canvas of noise behind
-        them. `newest` is not read."""
+        """Add B rows whose prefill has read all known tokens, each with a canvas of noise after
+        these. `newest` is not used."""
         device, length = newest.device, self._length
         decodings = [seq.params.decoding for seq in rows.seqs]
-        rules = [each if isinstance(each, Renoising) else self._default for each in decodings]
+        rules = [rule if isinstance(rule, Renoising) else self._default for rule in decodings]
         starts = rows.context_lens
         prompts = np.array([seq.num_prompt_tokens for seq in rows.seqs])
         longest = np.array([seq.max_tokens for seq in rows.seqs]) - prompts
@@ -240,14 +243,15 @@ class CanvasStepInputs(StepInputs):
         signals: Tensor,
         columns: Mapping[str, Tensor],
     ) -> None:
-        """Take over what a step computed for the canvases that are not idle.
+        """Update the canvases that are not idle with the results of a step.
 
         Args:
-            token_ids: [B, L] int64, the tokens that were drawn.
+            token_ids: [B, L] int64, the drawn tokens.
             answers: [B, L] int64, the likeliest tokens.
-            entropies: [B, L] float32, of the distributions that tokens were drawn from.
+            entropies: [B, L] float32, the entropies of the distributions that tokens were drawn
+                from.
             signals: [B, L, hidden_size], what the next step is conditioned on.
-            columns: name of an output column → [B, L, *tail], the values of `answers`.
+            columns: maps the name of an output column to [B, L, *tail], the values of `answers`.
         """
         canvases, rules, active = self.canvases, self.rules, ~self.idle
         changed = (answers != canvases.answers) & active.unsqueeze(1)
@@ -255,8 +259,8 @@ class CanvasStepInputs(StepInputs):
             old = self.columns.get(name)
             if old is None or old.shape != values.shape:
                 old = widened(old, values)
-            chosen = changed.view(*changed.shape, *[1] * (values.dim() - 2))
-            self.columns[name] = torch.where(chosen, values, old)
+            mask = changed.view(*changed.shape, *[1] * (values.dim() - 2))
+            self.columns[name] = torch.where(mask, values, old)
         denoised = canvases.denoised + active
         unchanged = torch.where(changed.any(1), 0, canvases.unchanged + active)
         noise = self._noise(self.sampling.seeds, canvases.starts, denoised)
@@ -275,5 +279,6 @@ class CanvasStepInputs(StepInputs):
         )
 
     def step_decode(self, step: StepOutput) -> None:
-        """Forget what the step's forward has read. `write` has moved the canvases on."""
+        """Drop the inputs of the current step's forward. `write` has already updated the
+        canvases."""
         self.final = self.context = None

@@ -1,3 +1,3 @@
-"""What reports call a step of this paradigm; they read it without importing the strategy."""
+"""The name of this strategy's steps in reports, which read it without importing the strategy."""
 
 STEP_NAME = "denoise step"

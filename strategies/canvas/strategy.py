@@ -1,5 +1,5 @@
-"""Diffusion over canvases without masks (DiffusionGemma, Google 2026): all tokens of a canvas are
-denoised together from random ones."""
+"""The strategy `canvas`: diffusion over canvases without masks (DiffusionGemma, Google 2026). All
+tokens of a canvas are denoised together, starting from random ones."""
 
 from __future__ import annotations
 
@@ -23,23 +23,30 @@ from batchgen.engine.sampling.sampler import draw_tokens, take_tokens
 from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
+from batchgen.strategies.blocks import STEP_MAP
 from batchgen.strategies.canvas.renoising import Renoising
 from batchgen.strategies.canvas.step_inputs import CanvasStepInputs
 from batchgen.strategies.counts import NUM_FORWARDS, tokens_per_forward
-from batchgen.strategies.dllm.joining_blocks import STEP_MAP
 
 _DENOISED = "denoised"
-"""The name in `StepOutput.observed` of how many steps each final canvas has had."""
+"""The name in `StepOutput.observed` of the number of steps of each final canvas."""
 _WAITING = "waiting"
-"""The name there of which rows' canvases wait to become part of the context."""
+"""The name in `StepOutput.observed` of the rows whose canvases wait to become part of the
+context."""
 _STEPS_PER_CANVAS = "steps_per_canvas"
 """The name in `stats` of how often a canvas took each number of steps."""
 
 
 class CanvasStrategy(Strategy):
-    """Denoises a canvas behind the known tokens of a row, then reads its answer as context, and
-    goes on with the next canvas. The arguments are those of `Renoising`, which rows may have of
-    their own (`RequestParams.decoding`). Raises ValueError if one is out of range."""
+    """Denoises a canvas after the known tokens of a row, then computes its answer as context, and
+    continues with the next canvas.
+
+    A canvas is *waiting* once it is denoised: its answer becomes context in a later step, whose
+    forward writes its KV cache. That step yields the answer's tokens.
+
+    The arguments are those of `Renoising`, which rows may override (`RequestParams.decoding`).
+    Raises ValueError if one is out of range.
+    """
 
     name = "canvas"
     columns: tuple[OutputColumn, ...] = (STEP_MAP,)
@@ -79,7 +86,8 @@ class CanvasStrategy(Strategy):
         return self._step_inputs
 
     def block_length(self, model: ModelConfig) -> int:
-        """The context is read causally."""
+        """Check the model and set the canvas length. The context is read causally, so the result is
+        1."""
         if model.canvas_length is None:
             what = "predicts next tokens" if model.diffusion is None else "fills in masks"
             raise ValueError(
@@ -95,7 +103,8 @@ class CanvasStrategy(Strategy):
         return {TARGET: ModelRole((self._length,), forward_rows=2)}
 
     def model_len(self, longest: int, model: ModelConfig) -> int:
-        """A row's last canvas is denoised as a whole even if the row ends at its first place."""
+        """Leave room for the rest of a row's last canvas, which is denoised as a whole even if the
+        row ends at its first position."""
         self.block_length(model)
         if longest < self._length:
             raise ValueError(
@@ -112,11 +121,11 @@ class CanvasStrategy(Strategy):
         return self._length
 
     def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
-        """The prefill reads all known tokens and yields none."""
+        """Let the prefill read all known tokens and yield none."""
         return seq.num_tokens, False
 
     def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
-        """A row needs room for a canvas that becomes context, and for the one behind it."""
+        """Reserve room for a canvas that becomes context, and for the next one."""
         end = num_tokens + pending + 2 * self._length
         tokens: Ints = np.minimum(end, self.most_cache_tokens(max_tokens))
         return tokens
@@ -125,7 +134,7 @@ class CanvasStrategy(Strategy):
         return max_tokens + self._length - 1
 
     def check(self, params: RequestParams, *, replays: bool = False) -> None:
-        """Refuse what reads an answer from left to right, or in an order of unmasking."""
+        """Refuse options that need a left-to-right order or an unmasking order."""
         super().check(params, replays=replays)
         reason = "denoises all tokens of a canvas at once"
         refused = {
@@ -146,8 +155,11 @@ class CanvasStrategy(Strategy):
         self._step_inputs = CanvasStepInputs(self._length, runner.model, self._rule)
 
     def propose(self, batch: DecodeBatch) -> None:
-        """Let canvases that are finished become context: all of them on a CPU, and elsewhere as
-        many as the newest step that was read has left."""
+        """Let waiting canvases become part of the context.
+
+        On a CPU these are all that wait. On a GPU the host must not wait for the device, so their
+        number is that of the newest step whose results have arrived.
+        """
         assert self._runner is not None
         state, waiting = self.step_inputs, self._waiting
         if self._runner.device.type == "cpu":
@@ -157,7 +169,7 @@ class CanvasStrategy(Strategy):
     def forward(
         self, runner: ModelRunner, prefill: PrefillInputs | None
     ) -> tuple[ModelOutput, ModelOutput | None]:
-        """Run the forward, and compute the logits of canvases alone."""
+        """Run the forward, and compute logits only for the canvases."""
         assert prefill is None, "prompts are read beside rows of one token only"
         state = self.step_inputs
         hidden = runner.canvas_states(state.model_inputs, state.context)
@@ -165,8 +177,8 @@ class CanvasStrategy(Strategy):
         return ModelOutput(Logits(logits, logits.shape[1]), state.positions.flatten(), hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
-        """Draw tokens, and move canvases on. The step yields the answers that become part of the
-        context in it."""
+        """Draw tokens and update the canvases; return the answers that became context in this step,
+        as `StepOutput` with one canvas per row."""
         assert guide is None and self._runner is not None
         state, final, model = self.step_inputs, self.step_inputs.final, self._runner.model
         assert final is not None, "propose comes first"
@@ -178,7 +190,7 @@ class CanvasStrategy(Strategy):
         answers = processed.argmax(-1)
         columns = take_tokens(logits, sampling, positions, answers).columns
         steps = (state.canvases.steps + 1).unsqueeze(1).expand(shape).contiguous()
-        # A product for each row, so that its bits do not depend on the others.
+        # Multiplied row by row, so that the bits of a row do not depend on the others.
         signals = torch.stack([model.mean_embeddings(block) for block in processed.split(shape[1])])
         failed = drawn.failed.view(shape).any(1) & active
         denoised = state.canvases.denoised
@@ -203,13 +215,14 @@ class CanvasStrategy(Strategy):
         return step.with_counts(**{NUM_FORWARDS.name: forwards.int()})
 
     def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:
-        """Learn how many canvases wait, and count how many steps the final ones took."""
+        """Learn how many canvases wait, and count the steps of the final ones."""
         self._waiting = int(step.observed[_WAITING].sum())
         final = (step.num_tokens > 0) & current
         self._steps_per_canvas.update(step.observed[_DENOISED][final].tolist())
 
     def stats(self) -> Mapping[str, Any]:
-        """`steps_per_canvas`: the number of denoise steps → how many canvases took that many."""
+        """Return `steps_per_canvas`: maps a number of denoise steps to the number of canvases that
+        took as many."""
         return {_STEPS_PER_CANVAS: dict(sorted(self._steps_per_canvas.items()))}
 
     def summary(

@@ -1,4 +1,5 @@
-"""What a denoise step draws at the positions of the rows' blocks, and what of it is written."""
+"""Decides what a denoise step draws at the positions of the rows' blocks, and which drawn tokens
+are written. `DLLMStrategy.decide` calls `decide_writes`."""
 
 from __future__ import annotations
 
@@ -13,28 +14,28 @@ from batchgen.engine.execution.model_runner import ModelOutput
 from batchgen.engine.rows.guide import Guide
 from batchgen.engine.sampling.sampler import Drawn, draw_tokens, take_tokens
 from batchgen.kernels.sampling.token_mask import TokenMask
+from batchgen.strategies.blocks import STEP_MAP
 from batchgen.strategies.dllm.block_rows import Writes
 from batchgen.strategies.dllm.edits import EDIT_LOG, edit_log
 from batchgen.strategies.dllm.guided import denoise
-from batchgen.strategies.dllm.joining_blocks import STEP_MAP
 from batchgen.strategies.dllm.replay import next_step
 from batchgen.strategies.dllm.step_inputs import DLLMStepInputs
 
 Draw = Callable[[TokenMask | None], Drawn]
-"""Draws a token at each of the B · L positions of the blocks, under a mask if that is not None."""
+"""Draws a token at each of the B · L positions of the blocks, under a mask if there is one."""
 
 
 @dataclass(frozen=True)
 class DenoiseStep:
-    """What one step has decided for the blocks of B rows with L positions each."""
+    """The decisions of one step for the blocks of B rows with L positions each."""
 
-    drawn: Drawn  # of the B · L positions, with the tokens of rows that replay a trajectory
-    writes: Writes
-    guided: Tensor | None  # [B] bool, the rows with a constraint; None if there are none
-    conflicts: Tensor | None  # [B] bool, those that conflict with it; None if there are none
+    drawn: Drawn  # the tokens of the B · L positions; in rows that replay, the trajectory's
+    writes: Writes  # the tokens to write
+    guided: Tensor | None  # [B] bool, the rows with a constraint; None if no row has one
+    conflicts: Tensor | None  # [B] bool, the rows that conflict with it; None if no row has one
 
     def columns(self, state: DLLMStepInputs) -> dict[str, Tensor]:
-        """The columns of the drawn tokens, [B, L, *tail] each."""
+        """Return the output columns of the drawn tokens, [B, L, *tail] each, by name."""
         blocks = state.blocks
         rows, length = blocks.masked.shape
         columns = {
@@ -51,7 +52,7 @@ class DenoiseStep:
 
 def draw_blocks(state: DLLMStepInputs, output: ModelOutput, mask: TokenMask | None) -> Drawn:
     """Draw a token at each position of the rows' blocks, under the mask if there is one. The random
-    numbers of a position differ from one denoise step to the next."""
+    numbers of a position differ between denoise steps."""
     return draw_tokens(
         output.logits,
         state.repeated,
@@ -66,20 +67,20 @@ def draw_blocks(state: DLLMStepInputs, output: ModelOutput, mask: TokenMask | No
 def decide_writes(
     state: DLLMStepInputs, output: ModelOutput, guide: Guide | None, draw: Draw
 ) -> DenoiseStep:
-    """Draw tokens, and decide which positions they are written to: by the rules of the rows, their
-    constraints, or the trajectories that they replay."""
-    rules, of_step = state.rules, (state.candidates, state.blocks.denoised)
+    """Draw tokens, and decide where they are written: by the rows' rules, their constraints, or the
+    trajectories that they replay."""
+    rules, step_state = state.rules, (state.candidates, state.blocks.denoised)
     guided = conflicts = own_edits = None
     if guide is None:
         drawn = draw(None)
-        unmasked = rules.unmasked(*of_step, drawn)
+        unmasked = rules.unmasked(*step_state, drawn)
     else:
         drawn, taken = denoise(
             guide,
             state.masked_on_host,
             output.logits,
             draw,
-            lambda drawn: rules.permitted(*of_step, drawn),
+            lambda drawn: rules.permitted(*step_state, drawn),
             [row for row, _ in guide.matchers if rules.rules[row].edits],
             state.edits,
         )
@@ -88,7 +89,7 @@ def decide_writes(
             for each in (taken.rows, taken.unmasks, taken.edited, taken.conflicts)
         )
         unmasked = torch.where(
-            guided.unsqueeze(1), guided_unmasked, rules.unmasked(*of_step, drawn)
+            guided.unsqueeze(1), guided_unmasked, rules.unmasked(*step_state, drawn)
         )
     drawn, unmasked = _replay(state, output, drawn, unmasked)
     edited: Tensor | None = None
@@ -103,21 +104,21 @@ def decide_writes(
 def _replay(
     state: DLLMStepInputs, output: ModelOutput, drawn: Drawn, unmasked: Tensor
 ) -> tuple[Drawn, Tensor]:
-    """Put the tokens of replayed rows into a draw, and what the step unmasks of them into
-    `unmasked` [B, L] bool."""
+    """Replace the drawn tokens of rows that replay by those of their trajectories, and add what the
+    step unmasks in them to `unmasked` [B, L] bool."""
     if (replayed := state.replayed()) is None:
         return drawn, unmasked
     replays, token_ids, steps = replayed
     rows = replays.rows
-    at = rows.repeat_interleave(unmasked.shape[1])
+    is_replayed = rows.repeat_interleave(unmasked.shape[1])
     taken = take_tokens(
         output.logits,
         state.repeated,
         output.positions,
-        torch.where(at, token_ids.flatten(), drawn.token_ids),
+        torch.where(is_replayed, token_ids.flatten(), drawn.token_ids),
     )
     columns = {
-        name: torch.where(at.view(-1, *[1] * (v.dim() - 1)), taken.columns[name], v)
+        name: torch.where(is_replayed.view(-1, *[1] * (v.dim() - 1)), taken.columns[name], v)
         for name, v in drawn.columns.items()
     }
     unmasked = torch.where(rows.unsqueeze(1), next_step(state.blocks.masked, steps), unmasked)
@@ -125,7 +126,7 @@ def _replay(
 
 
 def ordered(values: Tensor, order: Tensor) -> Tensor:
-    """Reorder values [B, L, *tail] along the second axis: entry i of row b is the value at order[b,
-    i], where order is [B, L] int64."""
+    """Reorder values [B, L, *tail] along the second axis: entry i of row b becomes the value at
+    order[b, i]. `order` is [B, L] int64."""
     index = order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values)
     return values.gather(1, index)

@@ -1,4 +1,5 @@
-"""The column `edit_log`: which tokens a rule that edits has replaced after they were unmasked."""
+"""The output column `edit_log`: the tokens that an editing rule has replaced after they were
+unmasked."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from batchgen.engine.interface.outputs import OutputColumn
 from batchgen.strategies.dllm.block_rows import BlockRows, Writes
 
 EDIT_LOG = OutputColumn("edit_log", np.dtype(np.int32), (4,), scope="edits")
-"""Each token that was replaced: its position in the output, the step, the old and the new id."""
+"""One entry per replaced token: its position in the output, the step, the old id and the new id."""
 MOST_EDITS = 256
-"""The most edits of a token that a log has room for."""
+"""The most edits of a position that a log can hold."""
 
 
 def edit_log(old: Tensor | None, blocks: BlockRows, writes: Writes, limit: int) -> Tensor:
-    """The edits of each position after a step, [B, L, K, 3] int32: step, old and new id of each,
-    the newest first; 0 where there are none.
+    """Return the edits of each position after a step, [B, L, K, 3] int32: step, old id and new id
+    of each, the newest first; unused entries are 0.
 
     Args:
-        old: the same before the step; None before the first.
-        limit: K, how often a token can be replaced.
+        old: the edits before the step, in the same layout; None before the first step.
+        limit: K, the most edits of a position.
     """
     rows, length = blocks.token_ids.shape
     log = blocks.token_ids.new_zeros((rows, length, limit, 3), dtype=torch.int32)

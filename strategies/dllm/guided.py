@@ -1,20 +1,20 @@
 """Denoise steps of constrained rows, whose positions are unmasked from left to right.
 
-A constraint can only tell what may follow when all tokens before are known. So a step takes tokens
-of a row in this order, and stops where it must not go on:
+A constraint can say what may follow only when all tokens before are known. So a step takes the
+tokens of a row in this order, and stops at the first one that it must not take:
 
 - Tokens that the constraint forces at the first masked position are taken at once, whatever was
-  drawn there.
-- The first position behind them draws its token under the mask of what the constraint allows.
-- The positions after it drew their tokens without the constraint. They are taken as long as the
-  unmasking rule permits and the constraint allows them, and so is what is forced between them.
-- Tokens that the rule replaces are tried after that, one by one from left to right: the matcher
-  goes back to the first of them and walks the block again. A replacement is taken if the block with
-  it, up to the newest token, is still the beginning of a legal text.
+drawn there.
+- The first position after them draws its token under the mask of the allowed tokens.
+- Later positions drew their tokens without the constraint. They are taken as long as the unmasking
+rule permits and the constraint allows them, together with forced tokens between them.
+- Then tokens that the rule replaces are tried one by one, from left to right: the matcher goes back
+to the replaced position and reads the block again. A replacement is taken if the block, up to the
+newest token, still begins a legal text.
 
-The log-probabilities of a token are of the distribution that it was drawn from. Behind the position
-that draws under the mask, and where a token is replaced, that is the distribution without the
-constraint. A forced token has probability 1.
+The log-probabilities of a token describe the distribution that it was drawn from. After the
+position that draws under the mask, and where a token is replaced, that is the distribution without
+the constraint. A forced token has probability 1.
 """
 
 from __future__ import annotations
@@ -36,88 +36,88 @@ from batchgen.kernels.sampling.token_mask import TokenMask
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a step takes of the constrained rows among B rows with a block of L positions each."""
+    """The tokens that a step takes in the constrained rows among B rows with blocks of L
+    positions."""
 
-    # [B] bool, the rows that have a constraint and have not ended. The other rows follow the
-    # ordinary unmasking rule.
+    # [B] bool, the rows that have a constraint and have not ended. Other rows follow the unmasking
+    # rule alone.
     rows: npt.NDArray[np.bool_]
-    unmasks: npt.NDArray[np.bool_]  # [B, L] bool, the positions of these rows that the step fills
-    edited: npt.NDArray[np.bool_]  # [B, L] bool, those whose tokens it replaces
-    # [B] bool, the rows in which no token was left at the position that had to draw one under the
-    # mask.
+    unmasks: npt.NDArray[np.bool_]  # [B, L] bool, the positions of these rows that are unmasked
+    edited: npt.NDArray[np.bool_]  # [B, L] bool, the positions of these rows that are replaced
+    # [B] bool, the rows in which the mask and other options left no token at the position that
+    # draws under the mask.
     conflicts: npt.NDArray[np.bool_]
 
     @classmethod
     def nothing(cls, rows: int, length: int) -> Taken:
-        """A step of B rows with blocks of L positions that takes nothing yet."""
-        each, masks = np.zeros((2, rows), np.bool_), np.zeros((2, rows, length), np.bool_)
-        return cls(each[0], masks[0], masks[1], each[1])
+        """Return a step of B rows with blocks of L positions that has not taken anything yet."""
+        flags, masks = np.zeros((2, rows), np.bool_), np.zeros((2, rows, length), np.bool_)
+        return cls(flags[0], masks[0], masks[1], flags[1])
 
 
 @dataclass(slots=True)
 class _Run:
-    """The tokens that a step takes of one row, from its first masked position on."""
+    """The tokens that a step takes in one row, from its first masked position on."""
 
     row: int  # the row's index in the batch
-    matcher: Matcher  # the row's matcher, which stands behind the row's last taken token
+    matcher: Matcher  # the row's matcher, which has read all tokens taken so far
     start: int  # the index in the block of the first masked position
-    room: int  # how many positions there are from there to the end of the block
+    room: int  # the number of positions from there to the end of the block
     token_ids: list[int] = field(default_factory=list)  # the tokens taken so far
     # The indices in `token_ids` of the tokens that the constraint forced.
     forced: list[int] = field(default_factory=list)
 
     @property
     def draws(self) -> bool:
-        """Whether there is a masked position behind the tokens taken so far."""
+        """Whether there is a masked position after the tokens taken so far."""
         return len(self.token_ids) < self.room
 
     def force(self) -> None:
-        """Take the tokens that the constraint forces next, as far as the block reaches."""
+        """Take the tokens that the constraint forces next, up to the end of the block."""
         count = len(self.token_ids)
         if self.draws and (token_ids := self.matcher.forced(self.room - count)):
             self.token_ids += token_ids
             self.forced += range(count, len(self.token_ids))
 
     def extend(self, drawn: list[int], permitted: list[int]) -> None:
-        """Take drawn tokens, and the forced ones between them, as long as both the unmasking rule
-        and the constraint allow.
+        """Take drawn tokens, and forced ones between them, as long as both the unmasking rule and
+        the constraint allow it.
 
         Args:
-            drawn: the token that was drawn at each position from `start` on. The first one that is
-                not taken yet was drawn under the mask.
-            permitted: for each of these positions, whether the unmasking rule lets it be taken.
+            drawn: the token drawn at each position from `start` on. The first one not taken yet was
+                drawn under the mask.
+            permitted: for each of these positions, whether the unmasking rule permits to take it.
         """
         index = masked = len(self.token_ids)
         while index < self.room:
             if self.matcher.terminated:
-                self.token_ids += drawn[index:]  # the row ends before them, so they may be anything
+                self.token_ids += drawn[index:]  # the row ends before these, so any tokens will do
                 return
             if index > masked and not permitted[index]:
                 return
             if not self.matcher.walk(drawn[index : index + 1]):
-                assert index > masked, "its mask allowed another"
+                assert index > masked, "the token drawn under the mask is not allowed"
                 return
             self.token_ids.append(drawn[index])
             self.force()
             index = len(self.token_ids)
 
     def edit(self, old_ids: list[int], drawn: list[int], positions: list[int]) -> list[int]:
-        """Replace tokens of the block by drawn ones where the constraint allows it; returns the
-        places of those that it allows. If the row ends in the block then, take whatever is drawn
-        behind that.
+        """Replace tokens of the block by drawn ones where the constraint allows it, and return
+        these positions. If the row then ends in the block, take any drawn tokens after its end.
 
         Args:
             old_ids: the token at each position that an earlier step has unmasked; elsewhere -1.
-            drawn: the token that was drawn at each position.
-            positions: where the rule replaces tokens, from left to right.
+            drawn: the token drawn at each position.
+            positions: the positions where the rule replaces tokens, ascending.
         """
         first = self.start - sum(token_id >= 0 for token_id in old_ids)
         tokens, allowed = [*old_ids[first : self.start], *self.token_ids], list[int]()
         for position in positions:
             index = position - first
-            other = [*tokens[:index], drawn[position], *tokens[index + 1 :]]
-            if self._walk_from(index, other):
-                tokens = other
+            edited = [*tokens[:index], drawn[position], *tokens[index + 1 :]]
+            if self._walk_from(index, edited):
+                tokens = edited
                 allowed.append(position)
             else:
                 self._walk_from(index, tokens)
@@ -126,8 +126,8 @@ class _Run:
         return allowed
 
     def _walk_from(self, index: int, tokens: list[int]) -> bool:
-        """Walk the block's tokens again from an index on; returns whether all are legal. Those
-        behind a stop id always are, as the row ends before them."""
+        """Let the matcher read the block's tokens again from an index on. Returns whether all are
+        legal; those after a stop id always are, because the row ends before them."""
         committed = self.matcher.num_committed
         kept = min(index, self.matcher.num_tokens - committed)
         self.matcher.rewind(committed + kept)
@@ -144,23 +144,23 @@ def denoise(
     editing: Collection[int],
     edit: Callable[[Drawn], tuple[Tensor, Tensor]],
 ) -> tuple[Drawn, Taken]:
-    """Decide what a denoise step takes of the constrained rows. Waits for the tokens that the
-    device draws, unless everything is forced.
+    """Decide which tokens a denoise step takes in the constrained rows. Waits for the tokens that
+    the device draws, unless all tokens are forced.
 
-    The matchers take the tokens only tentatively, because a block is committed as a whole. Returns
-    the drawn tokens of all B · L positions, with the forced ones in their places, and what is
-    taken.
+    The matchers accept the tokens only tentatively, because a block is committed as a whole.
 
     Args:
         masked: [B, L] bool, the positions of each row's block that are still masked.
         logits: [B · L, V], the logits of all positions.
-        draw: draws a token for each position under a mask, or freely if that is None.
-        permit: says, given the draw, which positions [B, L] the unmasking rule lets be taken after
+        draw: draws a token for each position, under a mask or freely (None).
+        permit: given the draw, returns the positions [B, L] that the unmasking rule permits after
             the first one.
         editing: the constrained rows whose rule replaces tokens.
-        edit: says, given the draw, what they replace: the tokens [B, L] int64 that
-            earlier steps have unmasked, elsewhere -1, and [B, L] bool where the drawn ones take
-            their places.
+        edit: given the draw, returns the tokens [B, L] int64 that earlier steps have unmasked
+            (elsewhere -1), and the positions [B, L] bool where drawn tokens replace them.
+
+    Returns:
+        The tokens of all B · L positions, drawn or forced, and which of them are taken.
     """
     rows, length = masked.shape
     taken = Taken.nothing(rows, length)
@@ -171,8 +171,8 @@ def denoise(
         if edits or masked[row].any():
             start = int(masked[row].argmax()) if masked[row].any() else length
             runs.append(_Run(row, matcher, start, length - start))
-            # If an earlier step took tokens of this block, it took what they force as well, but for
-            # those that it has replaced.
+            # An earlier step that took tokens of this block has already taken the tokens that they
+            # force, except those after replaced tokens.
             if edits or matcher.num_tokens == matcher.num_committed:
                 runs[-1].force()
     drawing = [run for run in runs if run.draws]
@@ -192,12 +192,12 @@ def denoise(
 def _take_drawn(
     drawn: Drawn, permitted: Tensor, edits: tuple[Tensor, ...], runs: list[_Run], taken: Taken
 ) -> None:
-    """Wait for the drawn tokens and let each row take of them, unless its logits are broken or its
-    constraint conflicts.
+    """Wait for the drawn tokens, and let each row take some of them, unless its logits are broken
+    or its constraint has a conflict.
 
     Args:
-        permitted: [B, L] bool, the positions that the unmasking rule lets be taken.
-        edits: what `edit` of `denoise` has said, or nothing.
+        permitted: [B, L] bool, the positions that the unmasking rule permits.
+        edits: the result of `edit` (see `denoise`), or empty.
     """
     shape = taken.unmasks.shape
     conflict = drawn.failed.new_zeros(()).expand_as(drawn.failed)
@@ -206,7 +206,7 @@ def _take_drawn(
         drawn.failed,
         conflict if drawn.conflict is None else drawn.conflict,
     )
-    parts = (drawn.token_ids, *flags, *(each.flatten() for each in edits))
+    parts = (drawn.token_ids, *flags, *(part.flatten() for part in edits))
     sent = Download(torch.stack(parts))  # one copy, for one wait
     token_ids, allowed, failed, conflicts, *replaced = sent.wait().reshape(-1, *shape)
     for run in runs:
@@ -230,8 +230,8 @@ def _with_forced(
     draw: Callable[[TokenMask], Drawn],
 ) -> Drawn:
     """Put the forced tokens into the draw. If any row asks for output columns, draw again with only
-    the forced token allowed in each of their positions, so that the columns are those of the forced
-    tokens. The arguments are those of `denoise` and what it made."""
+    the forced token allowed at each of their positions, so that the columns describe the forced
+    tokens. The arguments are as in `denoise`."""
     forced = {
         run.row * length + run.start + position: run.token_ids[position]
         for run in runs

@@ -1,4 +1,4 @@
-"""Options of the strategy and of rows that block diffusion cannot honour."""
+"""Checks for options of the strategy, and of rows, that block diffusion cannot honour."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from batchgen.strategies.dllm.rules.rule import Rule
 def check_length(
     block_length: int | None, sub_block_length: int | None, model: ModelConfig
 ) -> tuple[int, Diffusion]:
-    """The length of a block, and how the model diffuses. Raises ValueError if it does not, if
-    neither the option nor the model says the length, and if sub-blocks do not divide it."""
+    """Return the block length, and the model's diffusion options. Raises ValueError if the model is
+    not a diffusion model, if neither the option nor the model gives a block length, or if
+    sub-blocks do not divide it."""
     if model.diffusion is None:
         what, other = "predicts next tokens", "ar"
         if model.canvas_length is not None:
@@ -36,7 +37,7 @@ def check_length(
 
 
 def rule_of(params: RequestParams, default: Rule) -> Rule:
-    """The row's own unmasking rule, or else the default."""
+    """Return the row's own unmasking rule, or else the default."""
     rule = params.decoding or default
     assert isinstance(rule, Rule)
     return rule
@@ -46,8 +47,8 @@ def check_row(params: RequestParams, default: Rule, *, shifted: bool, replays: b
     """Raise ValueError if a row asks for something that cannot be honoured.
 
     Args:
-        default: the rule of rows that have none of their own.
-        shifted: whether the model's logits are of the next token.
+        default: the rule of rows that bring none.
+        shifted: whether the model's logits are for the next token.
         replays: whether the row replays a trajectory.
     """
     rule = rule_of(params, default)
@@ -83,8 +84,8 @@ def check_row(params: RequestParams, default: Rule, *, shifted: bool, replays: b
 
 
 def _check_log(rule: Rule) -> None:
-    """Raise ValueError if a row with this rule has no log of edits, or may have too long a
-    one."""
+    """Raise ValueError if a row with this rule has no log of edits, or if the log could be too
+    long."""
     if not rule.edits:
         raise ValueError(
             f"column {EDIT_LOG.name} needs a rule that replaces tokens, and unmasking "

@@ -1,8 +1,8 @@
-"""Rows that replay a trajectory: which tokens a step unmasks is given, and so are the tokens.
+"""Rows that replay a trajectory, in which the trajectory determines which tokens a step unmasks.
 
-Everything else is as if they were drawn: the same blocks, forwards and steps. So the
-log-probability of a token is given what was unmasked before its step, and has the bits that it had
-when the token was drawn.
+Everything else is as if the tokens were drawn: the same blocks, forwards and steps. So the
+log-probability of a token is given the tokens that were unmasked before its step, and has the bits
+that it had when the token was drawn.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _LAST = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class Replays:
-    """The trajectories of B rows, some of which may have none, from the first position of the row's
-    first block on. T is the length of the longest, in whole blocks."""
+    """The trajectories of B rows, from the first position of the row's first block on. Some rows
+    may have none. T is the length of the longest, in whole blocks."""
 
     token_ids: Tensor  # [B, T] int64
     steps: Tensor  # [B, T] int64, the step that unmasks each position; 0 if none does
-    replaying: npt.NDArray[np.bool_]  # [B] on the host, the rows that have one
+    replaying: npt.NDArray[np.bool_]  # [B] on the host, the rows that have a trajectory
 
     @classmethod
     def of(
         cls, seqs: Rows[Sequence], length: int, mask_token_id: int, device: torch.device
     ) -> Replays:
-        """The trajectories of rows with blocks of `length` positions."""
+        """Upload the trajectories of rows with blocks of `length` positions."""
         replaying = np.array([seq.trajectory is not None for seq in seqs])
         lines = [_line(seq, length, mask_token_id) for seq in seqs]
         longest = max(line.shape[1] for line in lines)
@@ -48,26 +48,26 @@ class Replays:
 
     @classmethod
     def none(cls, rows: int, device: torch.device) -> Replays:
-        """Rows that have no trajectory."""
+        """Return an object for rows without trajectories."""
         empty = torch.zeros((rows, 1), dtype=torch.int64, device=device)
         return cls(empty, empty, np.zeros(rows, np.bool_))
 
     @property
     def rows(self) -> Tensor:
-        """[B] bool, the rows that have one."""
+        """The rows that have a trajectory, [B] bool on the device."""
         return upload(self.replaying, torch.bool, self.steps.device)
 
     def index_select(self, keep: npt.NDArray[np.int64]) -> Replays:
-        """Those of the rows with these indices."""
+        """Return the trajectories of the rows at these indices."""
         index = upload(keep, torch.int64, self.steps.device)
         return Replays(self.token_ids[index], self.steps[index], self.replaying[keep])
 
     def concat(self, others: Replays) -> Replays:
-        """These with those of other rows behind them."""
+        """Append the trajectories of other rows."""
         width = max(self.steps.shape[1], others.steps.shape[1])
 
-        def joined(mine: Tensor, theirs: Tensor) -> Tensor:
-            return torch.cat((_padded(mine, width), _padded(theirs, width)))
+        def joined(first: Tensor, second: Tensor) -> Tensor:
+            return torch.cat((_padded(first, width), _padded(second, width)))
 
         return Replays(
             joined(self.token_ids, others.token_ids),
@@ -76,24 +76,25 @@ class Replays:
         )
 
     def at(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """The token ids and the steps at positions [B, L] int64 from the beginning of the table, as
-        [B, L] int64 each. Behind the end of a row they are undefined."""
+        """Return the token ids and the steps, [B, L] int64 each, at positions [B, L] int64 relative
+        to the table's start. After the end of a row they are undefined."""
         index = offsets.clamp(max=self.steps.shape[1] - 1)
         return self.token_ids.gather(1, index), self.steps.gather(1, index)
 
 
 def next_step(masked: Tensor, steps: Tensor) -> Tensor:
-    """[B, L] bool, the masked positions of blocks that the next of their steps [B, L] unmasks."""
+    """Return the masked positions of blocks that the next of their `steps` [B, L] unmasks, [B, L]
+    bool."""
     first = steps.masked_fill(~masked, _LAST).amin(1, keepdim=True)
     return masked & (steps == first)
 
 
 def is_exact(trajectory: Trajectory, num_prompt_tokens: int, length: int) -> bool:
-    """Whether each step of a replay reads what was read when its tokens were drawn. It is not if
-    nobody knows what stood behind the answer in its last block.
+    """Return whether each step of a replay reads what was read when its tokens were drawn. It does
+    not if the tokens after the answer in its last block are unknown.
 
     Raises:
-        RequestError: bad_step_map, if no row with blocks of `length` positions can have had such
+        RequestError: `bad_step_map`, if no row with blocks of `length` positions can have had these
             steps.
     """
     steps, tail = trajectory.all_steps, trajectory.tail_token_ids
@@ -128,8 +129,9 @@ def _bad(what: str) -> RequestError:
 
 
 def _line(seq: Sequence, length: int, mask_token_id: int) -> npt.NDArray[np.int64]:
-    """The token ids and the steps of a row, [2, T] int64. What is not known of its last block is
-    unmasked in the last step, so nothing reads it; it is the mask token for a commit forward."""
+    """Return the token ids and the steps of a row, [2, T] int64. Unknown tokens of its last block
+    are unmasked in the last step, so no denoise step reads them; they are mask tokens for the
+    commit forward."""
     if seq.trajectory is None:
         return np.zeros((2, length), np.int64)
     before = seq.num_prompt_tokens % length

@@ -1,5 +1,5 @@
-"""Counts how many forwards rows take, and how many denoise steps their blocks, for the columns of
-the output and the summary of a job."""
+"""Counts forwards per row and denoise steps per block, for the output's columns and the job's
+summary."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks
 NUM_COMMIT_FORWARDS = RowCount(
     "num_commit_forwards", "of those forwards, how many only made KV final"
 )
-"""Both counts are those of a row for which commits always find room beside denoise steps, if they
-may be there at all. So they depend on the row alone."""
+"""Both counts assume that a commit always finds room in a forward with denoise steps, where that is
+allowed. So they depend only on the row."""
 
 DENOISED = "denoised"
-"""The name in `StepOutput.observed` of how many denoise steps the block of each row has had."""
+"""The name in `StepOutput.observed` of the number of denoise steps of each row's block."""
 ALONE = "alone"
-"""The name there of which rows' blocks committed in a forward of their own."""
+"""The name in `StepOutput.observed` of the rows whose blocks committed in a separate forward."""
 LACKING = "lacking"
-"""The name there of which rows' blocks a step completed without making their KV final."""
+"""The name in `StepOutput.observed` of the rows whose blocks a step completed without making their
+KV final."""
 _COMMITS_ALONE = "commits_alone"
-"""The name in `stats` of how often that happened."""
+"""The name in `stats` of how many blocks committed in a separate forward."""
 _STEPS_PER_BLOCK = "steps_per_block"
 """The name in `stats` of how often a block took each number of denoise steps."""
 
@@ -42,14 +43,14 @@ class BlockSteps:
         self._commits_alone = 0
 
     def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:
-        """Count the blocks that a step has completed of the rows in `current` [B] bool."""
+        """Count the blocks that a step has completed in the rows `current` [B] bool."""
         yielding = step.num_tokens > 0
         self._steps_per_block.update(step.observed[DENOISED][yielding & current].tolist())
         self._commits_alone += int((step.observed[ALONE] & current).sum())
 
     def stats(self) -> Mapping[str, Any]:
-        """`steps_per_block`: the number of denoise steps → how many blocks took that many.
-        `commits_alone`: how many blocks committed in a forward of their own."""
+        """Return `steps_per_block`, which maps a number of denoise steps to the number of blocks
+        that took as many, and `commits_alone`, how many blocks committed in a separate forward."""
         return {
             _STEPS_PER_BLOCK: dict(sorted(self._steps_per_block.items())),
             _COMMITS_ALONE: self._commits_alone,
@@ -59,7 +60,7 @@ class BlockSteps:
 def summary_lines(
     counts: Mapping[str, int], stats: Mapping[str, Any], num_tokens: int
 ) -> list[tuple[str, str]]:
-    """What the table at the end of a job says of its forwards: names and values."""
+    """Return lines (name, value) about forwards for the table at the end of a job."""
     commits = counts[NUM_COMMIT_FORWARDS.name]
     denoising = counts[NUM_FORWARDS.name] - commits
     lines = tokens_per_forward(counts, num_tokens)
@@ -79,22 +80,25 @@ def count_forwards(
     fused: bool,
     late: bool,
 ) -> dict[str, Tensor]:
-    """Count the forwards of the blocks that a step yields, and of those in which rows have ended.
+    """Return the counts of forwards, [B] each by name, of the blocks that a step yields and of rows
+    that end.
 
-    A block's denoise steps count once it is there, so that those which a preemption undid do not.
+    A block's denoise steps are counted when the block is complete, so that steps undone by a
+    preemption do not count.
 
     Args:
-        blocks: those that the step has read.
+        blocks: the blocks that the step has read.
         yielded: [B] bool, the rows whose block in `outcome` is yielded.
         ended: [B] bool, the rows that end in the step.
-        guided: [B] bool, the rows with a constraint; None if there are none.
-        fused: whether commits may find room beside denoise steps.
+        guided: [B] bool, the rows with a constraint; None if no row has one.
+        fused: whether commits may share a forward with denoise steps.
         late: whether blocks are yielded by the forward that makes their KV final.
     """
     forwards = torch.where(yielded, outcome.denoised, 0)
     forwards += torch.where(ended, blocks.denoised + 1, 0)
     if late:
-        # Its last block is final in the first denoise step of the next, or alone.
+        # A row's block becomes final in the first denoise step of the next block, or in a separate
+        # forward.
         first, last = (outcome.starts == each for each in (blocks.first_starts, blocks.last_starts))
         alone = torch.ones_like(yielded) if not fused else guided
         extra, commits = yielded & first, yielded & last
@@ -103,7 +107,7 @@ def count_forwards(
     elif fused:
         extra = commits = torch.zeros_like(yielded)
     else:
-        # Its last block needs no final keys and values.
+        # A row's last block needs no final keys and values.
         extra = commits = (yielded | ended) & (blocks.starts > blocks.first_starts)
     return {
         NUM_FORWARDS.name: forwards.int() + extra,
@@ -112,6 +116,6 @@ def count_forwards(
 
 
 def _shares(numbers: Mapping[int, int]) -> str:
-    """Write how often each number occurred as shares of all, such as "1: 25.0%, 2: 75.0%"."""
+    """Format how often each number occurred as shares, such as "1: 25.0%, 2: 75.0%"."""
     total = sum(numbers.values())
     return ", ".join(f"{n}: {count / total:.1%}" for n, count in numbers.items()) or "none"

@@ -1,7 +1,7 @@
 """The state of block diffusion between steps: a block is denoised until all its tokens are known,
-then a commit forward makes its KV final.
+then a commit forward makes its KV final. `DLLMStrategy` owns it.
 
-In this file a block is a block of L positions that are decoded together, except in "block table",
+In this file, a block is a block of L positions that are decoded together, except in "block table",
 which names the blocks of the paged cache.
 """
 
@@ -21,27 +21,28 @@ from batchgen.engine.models.model_config import Diffusion
 from batchgen.engine.sampling.sampler import Drawn
 from batchgen.engine.sampling.sampling_inputs import SamplingInputs
 from batchgen.engine.step_inputs import JoiningRows, StepInputs
-from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes, widened
+from batchgen.strategies.blocks import commit_inputs, widened
+from batchgen.strategies.dllm.block_rows import BlockRows, KnownBlocks, Writes
 from batchgen.strategies.dllm.edits import EDIT_LOG
-from batchgen.strategies.dllm.joining_blocks import commit_inputs, joining_blocks
+from batchgen.strategies.dllm.joining_blocks import joining_blocks
 from batchgen.strategies.dllm.replay import Replays
 from batchgen.strategies.dllm.rules.rule import Rule
 from batchgen.strategies.dllm.unmasking import RuleRows
 
 
 class DLLMStepInputs(StepInputs):
-    """The block of each row, which its next forward reads.
+    """The current block of each row, which the row's next forward reads.
 
-    While the block is not complete, the forward is a denoise step. When it is, it is a commit
-    forward, which writes the final KV of the block, and then the next block begins. `fuse` joins a
-    commit forward with the first denoise step of the row's next block. A denoise step that edits
-    nothing in a block without a mask is a commit forward as well.
+    While the block is not complete, the forward is a denoise step. When it is complete, the forward
+    is a commit forward, which writes the final KV of the block; then the next block begins. `fuse`
+    merges a commit forward with the first denoise step of the row's next block. A denoise step that
+    edits nothing in a block without masks is also a commit forward.
 
     Attributes:
-        mask_token_id: as given.
+        mask_token_id: the id of masked tokens.
         rules: the unmasking rule of each row.
-        columns: name of an output column → [B, L, *tail], the values of the positions that are
-            unmasked; each was written when its position was, the last time.
+        columns: maps the name of an output column to [B, L, *tail], the values of the unmasked
+            positions. Each value is from the last step that wrote its position.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class DLLMStepInputs(StepInputs):
         self._length = block_length
         self.mask_token_id = diffusion.mask_token_id
         self._blocks: BlockRows | None = None
-        # These five are of the current step: the blocks that commit in it, the blocks after it, the
-        # complete blocks that commit beside it, which rows' blocks are final after it, and what is
-        # masked, on its way to the host.
+        # The next five belong to the current step: the blocks that commit in it, the blocks after
+        # it, the additional rows of complete blocks that commit in it, the rows whose blocks are
+        # final after it, and the copy of the masked positions to the host.
         self._final: KnownBlocks | None = None
         self._after: BlockRows | None = None
         self._commits: ModelInputs | None = None
@@ -73,7 +74,7 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def blocks(self) -> BlockRows:
-        """The block that each row works on."""
+        """The current block of each row."""
         assert self._blocks is not None, "no row has joined yet"
         return self._blocks
 
@@ -85,7 +86,7 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def positions(self) -> Tensor:
-        """[B, L] int64, the absolute positions of each row's block."""
+        """The absolute positions of each row's block, [B, L] int64."""
         offsets = torch.arange(self._length, device=self.blocks.starts.device)
         return self.blocks.starts.unsqueeze(1) + offsets
 
@@ -98,8 +99,8 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def model_inputs(self) -> ModelInputs:
-        """The block of each row, with the mask token at masked positions, and behind all rows the
-        complete blocks that `fuse` lets commit in the same forward."""
+        """The block of each row, with mask tokens at masked positions; after all rows, the complete
+        blocks that `fuse` lets commit in the same forward."""
         blocks = self.blocks
         inputs = replace(
             self.newest,
@@ -111,13 +112,13 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def final(self) -> KnownBlocks:
-        """The blocks whose KV the current forward makes final. `fuse` must have been called."""
+        """The blocks whose KV the current forward makes final. `fuse` must be called first."""
         assert self._final is not None, "fuse comes first"
         return self._final
 
     @property
     def complete(self) -> Tensor:
-        """[B] bool, rows whose block only lacks its final KV."""
+        """The rows whose block is complete except for its final KV, [B] bool."""
         return self.blocks.complete
 
     @property
@@ -126,33 +127,33 @@ class DLLMStepInputs(StepInputs):
         return any(EDIT_LOG.name in params.columns for params in self.sampling.params)
 
     def replayed(self) -> tuple[Replays, Tensor, Tensor] | None:
-        """The trajectories of the rows, and of the positions of the current blocks the token ids
-        and the steps, [B, L] int64 each; None if no row replays one."""
+        """Return the trajectories of the rows, and the token ids and the steps [B, L] int64 of the
+        current blocks in them. None if no row replays one."""
         if self._replays is None:
             return None
         starts = self.blocks.first_starts.unsqueeze(1)
         return self._replays, *self._replays.at(self.positions - starts)
 
     def send_masked(self) -> None:
-        """Begin to copy to the host which positions are masked in the next forward, for
+        """Start to copy the masked positions of the next forward to the host, for
         `masked_on_host`."""
         self._sent = Download(self.blocks.masked)
 
     @property
     def masked_on_host(self) -> npt.NDArray[np.bool_]:
-        """[B, L] bool, which positions are masked in the current step, once that has arrived on the
-        host. `send_masked` must have been called."""
+        """The masked positions in the current step, [B, L] bool. Waits for the copy, which
+        `send_masked` must have started."""
         assert self._sent is not None, "nobody asked for it"
         return self._sent.wait()
 
     def fuse(self, room: int) -> None:
-        """Let complete blocks commit in the same forward as the first denoise step of their row's
-        next block. Such a block becomes one more row of the forward, with the same block table. The
-        next block sees its final keys and values, because a layer writes all of them before it
-        reads any."""
+        """Let up to `room` complete blocks commit in the same forward as the first denoise step of
+        their row's next block. Such a block becomes an additional row of the forward, with the same
+        block table. The next block attends to its final keys and values, because a layer writes all
+        of them before it reads any."""
         self._commits = None
         blocks, newest = self.blocks, self.newest
-        # A complete block commits in any case, beside its row's next block or in its place.
+        # A complete block always commits: as an additional row, or instead of its row's next block.
         self._final = KnownBlocks(
             self.complete,
             blocks.starts,
@@ -163,7 +164,8 @@ class DLLMStepInputs(StepInputs):
         )
         if not room:
             return
-        # A row whose last block is complete has no next one. It ends when the host reads the step.
+        # A row whose last block is complete has no next block. It ends when the host reads the
+        # step.
         waiting = self.complete & (blocks.starts < blocks.last_starts)
         rank = waiting.cumsum(0)
         fused = waiting & (rank <= room)
@@ -173,8 +175,8 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def candidates(self) -> Tensor:
-        """[B, L] bool, the masked positions that the current step may unmask: those of the first
-        sub-block in which anything is masked."""
+        """The masked positions that the current step may unmask, [B, L] bool: those of the first
+        sub-block with masked positions."""
         masked = self.blocks.masked
         if self._sub_length == self._length:
             return masked
@@ -184,9 +186,8 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def drawn_positions(self) -> Tensor:
-        """[B, L] int64, the absolute positions of the tokens that the current step's logits are of.
-        With shifted logits the first of a row are those behind its block, which begin the next
-        one when this is complete."""
+        """The absolute positions of the tokens that the current step's logits are for, [B, L]
+        int64. With shifted logits, a row's first one is the position after its block."""
         positions = self.positions
         if self._shifted:
             positions = positions.clone()
@@ -195,16 +196,16 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def draws(self) -> Tensor:
-        """[B, L] int64, how many draws each of these positions has had, by which its random numbers
-        differ. The token that begins a block is drawn once."""
+        """How many draws each of these positions has had, [B, L] int64, which selects its random
+        numbers. With shifted logits, the token that begins a block is drawn once."""
         draws = self.blocks.denoised.unsqueeze(1).repeat(1, self._length)
         if self._shifted:
             draws[:, 0] = 0
         return draws
 
     def edits(self, drawn: Drawn) -> tuple[Tensor, Tensor]:
-        """What the rules replace in the rows' blocks: the tokens [B, L] int64 that these have
-        unmasked so far, elsewhere -1, and [B, L] bool where the drawn ones take their places."""
+        """Return the tokens [B, L] int64 that the rows' blocks have unmasked so far (elsewhere -1),
+        and the positions [B, L] bool where the rules replace them by drawn tokens."""
         blocks = self.blocks
         indices = torch.arange(self._length, device=blocks.prompt_tokens.device)
         editable = (indices >= blocks.prompt_tokens.unsqueeze(1)) & ~blocks.complete.unsqueeze(1)
@@ -212,13 +213,13 @@ class DLLMStepInputs(StepInputs):
         return known, self.rules.edited(known, drawn)
 
     def _opened(self, blocks: BlockRows, rows: Tensor) -> BlockRows:
-        """The blocks after the rows in `rows` [B] bool have begun their next one, in which all
-        positions are masked. A row stays in the last block that it can have, and that block stays
-        complete: the row ends when the host reads the step."""
+        """Return the blocks after the given rows [B] bool have begun their next block, in which all
+        positions are masked. A row stays in the last block that it can have, which stays complete:
+        the row ends when the host reads the step."""
         rows = rows & (blocks.starts < blocks.last_starts)
         masked = blocks.masked | rows.unsqueeze(1)
         if self._shifted:
-            masked[:, 0] &= ~rows  # `write` has put its token there
+            masked[:, 0] &= ~rows  # `write` has already written this token
         return replace(
             blocks,
             starts=torch.where(rows, blocks.starts + self._length, blocks.starts),
@@ -231,17 +232,17 @@ class DLLMStepInputs(StepInputs):
 
     def prefilled_tokens(self, num_tokens: int) -> int:
         """Return how many of a row's known tokens its prefill reads: whole blocks. With shifted
-        logits the last of them is left, whose commit forward draws the token behind it."""
+        logits the last block is left out, because its commit forward draws the token after it."""
         return (num_tokens - self._shifted) // self._length * self._length
 
     def merge_prefill(self, rows: JoiningRows, newest: Tensor) -> None:
-        """Add B rows whose prefill has read their whole blocks. Their remaining known tokens are
-        the beginning of the first block to denoise."""
+        """Add B rows whose prefill has read their whole blocks. Their remaining known tokens begin
+        the first block to denoise."""
         length, count, device = self._length, len(rows.seqs), newest.device
         firsts = [self.prefilled_tokens(seq.num_prompt_tokens) for seq in rows.seqs]
         new = joining_blocks(rows, firsts, length, device)
         decodings = [seq.params.decoding for seq in rows.seqs]
-        rules = [each if isinstance(each, Rule) else self._rule for each in decodings]
+        rules = [rule if isinstance(rule, Rule) else self._rule for rule in decodings]
         new_rules = RuleRows.build(rules, device)
         self._rules = (
             new_rules if self._rules is None else RuleRows.concat([self._rules, new_rules])
@@ -274,13 +275,14 @@ class DLLMStepInputs(StepInputs):
     def write(
         self, writes: Writes, columns: dict[str, Tensor], *, last_commits: bool
     ) -> KnownBlocks:
-        """Write tokens into the blocks, as a denoise step decided. `step_decode` goes on from the
-        result. Returns the blocks after this step, with the rows whose block it completed.
+        """Write tokens to the blocks, as a denoise step decided. `step_decode` continues from the
+        result. Returns the blocks after this step, and which rows' blocks it completed.
 
         Args:
-            columns: name of an output column → [B, L, *tail], the values of the drawn tokens.
-            last_commits: let a step that completes a block and writes nothing be its commit
-                forward, too: it has read the final tokens, and so written their keys and values.
+            columns: maps the name of an output column to [B, L, *tail], the values of the drawn
+                tokens.
+            last_commits: whether a step that completes a block and writes nothing is also its
+                commit forward: it has read the final tokens, and so written their keys and values.
         """
         blocks, positions = self.blocks, writes.positions
         if self._shifted:  # a commit forward yields the token that begins the next block
@@ -290,8 +292,8 @@ class DLLMStepInputs(StepInputs):
             old = self.columns.get(name)
             if old is None or old.shape != values.shape:
                 old = widened(old, values)
-            chosen = positions.view(*positions.shape, *[1] * (values.dim() - 2))
-            self.columns[name] = torch.where(chosen, values, old)
+            mask = positions.view(*positions.shape, *[1] * (values.dim() - 2))
+            self.columns[name] = torch.where(mask, values, old)
         some, masked = positions.any(1), blocks.masked & ~writes.unmasked
         complete, edit_steps = self._completed(writes, masked)
         after = self._after = replace(
@@ -317,30 +319,32 @@ class DLLMStepInputs(StepInputs):
 
     @property
     def lacking_commit(self) -> Tensor:
-        """[B] bool, the rows whose block is complete after this step, but not its KV. `write`
-        must have been called."""
+        """The rows whose block is complete after this step, but not its KV, [B] bool. `write` must
+        be called first."""
         assert self._after is not None and self._committed is not None, "write comes first"
         return self._after.complete & ~self._committed
 
     def _completed(self, writes: Writes, masked: Tensor) -> tuple[Tensor, Tensor]:
-        """[B] bool, the rows whose block is complete after a step, and [B] int64, how many steps it
-        has then had without a mask. `masked` [B, L] bool are the positions still masked.
+        """Return the rows whose block is complete after a step, [B] bool, and how many steps each
+        block has then had without masks, [B] int64.
 
-        A block is complete when nothing is masked. If the row's rule edits, it goes on until a step
-        that began without a mask edits nothing, or has been the last that may.
+        A block is complete when nothing is masked. If the row's rule edits, the block continues
+        until a step that began without masks edits nothing, or was the last that may edit.
+
+        `masked` [B, L] bool are the positions still masked after the step.
         """
         blocks = self.blocks
-        known = ~masked.any(1)
+        is_unmasked = ~masked.any(1)
         if writes.edited is None:
-            return known, blocks.edit_steps
+            return is_unmasked, blocks.edit_steps
         edit_steps = blocks.edit_steps + (~blocks.masked.any(1)).long()
         is_last = edit_steps >= self.rules.edit_steps
         is_settled = (edit_steps > 0) & ~writes.edited.any(1)
-        return blocks.complete | (known & (is_last | is_settled)), edit_steps
+        return blocks.complete | (is_unmasked & (is_last | is_settled)), edit_steps
 
     def step_decode(self, step: StepOutput) -> None:
-        """Take over what `write` wrote. The rows whose block has had its commit forward begin their
-        next block."""
+        """Advance to the blocks that `write` made. Rows whose block has committed begin their next
+        block."""
         assert self._after is not None and self._committed is not None, "write comes first"
         self._blocks = self._opened(self._after, self._committed)
         self._final = self._after = self._commits = self._sent = self._committed = None

@@ -1,5 +1,5 @@
-"""Block diffusion (SDAR, Cheng et al. 2025): blocks of tokens are generated one after another, and
-the tokens of a block in any order."""
+"""The strategy `dllm`: block diffusion (SDAR, Cheng et al. 2025). Blocks of tokens are generated
+one after another, and the tokens of a block in any order."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from batchgen.engine.scheduling.admission import Ints
 from batchgen.engine.strategy import TARGET, ModelRole, Strategy
 from batchgen.kernels.sampling.token_mask import TokenMask
 from batchgen.kernels.sampling.unmask import MAX_BLOCK_LENGTH
+from batchgen.strategies.blocks import STEP_MAP
 from batchgen.strategies.counts import NUM_FORWARDS
 from batchgen.strategies.dllm.commit_room import CommitRoom
 from batchgen.strategies.dllm.denoise_step import decide_writes, draw_blocks, ordered
 from batchgen.strategies.dllm.edits import EDIT_LOG
-from batchgen.strategies.dllm.joining_blocks import STEP_MAP
 from batchgen.strategies.dllm.option_checks import check_length, check_row, rule_of
 from batchgen.strategies.dllm.replay import is_exact
 from batchgen.strategies.dllm.rules.named_rules import named_rule, rule_of_row
@@ -48,27 +48,29 @@ TAIL_COLUMNS = tuple(
     OutputColumn(TAIL + name, np.dtype(np.int32), scope="tail")
     for name in ("token_ids", STEP_MAP.name)
 )
-"""What the end of the row cut off its last block, which a replay needs."""
+"""What is cut off after the end of a row in its last block, and is needed for a replay."""
 _CONFIDENCE = 0.9
-"""The confidence threshold of a configuration that says nothing else."""
+"""The default confidence threshold of the configuration."""
 
 
 class DLLMStrategy(Strategy):
-    """Starts with blocks of masked positions and denoises them. Each denoise step draws a token at
-    every masked position and keeps some of them. Raises ValueError if an option is out of range or
-    does not go with another.
+    """Denoises blocks of masked positions. Each denoise step draws a token at every masked position
+    and keeps some of them.
 
     Args:
-        block_length: L, the number of positions of a block. None takes what the model's
-            configuration says.
+        block_length: L, the number of positions of a block. None: the length in the model's
+            configuration.
         unmasking: which drawn tokens a step keeps; `strategies/dllm/rules` has a file for each
-            rule. A row may have its own in `RequestParams.decoding`.
+            rule. A row may have its own rule in `RequestParams.decoding`.
         confidence_threshold, min_tokens_per_step, denoising_steps, entropy_bound, edit_threshold,
             max_edit_steps: the options of rules, by their names there. None is the rule's default.
-        sub_block_length: how many positions a sub-block has, all of which are unmasked before those
-            of the next one. None: the whole block is one.
-        fused_commit: whether the commit forward of a block may be joined with the first denoise
+        sub_block_length: the number of positions of a sub-block; all positions of a sub-block are
+            unmasked before those of the next. None: the whole block.
+        fused_commit: whether the commit forward of a block may be merged with the first denoise
             step of the next block, which saves forwards. The tokens are the same.
+
+    Raises:
+        ValueError: an option is out of range, or conflicts with another.
     """
 
     name = "dllm"
@@ -103,7 +105,7 @@ class DLLMStrategy(Strategy):
             raise ValueError(f"block_length must be 2 to {MAX_BLOCK_LENGTH}, got {block_length!r}")
         self._rule = named_rule(
             unmasking,
-            # The configuration has this number for every rule.
+            # The configuration sets this number for every rule.
             confidence_threshold=None
             if confidence_threshold == _CONFIDENCE
             else confidence_threshold,
@@ -121,7 +123,8 @@ class DLLMStrategy(Strategy):
         self._commit_room: CommitRoom | None = None
         self._block_steps = BlockSteps()
         self._runner: ModelRunner | None = None
-        # Columns of context scope are read when a row ends, so its last block must be final then.
+        # Columns of context scope are read when a row ends, so its last block must be final by
+        # then.
         self._yields_final = False
         self._length = 0
         self._step_inputs: DLLMStepInputs | None = None
@@ -132,12 +135,12 @@ class DLLMStrategy(Strategy):
         return self._step_inputs
 
     def block_length(self, model: ModelConfig) -> int:
-        """The option `block_length`, or else the length that the model was trained for."""
+        """Return the option `block_length`, or else the length that the model was trained for."""
         length, diffusion = check_length(self._asked_length, self._sub_block_length, model)
         if self._step_inputs is None:
             self._length, self._commit_room = length, CommitRoom(length)
             self._shifted = diffusion.shifted
-            # The token that begins a block is drawn in the commit forward before.
+            # The commit forward before a block draws the block's first token.
             self._fused = self._fused and not self._shifted
             self._step_inputs = DLLMStepInputs(
                 length, diffusion, self._rule, self._sub_block_length
@@ -149,8 +152,8 @@ class DLLMStrategy(Strategy):
         return {TARGET: ModelRole((self._length,), forward_rows=2 if self._fused else 1)}
 
     def model_len(self, longest: int, model: ModelConfig) -> int:
-        """The length is cut to whole blocks, because a row's last block is denoised as a whole even
-        if the row ends within it."""
+        """Round the length down to whole blocks, because a row's last block is denoised as a whole
+        even if the row ends within it."""
         length = self.block_length(model)
         if longest < length:
             raise ValueError(
@@ -170,13 +173,13 @@ class DLLMStrategy(Strategy):
         return self._length
 
     def prefill_of(self, seq: Sequence) -> tuple[int, bool]:
-        """The prefill reads the row's whole blocks and yields no token. The remaining known tokens
-        are the beginning of the first block to denoise."""
+        """Let the prefill read the row's whole blocks and yield no token. The remaining known
+        tokens begin the first block to denoise."""
         return self.step_inputs.prefilled_tokens(seq.num_tokens), False
 
     def cache_tokens(self, num_tokens: Ints, pending: Ints, width: int, max_tokens: Ints) -> Ints:
-        """A row needs room for its current block to the end, even if the row ends within it. If
-        blocks are yielded one step late, the current one is one further than the tokens say."""
+        """Reserve room to the end of the current block, even if the row ends within it. If blocks
+        are yielded one step late, the current block is one block further than the tokens say."""
         blocks = 2 if self._yields_final else 1
         end = (num_tokens + pending) // self._length * self._length + blocks * self._length
         tokens: Ints = np.minimum(end, self.most_cache_tokens(max_tokens))
@@ -205,14 +208,14 @@ class DLLMStrategy(Strategy):
             )
 
     def propose(self, batch: DecodeBatch) -> None:
-        # A matcher must have committed a block before it goes on to the next one.
+        # A matcher must have committed a block before it reads the next one.
         fused = self._fused and not (self._yields_final and batch.guide is not None)
         self.step_inputs.fuse(self._room(batch.num_rows) if fused else 0)
         if batch.guide is not None:
             self.step_inputs.send_masked()
 
     def _room(self, rows: int) -> int:
-        """How many rows to add to the next forward of `rows` rows for complete blocks that
+        """Return how many rows to add to the next forward of `rows` rows for complete blocks that
         commit."""
         assert self._runner is not None and self._commit_room is not None
         if self._runner.device.type == "cpu":
@@ -220,8 +223,8 @@ class DLLMStrategy(Strategy):
         return self._commit_room.rows(rows, self._runner)
 
     def observe(self, step: HostOutput, current: npt.NDArray[np.bool_]) -> None:
-        """Learn what share of the rows completes a block in a step, and count how many denoise
-        steps the completed blocks took."""
+        """Learn how many rows complete a block in a step, and count the denoise steps of completed
+        blocks."""
         assert self._commit_room is not None
         self._commit_room.observe(step.observed[LACKING])
         self._block_steps.observe(step, current)
@@ -237,9 +240,9 @@ class DLLMStrategy(Strategy):
     def forward(
         self, runner: ModelRunner, prefill: PrefillInputs | None
     ) -> tuple[ModelOutput, ModelOutput | None]:
-        """Run the forward, and compute logits only for the rows' own blocks and not for the blocks
-        that commit beside them. The mask token has no probability: no text contains it, and a
-        position that drew it would go on being read as masked."""
+        """Run the forward, and compute logits only for the rows' current blocks, not for the blocks
+        that commit. The mask token gets no probability: no text contains it, and a position that
+        drew it would still be read as masked."""
         assert prefill is None, "prompts are read beside rows of one token only"
         inputs = self.step_inputs.model_inputs
         count = self.step_inputs.blocks.masked.numel()
@@ -253,11 +256,13 @@ class DLLMStrategy(Strategy):
         return ModelOutput(whole, self.step_inputs.drawn_positions.flatten(), hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
-        """Unmask positions of the rows' blocks. The step yields the tokens of the blocks that it
-        completes, without those of the prompt, and of rows that conflict with their constraint the
-        tokens known before the conflict. Other rows yield no token. If the model records columns of
-        context scope, a block's tokens are yielded one step later, by the forward that makes its KV
-        final."""
+        """Unmask positions of the rows' blocks.
+
+        The step yields the tokens of the blocks that it completes, without those of the prompt. A
+        row that conflicts with its constraint yields the tokens known before the conflict. Other
+        rows yield no token. If the model records columns of context scope, a block is yielded one
+        step later, by the forward that makes its KV final.
+        """
         state = self.step_inputs
         blocks, length = state.blocks, self._length
         decided = decide_writes(state, output, guide, lambda mask: self._draw(output, mask))
@@ -273,16 +278,17 @@ class DLLMStrategy(Strategy):
         )
         if self._yields_final:
             rows, known = state.final.rows, state.final
-            # A forward has then read all that is known of the block, and every later one reads it.
+            # A forward has then read all known tokens of the block, and every later one reads them,
+            # too.
             conflicts = None if conflicts is None else conflicts & ~unmasked.any(1)
         else:
             rows = known.rows & ~broken
-        # The tokens that a block yields begin behind those of the prompt.
+        # The tokens that a block yields begin after those of the prompt.
         offsets = torch.arange(length, device=known.prompt_tokens.device)
         order = (known.prompt_tokens.unsqueeze(1) + offsets).clamp(max=length - 1)
         num_tokens = torch.where(rows, length - known.prompt_tokens, 0)
         if conflicts is not None:
-            # A conflicting row ends with the known tokens at the beginning of its block.
+            # A row with a conflict ends with the known tokens at the beginning of its block.
             first = (~blocks.masked | unmasked).cumprod(1).sum(1)
             conflicts = conflicts & ~broken
             num_tokens = torch.where(conflicts, first - blocks.prompt_tokens, num_tokens)

@@ -1,5 +1,5 @@
-"""Decides which of the tokens that a denoise step draws are kept (unmasked), by the rule of each
-row."""
+"""Decides which of a denoise step's drawn tokens are kept (unmasked), by the rule of each row.
+`DLLMStepInputs` holds the `RuleRows`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _INF = float("inf")
 
 @dataclass(frozen=True)
 class RuleRows(Batched):
-    """The unmasking rules of B rows, and their numbers (`Cut`) on the device. Properties tell,
-    without waiting, what any row needs."""
+    """The unmasking rules of B rows, and their numbers (`Cut`) on the device. Properties say what
+    any of the rows needs, without waiting for the device."""
 
     rules: tuple[Rule, ...] = row()  # of the B rows, on the host
     order: Tensor = row()  # [B] int64
@@ -57,13 +57,13 @@ class RuleRows(Batched):
 
     @cached_property
     def any_edits(self) -> bool:
-        """Whether any row replaces tokens that it has unmasked."""
+        """Whether any row has a rule that replaces unmasked tokens."""
         return any(rule.edits for rule in self.rules)
 
     @cached_property
     def most_edit_steps(self) -> int:
-        """The most steps of any row that edit a block in which nothing is masked, of rules that a
-        log of edits has room for."""
+        """The most editing steps of any row's block without masks, at most as many as a log can
+        hold."""
         steps = [rule.cut().edit_steps for rule in self.rules if rule.edits]
         return min(max(steps, default=0), MOST_EDITS)
 
@@ -78,19 +78,20 @@ class RuleRows(Batched):
         return UnmaskingOrder.ENTROPY in self._orders
 
     def unmasked(self, masked: Tensor, denoised: Tensor, drawn: Drawn) -> Tensor:
-        """[B, L] bool, the positions that a step unmasks.
+        """Return the positions that a step unmasks, [B, L] bool.
 
         Args:
-            masked: [B, L] bool, the positions that are masked.
-            denoised: [B] int64, how many denoise steps the block of each row has had.
+            masked: [B, L] bool, the masked positions.
+            denoised: [B] int64, how many denoise steps each row's block has had.
             drawn: a token for each of the B · L positions, with confidence and entropy if any row
                 needs them.
         """
         return self._run(masked, denoised, drawn, self._keys(masked, drawn))
 
     def permitted(self, masked: Tensor, denoised: Tensor, drawn: Drawn) -> Tensor:
-        """[B, L] bool, the positions of constrained rows that a step may unmask, if it unmasks all
-        before them as well: what each rule would keep if its order were that of positions."""
+        """Return the positions of constrained rows that a step may unmask, provided that it unmasks
+        all masked positions before them, [B, L] bool: those that each rule would keep if its order
+        were from left to right."""
         return self._run(masked, denoised, drawn, None)
 
     def _run(self, masked: Tensor, denoised: Tensor, drawn: Drawn, keys: Tensor | None) -> Tensor:
@@ -106,7 +107,8 @@ class RuleRows(Batched):
         return unmask(masked, counts, keys, confidence, threshold, entropy, bound)
 
     def _keys(self, masked: Tensor, drawn: Drawn) -> Tensor | None:
-        """[B, L] float32, by which positions rank; None for the order of positions in all rows."""
+        """Return the numbers by which positions rank, [B, L] float32; None if all rows rank from
+        left to right."""
         keys: Tensor | None = None
         for order in self._orders - {UnmaskingOrder.POSITION}:
             if order is UnmaskingOrder.CONFIDENCE:
@@ -120,17 +122,17 @@ class RuleRows(Batched):
         return keys
 
     def edited(self, old_ids: Tensor, drawn: Drawn) -> Tensor:
-        """[B, L] bool, the positions whose tokens a step replaces by drawn ones.
+        """Return the positions whose tokens a step replaces by drawn ones, [B, L] bool.
 
         Args:
             old_ids: [B, L] int64, the tokens that may be replaced; elsewhere -1.
-            drawn: see `unmasked`.
+            drawn: as for `unmasked`.
         """
         is_other = (old_ids >= 0) & (drawn.token_ids.view(old_ids.shape) != old_ids)
         return is_other & (_of_blocks(drawn.confidence, old_ids) > self.edit_threshold.unsqueeze(1))
 
 
 def _of_blocks(values: Tensor | None, like: Tensor) -> Tensor:
-    """Values [B · L] as [B, L]."""
+    """Reshape values [B · L] to [B, L]."""
     assert values is not None, "the rows' rules need them"
     return values.view(like.shape)

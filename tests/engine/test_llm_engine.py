@@ -237,7 +237,7 @@ def test_every_option_mixed_in_one_batch_equals_each_alone(
         assert_same(alone(0, i), output)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @on_every_device(
     [
         {},
@@ -268,7 +268,7 @@ def test_chunking_preemption_and_caching_change_nothing(
     assert bool(mixed_steps) == (changes.get("chunk_tokens") != 0)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=3)
 @on_every_device([{}, {"max_num_seqs": 40, "block_size": 16}], on_gpu=2)
 @pytest.mark.parametrize(
     ("chunk_tokens", "used"),
@@ -637,7 +637,7 @@ def test_abort_forgets_a_row_wherever_it_is(tiny: CausalLM, mode: dict[str, Any]
     assert engine.scheduler.block_manager.usage == 0
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(
     ("mode", "aborts_after"),
     some_slow(

@@ -25,7 +25,7 @@ from batchgen.engine.strategy import Strategy
 from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
-from tests.support.cases import some_thorough
+from tests.support.cases import some_slow
 from tests.support.engine.alone_rows import Alone
 from tests.support.engine.engine_rows import Request, expect_short_rows, run
 from tests.support.engine.families import TEXT
@@ -40,6 +40,11 @@ TARGETS = (
 )  # fmt: skip
 TOWERS = ("mistral3", "mistral3_small", "gemma3", "gemma4", "llama4_tower")
 KINDS = [kind for kind in TEXT if kind not in TOWERS]
+OF_EACH_KIND = (
+    "qwen3", "phi3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "deepseek_v2", "gemma4_e2b",
+    "gpt_oss", "nemotron_h", "lfm2", "cohere",
+)  # fmt: skip
+"""Families of which each has modules, or a place for them, that the others have not."""
 NAMES = (None, "a", "b", "a", None, "b")
 CONFIG = EngineConfig(max_model_len=200, kv_cache_gib=0.01, max_num_seqs=6)
 
@@ -97,8 +102,8 @@ def rows(count: int = 6, length: int = 20, new: int = 12) -> list[Request]:
     return found
 
 
-@pytest.mark.quick(1, thorough=12)
-@pytest.mark.parametrize("kind", some_thorough(KINDS, ["qwen3", "phi3", "qwen3_5_text"]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kind", some_slow(KINDS, quick=OF_EACH_KIND))
 def test_rows_are_those_of_merged_weights(
     kind: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -149,7 +154,7 @@ MODES: dict[str, tuple[str, Callable[[], Strategy], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_is_what_it_is_alone(
     mode: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ from batchgen.strategies.ar.strategy import ARStrategy
 from batchgen.strategies.ar_spec.strategy import ARSpecStrategy
 from batchgen.strategies.dllm.strategy import DLLMStrategy
 from tests.engine.test_lora import CONFIG, rows
-from tests.support.cases import some_thorough
+from tests.support.cases import some_slow, some_thorough
 from tests.support.engine.engine_rows import Request, expect_short_rows, run
 from tests.support.engine.lora_files import DENSE, write_adapter
 from tests.support.engine.ranked_engines import Case, run_divided
@@ -88,7 +88,7 @@ MODES: dict[str, tuple[str, Callable[[], Strategy], dict[str, Any], bool]] = {
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("mode", some_thorough(MODES, ["chunks"]))
+@pytest.mark.parametrize("mode", some_slow(MODES, ["chunks", "preemption", "states", "experts"]))
 def test_rows_have_the_bits_of_all_adapters_in_memory(
     mode: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

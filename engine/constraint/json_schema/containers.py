@@ -11,16 +11,18 @@ from batchgen.engine.constraint.json_schema.scalars import string_node
 from batchgen.engine.constraint.regex import regex_text as text
 
 Lower = Callable[[Any, str], dict[str, Any]]
-"""Rewrites a schema; called with it and its JSON pointer."""
+"""Rewrites a schema, given the schema and its JSON pointer."""
 IsValid = Callable[[Any, Any], bool]
-"""Whether a value is valid under a schema; called with the schema and the value."""
+"""Returns whether a value is valid, given the schema and the value."""
 
 
 def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, Any]:
-    """Rewrite the keywords about arrays; `at` is their JSON pointer, `lower` rewrites items'
-    schemas.
+    """Rewrite the keywords about arrays. Raises ConstraintError if a keyword cannot be enforced, or
+    if no length is possible.
 
-    Raises ConstraintError if a keyword cannot be enforced, or no length is left.
+    Args:
+        at: the JSON pointer of the schema.
+        lower: rewrites the schemas of items.
     """
     prefix, rest = schema.get("prefixItems", []), schema.get("items")
     if isinstance(rest, list):  # until draft 2019-09
@@ -51,9 +53,11 @@ def lower_array(schema: Mapping[str, Any], at: str, lower: Lower) -> dict[str, A
 def lower_object(
     schema: Mapping[str, Any], at: str, lower: Lower, is_valid: IsValid
 ) -> dict[str, Any]:
-    """Rewrite the keywords about objects; `is_valid` checks names against `propertyNames`.
+    """Rewrite the keywords about objects. Raises ConstraintError if a keyword cannot be enforced,
+    or if no object is possible.
 
-    Raises ConstraintError if a keyword cannot be enforced, or no object is left.
+    Args:
+        is_valid: checks names against `propertyNames`.
     """
     properties, required = dict(schema.get("properties", {})), schema.get("required", [])
     patterns = schema.get("patternProperties", {})
@@ -90,7 +94,8 @@ def lower_object(
 def _of_names(
     rule: Any, extra: Any, at: str, lower: Lower
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Say `propertyNames` by three other keywords; `extra` is the schema of all values, or True."""
+    """Express `propertyNames` by three other keywords. `extra` is the schema of all values, or
+    True."""
     if rule is True:
         return {}, {}, extra
     if isinstance(rule, dict):
@@ -105,7 +110,8 @@ def _of_names(
 def _check_patterns(
     patterns: Mapping[str, Any], properties: Mapping[str, Any], extra: Any, at: str
 ) -> None:
-    """Refuse patterns that a name may match beside another schema: xgrammar enforces only one."""
+    """Raise ConstraintError for patterns whose names may also match another schema, because
+    xgrammar enforces only one."""
     for pattern in patterns:
         clash = [name for name in properties if re.search(pattern, name)]
         if len(patterns) > 1 or clash or extra is not False:
@@ -121,7 +127,7 @@ def _check_patterns(
 def _other_properties(
     names: list[str], patterns: Mapping[str, Any], extra: Any, at: str, lower: Lower
 ) -> dict[str, Any]:
-    """Rewrite the keywords for other properties than `names`, with at most one pattern."""
+    """Rewrite the keywords about properties other than `names`, with at most one pattern."""
     for pattern, part in patterns.items():
         where = f"{at}/patternProperties/{pattern}"
         key = text.write(string_node({"pattern": pattern}, where), json=True)
@@ -131,13 +137,13 @@ def _other_properties(
     part = lower(extra, f"{at}/additionalProperties")
     if not names:
         return {"additionalProperties": part}
-    # xgrammar would let a name of `properties` through again, spelled with escapes.
+    # Otherwise xgrammar would allow a name of `properties` again, spelled with escapes.
     key = text.write(text.other_than(names), json=True)
     return {"patternProperties": {key: part}, "additionalProperties": False}
 
 
 def _counts(schema: Mapping[str, Any], lowered: Mapping[str, Any], at: str) -> dict[str, int]:
-    """Rewrite minProperties and maxProperties; a free name may come twice, and counts once."""
+    """Rewrite minProperties and maxProperties. A free name may occur twice, and counts once."""
     low, limit = read_limits(schema, "minProperties", "maxProperties")
     high = math.inf if limit is None else limit
     needed = len(set(lowered.get("required", ())))

@@ -1,7 +1,7 @@
-"""JSON text as its standard (RFC 8259) defines it.
+"""JSON text as defined by its standard (RFC 8259).
 
 Python's `json` reads and writes more: NaN and Infinity, numbers that become infinite, and objects
-in which one name stands twice.
+in which a name occurs twice.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from batchgen.engine.interface.constraint_error import ConstraintError
 
 WHITESPACE = " \t\n\r"
-"""The characters that JSON allows between its tokens; there are no others."""
+"""The characters that JSON allows between its tokens."""
 
 
 class NotJson(ValueError):
@@ -22,7 +22,8 @@ class NotJson(ValueError):
 def parse_json(text: str) -> Any:
     """Read a JSON text, without NaN and Infinity.
 
-    Raises NotJson; ValueError for a number of more digits than Python reads (4300); RecursionError.
+    Raises NotJson; ValueError for a number with more digits than Python reads (4300);
+    RecursionError.
     """
     return _loads(text)
 
@@ -30,22 +31,19 @@ def parse_json(text: str) -> Any:
 def parse_unique_json(text: str) -> Any:
     """Read a JSON text that a person wrote, more strictly than `parse_json`.
 
-    NotJson is raised too for an object with a name twice, of which most readers would silently drop
-    one value, and for a number that is too large for a float.
+    It also raises NotJson for an object with a repeated name, of which most readers would silently
+    drop a value, and for a number that is too large for a float.
     """
     return _loads(text, parse_float=_finite, object_pairs_hook=_unique)
 
 
 def read_object(value: Any, what: str) -> Any:
-    """Return the JSON object, or boolean schema, that a user gave as a mapping of any class or as
-    text.
-
-    Raises ConstraintError, which calls the value `what`, if it is neither.
-    """
+    """Return the JSON object or boolean schema that a user gave as a mapping of any class or as
+    text. Raises ConstraintError, in which the value is called `what`, if it is neither."""
     if not isinstance(value, str | bool | abc.Mapping):
         raise ConstraintError(f"{what} must be a mapping or its JSON text, got {value!r:.100}")
     try:
-        # A mapping is written and read again, because it may hold what JSON cannot.
+        # A mapping is written and read again, because it may contain values that JSON cannot.
         text = value if isinstance(value, str) else json.dumps(value, default=_plain)
         parsed = parse_unique_json(text)
     except RecursionError:
@@ -58,15 +56,13 @@ def read_object(value: Any, what: str) -> Any:
 
 
 def compact_json(value: Any) -> str:
-    """Write a value as JSON without whitespace, members in their order.
-
-    Raises TypeError or ValueError for what JSON cannot hold.
-    """
+    """Write a value as JSON without whitespace, keeping the order of members. Raises TypeError or
+    ValueError for values that JSON cannot represent."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def first_repeated(texts: abc.Iterable[str]) -> str | None:
-    """The first text that was there before; None if all differ."""
+    """Return the first text that occurred before; None if all differ."""
     seen: set[str] = set()
     for text in texts:
         if text in seen:
@@ -76,7 +72,8 @@ def first_repeated(texts: abc.Iterable[str]) -> str | None:
 
 
 def equality_key(value: Any) -> abc.Hashable:
-    """Return what equal JSON values share, and no others: true is not 1 there, but 1 is 1.0."""
+    """Return a key that is equal for equal JSON values only: true differs from 1, but 1 equals
+    1.0."""
     if isinstance(value, dict):
         return "object", frozenset((name, equality_key(item)) for name, item in value.items())
     if isinstance(value, list):
@@ -85,7 +82,8 @@ def equality_key(value: Any) -> abc.Hashable:
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether a string has half of a UTF-16 pair (U+D800 to U+DFFF), which UTF-8 cannot encode."""
+    """Return whether a string contains half of a UTF-16 pair (U+D800 to U+DFFF), which UTF-8 cannot
+    encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -101,7 +99,8 @@ def _loads(text: str, **hooks: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A mapping or sequence of another library as the dict or list that `json` writes."""
+    """Convert a mapping or sequence of another library to a dict or list, which `json` can
+    write."""
     if isinstance(value, abc.Mapping):
         return dict(value)
     if isinstance(value, abc.Sequence):

@@ -1,4 +1,5 @@
-"""The keywords of JSON Schema: which types each restricts, and why some cannot be enforced."""
+"""The keywords of JSON Schema: which types each restricts, and what to write instead of those that
+cannot be enforced."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -8,7 +9,7 @@ from batchgen.engine.interface.constraint_error import ConstraintError
 ANNOTATIONS = frozenset(
     "$comment $schema $id title description default examples deprecated readOnly writeOnly".split()
 )
-"""Keywords that say something about a value and do not restrict it."""
+"""Keywords that describe a value and do not restrict it."""
 DEFINITIONS = frozenset({"$defs", "definitions"})
 """Keywords that only hold schemas for `$ref`."""
 COMBINATIONS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "enum", "const", "type"})
@@ -26,7 +27,7 @@ TYPES_OF: dict[str, frozenset[str]] = {
     for name, keywords in _ABOUT.items()
     for keyword in keywords.split()
 }
-"""Keyword → the types that it restricts. It allows every value of another type."""
+"""Maps a keyword to the types that it restricts. It allows all values of other types."""
 KNOWN = ANNOTATIONS | DEFINITIONS | COMBINATIONS | TYPES_OF.keys() | {"discriminator"}
 
 _CHECK_LATER = "remove it, or check it afterwards"
@@ -58,27 +59,27 @@ REFUSED = {
     "divisibleBy": "use `multipleOf`",
     "id": "use `$id`",
 }
-"""Keyword that a grammar cannot enforce → what the user can do instead."""
+"""Maps a keyword that a grammar cannot enforce to what the user can write instead."""
 
 MOST = 1_000_000
-"""The greatest limit of a count; higher ones are lowered to it, as xgrammar counts with 32 bits."""
+"""The greatest limit of a count. Higher limits are lowered to it, because xgrammar counts with 32
+bits."""
 
 
 def refuse(keyword: str, at: str, reason: str) -> ConstraintError:
-    """Make the error for a keyword; the reason goes on after "`keyword` at pointer"."""
+    """Return the error for a keyword. The reason continues the sentence "`keyword` at pointer"."""
     return ConstraintError(f"`{keyword}` at {at} {reason}")
 
 
 def restricts(keyword: str, value: object) -> bool:
-    """Whether a keyword restricts values: annotations and anybody's own x-… do not."""
+    """Return whether a keyword restricts values. Annotations and x-… extensions do not."""
     off = keyword == "uniqueItems" and value is False
     return keyword not in ANNOTATIONS and not keyword.startswith("x-") and not off
 
 
 def read_limits(schema: Mapping[str, object], low: str, high: str) -> tuple[int, int | None]:
-    """Return the lowest and the highest count that two keywords such as `minItems` and `maxItems`
-    allow. Without the first keyword the lowest is 0, without the second the highest is None; it is
-    at most `MOST`."""
+    """Return the lowest and highest count that two keywords such as `minItems` and `maxItems`
+    allow. Without them these are 0 and None; the highest is at most `MOST`."""
     lower, upper = schema.get(low, 0), schema.get(high)
     assert isinstance(lower, int | float)
     if upper is None:
@@ -88,11 +89,11 @@ def read_limits(schema: Mapping[str, object], low: str, high: str) -> tuple[int,
 
 
 def check_keywords(schema: Mapping[str, object], at: str, root: bool) -> None:
-    """Check that all keywords of a schema, without the schemas within it, can be enforced.
+    """Check that all keywords of a schema, not of its subschemas, can be enforced.
 
     A schema that lists its values (`enum`, `const`) may have any known keyword, because each value
-    is checked beforehand. `$id` is allowed at the `root` alone. Raises ConstraintError, which says
-    what to write instead.
+    is checked in advance. `$id` is allowed only at the `root`. Raises ConstraintError, saying what
+    to write instead.
     """
     listed = "enum" in schema or "const" in schema
     for keyword in schema:
@@ -118,7 +119,7 @@ def check_keywords(schema: Mapping[str, object], at: str, root: bool) -> None:
 
 
 def _is_discriminator(schema: Mapping[str, object]) -> bool:
-    """Whether the `discriminator` of a schema is one of OpenAPI's, as Pydantic writes them."""
+    """Return whether a schema's `discriminator` is that of OpenAPI, as Pydantic writes it."""
     value = schema["discriminator"]
     return (
         isinstance(value, Mapping)

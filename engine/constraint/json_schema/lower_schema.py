@@ -1,19 +1,21 @@
-"""JSON Schemas, rewritten in the part of JSON Schema that xgrammar enforces.
+"""Rewrites JSON Schemas in the subset of JSON Schema that xgrammar enforces. `Constraint.make` and
+`xgrammar_input.py` call `check_schema` and `lower`.
 
-A keyword that cannot be enforced is refused by name. xgrammar reads a schema by the first keyword
-of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type` that it has, and ignores the
-others. It takes two schemas for one if they differ only in properties called `title` or like
-another annotation. So it gets a schema written anew from the keywords that are understood here. All
-that this lets through is valid under the user's schema, by `jsonschema` with its format checker.
-Not all that is valid is let through:
+A keyword that cannot be enforced is refused by name. xgrammar reads only the first of the keywords
+`$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type` that a schema has. It also confuses
+schemas that differ only in properties named like an annotation, such as `title`. So a schema is
+written anew from the keywords that this module understands.
 
-- Properties come in the order of the schema. Properties that the schema does not name come only
-  where `additionalProperties` or `unevaluatedProperties` ask for them, or it names none at all.
-- A schema without `type` stands for the types that its keywords are about. Behind `prefixItems`
-  come other items only if `items` or `minItems` ask for them.
+Everything that the rewritten schema allows is valid under the user's schema, according to
+`jsonschema` with its format checker. Not everything valid is allowed:
+
+- Properties come in the order of the schema. Properties that the schema does not name are allowed
+only if `additionalProperties` or `unevaluatedProperties` ask for them, or if it names none.
+- A schema without `type` stands for the types that its keywords are about. After `prefixItems`,
+further items are allowed only if `items` or `minItems` ask for them.
 - Numbers with bounds have at most 6 decimals and no exponent. Integers have no fraction.
-- A pattern matches the whole string. Formats are their common forms. A string with a pattern or a
-  length has quotes, backslashes and line ends only where the pattern leaves no other choice.
+- A pattern matches the whole string. Formats have their common forms. A string with a pattern or a
+length contains quotes, backslashes and line ends only where the pattern requires them.
 """
 
 import json
@@ -41,31 +43,32 @@ from batchgen.engine.constraint.json_schema.validator import make_validator
 from batchgen.engine.interface.constraint_error import ConstraintError
 
 ANY = "any"
-"""The name of the definition of any JSON value, in the `$defs` of a rewritten schema."""
+"""The name, in the `$defs` of a rewritten schema, of the definition of any JSON value."""
 
 _MOST_STEPS = 100_000
-"""The most schemas that one may stand for. Each takes some 10 µs to look at."""
+"""The most schemas that a schema may stand for. Each takes about 10 µs."""
 
 
 def check_schema(schema: Any) -> None:
-    """Check that output can be held to a schema (parsed JSON).
-
-    Raises ConstraintError, which names the keyword, its JSON pointer, and what to do.
-    """
+    """Check that a schema (parsed JSON) can be enforced. Raises ConstraintError, naming the
+    keyword, its JSON pointer, and what to do."""
     lower(schema)
 
 
 def lower(schema: Any, base: str = "#") -> dict[str, Any]:
-    """Return the schema that xgrammar must get, with `strict_mode` on, in place of a user's.
+    """Return the schema that xgrammar must get, with `strict_mode` on, instead of a user's.
 
-    Its `$defs` has the definitions that it refers to. Each `$ref` in `schema` is relative to it;
-    `base` is its JSON pointer for messages. Raises ConstraintError as `check_schema`.
+    Its `$defs` has the definitions that it refers to. Raises ConstraintError as in `check_schema`.
+
+    Args:
+        schema: the user's schema, to which all its `$ref`s are relative.
+        base: the JSON pointer of the schema, for messages.
     """
     from referencing.exceptions import Unresolvable
 
     try:
         return _Lowering(schema, base).run()
-    except Unresolvable as error:  # beside `enum` and the like, where jsonschema follows it
+    except Unresolvable as error:  # next to keywords such as `enum`, jsonschema follows `$ref`
         raise ConstraintError(
             f"a `$ref` in the schema at {base} is not resolved ({error}): copy the schema into "
             "`$defs` and refer to it as `#/$defs/...`"
@@ -77,11 +80,16 @@ def lower(schema: Any, base: str = "#") -> dict[str, Any]:
 class _Lowering:
     """The rewriting of one document, part by part.
 
-    `at` is a part's JSON pointer. `open_refs` are pointers of references followed to it without
-    going into a property or an item: to meet one again would mean a value that consists of itself
-    alone. `definitions` has rewritten schemas that references lead to, under the `names` of their
-    pointers; `branches` has the pointers of branches with their tag, by their content; `marks`
-    counts schemas that `mark` set apart, `steps` schemas looked at.
+    In its methods, `at` is a part's JSON pointer. `open_refs` are the pointers of references that
+    led to the part without entering a property or an item; meeting one of them again would mean a
+    value that consists only of itself.
+
+    Attributes:
+        definitions: the rewritten schemas that references lead to, by name.
+        names: the names of definitions, by the pointers of their schemas.
+        branches: the pointers of branches with a tag, by their content.
+        marks: the number of schemas that `mark` has made distinct.
+        steps: the number of schemas looked at.
     """
 
     def __init__(self, root: Any, base: str) -> None:
@@ -117,7 +125,7 @@ class _Lowering:
         return self.typed(schema, at)
 
     def step(self) -> None:
-        """Count a schema; references that lead to the same ones again and again make many."""
+        """Count a schema. References that lead to the same schemas again and again make many."""
         self.steps += 1
         if self.steps > _MOST_STEPS:
             raise ConstraintError(
@@ -128,8 +136,8 @@ class _Lowering:
     # References and combinations.
 
     def tagged(self, schema: Any) -> Any:
-        """A schema whose `discriminator`, if it has one, is a required property of each branch,
-        which holds the names by which `mapping` leads there."""
+        """Return the schema with its `discriminator`, if it has one, as a required property of each
+        branch. The property's values are the names by which `mapping` leads to the branch."""
         if (discriminator := schema.get("discriminator")) is None:
             return schema
         name, mapping = discriminator["propertyName"], discriminator.get("mapping", {})
@@ -145,17 +153,18 @@ class _Lowering:
         return rest | {keyword: branches}
 
     def branch(self, schema: dict[str, Any]) -> str:
-        """The pointer of a definition that is made of a schema, so that it may lead to itself."""
+        """Make a definition of a schema, so that the schema may lead to itself, and return its
+        pointer."""
         text = json.dumps(schema)
         if text not in self.branches:
-            known = self.root.get("$defs", {})
-            name = next(n for n in map("branch-{}".format, count(1)) if n not in known)
-            self.root["$defs"] = {**known, name: schema}
+            definitions = self.root.get("$defs", {})
+            name = next(n for n in map("branch-{}".format, count(1)) if n not in definitions)
+            self.root["$defs"] = {**definitions, name: schema}
             self.branches[text] = f"#/$defs/{name}"
         return self.branches[text]
 
     def reference(self, ref: str, at: str, open_refs: tuple[str, ...]) -> dict[str, Any]:
-        """A schema that is a reference and nothing else."""
+        """Rewrite a schema that is only a reference."""
         pointer, target = resolve(self.root, ref, at)
         if pointer in open_refs:
             raise refuse("$ref", at, f"to {ref!r} leads back to itself: no value can match")
@@ -167,7 +176,7 @@ class _Lowering:
         return {"$ref": "#" if name == "#" else f"#/$defs/{name}"}
 
     def expand(self, schema: Any, at: str, open_refs: tuple[str, ...]) -> list[dict[str, Any]]:
-        """Return schemas without `$ref` and `allOf` that together say what `schema` says."""
+        """Return schemas without `$ref` and `allOf` that together are equivalent to `schema`."""
         self.step()
         if isinstance(schema, bool):
             if not schema:
@@ -197,10 +206,10 @@ class _Lowering:
     def any_of(
         self, schema: Any, keyword: str, at: str, open_refs: tuple[str, ...]
     ) -> dict[str, Any]:
-        """A schema with branches under the keyword `anyOf` or `oneOf`."""
+        """Rewrite a schema with branches under the keyword `anyOf` or `oneOf`."""
         branches = schema[keyword]
         rest, last = split_unevaluated({k: v for k, v in schema.items() if k != keyword})
-        if rest or last:  # what stands beside the branches holds in each of them
+        if rest or last:  # keywords next to the branches apply to each branch
             branches = [
                 merge([rest, *self.expand(branch, f"{at}/{keyword}/{i}", open_refs)], at, last)
                 for i, branch in enumerate(branches)
@@ -223,7 +232,7 @@ class _Lowering:
         return lowered[0] if len(lowered) == 1 else {"anyOf": lowered}
 
     def flat(self, schema: Any, at: str) -> dict[str, Any]:
-        """Return one schema without `$ref` and `allOf` that says what `schema` says."""
+        """Return one schema without `$ref` and `allOf` that is equivalent to `schema`."""
         return merge(self.expand(schema, at, ()), at)
 
     def is_valid(self, schema: Any, value: Any) -> bool:
@@ -232,10 +241,10 @@ class _Lowering:
     # Values.
 
     def mark(self, lowered: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Set a rewritten schema apart from others, if xgrammar might take it for one of them.
+        """Make a rewritten schema distinct from others with which xgrammar might confuse it.
 
-        xgrammar leaves out members called like an annotation, at any depth, and writes names
-        without escapes. `names` are the names of members that occur in the schema.
+        When it compares schemas, xgrammar ignores members named like an annotation, at any depth,
+        and writes names without escapes. `names` are the names of members in the schema.
         """
         if any(name in ANNOTATIONS or '"' in name for name in names):
             self.marks += 1
@@ -243,7 +252,7 @@ class _Lowering:
         return lowered
 
     def any(self) -> dict[str, Any]:
-        """A schema of any value. xgrammar has a rule for that, but it allows whitespace."""
+        """Return a schema of any value. xgrammar has a rule for that, but it allows whitespace."""
         ref = {"$ref": f"#/$defs/{ANY}"}
         self.definitions[ANY] = {
             "anyOf": [
@@ -255,7 +264,7 @@ class _Lowering:
         return ref
 
     def enum(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """Rewrite `enum` or `const` as the listed values that are valid by all other keywords."""
+        """Rewrite `enum` or `const` as the listed values that all other keywords allow."""
         keyword = "enum" if "enum" in schema else "const"
         values = schema["enum"] if keyword == "enum" else [schema["const"]]
         others = {k: v for k, v in schema.items() if k != keyword}
@@ -265,7 +274,7 @@ class _Lowering:
         return self.mark({"enum": valid}, check_values(valid, keyword, at))
 
     def typed(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """A schema of keywords about types: one branch for each type that it allows."""
+        """Rewrite a schema of keywords about types, as one branch for each allowed type."""
         types = schema.get("type")
         if types is None:
             if not schema:
@@ -291,7 +300,8 @@ class _Lowering:
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
     def refuse_endless(self, root: dict[str, Any]) -> None:
-        """Refuse a definition that has no value of finite size: output of it would never end."""
+        """Raise ConstraintError for a definition that has no value of finite size: its output would
+        never end."""
         endless = find_endless(
             {"#": root} | {f"#/$defs/{k}": v for k, v in self.definitions.items()}
         )

@@ -1,8 +1,8 @@
 """Merges JSON Schemas that must all hold (`allOf`) into one, and finds out whether two schemas can
 hold at once (`oneOf`).
 
-xgrammar has neither keyword in full. So `lower_schema.py` writes one schema that says the same, or
-refuses the schema with the reason.
+xgrammar supports neither keyword fully. So `lower_schema.py` uses this module to write one
+equivalent schema, or refuses the schema with the reason.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,22 +14,25 @@ from batchgen.engine.constraint.json_schema.keywords import refuse
 
 Schema = Mapping[str, Any]
 IsValid = Callable[[Schema, Any], bool]
-"""Whether a value is valid under a schema; called with the schema and the value."""
+"""Returns whether a value is valid, given the schema and the value."""
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
 """Keywords about the properties of an object that the same schema does not list."""
 
 
 def split_unevaluated(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split off `unevaluatedProperties` and `unevaluatedItems`, about what the rest leaves open."""
+    """Split off `unevaluatedProperties` and `unevaluatedItems`, which are about what the rest
+    leaves open."""
     last = {k: v for k, v in schema.items() if k.startswith("unevaluated")}
     return {k: v for k, v in schema.items() if k not in last}, last
 
 
 def merge(parts: Collection[Schema], at: str, last: Schema | None = None) -> dict[str, Any]:
-    """Write one schema that allows what all of `parts` allow; none of them has `$ref` or `allOf`.
+    """Write one schema that allows exactly what all of `parts` allow. Raises ConstraintError if one
+    schema cannot express it.
 
-    `last` has keywords about what no part speaks of (see `split_unevaluated`). Raises
-    ConstraintError if one schema cannot say it.
+    Args:
+        parts: schemas without `$ref` and `allOf`.
+        last: keywords about what no part mentions (see `split_unevaluated`).
     """
     merged: dict[str, Any] = {}
     for part in parts:
@@ -45,7 +48,8 @@ def merge(parts: Collection[Schema], at: str, last: Schema | None = None) -> dic
 
 
 def _check_others(part: Schema, other: Schema, at: str) -> None:
-    """Refuse two schemas of which one speaks of further members and the other lists some."""
+    """Raise ConstraintError for two schemas of which one restricts further members and the other
+    lists some."""
     further = [keyword for keyword in _OTHERS if part.get(keyword, True) is not True]
     new = other.get("properties", {}).keys() - part.get("properties", {}).keys()
     unequal = not other.keys().isdisjoint(_OTHERS) and any(
@@ -65,7 +69,7 @@ def _check_others(part: Schema, other: Schema, at: str) -> None:
 
 
 def _both(keyword: str, a: Any, b: Any, at: str) -> Any:
-    """The value of a keyword that says as much as its values `a` and `b` together."""
+    """Return the value of a keyword that is equivalent to its values `a` and `b` together."""
     if a == b and type(a) is type(b):
         return a
     match keyword:
@@ -106,9 +110,12 @@ def _types(value: Any) -> set[str]:
 def find_overlap(
     branches: Collection[Schema], is_valid: IsValid, flat: Callable[[Any], Schema]
 ) -> tuple[int, int] | None:
-    """Return the indices of two branches that one value may match; None if all exclude each other.
+    """Return the indices of two branches that a value may match at once; None if all exclude each
+    other.
 
-    `flat` rewrites a schema without `$ref` and `allOf`, which branches have not.
+    Args:
+        branches: schemas without `$ref` and `allOf`.
+        flat: rewrites a schema without `$ref` and `allOf`.
     """
     for (i, a), (j, b) in combinations(enumerate(branches), 2):
         if not _exclude(a, b, is_valid, flat):
@@ -117,7 +124,8 @@ def find_overlap(
 
 
 def _exclude(a: Schema, b: Schema, is_valid: IsValid, flat: Callable[[Any], Schema]) -> bool:
-    """Whether it is certain that no value matches both schemas. Arguments see `find_overlap`."""
+    """Return whether it is certain that no value matches both schemas. The arguments are as for
+    `find_overlap`."""
     for one, other in ((a, b), (b, a)):
         values = _listed(one)
         if values is not None:

@@ -1,4 +1,4 @@
-"""Rewrites JSON Schemas of strings, numbers and listed values, so that xgrammar enforces them.
+"""Rewrites JSON Schemas of strings, numbers and listed values so that xgrammar enforces them.
 `lower_schema.py` calls this for each such part of a schema."""
 
 import math
@@ -37,15 +37,13 @@ FORMATS = {
     r"(\?[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?(#[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?",
     "uuid": r"[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
 }
-"""Format → the pattern of its common form. Every match is of the format, but the format allows more
-(29 February, for one, does not match `date`)."""
+"""Maps a format to the pattern of its common form. Every match is of the format, but the format
+allows more (29 February, for example, does not match `date`)."""
 
 
 def lower_scalar(name: str, schema: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Rewrite the keywords about one type, neither object nor array, at a JSON pointer.
-
-    Raises ConstraintError if one cannot be enforced.
-    """
+    """Rewrite the keywords about one type other than object and array. Raises ConstraintError if
+    one cannot be enforced."""
     if name == "string" and schema:
         return {"type": name, "pattern": text.write(string_node(schema, at), json=True)}
     if name in ("integer", "number") and schema:
@@ -54,11 +52,11 @@ def lower_scalar(name: str, schema: Mapping[str, Any], at: str) -> dict[str, Any
 
 
 def string_node(schema: Mapping[str, Any], at: str) -> syntax.Node:
-    """Make the regular expression of strings that `pattern`, `format` and the lengths of a schema
-    allow.
+    """Return the regular expression of the strings that the `pattern`, `format` and lengths of a
+    schema allow.
 
-    xgrammar would read only one of these keywords, and with a length let raw control characters
-    through. Raises ConstraintError if they cannot be enforced together, or allow no string.
+    xgrammar would read only one of these keywords, and with a length would allow raw control
+    characters. Raises ConstraintError if they cannot be enforced together, or allow no string.
     """
     low, high = read_limits(schema, "minLength", "maxLength")
     highest = MOST if high is None else high
@@ -96,7 +94,7 @@ def string_node(schema: Mapping[str, Any], at: str) -> syntax.Node:
 
 
 def _lower_number(name: str, schema: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """As `lower_scalar`, for the types integer and number."""
+    """Rewrite the keywords about integers or numbers; see `lower_scalar`."""
     for keyword, value in schema.items():
         if not abs(value) <= 10**15:
             raise refuse(keyword, at, "must lie between -1e15 and 1e15, which doubles keep exact")
@@ -107,7 +105,7 @@ def _lower_number(name: str, schema: Mapping[str, Any], at: str) -> dict[str, An
             raise refuse("minimum/maximum", at, "leave no number of at most 6 decimals between")
     if not whole:
         return {"type": name} | dict(schema)
-    lowered = {"type": "integer"}  # so is every multiple of a whole number
+    lowered = {"type": "integer"}  # multiples of a whole number are integers, too
     if low is not None:
         lowered["minimum"] = low
     if high is not None:
@@ -132,7 +130,8 @@ def _lower_number(name: str, schema: Mapping[str, Any], at: str) -> dict[str, An
 
 
 def _bounds(schema: Mapping[str, Any], whole: bool) -> tuple[Any, Any]:
-    """Return the least and greatest allowed number or None; inclusive for whole numbers."""
+    """Return the least and greatest allowed numbers, or None; for whole numbers both are
+    inclusive."""
     lows = [schema["minimum"]] if "minimum" in schema else []
     highs = [schema["maximum"]] if "maximum" in schema else []
     if whole:
@@ -148,7 +147,8 @@ def _bounds(schema: Mapping[str, Any], whole: bool) -> tuple[Any, Any]:
 
 
 def _has_number(low: Any, high: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether bounds leave a number of at most 6 decimals; xgrammar would allow the empty text."""
+    """Return whether the bounds allow a number of at most 6 decimals; otherwise xgrammar would
+    allow the empty text."""
     first, last = math.ceil(_millionths(low)), math.floor(_millionths(high))
     if "exclusiveMinimum" in schema:
         first += first == _millionths(schema["exclusiveMinimum"])
@@ -158,15 +158,13 @@ def _has_number(low: Any, high: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _millionths(value: float) -> Fraction:
-    """A number in millionths, exactly, as its decimal digits are written."""
+    """Return a number in millionths, exactly, from its decimal digits."""
     return Fraction(str(value)) * 10**6
 
 
 def check_values(values: list[Any], keyword: str, at: str) -> Iterator[str]:
-    """Check the values that `enum` or `const` lists, and yield all names of object members in them.
-
-    Raises ConstraintError for integers of more than 64 bits, which xgrammar would round.
-    """
+    """Check the values of `enum` or `const`, and yield all names of object members in them. Raises
+    ConstraintError for integers of more than 64 bits, which xgrammar would round."""
     for value in values:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise refuse(keyword, at, f"has {value}, which 64 bits do not hold: use a string")

@@ -1,4 +1,4 @@
-"""References (`$ref`) within one JSON Schema document."""
+"""Follows references (`$ref`) within one JSON Schema document. `lower_schema.py` uses it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,11 @@ from batchgen.engine.constraint.json_schema.keywords import refuse
 
 
 def resolve(root: Any, ref: str, at: str) -> tuple[str, Any]:
-    """Return the JSON pointer, in the one usual way, and the schema that a reference leads to.
+    """Return the canonical JSON pointer and the schema that a reference leads to. Raises
+    ConstraintError if it leads out of the document `root`, or not to a schema.
 
-    `at` is the pointer of the schema that has it. Raises ConstraintError if it leads out of the
-    document `root`, or not to a schema.
+    Args:
+        at: the JSON pointer of the schema that contains the reference.
     """
     if ref != "#" and not ref.startswith("#/"):
         raise refuse(
@@ -42,7 +43,8 @@ def find_endless(schemas: Mapping[str, Any]) -> set[str]:
 
 
 def _ends(lowered: Any, finite: set[str]) -> bool:
-    """Whether a rewritten schema has a finite value, if the references `finite` have one."""
+    """Return whether a rewritten schema has a finite value, assuming that the references `finite`
+    do."""
     if "$ref" in lowered:
         return lowered["$ref"] in finite
     if "anyOf" in lowered:

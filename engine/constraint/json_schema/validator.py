@@ -1,5 +1,5 @@
-"""Makes the validator of a JSON Schema, by the library `jsonschema`: it says whether a value that
-exists is valid."""
+"""Makes the validator of a JSON Schema with the library `jsonschema`, which checks whether a given
+value is valid."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def make_validator(schema: Any) -> Validator:
-    """Make the validator of a schema, formats included, for the draft of its `$schema` or 2020-12.
+    """Make the validator of a schema, including formats, for the draft of its `$schema` or 2020-12.
 
-    It never fetches a schema: a `$ref` out of the schema raises
-    `referencing.exceptions.Unresolvable`. Raises ConstraintError if the schema is not valid, or of
-    another draft than 2020-12, 2019-09 and 7.
+    The validator never fetches a schema: a `$ref` out of the document raises
+    `referencing.exceptions.Unresolvable`. Raises ConstraintError if the schema is invalid, or of a
+    draft other than 2020-12, 2019-09 and 7.
     """
     import jsonschema as js
     from jsonschema.exceptions import SchemaError
@@ -32,7 +32,7 @@ def make_validator(schema: Any) -> Validator:
     try:
         draft.check_schema(schema)
     except SchemaError as error:
-        # `type` may be a name or a list of names. The error of the nearer one tells more.
+        # `type` may be a name or a list of names. The deeper error is more specific.
         deepest = max((*error.context, error), key=lambda part: len(part.absolute_path))
         at = "/".join(["#", *map(str, deepest.absolute_path)])
         tuples = error.absolute_path and error.absolute_path[-1] == "items"

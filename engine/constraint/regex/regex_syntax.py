@@ -1,9 +1,9 @@
-r"""The regular expressions that a grammar can enforce, read into trees.
+r"""Parses the regular expressions that a grammar can enforce into trees.
 
 A grammar matches the whole text, character by character. So a pattern may have literals, classes,
-groups, alternatives and counts; what looks around (assertions, backreferences, word boundaries) is
-refused. Where dialects differ, only what all of them allow is allowed: `\d` means ASCII digits, as
-in ECMAScript, so that any later check of the output agrees.
+groups, alternatives and counts; assertions, backreferences and word boundaries are refused. Where
+dialects differ, only what all of them allow is allowed: `\d` means ASCII digits, as in ECMAScript,
+so that any later check of the output agrees.
 """
 
 import re
@@ -24,21 +24,21 @@ from batchgen.engine.interface.constraint_error import ConstraintError
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _MOST_COUNT = 1_000_000
 _MOST_GROUPS = 100
-"""The most groups in each other, which take of Python's 1000 nested calls."""
+"""The greatest depth of nested groups, because each takes some of Python's 1000 nested calls."""
 _GROUPS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)
-"""What matters for the nesting of groups: escapes, classes, and parentheses."""
+"""The parts of a pattern that matter for nesting: escapes, classes, and parentheses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a set, given by its ranges of code points."""
+    """One character of a set, which is given by its ranges of code points."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """All parts, one after the other. No parts match the empty text."""
+    """All parts, one after the other. Without parts it matches the empty text."""
 
     parts: "tuple[Node, ...]"
 
@@ -63,10 +63,11 @@ Node = Chars | Concat | Either | Repeat
 
 
 def parse(pattern: str, alphabet: Ranges = TEXT) -> Node:
-    """Read a pattern into a tree, whose sets are within `alphabet`, the characters of the output.
+    """Parse a pattern into a tree whose character sets are within `alphabet`, the characters of the
+    output.
 
-    The whole text must match, so `^` at its beginning and `$` at its end change nothing. Raises
-    ConstraintError, which says which part cannot be enforced and what to write instead.
+    The whole text must match, so `^` at the beginning and `$` at the end change nothing. Raises
+    ConstraintError, saying which part cannot be enforced and what to write instead.
     """
     if (depth := _depth(pattern)) > _MOST_GROUPS:
         raise ConstraintError(
@@ -74,14 +75,14 @@ def parse(pattern: str, alphabet: Ranges = TEXT) -> Node:
             "write them one after another"
         )
     try:
-        re.compile(pattern)  # whoever validates the output in Python must be able to read it
+        re.compile(pattern)  # validators of the output in Python must be able to read it
     except (re.error, OverflowError) as error:
         raise ConstraintError(f"{pattern!r} is not a regular expression: {error}") from None
     return _Parser(pattern, alphabet).parse()
 
 
 def _depth(pattern: str) -> int:
-    """The most `(` that are open at once. Those in classes and behind backslashes do not count."""
+    """Return the greatest number of open `(`, ignoring those in classes and after backslashes."""
     depth = deepest = 0
     for part in _GROUPS.findall(pattern):
         depth += (part == "(") - (part == ")")
@@ -90,7 +91,7 @@ def _depth(pattern: str) -> int:
 
 
 class _Parser:
-    """Reads one pattern from left to right. `at` is the index of the next character."""
+    """Parses one pattern from left to right. `at` is the index of the next character."""
 
     def __init__(self, pattern: str, alphabet: Ranges) -> None:
         self.pattern, self.alphabet, self.at = pattern, alphabet, 0
@@ -111,14 +112,15 @@ class _Parser:
         return self.alternatives(top=True)
 
     def alternatives(self, top: bool) -> Node:
-        """Branches between `|`. `top` tells that they are the outermost, which may have anchors."""
+        """Parse branches separated by `|`. `top` says whether they are the outermost, which may
+        have anchors."""
         branches = [self.branch(top)]
         while self.take("|"):
             branches.append(self.branch(top))
         return Either(tuple(branches)) if len(branches) > 1 else branches[0]
 
     def branch(self, top: bool) -> Node:
-        """Everything up to the next `|`, the `)` of this group, or the end."""
+        """Parse everything up to the next `|`, the `)` of this group, or the end."""
         parts: list[Node] = []
         if top:
             self.take("^")
@@ -171,7 +173,7 @@ class _Parser:
         return self.chars(self.member()[0])
 
     def group_start(self) -> None:
-        """Read nothing, `?:` or a name behind the `(` of a group; refuse all else."""
+        """Parse nothing, `?:` or a name after the `(` of a group; refuse anything else."""
         if not self.peek("?") or self.take("?:"):
             return
         if not self.peek("?P<"):
@@ -182,14 +184,14 @@ class _Parser:
         self.at = self.pattern.index(">", self.at) + 1
 
     def chars(self, ranges: Ranges) -> Chars:
-        """The node of those characters that the alphabet has."""
+        """Return the node of those characters that the alphabet contains."""
         allowed = intersect(ranges, self.alphabet)
         if not allowed:
             raise self.refuse("a character that the output cannot have", "no text can match it")
         return Chars(tuple(allowed))
 
     def bracketed(self) -> Ranges:
-        """Read a class; a complement excludes what any dialect has in it."""
+        """Parse a class. A negated class excludes the characters that it has in any dialect."""
         self.take("[")
         negated = self.take("^")
         if self.peek("]"):
@@ -208,7 +210,8 @@ class _Parser:
         return complement(in_some) if negated else in_every
 
     def member(self) -> tuple[Ranges, Ranges]:
-        """Read a literal or escape: its characters in every dialect, and in at least one."""
+        """Parse a literal or escape. Returns its characters in every dialect, and in at least
+        one."""
         char = self.pattern[self.at]
         self.at += 1
         if char != "\\":

@@ -1,8 +1,6 @@
-"""Operations on trees of regular expressions (`regex_syntax.py`).
-
-`width` measures the lengths of matches, `bounded` restricts them, `other_than` excludes words, and
-`write` turns a tree into a pattern for xgrammar.
-"""
+"""Operations on trees of regular expressions (`regex_syntax.py`): `width` measures the lengths of
+matches, `bounded` restricts them, `other_than` excludes words, and `write` turns a tree into a
+pattern for xgrammar."""
 
 from batchgen.engine.constraint.regex.characters import (
     JSON_ESCAPES,
@@ -15,11 +13,12 @@ from batchgen.engine.constraint.regex.characters import (
 from batchgen.engine.constraint.regex.regex_syntax import Chars, Concat, Either, Node, Repeat
 
 _MOST_COPIES = 64
-"""The most copies of character classes in a pattern for which xgrammar builds an automaton."""
+"""The most copies of character classes with which xgrammar may build an automaton from a
+pattern."""
 
 
 def width(node: Node) -> tuple[int, int | None]:
-    """Return the minimum and maximum length of a match; None if there is no maximum."""
+    """Return the minimum and maximum length of a match; the maximum is None if there is none."""
     match node:
         case Chars():
             return 1, 1
@@ -42,8 +41,9 @@ def width(node: Node) -> tuple[int, int | None]:
 def bounded(node: Node, low: int, high: int | None) -> Node | None:
     """Return a tree for only those matches that have `low` to `high` characters.
 
-    That needs every match to have such a length already, or at most one part of varying length in
-    each outermost branch, which repeats one character class. Otherwise the result is None.
+    This is possible if every match has such a length already, or if each outermost branch has at
+    most one part of varying length, which repeats one character class. Otherwise the result is
+    None.
     """
     shortest, longest = width(node)
     if shortest >= low and (high is None or (longest is not None and longest <= high)):
@@ -73,7 +73,7 @@ def bounded(node: Node, low: int, high: int | None) -> Node | None:
 
 
 def other_than(words: list[str], alphabet: Ranges = JSON_PLAIN) -> Node:
-    """A tree for every text of characters of the alphabet, except for the given words."""
+    """Return a tree for all texts of characters of the alphabet except the given words."""
     heads = sorted({word[0] for word in words if word})
     anything = Repeat(Chars(tuple(alphabet)), 0, None)
     different = tuple(intersect(alphabet, complement(only("".join(heads)))))
@@ -87,11 +87,11 @@ def other_than(words: list[str], alphabet: Ranges = JSON_PLAIN) -> Node:
 
 
 def write(node: Node, json: bool = False) -> str:
-    """Write a tree as a pattern for xgrammar; with `json`, for the inside of a JSON string.
+    """Write a tree as a pattern for xgrammar, with `json` for the inside of a JSON string.
 
     In JSON, a class that contains plain characters drops those that need an escape (quotes,
-    backslashes, line ends), because a mask takes microseconds for a class of plain characters but
-    0.1 s for a repeated choice between escapes.
+    backslashes, line ends): a mask takes microseconds for a class of plain characters, but 0.1 s
+    for a repeated choice between escapes.
     """
     text = _write(node, json)
     if not json or (
@@ -105,7 +105,7 @@ def write(node: Node, json: bool = False) -> str:
 
 
 def _has_escapes(node: Node) -> bool:
-    """Whether the tree has a class of which JSON writes every character with a backslash."""
+    """Return whether the tree has a class whose characters JSON all writes with a backslash."""
     match node:
         case Chars(ranges):
             return not intersect(list(ranges), JSON_PLAIN)
@@ -116,7 +116,7 @@ def _has_escapes(node: Node) -> bool:
 
 
 def _num_copies(node: Node) -> int:
-    """The number of character classes in the pattern if its counts are written out."""
+    """Return the number of character classes in the pattern with its counts written out."""
     match node:
         case Chars():
             return 1
@@ -150,6 +150,7 @@ def _write_chars(ranges: Ranges, json: bool) -> str:
 
 
 def _literal(code: int) -> str:
-    r"""Write a character; special ones as \uhhhh, because xgrammar reads on behind \xhh."""
+    r"""Write a character, special ones as \uhhhh, because xgrammar would read further digits after
+    \xhh."""
     char = chr(code)
     return char if code >= 0x80 or char.isalnum() else f"\\u{code:04x}"

@@ -1,5 +1,5 @@
-"""How checkpoints hold the experts of a mixture, and which slots their tensors fill. A slot is the
-part of a parameter that one tensor of a checkpoint fills (`layers/weight_slot.py`)."""
+"""Maps checkpoints' tensors of experts to slots, for `Experts.weight_slots`. A slot is the part of
+a parameter that one tensor fills (`layers/weight_slot.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.layers.four_bit_slot import FourBitSlot
 from batchgen.engine.layers.fp8_format import FP8Format
-from batchgen.engine.layers.weight_slot import WeightSlot
+from batchgen.engine.layers.weight_slot import CheckpointTensor, WeightSlot, take_part
 from batchgen.engine.parallel.shard import Shard
 from batchgen.kernels.four_bit.panels import FourBitPanels
 from batchgen.kernels.layers.activation import ExpertFunction
@@ -21,15 +21,15 @@ from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """What differs between the experts of models, besides their sizes."""
+    """What differs between the experts of model families, besides their sizes."""
 
     biased: bool = False  # checkpoints hold `gate_up_proj_bias` [E, 2·I], `down_proj_bias` [E, H]
     clamped: ClampedGate | None = None  # None: function(gate) · up
-    function: ExpertFunction = "silu"  # relu2: experts have no gate, and `up_proj` for the two
-    # Where checkpoints hold all experts in one tensor, rows of gate and of up take turns, and the
-    # last two axes are the other way round: [E, H, 2·I] and [E, I, H].
+    function: ExpertFunction = "silu"  # relu2: no gate; `up_proj` replaces gate and up
+    # Whether, in tensors of all experts, the rows of gate and up alternate and the last two axes
+    # are transposed: [E, H, 2·I] and [E, I, H].
     interleaved: bool = False
-    turned: bool = False  # the last two axes are the other way round alone
+    turned: bool = False  # whether only the last two axes are transposed
 
     @property
     def first(self) -> tuple[str, ...]:
@@ -42,13 +42,13 @@ PLAIN_EXPERTS = ExpertForm()
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """One kind of projection of all experts on this rank."""
+    """One projection, or gate and up together, of all experts on this rank."""
 
-    name: str  # in checkpoints that hold all experts in one tensor
-    parts: tuple[str, ...]  # the projections of an expert whose rows stand one after another
+    name: str  # the name in checkpoints that hold all experts in one tensor
+    parts: tuple[str, ...]  # the names of an expert's projections, whose rows are concatenated
     weight: Tensor  # [E, N, K], or panels; or the words of `FourBitPanels`
     columns: int  # K
-    scales: Tensor | None  # of weights in FP8 or MXFP4
+    scales: Tensor | None  # the scales of FP8 or MXFP4 weights
     bias: Tensor | None  # [E, N]
 
 
@@ -58,11 +58,11 @@ def expert_slots(
     variant: ExpertForm,
     form: FP8Format | None,
     *,
-    of: int,  # experts on all ranks
-    first: int,  # the first one on this rank
+    of: int,  # the number of experts on all ranks
+    first: int,  # the index of the first expert on this rank
     shard: Shard | None,  # this rank's experts; None: all
 ) -> Iterator[WeightSlot]:
-    """Yield a slot for each projection of each expert, and one for all of them together."""
+    """Yield a slot for each projection of each expert, and one for all experts together."""
     parameter, parts, all_scales = projections.weight, projections.parts, projections.scales
     in_panels = are_panels(parameter)
     weights = rows_of_panels(parameter) if in_panels else parameter
@@ -91,12 +91,14 @@ def expert_slots(
             )
     whole = f"{path}.{projections.name}"
     combine: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    at_load = form is not None and form.at_load
     if variant.interleaved or variant.turned:
         combine = partial(_turned, parts=len(parts) if variant.interleaved else 1)
-    elif all_scales is None:
+    elif all_scales is None or at_load:
         combine = partial(_upright, columns=projections.columns)
+    kind = RoundedExperts if at_load else WeightSlot
     for source in (whole, f"{whole}.weight"):
-        yield WeightSlot(
+        yield kind(
             weights,
             tuple(pieces),
             (source,),
@@ -109,6 +111,37 @@ def expert_slots(
     yield from bias_slots(path, projections, len(parts) if variant.interleaved else 1, shard)
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedExperts(WeightSlot):
+    """The slot of a projection of all experts, whose tensor is rounded to FP8 while it loads.
+
+    `combine` is applied before rounding, because blocks share scales in the parameter's order. The
+    experts are rounded one after another, so that little extra memory is needed.
+    """
+
+    def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+        """Round this rank's experts of the checkpoint's tensor into the parameter.
+
+        Raises ValueError if the shape differs.
+        """
+        ((name, tensor),) = tensors.items()
+        assert self.combine is not None
+        rank_tensor = self._plain(tensor)
+        if self.shard is not None:
+            rank_tensor = take_part(name, rank_tensor, self.shard)
+        self._check_shape(self.combine({name: rank_tensor.to("meta")}), self.parameter)
+        for index, expert in enumerate(rank_tensor.split(1)):
+            its = slice(index, index + 1)
+            WeightSlot(
+                self.parameter[its],
+                self.pieces,
+                self.sources,
+                form=self.form,
+                scales=None if self.scales is None else self.scales[its],
+                in_panels=self.in_panels,
+            ).fill({name: self.combine({name: expert})})
+
+
 def four_bit_slots(
     path: str,
     projections: Projections,
@@ -118,7 +151,7 @@ def four_bit_slots(
     first: int,
     shard: Shard | None,
 ) -> Iterator[WeightSlot]:
-    """Yield the slots of `expert_slots` for weights in 4 bits."""
+    """Yield the slots of `expert_slots` for 4-bit weights."""
     parts, (rank_experts, rows, _) = projections.parts, panels.sizes
     size, pieces = rows // len(parts), list[str]()
     for expert in range(of):
@@ -141,8 +174,8 @@ def four_bit_slots(
 def bias_slots(
     path: str, projections: Projections, turns: int, shard: Shard | None
 ) -> Iterator[WeightSlot]:
-    """Yield the slot of all experts' biases, if there are any; `turns` says how many parts of them
-    take turns."""
+    """Yield the slot of all experts' biases, if there are any. `turns` is the number of parts whose
+    rows alternate in the checkpoint."""
     if projections.bias is not None:
         name = f"{path}.{projections.name}_bias"
         ordered = partial(_in_parts, parts=turns) if turns > 1 else None
@@ -150,21 +183,21 @@ def bias_slots(
 
 
 def _upright(tensors: Mapping[str, Tensor], columns: int) -> Tensor:
-    """Return the only tensor [E, N, columns], whose last axes may be the other way round."""
+    """Return the only tensor as [E, N, columns], transposing its last axes if needed."""
     (weights,) = tensors.values()
     turned = weights.shape[-2] == columns != weights.shape[-1]
     return weights.transpose(-1, -2) if turned else weights
 
 
 def _turned(tensors: Mapping[str, Tensor], parts: int) -> Tensor:
-    """Return the only tensor [E, K, N], in whose rows N parts take turns, as [E, N, K] in which
-    they stand one after another. No shape could tell: gpt-oss's H and I are equal."""
+    """Return the only tensor [E, K, N], in which N parts alternate, as [E, N, K] with the parts
+    concatenated. The shape cannot tell whether to transpose: gpt-oss's H and I are equal."""
     (weights,) = tensors.values()
     return _in_parts({"": weights.transpose(-1, -2)}, parts)
 
 
 def _in_parts(tensors: Mapping[str, Tensor], parts: int) -> Tensor:
-    """Return the only tensor [E, N, …], in which parts take turns, with one after another."""
+    """Return the only tensor [E, N, …] with its alternating parts concatenated."""
     (values,) = tensors.values()
     split: Tensor = values.unflatten(1, (-1, parts))
     return split.transpose(1, 2).flatten(1, 2) if parts > 1 else values

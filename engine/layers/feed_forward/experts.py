@@ -1,4 +1,7 @@
-"""The experts of a mixture as one module: their weights, how these are loaded, and the products."""
+"""The experts of a mixture as one module: their weights, how these are loaded, and the products.
+
+`SparseMoE` (`moe.py`) routes tokens and calls `Experts`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from batchgen.engine.layers.feed_forward.mxfp4_slots import mxfp4_slots
 from batchgen.engine.layers.four_bit_slot import four_bit_parameters
 from batchgen.engine.layers.fp8_format import FP8Format
 from batchgen.engine.layers.linear import empty_fp8, empty_parameter
-from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat
+from batchgen.engine.layers.mxfp4_format import MXFP4Format, WeightFormat, format_name
 from batchgen.engine.layers.packed_format import FourBitFormat
 from batchgen.engine.layers.weight_slot import WeightSlot
 from batchgen.engine.lora.layer_lora import LayerLoRA, LoRAState
@@ -47,14 +50,17 @@ from batchgen.kernels.moe.tiled_layout import keeps_panels, matrix_sizes, panels
 
 
 class Experts(nn.Module):
-    """E MLPs with a gate or without, whose weights stand in one tensor for each kind of projection.
+    """E MLPs, with or without a gate. One tensor holds each kind of projection of all experts.
 
-    A checkpoint may hold each projection of each expert in a tensor of its own
+    A checkpoint may hold each projection of each expert in a separate tensor
     (`experts.3.gate_proj.weight`), or all experts in one (`experts.gate_up_proj` [E, 2·I, H] and
-    `experts.down_proj` [E, H, I], with or without `.weight`; Qwen3-VL's have the last two axes the
-    other way round, and `variant.interleaved` says so of gpt-oss's). Weights are in panels where
-    `keeps_panels` says so, or in MXFP4 or FP8 (`quantise`). Each rank of tensor parallelism has
-    consecutive whole experts.
+    `experts.down_proj` [E, H, I], with or without `.weight`). The last two axes may be transposed
+    (Qwen3-VL), or `variant.interleaved` (gpt-oss). Weights are kept in panels where `keeps_panels`
+    says so, or in FP8 or 4 bits (`quantise`). Each rank of tensor parallelism has consecutive whole
+    experts.
+
+    E is the number of experts, H the hidden size, I an expert's intermediate size, T the number of
+    tokens and k the number of experts per token.
     """
 
     gate_up_proj: Tensor
@@ -100,32 +106,41 @@ class Experts(nn.Module):
         self._down_lora: LayerLoRA | None = None
 
     def quantise(self, form: WeightFormat, path: str) -> None:
-        """Keep the weights in FP8 or 4 bits from now on; they must not be loaded yet.
+        """Keep the weights in FP8 or 4 bits. Must be called before they are loaded.
 
-        If I is a multiple of 128, 128 rows share a scale of FP8; else each row of gate and up has
-        its own. `path` is this module's name in checkpoints. Raises ValueError if only some experts
-        are excluded, and for FP8 of experts whose products have other epilogues.
+        If I is a multiple of 128, 128 rows share an FP8 scale; otherwise each row of gate and up
+        has its own.
+
+        Args:
+            path: this module's name in checkpoints.
+
+        Raises:
+            ValueError: only some experts are excluded, experts have no gate, or an FP8 checkpoint
+                holds experts with interleaved rows or transposed axes.
         """
         if isinstance(form, FourBitFormat):
             self._keep_four_bits(form, path)
             return
         if form.excludes(path):
             return
+        name, variant = format_name(form), self.variant
+        if variant.function == "relu2":
+            raise ValueError(
+                f"{path} has experts without a gate, which {name} kernels do not support: load the "
+                f"model without quantisation to {name}"
+            )
         if isinstance(form, MXFP4Format):
-            if self.variant.function == "relu2":
-                raise ValueError(
-                    f"{path} has experts without a gate, which MXFP4 kernels do not support"
-                )
             self.form = form
             if form.native and takes_fp4(self.gate_up_proj.dtype, self._hidden, self._inner):
                 self.gate_up_proj, self.gate_up_scales = _empty_mxfp4(self.gate_up_proj)
                 self.down_proj, self.down_scales = _empty_mxfp4(self.down_proj)
                 self._layouts = MXFP4, MXFP4
             return
-        if self.variant != PLAIN_EXPERTS:
+        if not form.at_load and (variant.interleaved or variant.turned):
             raise ValueError(
-                f"{path} has experts with biases or a gate other than SiLU's, which FP8 kernels "
-                "do not support: load the model without quantisation to FP8"
+                f"{path} is in FP8 in the checkpoint, with axes or rows in another order than "
+                "the blocks that share scales: use the checkpoint in bfloat16 with "
+                "model.quantization=fp8"
             )
         if some := [name for name in form.excluded if f".{name}.".find(f".{path}.") >= 0]:
             raise ValueError(
@@ -139,7 +154,8 @@ class Experts(nn.Module):
             self.down_proj, self.down_scales = _empty_fp8(self.down_proj, BLOCK)
 
     def _keep_four_bits(self, form: FourBitFormat, path: str) -> None:
-        """Keep the weights in 4 bits if all experts are, in parts that our layout has."""
+        """Keep the weights in 4 bits, if no part is excluded and the kernels have a layout for
+        them."""
         kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
         for whole, parts in kinds.items():
             names = (f"{path}.{i}.{part}" for i in range(self._num_experts) for part in parts)
@@ -161,36 +177,40 @@ class Experts(nn.Module):
 
     @property
     def names(self) -> tuple[str, str]:
-        """What checkpoints call the weights of the two products of all experts."""
+        """The names in checkpoints of the two weights of all experts."""
         first = self.variant.first
         return "gate_up_proj" if len(first) > 1 else first[0], "down_proj"
 
     def sizes(self, name: str) -> tuple[int, int, int]:
-        """Return the number of experts on all ranks, and the out and in features of one of their
-        weights, which is one of `names`."""
+        """Return the number of experts on all ranks, and the output and input features of an
+        expert's weight. `name` is one of `names`."""
         rows = len(self.variant.first) * self._inner
         wide, narrow = (rows, self._hidden), (self._hidden, self._inner)
         return self._num_experts, *(narrow if name == "down_proj" else wide)
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether tokens may come as `RoundedRows`."""
+        """Whether tokens may be passed as `RoundedRows`."""
         return self.gate_up_scales is not None and isinstance(self.form, FP8Format)
 
     @property
     def computes_in_four_bits(self) -> bool:
-        """Whether kernels read the weights in 4 bits."""
+        """Whether kernels read 4-bit weights."""
         return self._layouts is not None
 
     @property
     def value_bytes(self) -> float | None:
-        """The bytes of a weight that kernels read in 4 bits, with its share of the scale; None if
-        they read others."""
+        """The bytes per weight, including its share of the scale, if kernels read 4-bit weights;
+        else None."""
         return None if self._layouts is None else self._layouts[0].value_bytes
 
     def epilogues(self, ids: Tensor, adapter_slots: Tensor | None) -> Epilogues:
-        """What this rank's experts compute behind the products of tokens that go to these experts
-        [T, k] and have these adapter slots [T]."""
+        """Return the operations that follow this rank's expert products.
+
+        Args:
+            ids: [T, k], the experts of the tokens.
+            adapter_slots: [T], the adapter slots of the tokens; None without adapters.
+        """
         adapters, both = None, (self._gate_up_lora, self._down_lora)
         if adapter_slots is not None:
             wide, narrow = (None if lora is None else lora.of_experts() for lora in both)
@@ -200,8 +220,8 @@ class Experts(nn.Module):
         return Epilogues(self.gate_up_bias, self.down_bias, of.clamped, of.function, adapters)
 
     def adapter_slots(self, count: int) -> Tensor | None:
-        """Return the adapter slots [T] of the tokens of a forward, whose number is `count`; None
-        if nothing is added to these experts."""
+        """Return the adapter slots [T] of a forward's `count` tokens; None if these experts have no
+        adapters."""
         tokens = None if self._lora is None else self._lora.tokens_of(count)
         return None if tokens is None else tokens.slots
 
@@ -214,11 +234,11 @@ class Experts(nn.Module):
         shared: Callable[[], SharedPart] | None = None,
         adapter_slots: Tensor | None = None,
     ) -> Tensor:
-        """Compute the sum [T, H] of what each token's experts on this rank make of it, and the
-        adapters in these slots [T], if any, add to their products.
+        """Compute the weighted sum [T, H] of each token's experts on this rank, with their
+        adapters.
 
-        It is added to `residual` in place if that is given. `shared` is called last, and once, and
-        what it returns is added too.
+        If `residual` is given, the sum is added to it in place. `shared` is called once, last, and
+        its result is added too.
         """
         if self._parallel.size > 1:
             ids = self._own_ids(ids)
@@ -247,7 +267,8 @@ class Experts(nn.Module):
         shared: Callable[[], SharedPart] | None = None,
         adapter_slots: Tensor | None = None,
     ) -> Stream:
-        """Add `forward`'s sum to `residual` in place, now or when it is read; needs all experts."""
+        """Add the sum of `forward` to `residual` in place, now or when the stream is read. Needs
+        all experts on this rank."""
         parts = None
         if self._packed is None:
             epilogues = self.epilogues(ids, adapter_slots)
@@ -271,7 +292,7 @@ class Experts(nn.Module):
 
     @property
     def in_four_bits(self) -> FourBitExperts | None:
-        """The weights of both products, if they are kept in 4 bits."""
+        """The weights of both products, if they are 4-bit."""
         wide, narrow = self.gate_up_scales, self.down_scales
         if wide is None or narrow is None or self._layouts is None:
             return None
@@ -282,7 +303,7 @@ class Experts(nn.Module):
         )
 
     def scratch_bytes(self, slots: int) -> int:
-        """Return the bytes of the weights that are dequantised at once if the experts of all ranks
+        """Return the bytes of the weights that are dequantised at once when all ranks' experts
         compute this many slots."""
         experts, rows, columns = len(self.gate_up_proj), 2 * self._inner, self._hidden
         if self._layouts is None or four_bit_tiles(slots, self._num_experts, self._layouts[1]):
@@ -290,7 +311,8 @@ class Experts(nn.Module):
         return experts * rows * columns * torch.bfloat16.itemsize
 
     def _own_ids(self, ids: Tensor) -> Tensor:
-        """Turn ids into indices among this rank's experts, whose number stands for all others."""
+        """Turn expert ids into indices among this rank's experts; experts of other ranks become the
+        index one past the last."""
         rank_experts = self._num_experts // self._parallel.size
         indices = ids - self._first
         return indices.masked_fill_((indices < 0) | (indices >= rank_experts), rank_experts)
@@ -326,8 +348,8 @@ class Experts(nn.Module):
             )
 
     def lora_sites(self, path: str) -> Iterator[LoRASite]:
-        """Yield both products. The targets of a product are each expert's projections, and of all
-        projections of each expert together, under the name that the weight of all experts has
+        """Yield both products. The targets of a product are each expert's projections, and each
+        expert's projections together under the name of the weight of all experts
         (`experts.3.gate_up_proj`)."""
         rank_experts, both = self._num_experts // self._parallel.size, self.variant.first
         for whole, parts in zip(self.names, (both, ("down_proj",)), strict=True):
@@ -345,7 +367,7 @@ class Experts(nn.Module):
     def add_lora(
         self, path: str, factors: Sequence[Mapping[str, Factors]], state: LoRAState
     ) -> None:
-        """Let adapters stand beside the products, as `Linear.add_lora` does."""
+        """Add the adapters' factors to the products, as `Linear.add_lora` does."""
         device, products = self.down_proj.device, list[LayerLoRA | None]()
         for site in self.lora_sites(path):
             adapted = site.adapted_parts(factors)
@@ -356,10 +378,8 @@ class Experts(nn.Module):
         self._lora = state if any(products) else None
 
     def pack(self, products: CPUProducts) -> None:
-        """Convert the loaded weights to the layout for this CPU; they cannot be loaded again then.
-
-        `products` chooses how to compute, for all layers of a model. On a GPU nothing changes.
-        """
+        """Convert the loaded weights to the layout for this CPU; afterwards they cannot be loaded
+        again. On a GPU nothing changes. `products` chooses the method for all layers of a model."""
         for lora in (self._gate_up_lora, self._down_lora):
             if lora is not None:
                 lora.pack(products)
@@ -375,14 +395,15 @@ class Experts(nn.Module):
 
 
 def _empty_mxfp4(weights: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
-    """Make room for weights [E, N, K], or their panels, in MXFP4."""
+    """Allocate MXFP4 parameters for weights [E, N, K] or their panels."""
     panels = empty_panels(matrix_sizes(weights), MXFP4, device=weights.device)
-    words, scales = (nn.Parameter(each, requires_grad=False) for each in panels[:2])
+    words, scales = (nn.Parameter(part, requires_grad=False) for part in panels[:2])
     return words, scales
 
 
 def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Make room for weights [E, N, K], tiled where panels and a copy engine allow it."""
+    """Allocate FP8 parameters for weights [E, N, K], as panels where the copy engine can read
+    them."""
     shape, device = matrix_sizes(weights), weights.device
     values, scales = empty_fp8(*shape, device=device, scale_rows=scale_rows)
     if keeps_panels(device, FP8, shape[2]) and copy_engine_reads(shape[2], device):
@@ -393,7 +414,8 @@ def _empty_fp8(weights: Tensor, scale_rows: int) -> tuple[nn.Parameter, nn.Param
 def packed_products(
     weights: Tensor, products: CPUProducts, bias: Tensor | None = None
 ) -> ExpertProducts:
-    """Lay out the weights [E, N, K] of all experts, or heads, as it was chosen for one of them."""
+    """Lay out the weights [E, N, K] of all experts (or heads) by the method chosen for the first
+    one."""
     product = products.choose(weights[0], None)
     laid_out = [pack_weight(weight) if product.packed else weight for weight in weights]
     return ExpertProducts(laid_out, product.most_rows, not products.takes_few(weights[0]), bias)

@@ -1,4 +1,4 @@
-"""MLPs with a gate and without one: the feed-forward part of dense layers."""
+"""MLPs with and without a gate: the feed-forward part of dense layers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ from batchgen.kernels.layers.activation import (
 
 class GatedMLP(nn.Module):
     """A feed-forward part with a gate: residual + down(f(gate(x)) · up(x)) (Shazeer 2020), where f
-    is SiLU (SwiGLU) or GELU (GEGLU). `factors` multiply what the projections to gate and up yield.
+    is SiLU (SwiGLU) or GELU (GEGLU).
 
-    Each rank has a share of the width between the projections. `size_name` is what the model's
-    configuration calls that width, for error messages.
+    Each rank has a share of the intermediate size.
+
+    Args:
+        size_name: the configuration key of the intermediate size, for error messages.
+        factors: multiply the results of the gate and up projections.
     """
 
     def __init__(
@@ -69,12 +72,13 @@ class GatedMLP(nn.Module):
         return self.down_proj.add_to(residual, self.activated(x))
 
     def compute(self, x: Tensor | FP8Rows) -> Tensor:
-        """Compute this rank's part of the result for x [T, hidden_size], for a sum over ranks."""
+        """Compute this rank's summand of the result for x [T, hidden_size]."""
         result: Tensor = self.down_proj(self.activated(x))
         return result
 
     def activated(self, x: Tensor | FP8Rows) -> Tensor | FP8Rows:
-        """Compute f(gate(x)) · up(x) for x [T, hidden_size], in FP8 if `down_proj` is."""
+        """Compute f(gate(x)) · up(x) for x [T, hidden_size], quantised to FP8 if `down_proj`
+        computes in FP8."""
         form, gate_up = self.down_proj.form, self.gate_up_proj(x)
         for factor, part in zip(self._factors, gate_up.chunk(2, dim=-1), strict=True):
             if factor != 1:
@@ -91,9 +95,9 @@ class GatedMLP(nn.Module):
 
 class PlainMLP(nn.Module):
     """A feed-forward part without a gate: residual + down(f(up(x))), where f is max(x, 0)² (So et
-    al. 2021, arXiv 2109.08668) or xIELU, whose shape the checkpoint holds (`XIELU`).
+    al. 2021, arXiv 2109.08668) or xIELU with parameters from the checkpoint (`XIELU`).
 
-    Each rank has a share of the width between the projections.
+    Each rank has a share of the intermediate size.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class PlainMLP(nn.Module):
         return self.down_proj.add_to(residual, self._activated(x))
 
     def compute(self, x: Tensor | FP8Rows) -> Tensor:
-        """Compute this rank's part of the result for x [T, hidden_size], for a sum over ranks."""
+        """Compute this rank's summand of the result for x [T, hidden_size]."""
         result: Tensor = self.down_proj(self._activated(x))
         return result
 
@@ -142,15 +146,15 @@ class PlainMLP(nn.Module):
 
 
 class XIELU(nn.Module):
-    """The function xIELU of single values with the four numbers that a layer's checkpoint holds
-    (Huang & Schlag 2024, arXiv 2411.13010)."""
+    """The activation function xIELU, with four parameters per layer from the checkpoint (Huang &
+    Schlag 2024, arXiv 2411.13010)."""
 
     def __init__(self, *, where: Placement) -> None:
         super().__init__()
         self.shape = empty_parameter(4, device=where.device, dtype=torch.float32)
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield a slot for each number, which checkpoints hold as [1] or []."""
+        """Yield a slot for each parameter, which checkpoints hold as [1] or []."""
         for index, number in enumerate(("alpha_p", "alpha_n", "beta", "eps")):
             name = (f"{path}.{number}",)
             target = self.shape[index : index + 1]
@@ -162,5 +166,5 @@ class XIELU(nn.Module):
 
 
 def _one_value(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the only value of the tensor of this name, [1]."""
+    """Return the tensor of this name, which has one value, as [1]."""
     return tensors[name].reshape(1)

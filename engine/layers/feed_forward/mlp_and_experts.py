@@ -1,5 +1,4 @@
-"""A feed-forward part of an MLP and experts, which read the same residual stream, the sum that all
-layers add to (Gemma 4)."""
+"""A feed-forward part of an MLP and experts that read the same residual stream (Gemma 4)."""
 
 from __future__ import annotations
 
@@ -15,10 +14,12 @@ from batchgen.engine.layers.norm import RMSNorm
 
 
 class MLPAndExperts(nn.Module):
-    """A feed-forward part of an MLP and experts, as Gemma 4 has it: a norm stands before and after
-    each of them, and the results are added up.
+    """An MLP and experts, as in Gemma 4: each has a norm before and after it, and the results are
+    added.
 
-    Norms are given as (of the MLP, of the experts). The router reads the stream without a norm.
+    Args:
+        before, after: the norms, as pairs (of the MLP, of the experts). The router reads the stream
+            without a norm.
     """
 
     checkpoint_names: Mapping[str, str] = {
@@ -46,7 +47,7 @@ class MLPAndExperts(nn.Module):
         """Add the result for the residual stream [T, hidden_size] to `residual` in place and return
         it."""
         dense = self.mlp(self.mlp_norm(stream), torch.zeros_like(stream), ctx)
-        # Its sum over ranks is read before the one of the experts begins.
+        # The MLP's sum over ranks is read before the experts' sum begins.
         residual += self.mlp_post_norm.of_stream(dense)[0]
         routed = self.moe(self.moe_norm(stream), torch.zeros_like(stream), ctx, router_input=stream)
         return residual.add_(self.moe_post_norm.of_stream(routed)[0])

@@ -1,4 +1,7 @@
-"""A mixture of experts: a feed-forward part in which each token goes through a few of many MLPs."""
+"""A mixture of experts: a feed-forward part in which each token is computed by a few of many MLPs.
+
+`SparseMoE` holds the router and the shared expert, and calls `Experts` (`experts.py`).
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,15 @@ from batchgen.kernels.moe.router.routing import route
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """What differs between the routers of models, besides their sizes."""
+    """What differs between the routers of model families, besides their sizes."""
 
     form: RouterForm = SOFTMAX
-    biased: bool = False  # logits have a bias
-    corrected: bool = False  # checkpoints hold a `ScoreCorrection`
-    float32: bool = False  # logits are computed in float32, whatever the model's dtype is
-    wide: bool = False  # with `float32`: checkpoints hold its weight in float32
-    gates_shared: bool = True  # else checkpoints call it `shared_experts`, without a gate
-    gates_input: bool = False  # the only expert of a token reads sigmoid(its logit) · x
+    biased: bool = False  # whether the router's linear layer has a bias
+    corrected: bool = False  # whether checkpoints hold a `ScoreCorrection`
+    float32: bool = False  # whether logits are computed in float32, whatever the model's dtype is
+    wide: bool = False  # with `float32`: whether checkpoints hold the router's weight in float32
+    gates_shared: bool = True  # whether the shared expert has a gate; its name depends on it
+    gates_input: bool = False  # whether a token's only expert reads sigmoid(its logit) · x
 
 
 SOFTMAX_ROUTER = Router()
@@ -47,7 +50,8 @@ SOFTMAX_ROUTER = Router()
 
 
 class ScoreCorrection(nn.Module):
-    """What is added to each expert's score for the choice, under its published name."""
+    """A number per expert that is added to the scores for the choice only, under its published
+    name."""
 
     def __init__(self, num_experts: int, *, device: torch.device) -> None:
         super().__init__()
@@ -66,7 +70,7 @@ class ScoreCorrection(nn.Module):
 
 
 def _gate(hidden_size: int, num_experts: int, router: Router, where: Placement) -> Linear:
-    """Make what computes the logits of a router."""
+    """Make the linear layer that computes the router's logits."""
     if router.float32:
         assert not router.biased
         gate_where = replace(where, dtype=torch.float32) if router.wide else where
@@ -77,7 +81,7 @@ def _gate(hidden_size: int, num_experts: int, router: Router, where: Placement) 
 def _shared_expert(
     hidden_size: int, shared_size: int, variant: ExpertForm, where: Placement
 ) -> GatedMLP | PlainMLP:
-    """Make the expert that every token goes through."""
+    """Make the shared expert, which every token goes through."""
     name = "shared expert's size"
     if variant.function == "relu2":
         return PlainMLP(
@@ -87,14 +91,19 @@ def _shared_expert(
 
 
 class SparseMoE(nn.Module):
-    """A feed-forward part of E experts, of which each token goes through k.
+    """A feed-forward part of E experts, of which each token uses k: residual + Σ_j w_j ·
+    expert_j(x).
 
-    It computes residual + Σ_j w_j · expert_j(x), with experts and weights from a router's logits
-    (`route`). A shared expert, which every token goes through, adds shared(x), or sigmoid(gate(x))
-    · shared(x) (Yang et al. 2024). With a `latent_size` the experts read a projection of x to that
-    many values, and what they make of it is projected back. Each rank has some experts, a share of
-    the shared one, and the whole router, which is `gate` if that is given. Sums over ranks have
-    this `lane`.
+    A router's logits choose the experts and their weights (`route`). A shared expert adds
+    shared(x), or sigmoid(gate(x)) · shared(x) (Yang et al. 2024). Each rank has some of the
+    experts, a share of the shared expert, and the whole router.
+
+    Args:
+        latent_size: if given, the experts read a projection of x to this many values, and their
+            results are projected back.
+        gate: the router; None makes one as `router` says.
+        column: the output column of the chosen experts, and this layer's index in it.
+        lane: the lane of the sums over ranks (`TensorParallel.add_sum`).
     """
 
     def __init__(
@@ -157,10 +166,8 @@ class SparseMoE(nn.Module):
         ctx: ForwardContext,
         router_input: Tensor | None = None,
     ) -> Stream:
-        """Add the result for tokens [T, hidden_size] to `residual` in place and return it.
-
-        The router reads the tokens, or `router_input` [T, hidden_size].
-        """
+        """Add the result for tokens [T, hidden_size] to `residual` in place, and return it. The
+        router reads `router_input` [T, hidden_size] if given, else the tokens."""
         x, gate = plain_rows(tokens), self.gate
         logits, shared = self._begin(tokens, x if router_input is None else router_input)
         ids, weights = route(
@@ -198,24 +205,27 @@ class SparseMoE(nn.Module):
         return self._parallel.add_sum(residual, out, self._lane)
 
     def scratch_bytes(self, tokens: int) -> int:
-        """Return the bytes that this many tokens need at once besides activations."""
+        """Return the bytes that this many tokens need at once, besides activations."""
         return self.experts.scratch_bytes(tokens * self.experts_per_token)
 
     def _begin(
         self, tokens: Tensor | RoundedRows, router_input: Tensor
     ) -> tuple[Tensor, Callable[[], SharedPart] | None]:
-        """Compute the router's logits [T, E], and begin what the shared expert makes of the tokens.
+        """Compute the router's logits [T, E], and start to compute the shared expert.
 
-        The router is launched first: all experts wait for it, and the shared expert fills the
-        device. Also returns a function that yields this rank's part of the shared expert, to be
-        called exactly once; None without a shared expert.
+        The router is launched first, because all experts wait for it and the shared expert fills
+        the device.
+
+        Returns:
+            The logits, and a function that returns this rank's part of the shared expert, to be
+                called exactly once; None without a shared expert.
         """
         if self.shared_expert is None:
             return self.gate(router_input), None
         return beside(router_input, self.gate, lambda _: self._share(tokens))
 
     def _share(self, tokens: Tensor | RoundedRows) -> SharedPart:
-        """Compute what the shared expert of this rank makes of tokens [T, hidden_size]."""
+        """Compute this rank's part of the shared expert for tokens [T, hidden_size]."""
         shared, gate = self.shared_expert, self.shared_expert_gate
         assert shared is not None
         x = plain_rows(tokens)
@@ -226,7 +236,8 @@ class SparseMoE(nn.Module):
 
 
 def _own_tokens(x: Tensor, ctx: ForwardContext) -> Tensor | None:
-    """Return the tokens [N] that belong to rows, None for all; a CPU leaves out filled-up ones."""
+    """Return the indices [N] of the tokens that belong to rows; None for all. On a CPU, padding
+    tokens are left out."""
     if x.is_cuda or len(x) != len(ctx.kv_slots):
         return None
     indices = ctx.kv_slots.nonzero().squeeze(1)

@@ -1,5 +1,5 @@
-"""How checkpoints hold experts in MXFP4, and which slots their tensors fill. A slot is the part of
-a parameter that one tensor of a checkpoint fills (`layers/weight_slot.py`)."""
+"""Maps checkpoints' MXFP4 tensors of experts to slots, for `Experts.weight_slots`. A slot is the
+part of a parameter that one tensor fills (`layers/weight_slot.py`)."""
 
 from __future__ import annotations
 
@@ -21,26 +21,23 @@ from batchgen.kernels.moe.tiled_layout import are_panels, rows_of_panels
 
 @dataclass(frozen=True, slots=True)
 class MXFP4Slot(WeightSlot):
-    """The place of a projection of all experts, which a checkpoint holds in two tensors of bytes:
+    """The slot of a projection of all experts, which a checkpoint holds in two tensors of bytes:
     blocks [E, N, K/32, 16] and scales [E, N, K/32].
 
-    `parameter` and `scales` are those of `FourBitPanels`; without scales the parameter takes
-    dequantised weights [E, N, K] or [E, N, K/P, P]. One expert is read after another, so that
-    little memory is needed besides.
+    `parameter` and `scales` are those of `FourBitPanels`. Without scales, `parameter` takes
+    dequantised weights [E, N, K] or [E, N, K/P, P]. Experts are read one by one, to save memory.
     """
 
     sizes: tuple[int, int] = (0, 0)  # N and K
-    turns: int = 1  # parts of N whose rows take turns in the checkpoint
+    turns: int = 1  # the number of parts of N whose rows alternate in the checkpoint
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
 
     def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
-        """Lay out or dequantise the checkpoint's two tensors.
-
-        Raises ValueError if a shape differs, or kernels cannot multiply by a scale.
-        """
+        """Lay out or dequantise the checkpoint's two tensors. Raises ValueError if a shape differs,
+        or if a scale is too large for the kernels."""
         rows, columns = self.sizes
         tensors_of_rank = []
         for name, last in zip(self.sources, ((MXFP4_GROUP // 2,), ()), strict=True):
@@ -58,7 +55,7 @@ class MXFP4Slot(WeightSlot):
             self._write_expert(index, MXFP4Weight(values, self._ordered(scales)))
 
     def fill_dummy(self, values: Callable[[Tensor], None]) -> None:
-        """Fill the parameter of a model without a checkpoint, as `WeightSlot.fill_dummy`."""
+        """Fill the parameter of a model without a checkpoint, as `WeightSlot.fill_dummy` does."""
         shape, device = (self._all_experts, *self.sizes), self.parameter.device
         drawn = torch.empty(shape, device=device, dtype=torch.bfloat16)
         values(drawn)
@@ -68,11 +65,11 @@ class MXFP4Slot(WeightSlot):
 
     @property
     def _all_experts(self) -> int:
-        """The experts of all ranks."""
+        """The number of experts on all ranks."""
         return len(self.parameter) if self.shard is None else self.shard.size
 
     def _ordered(self, rows: Tensor) -> Tensor:
-        """Put parts whose rows [N, …] take turns one after another."""
+        """Concatenate the parts whose rows [N, …] alternate."""
         parts: Tensor = rows.unflatten(0, (-1, self.turns))
         return parts.transpose(0, 1).flatten(0, 1)
 
@@ -94,8 +91,8 @@ class MXFP4Slot(WeightSlot):
 def mxfp4_slots(
     path: str, projections: Projections, sizes: tuple[int, int], turns: int, shard: Shard | None
 ) -> Iterator[WeightSlot]:
-    """Yield the slot of all experts' weights [E, *sizes] on this rank, and that of their biases;
-    `turns` is that of `MXFP4Slot`."""
+    """Yield the slot of the weights [E, *sizes] of this rank's experts, and that of their biases.
+    `turns` is as for `MXFP4Slot`."""
     weight, scales, name = projections.weight, projections.scales, f"{path}.{projections.name}"
     if scales is None and are_panels(weight):
         weight = rows_of_panels(weight)

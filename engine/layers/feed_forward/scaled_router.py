@@ -1,4 +1,4 @@
-"""A router that normalises what it reads, and scales the experts that it chooses."""
+"""The router of Gemma 4, which normalises its input and scales the chosen experts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from batchgen.kernels.layers.rms_norm import rms_norm
 
 
 class ScaledRouter(nn.Module):
-    """The router of Gemma 4: its logits are W · (x / rms(x) · scale / √hidden_size), and each
-    expert multiplies its weights by a factor of its own (`expert_scales` [E], float32)."""
+    """A router with logits W · (x / rms(x) · scale / √hidden_size). Each expert's weights are also
+    multiplied by a factor of the expert (`expert_scales` [E], float32)."""
 
     def __init__(self, hidden_size: int, num_experts: int, eps: float, *, where: Placement) -> None:
         super().__init__()
         self._eps, self._factor = eps, hidden_size**-0.5
         self.proj = Linear(hidden_size, num_experts, bias=False, quantisable=False, where=where)
-        # Products with both are in float32.
+        # Both are multiplied in float32.
         self.scale, self.expert_scales = (
             empty_parameter(size, device=where.device, dtype=torch.float32)
             for size in (hidden_size, num_experts)

@@ -15,10 +15,10 @@ from batchgen.kernels.layers.rms_norm import rms_norm
 
 
 class SelfConditioning(nn.Module):
-    """Makes the inputs of tokens on a canvas: norm(embedding + mlp(pre_norm(signal))).
+    """Computes the embeddings of tokens on a canvas: norm(embedding + mlp(pre_norm(signal))).
 
-    The signal of a token is the mean embedding of the distribution that the step before computed at
-    its place, zeros before the first step. The outer norm has no weight.
+    The signal of a token is the mean embedding of the distribution that the previous step computed
+    at its position; it is zero before the first step. The outer norm has no weight.
     """
 
     checkpoint_names: Mapping[str, str] = {"mlp": ""}
@@ -29,11 +29,11 @@ class SelfConditioning(nn.Module):
         self._ones = torch.ones_like(pre_norm.weight)
 
     def forward(self, embedded: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the embeddings [T, hidden_size] with those on canvases, the first ones, replaced;
-        `ctx.hidden` has their signals."""
+        """Return the embeddings [T, hidden_size]. Those of the first `ctx.canvas_tokens` tokens,
+        which are on canvases, are replaced, using their signals in `ctx.hidden`."""
         count, signals = ctx.canvas_tokens, ctx.hidden
         assert signals is not None
-        # All T tokens go through the products, which want their number to be a round one.
+        # All T tokens go through the products, because these need a round number of rows.
         padded = torch.zeros_like(embedded)
         padded[:count] = signals
         added = summed(self.mlp(self.pre_norm(padded), embedded.clone(), ctx))

@@ -1,5 +1,5 @@
-"""Norms of a token's queries, or keys, whose weights differ between heads. `Attention` uses them
-for models that need more than one norm weight for all heads alike."""
+"""Norms of queries or keys whose weights differ between heads. `Attention` uses them for models
+that need more than one norm weight for all heads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from batchgen.kernels.layers.rms_norm import rms_norm
 class AllHeadsNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, with the mean over the values of all heads of a token.
 
-    Each rank has the weights of its own heads. `order` [head_dim], if given, is the order in which
-    a head's values stand here, as indices among a checkpoint's.
+    Each rank has the weights of its heads.
+
+    Args:
+        order: [head_dim], the order of a head's values in this layer, as indices into a
+            checkpoint's; None if equal.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class AllHeadsNorm(nn.Module):
         self._order, self._shard = order, None
         if where.parallel.size > 1:
             self._shard = Shard(0, self.size, ((first * head_dim, last * head_dim),))
-        # With fewer heads than ranks, this many neighbouring ranks have the same head.
+        # With fewer heads than ranks, this many neighbouring ranks share a head.
         self.copies = max(1, where.parallel.size // num_heads)
         self.weight = empty_parameter(
             (last - first) * head_dim, device=where.device, dtype=where.dtype
@@ -54,8 +57,12 @@ class AllHeadsNorm(nn.Module):
 
 
 class EachHeadNorm(nn.Module):
-    """(x - mean(x)) / std(x) · weight of each head for itself, with weights of its own, which no
-    bias follows, computed in float32. Each rank has its own heads; `order` is as above."""
+    """(x - mean(x)) / std(x) · weight, computed for each head separately, in float32 and without a
+    bias.
+
+    Every head has its own weights [head_dim], and each rank those of its heads. `order` is as for
+    `AllHeadsNorm`.
+    """
 
     def __init__(
         self,
@@ -89,17 +96,16 @@ class EachHeadNorm(nn.Module):
 
 
 def normed_apart(qkv: Tensor, q_norm: EachHeadNorm, k_norm: EachHeadNorm) -> Tensor:
-    """Normalise the queries and keys of rows [T, q + k + v] of this rank, and leave the values."""
+    """Normalise this rank's queries and keys, each head separately, in rows [T, q + k + v]. Values
+    are unchanged."""
     sizes = [q_norm.weight.numel(), q_norm.weight.numel() + k_norm.weight.numel()]
     q, k, v = qkv.tensor_split(sizes, dim=1)
     return torch.cat((q_norm(q), k_norm(k), v), 1)
 
 
 def normed_together(qkv: Tensor, q_norm: AllHeadsNorm, k_norm: AllHeadsNorm) -> Tensor:
-    """Normalise the queries and keys of rows [T, q + k + v] of this rank, and leave the values.
-
-    Ranks tell each other the sums of squares of their heads, and add them in the order of ranks.
-    """
+    """Normalise this rank's queries and keys over all heads, in rows [T, q + k + v]. Values are
+    unchanged. Ranks exchange the sums of squares of their heads, and add them in rank order."""
     sizes = [len(q_norm.weight), len(k_norm.weight)]
     q, k, v = qkv.tensor_split([sizes[0], sum(sizes)], dim=1)
     parallel = q_norm.parallel

@@ -1,4 +1,7 @@
-"""Grouped-query self-attention over the paged cache."""
+"""Grouped-query self-attention over the paged cache, with the variants of all model families.
+
+The kernels are in `kernels/attention`.
+"""
 
 from __future__ import annotations
 
@@ -34,30 +37,41 @@ from batchgen.kernels.layers.activation import mul_sigmoid
 from batchgen.kernels.layers.rms_norm import rms_norm
 
 NormScope = Literal["head", "head alone", "each head", "all heads"]
-"""What a norm of queries, or of keys, is computed over: a head, with a weight that all heads share,
-`alone`, or with weights of its own and less its mean (`EachHeadNorm`), or all heads of a token."""
+"""What a norm of queries or keys is computed over.
+
+- `head`: each head, with one weight for all heads.
+- `head alone`: each head, without a weight.
+- `each head`: each head minus its mean, with separate weights (`EachHeadNorm`).
+- `all heads`: all heads of a token together (`AllHeadsNorm`).
+"""
 
 
 class Attention(nn.Module):
     """Causal grouped-query self-attention with rotary embedding, added to the residual.
 
-    Grouped-query attention is from Ainslie et al. 2023, rotary embedding from Su et al. 2021. An
-    output gate is a second projection as wide as the queries; what attention yields is multiplied
-    by sigmoid(gate) before the output projection (Qiu et al. 2025, arXiv 2505.06708). Checkpoints
-    hold it in `q_proj`: for each head the rows of the query, then of the gate. Each rank has some
-    heads.
+    Grouped-query attention is from Ainslie et al. 2023, rotary embedding from Su et al. 2021. Each
+    rank has some of the heads.
 
-    With `qk_norm`, queries and keys are normalised before rotation: each head for itself, or all
-    heads of a token together. With `norms_follow_rotation`, each head is normalised behind it.
-    `query_scales` [P] float32 multiplies queries after rotation by a factor of their position. With
-    `interleaved`, checkpoints rotate neighbouring values of a head together (`rotary_order`).
-    Scores are multiplied by `scale`, by default 1/√head_dim; with a `score_cap`, a score s becomes
-    cap · tanh(s / cap). With `value_norm`, the heads of values are normalised without a weight;
-    with `keys_are_values`, they are those of keys, as they are before the norm and the rotation of
-    keys. With `reads_only`, the keys and values are those that an earlier layer has written under
-    the index `layer`. With `looks_ahead`, tokens of an image see each other
-    (`AttentionMetadata.last_seen`). With `sinks`, a score of the checkpoint stands in the softmax
-    of each head beside those of tokens.
+    Args:
+        layer: the index of the layer's cache.
+        shape: the numbers and size of the heads on all ranks, and the layer's window.
+        qk_norm: the norm of queries and keys before rotation; None: no norm.
+        query_scales: [P] float32, factors of queries after rotation, by position.
+        scale: multiplies the scores; None means 1/√head_dim.
+        score_cap: turns each score s into cap · tanh(s / cap).
+        interleaved: whether checkpoints rotate neighbouring values of a head together
+            (`rotary_order`).
+        output_gate: whether the result is multiplied by sigmoid(gate) before the output projection
+            (Qiu et al. 2025, arXiv 2505.06708). Checkpoints hold the gate's projection in `q_proj`:
+            for each head the rows of the query, then of the gate.
+        norms_follow_rotation: whether queries and keys are normalised after rotation instead.
+        value_norm: whether the heads of values are normalised, without a weight.
+        keys_are_values: whether the values are the keys before their norm and rotation.
+        reads_only: whether the keys and values were written by an earlier layer, under the index
+            `layer`.
+        sinks: whether each head's softmax has an additional score from the checkpoint.
+        looks_ahead: whether tokens of an image attend to each other
+            (`AttentionMetadata.last_seen`).
     """
 
     def __init__(
@@ -160,7 +174,7 @@ class Attention(nn.Module):
         return self.qkv_proj
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
-        """Yield the slot of the sinks, if there are any; the modules in this one have their own."""
+        """Yield the slot of the sinks, if there are any. Submodules yield their own slots."""
         if self.sinks is not None:
             yield WeightSlot.plain(f"{path}.sinks", self.sinks, shard=self._own_heads)
 
@@ -172,8 +186,8 @@ class Attention(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + attention(hidden) as `Mixer` says, written over the residual."""
-        if cos_sin is None:  # no pair of a head has an angle
+        """Return residual + attention(hidden) as `Mixer` describes, written over the residual."""
+        if cos_sin is None:  # the layer has no rotary embedding
             cos_sin = torch.empty((len(ctx.kv_slots), 0), device=residual.device)
         cache = ctx.cache(self.layer, KVCache)
         gate, qkv = self.qkv_proj(hidden).tensor_split([self._gate_size], dim=1)
@@ -219,16 +233,16 @@ class Attention(nn.Module):
         return self.o_proj.add_to(residual, attended)
 
     def _late_weight(self) -> Tensor:
-        """Return by what queries are multiplied where norms follow rotation, [head_dim] float32.
+        """Return the factor of queries when norms follow rotation, [head_dim] float32.
 
-        Rotation keeps a head's mean square, so both norms divide by it before. Their weights come
-        after, and scores see the product of the two alone: queries carry that of keys, too.
+        Rotation keeps a head's mean square, so both norms can divide by it before. Only the product
+        of the two norm weights affects scores, so queries carry the keys' weight, too.
         """
         assert isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
         return self.q_norm.weight.float() * self.k_norm.weight.float()
 
     def _with_values(self, qkv: Tensor, weight: Tensor) -> Tensor:
-        """Return queries, keys and normalised values, given queries, keys and perhaps values."""
+        """Return qkv with normalised values; `weight` is the norm's weight, all ones."""
         size = self.shape.num_kv_heads * self.shape.head_dim
         values = qkv[:, -size:].unflatten(1, (self.shape.num_kv_heads, -1))
         normed = rms_norm(values, weight, self.norm_eps).flatten(1)
@@ -237,13 +251,13 @@ class Attention(nn.Module):
 
 
 def _ordered(rows: Tensor, order: Tensor) -> Tensor:
-    """Put the rows [heads · head_dim, …] of each head in this order [head_dim]."""
+    """Reorder the rows [heads · head_dim, …] of each head; `order` is [head_dim]."""
     ordered: Tensor = rows.unflatten(0, (-1, len(order)))[:, order]
     return ordered.flatten(0, 1)
 
 
 def _gate_first(rows: Tensor, heads: int, order: Tensor | None) -> Tensor:
-    """Put all heads' gates before all queries, of rows with a query and a gate per head."""
+    """Put all gates before all queries, given rows with a query and a gate per head."""
     query, gate = rows.unflatten(0, (heads, 2, -1)).unbind(1)
     query = query.flatten(0, 1)
     return torch.cat((gate.flatten(0, 1), query if order is None else _ordered(query, order)))

@@ -1,4 +1,5 @@
-"""A causal convolution over the tokens of rows, whose last inputs are the rows' states."""
+"""A mixer with a causal convolution over the tokens of rows, whose newest inputs are part of the
+rows' states. Base class of `Recurrence` and `ShortConv`."""
 
 from __future__ import annotations
 
@@ -25,21 +26,24 @@ from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 
 class TokenInputs(Protocol):
-    """What a mixer reads of T tokens."""
+    """The inputs of a mixer for T tokens."""
 
     def take(self, tokens: slice | Tensor) -> Self:
-        """Return the inputs of some tokens."""
+        """Return the inputs of these tokens."""
 
 
 Inputs = TypeVar("Inputs", bound=TokenInputs)
 
 
 class ConvMixer(nn.Module, Generic[Inputs]):
-    """A causal convolution in a mixer that carries a state from token to token for each row: it
-    goes through the parts of a forward. Subclasses say what prefills and steps compute, and keep
-    the convolution's `window`, and in decode steps its `inputs`.
+    """A mixer that carries a state from token to token, and includes a causal convolution.
 
-    `shard` says which of a checkpoint's channels this rank has, and `arrange` puts them in order.
+    This class goes through the parts of a forward. Subclasses compute prefills and decode steps;
+    their states have a `window`, and their records `inputs`, for the convolution.
+
+    Args:
+        shard: this rank's channels of the checkpoint's.
+        arrange: reorders the checkpoint's channels.
     """
 
     with_silu = True
@@ -49,7 +53,7 @@ class ConvMixer(nn.Module, Generic[Inputs]):
         self,
         layer: int,
         channels: int,
-        width: int,  # tokens that the convolution sees, the token itself included
+        width: int,  # the number of tokens in the convolution's window, the current one included
         *,
         conv_bias: bool,
         shard: Shard | None,
@@ -69,7 +73,8 @@ class ConvMixer(nn.Module, Generic[Inputs]):
         rows: PrefillRows,
         replayed: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Compute a prefill's output, of the last `replayed` tokens of each row as steps do."""
+        """Compute a prefill's output. The last `replayed` tokens of each row are computed as in
+        decode steps."""
         raise NotImplementedError
 
     def step(self, tokens: Inputs, cache: StateCache, rows: StepRows) -> Tensor:
@@ -77,7 +82,7 @@ class ConvMixer(nn.Module, Generic[Inputs]):
         raise NotImplementedError
 
     def empty(self, tokens: Inputs) -> Tensor:
-        """Make a tensor for the outputs of tokens."""
+        """Allocate the outputs of these tokens."""
         raise NotImplementedError
 
     def weight_slots(self, path: str) -> Iterator[WeightSlot]:
@@ -88,14 +93,14 @@ class ConvMixer(nn.Module, Generic[Inputs]):
                 yield WeightSlot(parameter, source, source, self._in_order, shard=self._channels)
 
     def _in_order(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the channels' only tensor, [C, K] or [C]. Weights in checkpoints have an axis of
-        one input channel, as no channel sees another."""
+        """Return the channels' only tensor, [C, K] or [C], reordered. Checkpoints' weights have an
+        additional axis of length 1, because channels are independent."""
         (values,) = tensors.values()
         values = values.flatten(1) if values.ndim > 1 else values
         return values if self._arrange is None else self._arrange(values)
 
     def convolved(self, x: Tensor, cache: StateCache, rows: PrefillRows | StepRows) -> Tensor:
-        """Convolve the tokens x [T, C] of rows, whose windows move on."""
+        """Convolve the tokens x [T, C] of rows, and advance the rows' windows."""
         window = cache.state["window"]
         if isinstance(rows, PrefillRows):
             return causal_conv_prefill(
@@ -107,7 +112,8 @@ class ConvMixer(nn.Module, Generic[Inputs]):
         )
 
     def run(self, tokens: Inputs, ctx: ForwardContext) -> Tensor:
-        """Compute the outputs of all tokens of a forward; `RowMetadata` says where states go."""
+        """Compute the outputs of all tokens of a forward. States are read and written as
+        `RowMetadata` says."""
         cache = ctx.cache(self.layer, StateCache)
         start, parts = 0, []
         for rows in ctx.rows:
@@ -116,7 +122,7 @@ class ConvMixer(nn.Module, Generic[Inputs]):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run(self, tokens: Inputs, cache: StateCache, rows: RowMetadata) -> Tensor:
-        """Compute a part's output."""
+        """Compute the output of one part."""
         count = len(rows.positions)
         if rows.width is not None:
             step = StepRows(rows.slots, cache.pending, cache.first, rows.width, cache.fold)
@@ -137,7 +143,8 @@ class ConvMixer(nn.Module, Generic[Inputs]):
     def _replay(
         self, tokens: Inputs, cache: StateCache, prefill: PrefillRows, rows: RowMetadata
     ) -> Tensor:
-        """Compute a prefill whose last tokens are read by `rows.replay`, the others in chunks."""
+        """Compute a prefill in which the last tokens of rows are computed by the decode steps
+        `rows.replay`."""
         assert rows.replayed is not None
         out = self.empty(tokens)
         (part, index), _ = replay_parts(prefill, rows.replayed)
@@ -150,24 +157,25 @@ class ConvMixer(nn.Module, Generic[Inputs]):
 
 
 def replay_parts(rows: PrefillRows, replayed: tuple[int, ...]) -> list[tuple[PrefillRows, Tensor]]:
-    """Divide a prefill into the tokens that are read in chunks, and the last `replayed` of each
-    row, which are not; with their indices [n] int64."""
+    """Split a prefill into the tokens that are computed in chunks, and the last `replayed` tokens
+    of each row. Each part is returned with the indices [n] int64 of its tokens."""
     lens = np.array(rows.lengths(), np.int64)
-    is_again = are_replayed(lens.tolist(), replayed)
+    is_replayed = are_replayed(lens.tolist(), replayed)
     first = rows._replace(query_lens=tuple((lens - np.array(replayed)).tolist()))
     parts = []
-    for part, chosen in (
-        (first, ~is_again),
-        (rows._replace(query_lens=replayed, snapshots=None), is_again),
+    for part, is_in_part in (
+        (first, ~is_replayed),
+        (rows._replace(query_lens=replayed, snapshots=None), is_replayed),
     ):
-        index = upload(np.flatnonzero(chosen.numpy()), torch.int64, rows.positions.device)
+        index = upload(np.flatnonzero(is_in_part.numpy()), torch.int64, rows.positions.device)
         starts = upload([0, *accumulate(part.lengths())], torch.int32, index.device)
         parts.append((part._replace(positions=rows.positions[index], starts=starts), index))
     return parts
 
 
 def _own_tokens(rows: RowMetadata) -> int:
-    """Count a prefill's tokens that belong to rows; on a CPU a last row on scratch fills up."""
+    """Return how many of a prefill's tokens belong to rows. On a CPU the last row may be padding on
+    the scratch slot."""
     count = len(rows.positions)
     if rows.positions.is_cuda or rows.query_lens is None or int(rows.slots[-1]):
         return count
@@ -175,7 +183,7 @@ def _own_tokens(rows: RowMetadata) -> int:
 
 
 def _first_tokens(rows: RowMetadata, count: int) -> RowMetadata:
-    """Leave out the last row of a prefill, which has all tokens from `count` on."""
+    """Return the prefill without its last row, which has all tokens from `count` on."""
     assert rows.query_lens is not None
     return replace(
         rows,

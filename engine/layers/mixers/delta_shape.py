@@ -1,6 +1,7 @@
-"""The sizes of a gated delta network, and what follows from them: its projections and the state
-that it keeps of each row. Configurations of hybrid models make a `DeltaShape`, and the layer
-`GatedDeltaNet` is built from it."""
+"""The sizes of a gated delta network, with the projections and the state that follow from them.
+
+Configurations of hybrid models make a `DeltaShape`; the layer `GatedDeltaNet` is built from it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ class DeltaShape:
     """The shape of a gated delta network."""
 
     num_key_heads: int
-    num_value_heads: int  # a multiple; consecutive ones share a key head
-    key_dim: int  # values in a query or key head
-    value_dim: int  # values in a value head
-    conv_width: int  # tokens that the convolution sees, the token itself included
+    num_value_heads: int  # a multiple of num_key_heads; consecutive heads share a key head
+    key_dim: int  # the size of a query head and of a key head
+    value_dim: int  # the size of a value head
+    conv_width: int  # the number of tokens in the convolution's window, the current one included
 
     def __post_init__(self) -> None:
         for name, size in (
@@ -44,7 +45,7 @@ class DeltaShape:
 
     @property
     def keys(self) -> int:
-        """The number of values in all key heads of a token, and in all query heads."""
+        """The number of values in all key heads of a token; all query heads have equally many."""
         return self.num_key_heads * self.key_dim
 
     @property
@@ -54,14 +55,15 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """The number of values that go through the convolution: queries, keys and values."""
+        """The number of values per token in the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
 
 def input_projections(
     shape: DeltaShape, interleaved: bool
 ) -> tuple[dict[str, int], tuple[str, ...], dict[str, Callable[[Tensor], Tensor]]]:
-    """Return the arguments of `MergedLinear` for the input projections."""
+    """Return the arguments `parts`, `unquantised` and `arrange` of `MergedLinear` for the input
+    projections."""
     heads = shape.num_value_heads
     if not interleaved:
         parts = {
@@ -85,7 +87,8 @@ def input_projections(
 
 
 def state_spec(shape: DeltaShape, dtype: torch.dtype) -> StateSpec:
-    """What a layer of this shape keeps of a row, with a window of the dtype."""
+    """Return the spec of the state of a layer of this shape. `dtype` is the convolution
+    window's."""
     heads = shape.num_value_heads
     return StateSpec(
         state={
@@ -103,6 +106,6 @@ def state_spec(shape: DeltaShape, dtype: torch.dtype) -> StateSpec:
 
 
 def _kind_by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Put rows [key heads · sum(sizes), …] that stand key head by key head in order of kinds."""
+    """Reorder rows [key heads · sum(sizes), …] from key head by key head to kind by kind."""
     kinds = rows.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
     return torch.cat([kind.flatten(0, 1) for kind in kinds])

@@ -1,4 +1,4 @@
-"""The gated delta network: a recurrence with a matrix as its state, in place of attention."""
+"""The gated delta network: a recurrence with a matrix as its state, used instead of attention."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class GatedDeltaNet(Recurrence):
     """A gated delta network, added to the residual (Yang et al. 2024, arXiv 2412.06464).
 
     Each value head carries a matrix S [value_dim, key_dim] from token to token. A token's decay g,
-    step β, query q, key k and value v change it, so that S·k comes closer to v, and give the output
-    o:
+    step size β, query q, key k and value v update S so that S·k comes closer to v, and give the
+    output o:
 
         S ← e^g · S,  u = β · (v − S·k),  S ← S + u·kᵀ,  o = S·q
 
-    Queries, keys and values come from a projection and a causal convolution over the last tokens;
-    queries and keys are normalised. The output is normalised, gated, and projected. Each rank has
-    some key heads and the value heads that share them. Small parameters are in float32, whatever
-    checkpoints hold.
+    Queries, keys and values come from a projection and a causal convolution; queries and keys are
+    normalised. The output is normalised, gated and projected. Each rank has some key heads and the
+    value heads that share them. Small parameters are float32, whatever checkpoints hold.
 
-    With `interleaved` checkpoints hold the input projections key head by key head: `in_proj_qkvz`
-    (query, key, values, output gates) and `in_proj_ba` (β, decay). Otherwise there are four
-    tensors: `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`.
+    Args:
+        interleaved: whether checkpoints hold the input projections key head by key head, in
+            `in_proj_qkvz` (query, key, values, output gates) and `in_proj_ba` (β, decay). Otherwise
+            they are in `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
     """
 
     def __init__(
@@ -94,10 +94,8 @@ class GatedDeltaNet(Recurrence):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + network(hidden) [T, hidden_size], or [R, hidden_size] for `outputs`.
-
-        The rows' states are read and written as `RowMetadata` says. `cos_sin` is not used.
-        """
+        """Return residual + network(hidden), [T, hidden_size], or [R, hidden_size] for `outputs`.
+        States are read and written as `RowMetadata` says. `cos_sin` is not used."""
         shape, heads = self.shape, self.shape.num_value_heads
         mixed, gate, b, a = self.in_proj(hidden).split(
             [shape.channels, shape.values, heads, heads], dim=1

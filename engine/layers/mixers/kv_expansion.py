@@ -1,7 +1,7 @@
-"""The weight that expands latents to keys and values, for latent attention.
+"""The weight of latent attention that expands latents to keys and values.
 
-A *latent* is the short vector that such a layer caches of each token, in place of keys and values
-of all heads (`mla.py`).
+A *latent* is the short vector that such a layer caches for each token, instead of the keys and
+values of all heads (`mla.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from batchgen.kernels.moe.experts_cpu import ExpertProducts
 
 
 class KVExpansion(nn.Module):
-    """The linear map from a latent to the keys and values of all heads, as `Expansion` says.
+    """The linear map from a latent to the keys and values of all heads (see `Expansion`). Each rank
+    has some of the heads.
 
-    `key_size` counts a key's values that are not rotated. Each rank has some heads.
+    Args:
+        key_size: N, the part of a head's key that is not rotated.
+        latent_size: L. value_size: V.
     """
 
     weight: Tensor
@@ -46,20 +49,21 @@ class KVExpansion(nn.Module):
         self._packed: tuple[ExpertProducts, ExpertProducts] | None = None
 
     def absorb(self, q: Tensor) -> Tensor:
-        """Turn queries [T, heads, N] of keys into queries [T, heads, L] of latents."""
+        """Turn queries of keys [T, heads, N] into queries of latents [T, heads, L]."""
         if self._packed is not None:
             return _by_head(q, self._packed[0])
         return _multiply_heads(q, self.weight[:, : self._key_size])
 
     def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Turn mixtures [T, heads, L] of latents into mixtures [T, heads, V] of values."""
+        """Turn weighted sums of latents [T, heads, L] into weighted sums of values [T, heads,
+        V]."""
         if self._packed is None:
             return _multiply_heads(mixed, self.weight[:, self._key_size :].transpose(1, 2), out)
         values = _by_head(mixed, self._packed[1])
         return values if out is None else out.copy_(values)
 
     def expand(self, latents: Tensor) -> Tensor:
-        """Expand latents [S, L] to keys and values [S, heads, N + V]; not once it is packed."""
+        """Expand latents [S, L] to keys and values [S, heads, N + V]. Not possible after `pack`."""
         expanded: Tensor = F.linear(latents, self.weight.flatten(0, 1))
         return expanded.view(-1, *self.weight.shape[:2])
 
@@ -81,12 +85,13 @@ class KVExpansion(nn.Module):
 
 
 def _by_head(x: Tensor, products: ExpertProducts) -> Tensor:
-    """Multiply each head of x [T, heads, K] by its weight alone, to [T, heads, N]."""
+    """Multiply each head of x [T, heads, K] by its packed weight. Returns [T, heads, N]."""
     return torch.stack([products(rows, head) for head, rows in enumerate(x.unbind(1))], 1)
 
 
 def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply each head of x [T, heads, K] by its matrix [K, N], contiguous on a GPU."""
+    """Multiply each head of x [T, heads, K] by its matrix [K, N]. The result is contiguous on a
+    GPU."""
     if out is None and not x.is_cuda:
         return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
     if out is None:

@@ -1,4 +1,4 @@
-"""Mamba2: a recurrence with a matrix as its state, which fades and is added to."""
+"""Mamba2: a recurrence with a decaying matrix as its state."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from batchgen.kernels.linear_attention.gated_norm import norm_of_gated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaShape:
-    """The shape of a Mamba2 mixer, and which parts it has."""
+    """The sizes of a Mamba2 mixer, and which optional parts it has."""
 
     num_heads: int
     head_dim: int
-    num_groups: int  # divides num_heads; consecutive heads share B and C
-    state_size: int  # values in B and in C of a group
-    conv_width: int  # tokens that the convolution sees, the token itself included
+    num_groups: int  # divides num_heads; the heads of a group share B and C
+    state_size: int  # the size of B and of C
+    conv_width: int  # the number of tokens in the convolution's window, the current one included
     conv_bias: bool
-    in_bias: bool  # of the input projection
-    out_bias: bool  # of the output projection
-    norm_eps: float | None  # of the norm of the gated output; None: there is none
-    # What gate, x, B, C and dt are multiplied by behind the input projection; empty: by nothing.
+    in_bias: bool  # whether the input projection has a bias
+    out_bias: bool  # whether the output projection has a bias
+    norm_eps: float | None  # the eps of the norm of the gated output; None: no norm
+    # Factors of gate, x, B, C and dt after the input projection; empty: none.
     factors: tuple[float, ...] = ()
 
     @property
     def delta(self) -> DeltaShape:
-        """The shape of the recurrence, in which C is a query, B a key and x a value."""
+        """The shape of the recurrence as a delta network, with C as query, B as key and x as
+        value."""
         return DeltaShape(
             num_key_heads=self.num_groups,
             num_value_heads=self.num_heads,
@@ -57,10 +58,11 @@ class Mamba2(Recurrence):
 
         S ← e^(−Δ·exp(A_log)) · S + Δ · x·Bᵀ,  y = S·C + D · x,  Δ = softplus(dt + dt_bias)
 
-    x, B and C come from a projection and a causal convolution over the last tokens. The output is
-    gated, then normalised over the heads of each group, and projected. Each rank has some groups
-    and their heads; with fewer groups than ranks, several ranks have the same group, and the norm
-    adds up their sums of squares.
+    x, B and C come from a projection and a causal convolution. The output is gated, normalised over
+    the heads of each group, and projected.
+
+    Each rank has some groups and their heads. With fewer groups than ranks, several ranks share a
+    group, and the norm adds up their sums of squares.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Mamba2(Recurrence):
             )
             factors = torch.cat([factor.expand(size) for factor, size in parts])
             self._factors = factors.to(where.device, where.dtype)
-        # How many ranks have the heads of one group.
+        # The number of ranks that share the heads of a group.
         self._copies = max(1, parallel.size // shape.num_groups)
         self.projection = MergedLinear(
             hidden_size,
@@ -132,7 +134,8 @@ class Mamba2(Recurrence):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + mixed(hidden) as `Mixer` says; `RowMetadata` says where states go."""
+        """Return residual + mixed(hidden) as `Mixer` describes. States are read and written as
+        `RowMetadata` says."""
         shape = self.shape
         projected = self.projection(hidden)
         if self._factors is not None:
@@ -146,7 +149,7 @@ class Mamba2(Recurrence):
         return self.out_proj.add_to(residual, self._normed(out, gate))
 
     def _normed(self, out: Tensor, gate: Tensor) -> Tensor:
-        """Gate and normalise outputs [T, heads, head_dim] of this rank, to [T, values]."""
+        """Gate and normalise this rank's outputs [T, heads, head_dim]. Returns [T, values]."""
         groups = out.flatten(1).unflatten(1, (self.shape.num_key_heads, -1))
         if self.norm_weight is None or self._copies == 1:
             return norm_of_gated(groups, gate, self.norm_weight, self._eps)
@@ -174,8 +177,8 @@ class Mamba2(Recurrence):
 def _shards(
     whole: DeltaShape, groups: tuple[int, int], parallel: TensorParallel
 ) -> tuple[Shard, Shard, Shard]:
-    """Return a rank's rows of the input projection, which checkpoints hold in the order of gate, x,
-    B, C and dt, its channels of the convolution, x, B and C, and its heads."""
+    """Return this rank's rows of the input projection (gate, x, B, C, dt in checkpoints), its
+    channels of the convolution (x, B, C), and its heads."""
     (values,) = parallel.shard(0, whole.values).ranges
     heads = parallel.shard(0, whole.num_value_heads)
     keys = groups[0] * whole.key_dim, groups[1] * whole.key_dim
@@ -188,7 +191,8 @@ def _shards(
 
 
 def _side_by_side(sizes: list[int], ranges: list[tuple[int, int]]) -> Shard:
-    """Return the given range of each of some parts of the first axis, which have these sizes."""
+    """Return the shard that takes one range of each of several parts of the first axis, which have
+    these sizes."""
     start, columns = 0, []
     for size, (first, last) in zip(sizes, ranges, strict=True):
         columns.append((start + first, start + last))
@@ -197,13 +201,13 @@ def _side_by_side(sizes: list[int], ranges: list[tuple[int, int]]) -> Shard:
 
 
 def _queries_first(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Put rows of x, B and C, of these sizes, in the order of queries, keys and values."""
+    """Reorder rows of x, B and C, of these sizes, to C, B, x (query, key, value)."""
     x, b, c = rows.split(sizes)
     return torch.cat([c, b, x])
 
 
 def _channels_first(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Put rows of gate, x, B, C and dt, of these sizes, in the order of queries, keys and values,
-    gate and dt."""
+    """Reorder rows of gate, x, B, C and dt, of these sizes, to C, B, x (query, key, value), gate,
+    dt."""
     gate, x, b, c, dt = rows.split(sizes)
     return torch.cat([c, b, x, gate, dt])

@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA) over the paged cache, as in DeepSeek's models.
 
-The cache holds one short vector for each token, its *latent*, from which the keys and values of all
+The cache holds one short vector per token, its *latent*, from which the keys and values of all
 heads are computed (`kernels/mla`).
 """
 
@@ -32,29 +32,32 @@ class LatentShape:
     """The sizes of latent attention."""
 
     num_heads: int
-    query_rank: int | None  # values between hidden state and queries; None: no such step
-    latent_size: int  # values in a token's latent (`kv_lora_rank`)
-    key_size: int  # values of a head's key that come from the latent
-    rotated_size: int  # values of the rotated key that all heads share
-    value_size: int  # values of a head's value
+    query_rank: int | None  # the size of the compressed query (`q_lora_rank`); None: no compression
+    latent_size: int  # the size of a token's latent (`kv_lora_rank`)
+    key_size: int  # the part of a head's key that comes from the latent (`qk_nope_head_dim`)
+    rotated_size: int  # the rotated key that all heads share (`qk_rope_head_dim`)
+    value_size: int  # the size of a head's value (`v_head_dim`)
 
     @property
     def query_size(self) -> int:
-        """The number of values of a head's query: those for the latent's key come first."""
+        """The size of a head's query: first `key_size` values, then `rotated_size`."""
         return self.key_size + self.rotated_size
 
     @property
     def spec(self) -> LatentSpec:
-        """What a layer of this shape keeps."""
+        """The cache spec of a layer of this shape."""
         return LatentSpec(self.num_heads, self.latent_size, self.rotated_size)
 
 
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention, added to the residual (DeepSeek-AI 2024, 2405.04434).
 
-    `bias` is of the projections from the hidden states and of the output projection. With
-    `interleaved` the two values of a rotated pair are neighbours in checkpoints; otherwise they are
-    in two halves. Each rank has some heads and the cache of all latents.
+    Each rank has some of the heads, and the cache of all latents.
+
+    Args:
+        bias: whether the projections from the hidden states and the output projection have biases.
+        interleaved: whether the two values of a rotated pair are neighbours in checkpoints, instead
+            of being in two halves.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class LatentAttention(nn.Module):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + attention(hidden) as `Mixer` says, written over the residual."""
+        """Return residual + attention(hidden) as `Mixer` describes, written over the residual."""
         assert cos_sin is not None
         plane, scales = ctx.cache(self.layer, LatentCache)
         q, latent = self.down_proj(hidden).split(self._sizes, dim=1)
@@ -152,7 +155,8 @@ class LatentAttention(nn.Module):
 
 
 def _pairs_apart(rows: Tensor, head: int, rotated: int) -> Tensor:
-    """Put the rotated rows, the last of each head's, so that all pairs' first ones come first."""
+    """Move the second values of rotated pairs after all first ones. The rotated rows are the last
+    `rotated` of each head's `head` rows."""
     heads = rows.unflatten(0, (-1, head))
     fixed, turned = heads.split([head - rotated, rotated], dim=1)
     return torch.cat((fixed, turned[:, ::2], turned[:, 1::2]), 1).flatten(0, 1)

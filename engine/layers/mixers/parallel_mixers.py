@@ -1,5 +1,5 @@
-"""Two parts of one layer that read the same input, and whose results are added: attention beside
-Mamba2 (Falcon H1), or attention beside an MLP (Cohere)."""
+"""Layers whose two parts read the same input and whose results are added: attention with Mamba2
+(Falcon H1), or attention with an MLP (Cohere)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from batchgen.engine.parallel.tensor_parallel import Stream, summed
 
 
 class ParallelMixers(nn.Module):
-    """Attention and Mamba2 of the same hidden states: residual + Σ factor · mixer(hidden).
+    """Attention and Mamba2 on the same hidden states: residual + Σ factor · mixer(hidden).
 
-    Each finds its cache under an index of its own; `cache_spec` is that of attention. `factors` has
-    a pair: the factor of attention and that of Mamba2.
+    The two mixers have separate caches; `cache_spec` is that of attention. `factors` are those of
+    attention and of Mamba2.
     """
 
     def __init__(self, attention: Mixer, mamba: Mamba2, *, factors: tuple[float, float]) -> None:
@@ -42,7 +42,7 @@ class ParallelMixers(nn.Module):
 
 
 class ParallelParts(nn.Module):
-    """Attention and an MLP of the same hidden states: residual + mixer(hidden) + mlp(hidden)."""
+    """Attention and an MLP on the same hidden states: residual + mixer(hidden) + mlp(hidden)."""
 
     def __init__(self, attention: Mixer, mlp: FeedForward) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A recurrence with a matrix as its state: what gated delta networks and Mamba2 share."""
+"""A recurrence with a matrix as its state: the common part of gated delta networks and Mamba2."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 
 class Recurrence(ConvMixer[DeltaInputs]):
-    """The causal convolution and the recurrence of a mixer, whose state is a matrix for each value
-    head and row. Subclasses project into it and out of it.
+    """The causal convolution and the recurrence of a mixer. Its state is a matrix for each value
+    head and row. Subclasses add the projections before and after.
 
-    `shape` is that of this rank's heads; `channels` and `heads` say which of a checkpoint's
-    channels of the convolution and value heads they are, and `arrange` puts the channels in the
-    order of queries, keys and values. Small parameters are in float32, whatever checkpoints hold.
+    Small parameters are float32, whatever checkpoints hold.
+
+    Args:
+        shape: the sizes for this rank's heads.
+        channels: this rank's channels of the checkpoint's convolution.
+        heads: this rank's value heads of the checkpoint's.
+        arrange: reorders the channels to queries, keys and values.
+        skips: whether a token's value, times a number per head (D), is added to its output.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class Recurrence(ConvMixer[DeltaInputs]):
         heads: Shard | None,
         arrange: Callable[[Tensor], Tensor] | None = None,
         conv_bias: bool = False,
-        skips: bool = False,  # a token's value is added to its output, times a number of the head
+        skips: bool = False,
         where: Placement,
     ) -> None:
         super().__init__(
@@ -67,8 +72,9 @@ class Recurrence(ConvMixer[DeltaInputs]):
                 yield WeightSlot.plain(f"{path}.{name}", parameter, shard=self._heads)
 
     def mix(self, x: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Compute the outputs [T, value heads, value_dim] of tokens as `DeltaInputs` has them, but
-        with x before the convolution; `RowMetadata` says where states go."""
+        """Compute the outputs [T, value heads, value_dim] of tokens. The arguments are as for
+        `DeltaInputs`, with x before the convolution. States are read and written as `RowMetadata`
+        says."""
         return self.run(DeltaInputs(x, a, b, self.A_log, self.dt_bias, self.D), ctx)
 
     def prefill(
@@ -78,7 +84,8 @@ class Recurrence(ConvMixer[DeltaInputs]):
         rows: PrefillRows,
         replayed: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Compute a prefill's output, of the last `replayed` tokens of each row as steps do."""
+        """Compute a prefill's output. The last `replayed` tokens of each row are computed as in
+        decode steps."""
         tokens = tokens._replace(qkv=self.convolved(tokens.qkv, cache, rows))
         if replayed is None:
             return delta_prefill(tokens, cache.state["matrix"], rows)
@@ -95,6 +102,6 @@ class Recurrence(ConvMixer[DeltaInputs]):
         return delta_step(tokens, cache.state["matrix"], records, rows)
 
     def empty(self, tokens: DeltaInputs) -> Tensor:
-        """Make a tensor for the outputs of tokens."""
+        """Allocate the outputs of these tokens."""
         shape = self.shape
         return tokens.qkv.new_empty((len(tokens.qkv), shape.num_value_heads, shape.value_dim))

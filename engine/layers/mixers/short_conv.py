@@ -1,4 +1,4 @@
-"""Short convolutions in place of attention, whose inputs and outputs are gated."""
+"""Gated short convolutions, used instead of attention."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ConvInputs(NamedTuple):
 class ShortConv(ConvMixer[ConvInputs]):
     """A gated short convolution, added to the residual (Liquid AI 2025, arXiv 2511.23404).
 
-    A projection makes B, C and x of a token, each as wide as the model, and the output is the
-    projection of C · conv(B · x). Each rank has some channels.
+    A projection computes B, C and x, each [T, hidden_size]; the output is the projection of C ·
+    conv(B · x). Each rank has some of the channels.
     """
 
     with_silu = False
@@ -76,12 +76,12 @@ class ShortConv(ConvMixer[ConvInputs]):
         ctx: ForwardContext,
         outputs: OutputTokens | None,
     ) -> Stream:
-        """Return residual + convolved(hidden) as `Mixer` says; `RowMetadata` says where states
-        go."""
+        """Return residual + convolved(hidden) as `Mixer` describes. States are read and written as
+        `RowMetadata` says."""
         before, after, x = self.projection(hidden).chunk(3, dim=1)
         out = self.run(ConvInputs(before * x), ctx)
         if outputs is not None:
-            out, after, residual = (each[outputs.index] for each in (out, after, residual))
+            out, after, residual = (part[outputs.index] for part in (out, after, residual))
         return self.out_proj.add_to(residual, after * out)
 
     def prefill(
@@ -91,7 +91,8 @@ class ShortConv(ConvMixer[ConvInputs]):
         rows: PrefillRows,
         replayed: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Convolve the tokens of a prefill; each is the same however it is read."""
+        """Convolve the tokens of a prefill. Replayed tokens need no special treatment: prefills and
+        decode steps give the same bits."""
         return self.convolved(tokens.x, cache, rows)
 
     def step(self, tokens: ConvInputs, cache: StateCache, rows: StepRows) -> Tensor:

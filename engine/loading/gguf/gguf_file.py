@@ -1,6 +1,6 @@
 """Reads the metadata and tensors of memory-mapped GGUF files.
 
-The `gguf` package dequantizes the tensors. The header is parsed here, because the package makes
+The `gguf` package dequantises the tensors. The header is parsed here, because the package makes
 several NumPy arrays per vocabulary entry, which takes seconds per file. Format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -33,10 +33,10 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-"""Maps the number of a metadata type to its code in `struct`."""
+"""Maps the number of a metadata type to its format character in `struct`."""
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
-"""As many axes can a tensor of a GGUF file have."""
+"""The most axes of a tensor in a GGUF file."""
 _Kind = GGMLQuantizationType
 READ_TYPES = (
     *(_Kind.F32, _Kind.F16, _Kind.BF16, _Kind.Q8_0),
@@ -45,27 +45,28 @@ READ_TYPES = (
     *(_Kind.IQ1_S, _Kind.IQ2_XXS, _Kind.IQ2_XS, _Kind.IQ2_S, _Kind.IQ3_XXS, _Kind.IQ3_S),
     *(_Kind.IQ4_NL, _Kind.IQ4_XS, _Kind.TQ1_0, _Kind.TQ2_0),
 )
-"""The types of tensors that are read: those that the tests compare."""
+"""The types of tensors that are supported: those that the tests compare."""
 _CHUNK_ELEMENTS = 2**20
-"""The number of elements that are dequantized at a time. This bounds the float32 temporaries and
+"""The number of elements that are dequantised at a time. This bounds the float32 temporaries and
 keeps them in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor of the file is and what it looks like."""
+    """Where a tensor is in the file, and its shape and type."""
 
     shape: tuple[int, ...]  # row-major as in PyTorch, the reverse of the file's
     type: int  # the number of its quantization (`GGMLQuantizationType`)
-    offset: int  # the byte of the file at which its data begin
+    offset: int  # the byte of the file at which the tensor's data begin
 
 
 class GGUFFile:
-    """An open GGUF file, whose tensors are read on demand.
+    """An open GGUF file, whose tensors are read on demand. Raises ValueError, naming the file, if
+    it is not a complete GGUF file of version 2 or 3.
 
-    `metadata` maps each key to an int, float, bool, str or a list of them, and `tensors` each name
-    to its place and shape. Raises ValueError, which names the file, if it is not a complete GGUF
-    file of version 2 or 3.
+    Attributes:
+        metadata: maps each key to an int, float, bool, str or a list of these.
+        tensors: maps each name to the tensor's offset and shape.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +84,8 @@ class GGUFFile:
         self._check_tensors()
 
     def _check_tensors(self) -> None:
-        """Refuse a file without all data of its tensors, or with types that are not read."""
+        """Raise ValueError if the file is too short for its tensors, or has tensors of unsupported
+        types."""
         before, end = "", 0
         for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].offset):
             if tensor.type not in READ_TYPES:
@@ -106,7 +108,7 @@ class GGUFFile:
                 raise ValueError(f"{self.path} is cut off: it ends before the data of {name}")
 
     def _read_header(self) -> None:
-        """Parse the metadata and the places of the tensors."""
+        """Parse the metadata, and the offsets and shapes of the tensors."""
         self._at = 4
         version = self._scalar("I")
         if version not in (2, 3):
@@ -134,31 +136,31 @@ class GGUFFile:
             raise ValueError(f"{self.path}: two tensors have the same name")
 
     def _scalar(self, code: str) -> Any:
-        """Read a little-endian number of this `struct` code and move behind it."""
+        """Read a little-endian number of this `struct` format, and advance past it."""
         (value,) = struct.unpack_from(f"<{code}", self._data, self._at)
         self._at += struct.calcsize(f"<{code}")
         return value
 
     def _string(self) -> str:
-        """Read a string, which its length in bytes precedes, and move behind it."""
+        """Read a string, which is preceded by its length in bytes, and advance past it."""
         (text,) = self._strings(1)
         return text
 
     def _strings(self, number: int) -> list[str]:
-        """Read `number` strings; a vocabulary has a hundred thousand."""
-        data, at, size_at = self._data, self._at, struct.Struct("<Q").unpack_from
+        """Read `number` strings. It is fast, because a vocabulary has a hundred thousand."""
+        data, position, size_at = self._data, self._at, struct.Struct("<Q").unpack_from
         texts = []
         for _ in range(number):
-            (size,) = size_at(data, at)
-            at += 8 + size
-            if at > len(data):
+            (size,) = size_at(data, position)
+            position += 8 + size
+            if position > len(data):
                 raise IndexError("the file ends within a string")
-            texts.append(data[at - size : at].decode())
-        self._at = at
+            texts.append(data[position - size : position].decode())
+        self._at = position
         return texts
 
     def _value(self, kind: int) -> Any:
-        """Read a metadata value of this type and move behind it."""
+        """Read a metadata value of this type, and advance past it."""
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
@@ -166,18 +168,19 @@ class GGUFFile:
         item, length = self._scalar("I"), self._scalar("Q")
         if item == _STRING:
             return self._strings(length)
-        # No key that is known holds lists of lists.
+        # No known key holds lists of lists.
         values = struct.unpack_from(f"<{length}{_SCALARS[item]}", self._data, self._at)
         self._at += struct.calcsize(f"<{length}{_SCALARS[item]}")
         return list(values)
 
     def _num_bytes(self, tensor: GGUFTensor) -> int:
-        """Return the bytes that a tensor's data take in the file."""
+        """Return the number of bytes of a tensor's data in the file."""
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
         return math.prod(tensor.shape) // block * size
 
     def load(self, name: str) -> Tensor:
-        """Read and dequantize a tensor: float32 on the CPU, in the shape that `tensors` gives."""
+        """Read and dequantise a tensor. Returns float32 on the CPU, in the shape of
+        `tensors[name]`."""
         tensor = self.tensors[name]
         kind = GGMLQuantizationType(tensor.type)
         block, size = GGML_QUANT_SIZES[kind]
@@ -185,15 +188,15 @@ class GGUFFile:
         out = np.empty(math.prod(tensor.shape), np.float32)
         step = max(1, _CHUNK_ELEMENTS // block)
         for start in range(0, len(out) // block, step):
-            # It is one long row, because the package is slow on many short ones.
+            # Passed as one long row, because the package is slow on many short rows.
             part = raw[start * size : (start + step) * size].reshape(1, -1)
             out[start * block : (start + step) * block] = _dequantize(part, kind)[0]
         return torch.from_numpy(out).view(tensor.shape)
 
 
 def _dequantize(row: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Any:
-    """Dequantize the bytes [1, N] of whole quantization blocks to float values [1, M]."""
-    # For these two types the package expects the values instead of their bytes.
+    """Dequantise the bytes [1, N] of whole quantisation blocks to float values [1, M]."""
+    # For these two types the package expects values instead of bytes.
     if kind == GGMLQuantizationType.F16:
         return row.view(np.float16)
     if kind == GGMLQuantizationType.F32:

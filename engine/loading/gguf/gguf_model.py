@@ -1,4 +1,7 @@
-"""Translates names and conventions of GGUF files to what transformers' checkpoints have."""
+"""Translates names and conventions of GGUF files to those of transformers' checkpoints.
+
+The loader calls `gguf_config` and `gguf_weights`.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +49,9 @@ T = TypeVar("T")
 
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
-    """Make the configuration that the file's metadata and tensors describe.
-
-    Raises ValueError, which names the file, if the architecture or its rotary embedding is not
-    supported, or a key is missing or has a wrong value.
-    """
+    """Make the configuration that the file's metadata and tensors describe. Raises ValueError,
+    naming the file, if the architecture or its rotary embedding is not supported, or if a key is
+    missing or has a wrong value."""
     prefix = file.metadata.get("general.architecture")
     if not isinstance(prefix, str):
         raise ValueError(f"{file.path}: metadata general.architecture is missing or not a string")
@@ -63,7 +64,8 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
 
 def _config(file: GGUFFile, prefix: str, model: type[DenseForCausalLM]) -> ModelConfig:
-    """Make the configuration of a model whose metadata have this prefix, as `gguf_config` says."""
+    """Make the configuration of a model whose metadata keys begin with `prefix`; see
+    `gguf_config`."""
     num_heads = _get(file, f"{prefix}.attention.head_count", int)
     check_positive(num_heads=num_heads)
     hidden_size = _get(file, f"{prefix}.embedding_length", int)
@@ -103,7 +105,8 @@ def _config(file: GGUFFile, prefix: str, model: type[DenseForCausalLM]) -> Model
 
 
 def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights for a model: names in transformers' checkpoints and float32 values."""
+    """Yield the weights of a model, as their names in transformers' checkpoints and float32
+    values."""
     assert isinstance(model, DenseForCausalLM)
     shape = model.family.attention
     heads = {"q_proj": shape.num_heads, "k_proj": shape.num_kv_heads}
@@ -114,17 +117,17 @@ def gguf_weights(file: GGUFFile, model: CausalLM) -> Iterator[tuple[str, Tensor]
         tensor = file.load(name)
         projection = hf_name.rpartition(".")[0].rpartition(".")[2]
         number = heads.get(projection) if model.gguf_permutes_qk else None
-        # The loader says what is wrong with a tensor of another shape.
+        # A wrong shape is reported by the loader.
         if number is not None and len(tensor) == number * shape.head_dim:
-            # In a head of D rows, the file holds rows i and i + D/2, which are rotated as a pair,
-            # side by side. This brings them back into the order of transformers.
+            # In a head of D rows, the file interleaves the rows i and i + D/2, which are rotated as
+            # a pair. This restores the order of transformers.
             pairs = tensor.view(number, -1, 2, *tensor.shape[1:])
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         yield hf_name, tensor
 
 
 def _hf_name(name: str) -> str:
-    """Return a tensor's name in transformers' checkpoints, or an unknown one as it is."""
+    """Return a tensor's name in transformers' checkpoints. Unknown names are returned unchanged."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
@@ -135,14 +138,14 @@ def _hf_name(name: str) -> str:
 
 
 def _rope(file: GGUFFile, prefix: str) -> DefaultRope:
-    """Make the variant of rotary embedding that the file describes, if it is supported."""
+    """Return the rope that the file describes. Raises ValueError if it is not supported."""
     theta = _get(file, f"{prefix}.rope.freq_base", float, 10000.0)
     scaling = {
         key.removeprefix(f"{prefix}.rope.scaling."): value
         for key, value in file.metadata.items()
         if key.startswith(f"{prefix}.rope.scaling.")
     }
-    scaling.pop("finetuned", None)  # This key does not change how angles are computed.
+    scaling.pop("finetuned", None)  # this key does not change how angles are computed
     kind = scaling.pop("type", "none")
     if _ROPE_FACTORS in file.tensors:
         if kind != "none":

@@ -1,4 +1,5 @@
-"""Builds a fast tokenizer from the metadata of a GGUF file."""
+"""Builds a fast tokenizer from the metadata of a GGUF file. `load_tokenizer` calls
+`gguf_tokenizer`."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from transformers import PreTrainedTokenizerFast
 
 from batchgen.engine.loading.gguf.gguf_file import GGUFFile
 
-# Kinds of tokens in `tokenizer.ggml.token_type`.
+# The kinds of tokens in `tokenizer.ggml.token_type`.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _LISTS = {"tokens": str, "merges": str, "scores": float, "token_type": int}
-"""The types of what lists of the metadata hold."""
+"""The element types of lists in the metadata."""
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Cut text into the matches of a regular expression, then map its bytes to characters."""
+    """Split text into the matches of a regular expression, then map its bytes to characters."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
@@ -36,17 +37,18 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:
-    """Cut text by the pattern of GPT-2."""
+    """Split text by the pattern of GPT-2."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def _single_digits() -> pre_tokenizers.PreTokenizer:
-    """Cut text into single digits and, between them, by the pattern of GPT-2."""
+    """Split text into single digits, and the rest by the pattern of GPT-2."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
 def _words(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    """Cut text by the pattern of Llama 3 and Qwen2, which differ in how they cut digits."""
+    """Return a function that splits text by the pattern of Llama 3 and Qwen2; `digits` is the part
+    in which they differ."""
     return lambda: _split(
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,15 +62,13 @@ _PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "qwen2": _words(r"\p{N}"),
     "deepseek-r1-qwen": _words(r"\p{N}"),
 }
-"""Maps the value of `tokenizer.ggml.pre` to the way text is cut before byte-level BPE."""
+"""Maps the value of `tokenizer.ggml.pre` to the pre-tokenizer of byte-level BPE."""
 
 
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
-    """Build the tokenizer that the file describes, with its chat template; None if it has none.
-
-    Raises ValueError if its kind is not supported, or its metadata are incomplete or of wrong
-    types.
-    """
+    """Build the tokenizer that the file describes, with its chat template; None if the file has
+    none. Raises ValueError if its kind is not supported, or its metadata are incomplete or of wrong
+    types."""
     metadata = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in file.metadata.items()
@@ -91,7 +91,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
         raise ValueError(
             f"{file.path}: metadata tokenizer.ggml.{error.args[0]} is missing"
         ) from error
-    except Exception as error:  # the tokenizers library raises a bare one
+    except Exception as error:  # the tokenizers library raises bare exceptions
         raise ValueError(f"{file.path}: its tokenizer cannot be built: {error}") from error
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
@@ -110,7 +110,8 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast | None:
 
 
 def _check_types(metadata: Mapping[str, Any]) -> None:
-    """Refuse metadata of a tokenizer of a wrong type or with the id of no token, naming the key."""
+    """Raise ValueError, naming the key, for metadata of a wrong type, or an id that is not in the
+    vocabulary."""
     for key, kind in _LISTS.items():
         value = metadata.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
@@ -173,20 +174,22 @@ _BUILDERS = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Add control and user-defined tokens, which are found in a text before it is cut further."""
-    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+    """Add control and user-defined tokens, which are matched before the text is split."""
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         tokenizer.add_tokens(
             [
                 AddedToken(token, special=special, normalized=False)
-                for token, its_type in zip(metadata["tokens"], metadata["token_type"], strict=True)
-                if its_type == wanted
+                for token, token_type in zip(
+                    metadata["tokens"], metadata["token_type"], strict=True
+                )
+                if token_type == kind
             ]
         )
 
 
 def _add_sequence_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Let encoding put BOS before the text and EOS after it, if the file asks for that."""
-    # Files of these two kinds may leave the key out although a BOS is meant.
+    """Make encoding add BOS before the text and EOS after it, if the file asks for it."""
+    # Files of these two kinds may omit the key although a BOS is intended.
     bos_default = metadata["model"] == "llama" or metadata.get("pre") == "llama-bpe"
     template, ends = ["$A"], []
     if metadata.get("add_bos_token", bos_default):

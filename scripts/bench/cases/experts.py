@@ -12,11 +12,11 @@ import torch
 from measuring import Case, random_normal
 from torch import Tensor
 
+from batchgen.kernels.moe.epilogues import PLAIN, Epilogues
 from batchgen.kernels.moe.experts import PlainExperts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton, moe_combine
 from batchgen.kernels.moe.grouped_product_triton import down_product, gate_up_product
 from batchgen.kernels.moe.moe_align_triton import moe_align
-from batchgen.kernels.moe.moe_tiles import ProductTiles, choose_moe_tiles
 from batchgen.kernels.moe.router.routing_triton import route_triton
 from batchgen.kernels.moe.tiled_layout import panels_shape
 
@@ -45,7 +45,7 @@ SHAPES = {
     "gpt-oss-20b": Shape(32, 4, 2880, 2880),
     "gpt-oss-120b": Shape(128, 4, 2880, 2880),
 }
-_TINY = Shape(2, 1, 128, 128)
+_TINY = Shape(4, 1, 128, 128)
 
 
 def shape_of(options: argparse.Namespace) -> Shape:
@@ -53,16 +53,17 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 
 class Layer(NamedTuple):
-    """The panels of gate_up [E, 2·I, H] and of down [E, H, I]."""
+    """Experts in some format, and what follows their products."""
 
-    gate_up: Any
-    down: Any
+    experts: Any
+    epilogues: Epilogues = PLAIN
 
-    @classmethod
-    def make(cls, shape: Shape) -> Layer:
-        gate_up = panels_shape(shape.experts, 2 * shape.inner, shape.hidden, DTYPE)
-        down = panels_shape(shape.experts, shape.hidden, shape.inner, DTYPE)
-        return cls(random(*gate_up).mul_(shape.hidden**-0.5), random(*down).mul_(shape.inner**-0.5))
+
+def make_layer(shape: Shape) -> Layer:
+    gate_up = panels_shape(shape.experts, 2 * shape.inner, shape.hidden, DTYPE)
+    down = panels_shape(shape.experts, shape.hidden, shape.inner, DTYPE)
+    weights = random(*gate_up).mul_(shape.hidden**-0.5), random(*down).mul_(shape.inner**-0.5)
+    return Layer(PlainExperts(*weights))
 
 
 class Batch:
@@ -96,14 +97,14 @@ class Batch:
 def expert_cases(options: argparse.Namespace) -> Iterator[Case]:
     """A layer with everything from the router's logits on, and each of its launches."""
     shape = shape_of(options)
-    layer = Layer.make(shape)
+    layer = make_layer(shape)
     for tokens in options.tokens:
         batch = Batch(shape, tokens)
-        tiles = choose_moe_tiles(batch.slots, layer.gate_up)
+        tiles = layer.experts.tiles(batch.slots)
         gate_up, down = products(layer, batch, tiles.block_m)
 
         def whole(i: int, batch: Batch = batch) -> Tensor:
-            return grouped_mlp_triton(batch.x, PlainExperts(*layer), *batch.route(i))
+            return grouped_mlp_triton(batch.x, layer.experts, *batch.route(i))
 
         yield batch.layer_case(f"{options.shape}, {batch.touched:.1f} experts", whole, 2)
         yield batch.case("  route", batch.route)
@@ -114,18 +115,23 @@ def expert_cases(options: argparse.Namespace) -> Iterator[Case]:
         yield batch.case("  sum", lambda _, add=add: add())  # type: ignore[misc]
 
 
-def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Product, Product]:
+def products(
+    layer: Layer,
+    batch: Batch,
+    block_m: int,
+    kernels: tuple[Callable[..., None], Callable[..., None]] = (gate_up_product, down_product),
+) -> tuple[Product, Product]:
     """Return the two products of a layer, with given tiles and the i-th routing."""
     alignments = [batch.align(block_m, i) for i in range(ROUTINGS)]
-    written = torch.empty_like(batch.activated)
+    written, (first, second), own = torch.empty_like(batch.activated), kernels, layer.experts
 
-    def gate_up(tiles: ProductTiles, i: int) -> Tensor:
-        gate_up_product(batch.x, layer.gate_up, alignments[i], tiles, batch.shape.k, written)
+    def gate_up(tiles: Any, i: int) -> Tensor:
+        first(batch.x, own.gate_up, alignments[i], tiles, batch.shape.k, written, layer.epilogues)
         return written
 
-    def down(tiles: ProductTiles, i: int) -> Tensor:
-        weights = batch.weights[i]
-        down_product(batch.activated, layer.down, weights, alignments[i], tiles, batch.parts)
+    def down(tiles: Any, i: int) -> Tensor:
+        inputs = batch.activated, own.down, batch.weights[i], alignments[i]
+        second(*inputs, tiles, batch.parts, layer.epilogues.down_bias)
         return batch.parts
 
     return gate_up, down

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases.experts import ROUTINGS, Batch, Product, Shape, random, shape_of
+from cases.experts import Batch, Layer, Shape, products, random, shape_of
 from measuring import DEVICE, Case
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from batchgen.kernels.four_bit.experts import FourBitExperts
 from batchgen.kernels.four_bit.fp4_layout import MXFP4
 from batchgen.kernels.four_bit.grouped_product_triton import four_bit_down, four_bit_gate_up
 from batchgen.kernels.four_bit.panels import FourBitPanels, empty_panels
-from batchgen.kernels.four_bit.tiles import FourBitProductTiles, four_bit_tiles
+from batchgen.kernels.four_bit.tiles import four_bit_tiles
 from batchgen.kernels.moe.epilogues import ClampedGate, Epilogues
 from batchgen.kernels.moe.experts import PlainExperts
 from batchgen.kernels.moe.experts_triton import ExpertWeights, grouped_mlp_triton
@@ -28,16 +28,12 @@ _SCALES = 0xF6F6F6F6 - 2**32
 """Four scales of 2**-7, with which results of the widths in use are about 1."""
 
 
-class Layer:
-    """Experts in MXFP4, and the same ones in bfloat16."""
-
-    def __init__(self, shape: Shape) -> None:
-        experts, _, hidden, inner = shape
-        self.gate_up = _random_panels(experts, 2 * inner, hidden)
-        self.down = _random_panels(experts, hidden, inner)
-        biases = random(experts, 2 * inner), random(experts, hidden)
-        self.epilogues = Epilogues(*biases, ClampedGate(7.0, 1.702))
-        self.dequantised = dequantise_panels(self.gate_up), dequantise_panels(self.down)
+def make_layer(shape: Shape) -> Layer:
+    experts, _, hidden, inner = shape
+    sizes = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    biases = random(experts, 2 * inner), random(experts, hidden)
+    weights = FourBitExperts(*(_random_panels(*each) for each in sizes))
+    return Layer(weights, Epilogues(*biases, ClampedGate(7.0, 1.702)))
 
 
 def _random_panels(*shape: int) -> FourBitPanels:
@@ -51,11 +47,11 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
     """A layer in MXFP4 from the ids on, as its table cuts it and with weights that are dequantised
     before; in bfloat16; and each launch."""
     shape = shape_of(options)
-    layer, weights = Layer(shape), 3 * shape.hidden * shape.inner
+    layer, weights = make_layer(shape), 3 * shape.hidden * shape.inner
+    dequantised = PlainExperts(*map(dequantise_panels, layer.experts))
     for tokens in options.tokens:
         batch = Batch(shape, tokens)
-        least = batch.touched * weights * MXFP4.value_bytes
-        flops = 2.0 * weights * batch.slots
+        least, flops = batch.touched * weights * MXFP4.value_bytes, 2.0 * weights * batch.slots
 
         def run(own: ExpertWeights, tiles: Any, i: int, batch: Batch = batch) -> Tensor:
             inputs = batch.ids[i], batch.weights[i]
@@ -65,37 +61,16 @@ def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
         def case(name: str, launch: Callable[[int], object], num_bytes: float) -> Case:
             return replace(batch.case(name, launch), num_bytes=num_bytes, flops=flops)  # noqa: B023
 
-        own = FourBitExperts(layer.gate_up, layer.down)
         name = f"{options.shape}, {batch.touched:.1f} experts"
-        yield case(f"{name}, MXFP4", partial(run, own, None), least)
+        yield case(f"{name}, MXFP4", partial(run, layer.experts, None), least)
         before = tiles_of_panels(batch.slots, shape.experts)
-        yield case("  dequantised before", partial(run, own, before), least)
-        in_bf16 = partial(run, PlainExperts(*layer.dequantised), None)
-        yield case("  in bf16", in_bf16, least * 2 / MXFP4.value_bytes)
+        yield case("  dequantised before", partial(run, layer.experts, before), least)
+        yield case("  in bf16", partial(run, dequantised, None), least * 2 / MXFP4.value_bytes)
         tiles = four_bit_tiles(batch.slots, shape.experts, MXFP4)
         if tiles is not None:
-            gate_up, down = products(layer, batch, tiles.block_m)
+            kernels = four_bit_gate_up, four_bit_down
+            gate_up, down = products(layer, batch, tiles.block_m, kernels)
             flops, least = flops * 2 / 3, least * 2 / 3
             yield case("  gate_up", partial(gate_up, tiles.gate_up), least)
             flops, least = flops / 2, least / 2
             yield case("  down", partial(down, tiles.down), least)
-
-
-def products(layer: Layer, batch: Batch, block_m: int) -> tuple[Product, Product]:
-    """Return the two products of a layer, with given tiles and the i-th routing."""
-    alignments = [batch.align(block_m, i) for i in range(ROUTINGS)]
-    written, epilogues = torch.empty_like(batch.activated), layer.epilogues
-
-    def gate_up(tiles: FourBitProductTiles, i: int) -> Tensor:
-        k = batch.shape.k
-        four_bit_gate_up(batch.x, layer.gate_up, alignments[i], tiles, k, written, epilogues)
-        return written
-
-    def down(tiles: FourBitProductTiles, i: int) -> Tensor:
-        four_bit_down(
-            batch.activated, layer.down, batch.weights[i], alignments[i], tiles, batch.parts,
-            epilogues.down_bias,
-        )  # fmt: skip
-        return batch.parts
-
-    return gate_up, down

@@ -1,5 +1,5 @@
-"""The unmasking rule `entropy_bound`: a step unmasks as many positions as are nearly independent of
-each other, those of the lowest entropy first."""
+"""The unmasking rule `entropy_bound`: a step unmasks as many positions as are nearly independent,
+those with the lowest entropy first."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyBound(Rule):
-    """The positions of the lowest entropies, as many as keep the sum of their entropies without the
-    largest within a bound: that sum bounds what the tokens say of each other (Ben-Hamu et al. 2025,
-    arXiv 2505.24857).
+    """Unmasks the positions with the lowest entropies, as many as keep the sum of their entropies,
+    without the largest, within a bound. The sum bounds how much the tokens depend on each other
+    (Ben-Hamu et al. 2025, arXiv 2505.24857).
 
-    So do `EntropyBoundSampler.accept_canvas` in models/diffusion_gemma/
-    generation_diffusion_gemma.py of transformers 5.23 and dllm/algorithm/eb_sampling.py of
-    sgl-project/sglang at 38c8d9bc. `entropy_bounded` of the engines for SDAR counts the largest
-    entropy, too, and so takes fewer.
+    The same rule is in `EntropyBoundSampler.accept_canvas` in
+    models/diffusion_gemma/generation_diffusion_gemma.py of transformers 5.23, and in
+    dllm/algorithm/eb_sampling.py of sgl-project/sglang at 38c8d9bc. `entropy_bounded` of the
+    engines for SDAR includes the largest entropy in the sum, and so unmasks fewer positions.
 
     Args:
-        entropy_bound: in nats, of the distributions that tokens are drawn from.
-        min_tokens_per_step: the fewest positions that a step unmasks, if they are masked.
+        entropy_bound: the bound in nats, for the distributions that tokens are drawn from.
+        min_tokens_per_step: the fewest positions that a step unmasks, if as many are masked.
     """
 
     name: str = field(default="entropy_bound", init=False)

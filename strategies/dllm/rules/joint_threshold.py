@@ -1,5 +1,5 @@
 """The unmasking rule `joint_threshold`: a step unmasks all positions whose tokens are likely
-enough, and also replaces tokens of the block for which it has found better ones."""
+enough, and replaces earlier tokens of the block by better ones."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointThreshold(Rule):
-    """`LowConfidenceDynamic` that edits (LLaDA2.1, arXiv 2602.08676; dllm/algorithm/
-    joint_threshold.py of sgl-project/sglang at 17d57211; pipelines/llada21/sampler.py of
-    lingjiechen2/dllm at 9268328a, which is generate of the checkpoints' modelling code).
+    """`LowConfidenceDynamic` with editing (LLaDA2.1, arXiv 2602.08676).
 
-    Every step also replaces each token of the block that is neither masked nor of the prompt, if
-    another token is drawn in its place whose confidence is above a threshold. When nothing is
-    masked, steps go on until one replaces nothing, or for a number of steps.
+    Every step also replaces each token of the block that is neither masked nor in the prompt, if
+    another token is drawn at its position with a confidence above a threshold. When nothing is
+    masked, steps continue until one replaces nothing, or for a number of steps.
+
+    Sources: dllm/algorithm/joint_threshold.py of sgl-project/sglang at 17d57211, and
+    pipelines/llada21/sampler.py of lingjiechen2/dllm at 9268328a, which is `generate` of the
+    checkpoints' modelling code.
 
     Args:
-        confidence_threshold: see `LowConfidenceDynamic`, of masked positions.
-        edit_threshold: a probability; 0 replaces whatever is drawn differently.
-        max_edit_steps: the most steps that may edit a block in which nothing is masked.
+        confidence_threshold: see `LowConfidenceDynamic`; for masked positions.
+        edit_threshold: a probability; 0 replaces every token that is drawn differently.
+        max_edit_steps: the most editing steps of a block in which nothing is masked.
         min_tokens_per_step: see `LowConfidenceDynamic`.
     """
 

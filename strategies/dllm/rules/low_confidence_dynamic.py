@@ -1,5 +1,5 @@
 """The unmasking rule `low_confidence_dynamic`: a step unmasks all positions whose tokens are likely
-enough, and a few positions in any case."""
+enough, and at least a few positions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowConfidenceDynamic(Rule):
-    """All positions above a confidence, and the most confident ones in any case
-    (`low_confidence_dynamic` of generate.py in JetAstra/SDAR at 59549b13, whose floor is that of
-    its schedule; `num_to_transfer` of generate in modeling_llada2_moe.py of LLaDA2.0).
+    """Unmasks all positions above a confidence, and at least the most confident ones.
+
+    Sources: `low_confidence_dynamic` of generate.py in JetAstra/SDAR at 59549b13, whose minimum
+    comes from its schedule; `num_to_transfer` of `generate` in modeling_llada2_moe.py of LLaDA2.0.
 
     Args:
         confidence_threshold: a probability under the distribution that a token was drawn from.
-        min_tokens_per_step: the fewest positions that a step unmasks, if they are masked.
+        min_tokens_per_step: the fewest positions that a step unmasks, if as many are masked.
     """
 
     name: str = field(default="low_confidence_dynamic", init=False)
@@ -36,5 +37,5 @@ class LowConfidenceDynamic(Rule):
 
 
 def check_floor(count: int) -> None:
-    """Raise ValueError if steps with this floor might unmask nothing."""
+    """Raise ValueError if a step with this minimum might unmask nothing."""
     check_range("min_tokens_per_step", count, 1, float("inf"), "at least 1")

@@ -1,5 +1,5 @@
 """The unmasking rule `low_confidence_static`: a step unmasks the positions with the likeliest
-tokens, as many as it takes to finish a block in a fixed number of steps."""
+tokens, as many as finish a block in a fixed number of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.strategies.dllm.rules.sequential import ONE_EACH, check_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowConfidenceStatic(Rule):
-    """The most confident positions (LLaDA, arXiv 2502.09992; remasking_strategy
+    """Unmasks the most confident positions (LLaDA, arXiv 2502.09992; remasking_strategy
     `low_confidence_static` of generate.py in JetAstra/SDAR at 59549b13).
 
     Args:

@@ -1,5 +1,5 @@
-"""Makes an unmasking rule from its name and the options of `strategy`, or from those that a row of
-the input brings along."""
+"""Makes an unmasking rule from its name and options: those of `strategy` in the configuration, or
+those that a row of the input brings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from batchgen.strategies.blocks import with_whole_numbers
 from batchgen.strategies.dllm.rules.entropy_bound import EntropyBound
 from batchgen.strategies.dllm.rules.joint_threshold import JointThreshold
 from batchgen.strategies.dllm.rules.low_confidence_dynamic import LowConfidenceDynamic
@@ -24,14 +25,14 @@ RULES: Mapping[str, type[Rule]] = {
 
 
 def named_rule(name: str, **options: Any) -> Rule:
-    """Make the rule of this name. Options that are None are the rule's own default. Raises
-    ValueError for a name that is none, for an option that the rule does not have, and for a value
-    that it does not allow."""
+    """Return the rule of this name. Options that are None have the rule's own default. Raises
+    ValueError for an unknown name, for an option that the rule does not have, and for a value out
+    of range."""
     if name not in RULES:
         raise ValueError(f"unmasking must be {' or '.join(RULES)}, got {name!r}")
     set_options = {key: value for key, value in options.items() if value is not None}
     known = {
-        rule: {each.name for each in fields(kind) if each.init} for rule, kind in RULES.items()
+        rule: {field.name for field in fields(kind) if field.init} for rule, kind in RULES.items()
     }
     for key in set_options:
         if key not in known[name]:
@@ -48,15 +49,13 @@ def _options_of(name: str) -> set[str]:
 
 
 def rule_of_row(values: Mapping[str, Any]) -> Rule:
-    """Make the rule of a row that brings it along: `unmasking` and the rule's options. Raises
-    ValueError as `named_rule` does, and for a value that is no number."""
-    options = dict(values)
+    """Return the rule that a row brings: `unmasking` and the rule's options. Raises ValueError as
+    in `named_rule`, and for an option that is not a number."""
+    options = with_whole_numbers(values)
     name = options.pop("unmasking", None)
     if not isinstance(name, str):
         raise ValueError(f"unmasking must be {' or '.join(RULES)}, got {name!r:.100}")
     for key, value in options.items():
         if value is not None and type(value) not in (int, float):
             raise ValueError(f"{key} must be a number, got {value!r:.100}")
-        if isinstance(value, float) and value.is_integer():
-            options[key] = int(value)  # JSON may have an integer as 16.0
     return named_rule(name, **options)

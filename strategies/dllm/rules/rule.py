@@ -1,7 +1,7 @@
-"""What an unmasking rule is: its options, and the numbers that they mean for a row.
+"""The base class of unmasking rules: a rule's options, and the numbers that they mean for a row.
 
-A denoise step of block diffusion draws a token at every masked position of a block, and the row's
-rule decides which of them are kept (unmasked). Each rule has a file of its own in this folder.
+A denoise step of block diffusion draws a token at every masked position of a block. The row's rule
+decides which of them are kept (unmasked). Each rule has a separate file in this folder.
 """
 
 from __future__ import annotations
@@ -13,35 +13,37 @@ from typing import ClassVar
 
 
 class UnmaskingOrder(IntEnum):
-    """Which of the masked positions come first."""
+    """The order of the masked positions."""
 
     POSITION = 0  # from left to right
-    CONFIDENCE = 1  # the most confident first
-    ENTROPY = 2  # those of the lowest entropy first
+    CONFIDENCE = 1  # decreasing confidence
+    ENTROPY = 2  # increasing entropy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What a denoise step keeps of a row's drawn tokens, in numbers that a kernel reads.
+    """Which of a row's drawn tokens a denoise step keeps, as numbers that a kernel reads.
 
-    A masked position is unmasked if it is among the first `at_least`, or if its token's confidence
-    is above `threshold`, or if the entropies of all positions before it add up to at most `bound`.
-    Of equal positions the first comes first.
+    A masked position is unmasked if it is among the first `at_least` in the order, if its token's
+    confidence is above `threshold`, or if the entropies of all positions before it sum to at most
+    `bound`. Of equal positions, the first in the block comes first.
     """
 
     order: UnmaskingOrder
-    steps: int = 0  # > 0: the block takes so many steps, and this says what `at_least` is
-    at_least: int = 1  # positions that a step unmasks in any case
+    steps: int = 0  # above 0: the number of steps of a block, from which `at_least` follows
+    at_least: int = 1  # the fewest positions that a step unmasks
     threshold: float = float("inf")
-    bound: float = -1.0  # negative: no position is unmasked for its entropy
-    # A known token is replaced by another that is drawn in its place with more confidence.
+    bound: float = -1.0  # negative: no position is unmasked because of its entropy
+    # A known token is replaced if another one is drawn at its position with more confidence than
+    # this.
     edit_threshold: float = float("inf")
-    edit_steps: int = 0  # the most steps that edit a block in which nothing is masked
+    edit_steps: int = 0  # the most editing steps of a block in which nothing is masked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(ABC):
-    """An unmasking rule with its options. A value out of range is a ValueError that names it.
+    """An unmasking rule with its options. Raises ValueError, naming the option, for a value out of
+    range.
 
     Attributes:
         name: the rule's name in `strategy.unmasking`.
@@ -53,10 +55,10 @@ class Rule(ABC):
 
     @abstractmethod
     def cut(self) -> Cut:
-        """The numbers of a row that has this rule."""
+        """Return the numbers of a row with this rule."""
 
 
 def check_range(name: str, value: float, low: float, high: float, allowed: str) -> None:
-    """Raise ValueError unless the option's value is between both bounds; NaN is not."""
+    """Raise ValueError unless low <= value <= high. NaN is refused, too."""
     if not low <= value <= high:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")

@@ -1,5 +1,5 @@
-"""The unmasking rule `sequential`: positions are unmasked from left to right, a block in a fixed
-number of steps."""
+"""The unmasking rule `sequential`: positions are unmasked from left to right, and a block in a
+fixed number of steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from batchgen.strategies.dllm.rules.rule import Cut, Rule, UnmaskingOrder, check_range
 
 ONE_EACH = 64
-"""As many steps as the longest block has positions: each step unmasks one."""
+"""As many steps as the longest block has positions, so that each step unmasks one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential(Rule):
-    """The first masked positions (remasking_strategy `sequential` of generate.py in JetAstra/SDAR
-    at 59549b13).
+    """Unmasks the first masked positions (remasking_strategy `sequential` of generate.py in
+    JetAstra/SDAR at 59549b13).
 
     Args:
-        denoising_steps: the steps of a block, over which its positions are spread as evenly as
-            possible, larger numbers first; None: one for each position.
+        denoising_steps: the number of steps of a block. Its positions are divided among them as
+            evenly as possible, larger shares first; None: one step per position.
     """
 
     name: str = field(default="sequential", init=False)
@@ -32,5 +32,5 @@ class Sequential(Rule):
 
 
 def check_steps(steps: int | None) -> None:
-    """Raise ValueError if no block can take this number of steps."""
+    """Raise ValueError if a block cannot take this number of steps."""
     check_range("denoising_steps", 1 if steps is None else steps, 1, float("inf"), "at least 1")

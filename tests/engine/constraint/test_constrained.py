@@ -220,7 +220,7 @@ def test_a_constraint_that_many_share_is_followed_by_each(tiny: CausalLM, overla
         assert_same(run(make_engine(tiny), [request])[0], output)
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=2)
 @pytest.mark.parametrize(
     ("overlap", "aborts_after"),
     some_slow(

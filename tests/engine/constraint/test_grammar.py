@@ -296,7 +296,7 @@ def test_a_stop_id_ends_the_row_where_it_is_complete_and_nothing_follows() -> No
     assert not matcher.terminated
     matcher.commit([*ids("b"), END])
     assert matcher.terminated and matcher.satisfied
-    with pytest.raises(AssertionError, match=f"refuses token {END} behind 3"):
+    with pytest.raises(AssertionError, match=f"refuses token {END} after 3"):
         matcher.commit([END])
 
 

@@ -49,6 +49,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("glm4", {}),
     ("qwen3_next", {}),
     ("qwen3_5_moe", {}),
+    ("gemma4_moe", {}),
 ]
 
 
@@ -71,7 +72,7 @@ def generate(model: CausalLM, prompts: Sequence[Sequence[int]], **config: Any) -
     return [(o.token_ids, o.columns["logprobs"].tolist()) for o in found]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=5)
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_without_units_a_checkpoint_equals_its_dequantised_twin(
     kind: str, changes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path, run_paged: RunPaged
@@ -101,7 +102,7 @@ def test_tokens_and_log_probabilities_equal_those_of_the_twin_in_any_batch(
     assert few == expected
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=5)
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_rounding_while_loading_equals_a_rounded_checkpoint(
     kind: str, changes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path, run_paged: RunPaged
@@ -124,7 +125,7 @@ def test_rounding_while_loading_equals_a_rounded_checkpoint(
     assert native[0].num_parameters == rounded.num_parameters
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, thorough=5)
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_the_layers_compute_in_fp8_what_they_hold(
     kind: str, changes: dict[str, Any], tiny_model: TinyModel, tmp_path: Path

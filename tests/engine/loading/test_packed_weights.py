@@ -92,7 +92,7 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=6)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_packed_checkpoint_is_its_dequantised_twin(
     name: str, tiny_model: TinyModel, tmp_path: Path, run_paged: Callable[..., Tensor]

@@ -34,7 +34,7 @@ def rename_embedding(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = tensors.pop(the_embedding(tensors))
 
 
-@pytest.mark.quick(4, thorough=30)
+@pytest.mark.quick(4, thorough=10)
 @pytest.mark.parametrize("change", [add_another_head, rename_embedding])
 @pytest.mark.parametrize("kind", TEXT)
 def test_logits_equal_transformers(

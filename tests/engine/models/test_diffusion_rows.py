@@ -53,9 +53,8 @@ EXPERTS = ("llada2_moe", "diffusion_gemma", "sdar_moe")
 
 @pytest.fixture(
     scope="module",
-    params=[kind if kind in KINDS[:3] else pytest.param(kind, marks=pytest.mark.thorough)
-            for kind in KINDS],
-)  # fmt: skip
+    params=[*KINDS[:3], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[3:])],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -95,7 +94,7 @@ def of_every_rule(kind: str, rows: list[Request]) -> list[Request]:
     ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=4)
 @pytest.mark.parametrize(
     ("batched", "overlap", "block_size"), [(48, True, 8), (2048, False, 16), (8, True, 8)]
 )
@@ -114,7 +113,7 @@ def test_any_schedule(
     assert engine.stats.cached_tokens > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=3)
 def test_rows_that_lose_their_caches(
     kind: str,
     alone: Alone,

@@ -132,7 +132,7 @@ def cache_gib(folder: Path, tokens: int) -> float:
     return ((tokens + 16) * of_token + of_window) / 2**30
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=2)
 @pytest.mark.parametrize(
     ("batched", "overlap", "block_size"),
     [(48, True, 4), (2048, False, 16), pytest.param(6, False, 4, marks=pytest.mark.slow)],
@@ -153,7 +153,7 @@ def test_any_schedule(
     assert engine.stats.cached_tokens > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=1)
 def test_rows_that_lose_their_caches(
     alone: Alone, folder: Path, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +167,7 @@ def test_rows_that_lose_their_caches(
     assert engine.stats.preemptions
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=2)
 def test_drafts_that_fall_anywhere_are_taken_back(
     alone: Alone, folder: Path, columns: tuple[str, ...]
 ) -> None:
@@ -180,7 +180,7 @@ def test_drafts_that_fall_anywhere_are_taken_back(
     assert all(strategy.held)
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=2)
 @pytest.mark.parametrize(
     "k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4, 5, 6, 7))]
 )
@@ -192,7 +192,7 @@ def test_ngram_drafts(alone: Alone, folder: Path, columns: tuple[str, ...], k: i
     assert engine.stats.counts["num_draft_tokens"] > 0
 
 
-@pytest.mark.quick(2, thorough=12)
+@pytest.mark.quick(2, thorough=6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_log_probabilities_and_experts(
     kind: str, tiny_model: TinyModel, reference_logits: Callable[[Path, list[int]], torch.Tensor]

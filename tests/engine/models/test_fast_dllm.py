@@ -53,7 +53,7 @@ def make_engine(folder: Path, rule: dict[str, Any], **config: Any) -> LLMEngine:
     return LLMEngine(model, None, EOS, DLLMStrategy(**rule), EngineConfig(**options))
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=2)
 @pytest.mark.parametrize("overlap", some_slow([True, False], quick=[True]))
 @pytest.mark.parametrize(
     "rule",

@@ -77,7 +77,7 @@ def alone(folder: Path) -> Alone:
     return Alone(make_engine(load(folder), max_num_seqs=1, prefix_caching=False), run)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=2)
 def test_any_schedule(folder: Path) -> None:
     rows = requests(seed=1, count=5)
     engine = make_engine(load(folder), overlap=True, max_batched_tokens=64, block_size=4)
@@ -86,7 +86,7 @@ def test_any_schedule(folder: Path) -> None:
     assert engine.stats.cached_tokens > 0 or "next" in folder.name
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=2)
 def test_rows_that_lose_their_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expect_short_rows(monkeypatch)
     params = RequestParams(max_new_tokens=40, seed=3, logprobs=True)
@@ -101,7 +101,7 @@ def test_rows_that_lose_their_caches(folder: Path, monkeypatch: pytest.MonkeyPat
     assert engine.stats.preemptions
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=2)
 def test_drafts_are_taken_back(folder: Path) -> None:
     rows, expected = requests(seed=20), alone(folder)
     answers = {str(i): expected(row).token_ids for i, row in enumerate(rows)}
@@ -176,7 +176,7 @@ def latent_by_kernels(
     return torch.cat(found)
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=2)
 def test_the_kernels_give_what_the_references_give(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def test_logits_equal_transformers(
     assert float(error.max() / size) < 3e-4
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_and_log_probabilities(
     kind: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch

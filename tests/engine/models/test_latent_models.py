@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=6)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(
     name: str,

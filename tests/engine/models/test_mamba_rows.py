@@ -26,14 +26,15 @@ from tests.support.engine.forced_drafts import ForcedStrategy
 from tests.support.engine.tiny_models import CONVS, MAMBA
 
 TinyModel = Callable[..., Path]
+MARKS: dict[str, Any] = {"bamba": (), "lfm2": (), "nemotron_h": pytest.mark.thorough}
+"""Cases of families; the others are slow."""
 _ROUTERS = ("mixer.gate", "block_sparse_moe.router", "feed_forward.gate")
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        k if k in ("bamba", "lfm2") else pytest.param(k, marks=pytest.mark.thorough)
-        for k in (*MAMBA, *CONVS)
+        pytest.param(kind, marks=MARKS.get(kind, pytest.mark.slow)) for kind in (*MAMBA, *CONVS)
     ],
 )
 def kind(request: pytest.FixtureRequest) -> str:

@@ -47,7 +47,7 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
     return float((ours - reference).abs().max() / reference.abs().max())
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=9)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", [*CONFIGS, "mlp_bias"])
 def test_logits_equal_transformers(
@@ -104,7 +104,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
     ("kind", "hidden", "inner", "heads", "kv_heads", "dtype"),

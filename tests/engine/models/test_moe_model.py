@@ -50,7 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=7)
 @pytest.mark.parametrize(("kind", "packed"), [("qwen2_moe", True), ("qwen3_moe", False)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers(
@@ -263,7 +263,7 @@ def test_experts_add_to_a_residual_in_place(packed: bool, tiny_model: TinyModel)
     assert torch.equal(residual, expected)
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=1)
 @pytest.mark.parametrize(
     "kind",
     ["qwen2_moe", "qwen3_moe", "deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.slow)],

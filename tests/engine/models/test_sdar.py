@@ -150,7 +150,7 @@ def equal(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block_length", [2, 4, 8, 32])
 @pytest.mark.parametrize("chunk_blocks", [None, 1, 2, 3])

@@ -44,7 +44,7 @@ def dequantised(model: CausalLM) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=6)
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [

@@ -38,7 +38,7 @@ def squares(model: CausalLM) -> dict[str, tuple[float, bool]]:
     }
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(5, thorough=3)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(
     "kind", ["qwen2_moe", "qwen3_next", "qwen3_5", "deepseek_v2", "minimax_m2", "gpt_oss"]

@@ -136,14 +136,18 @@ CASES: list[tuple[Callable[[TinyModel, str], tuple[Make, list[Request]]], str]] 
 
 
 QUICK = ("ngram", "guided", "qwen3_5_moe_text")
+THOROUGH = ("rejection", "head", "dynamic", "gpt_oss")
+
+
+def marks_of(kind: str) -> list[pytest.MarkDecorator]:
+    if kind in QUICK:
+        return []
+    return [pytest.mark.thorough if kind in THOROUGH else pytest.mark.slow]
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(case, marks=[] if case[1] in QUICK else pytest.mark.thorough, id=case[1])
-        for case in CASES
-    ],
+    params=[pytest.param(case, marks=marks_of(case[1]), id=case[1]) for case in CASES],
 )
 def case(request: pytest.FixtureRequest, tiny_model: TinyModel) -> tuple[Make, list[Request], Any]:
     prepare, kind = request.param
@@ -153,7 +157,7 @@ def case(request: pytest.FixtureRequest, tiny_model: TinyModel) -> tuple[Make, l
     return make, rows, run(make(), rows)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=1)
 @given(seed=st.integers(0, 2**32))
 @settings(
     max_examples=max(1, settings().max_examples // 500),

@@ -67,7 +67,7 @@ def reference_law(logits: Array, params: RequestParams) -> Array:
     return total
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=6)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_law_of_each_option(name: str) -> None:
     params, count = OPTIONS[name], 6000

@@ -58,7 +58,7 @@ def check(found: Sequence[RequestOutput], asked: Sequence[Scored], reference: Re
         np.testing.assert_allclose(output.columns["answer_rest_probs"], rest, atol=1e-5)
 
 
-@pytest.mark.quick(1, thorough=16)
+@pytest.mark.quick(1, thorough=4)
 @pytest.mark.parametrize("kind", AUTOREGRESSIVE)
 def test_scores_equal_transformers(kind: str, tiny_model: TinyModel) -> None:
     folder = tiny_model(kind, **SMALL) if kind in DELTA else family_folder(kind, tiny_model)

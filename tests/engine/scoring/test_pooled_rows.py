@@ -91,7 +91,7 @@ def same(one: Sequence[RequestOutput], other: Sequence[RequestOutput]) -> None:
             np.testing.assert_array_equal(a.columns[name], b.columns[name])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_equal_transformers(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = bare_folder(tiny_model(kind, **options(kind)), tmp_path / "bare")
@@ -104,7 +104,7 @@ def test_embeddings_equal_transformers(kind: str, tiny_model: TinyModel, tmp_pat
     assert chunked.stats.cached_tokens > 60, "rows with the state of the last token share the rest"
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_class_scores_equal_transformers(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = classifier_folder(tiny_model(kind, **options(kind)), tmp_path / "classes")

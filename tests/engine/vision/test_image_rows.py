@@ -119,7 +119,7 @@ def check(kind: str, found: Sequence[RequestOutput]) -> None:
         np.testing.assert_array_equal(output.columns["logprobs"], expected.columns["logprobs"])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_log_probabilities_equal_transformers(kind: str) -> None:
     """Rows with 0, 1 and 3 images in one batch, images beside each other, text before and after."""
@@ -159,7 +159,7 @@ def test_bits_do_not_depend_on_the_schedule(way: str) -> None:
     check("qwen3_vl", run(engine_of("qwen3_vl", **WAYS[way]), ROWS))
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=2)
 @pytest.mark.parametrize(
     "kind",
     [

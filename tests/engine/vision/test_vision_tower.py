@@ -91,19 +91,24 @@ def test_features_equal_transformers(kind: str) -> None:
     )
 
 
+def _features_on(device: torch.device, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    model = load_model(vision_folder(kind), device=device, dtype=dtype, vision=True)
+    model.pack()
+    assert model.visual is not None
+    return model.visual([pixels(i, kind).to(device) for i in range(3)]).cpu().float()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 @torch.inference_mode()
-def test_features_on_a_gpu(kind: str, dtype: torch.dtype, most: float) -> None:
+def test_features_on_a_gpu(kind: str) -> None:
     gpu = torch.device("cuda")
-    model = load_model(vision_folder(kind), device=gpu, dtype=dtype, vision=True)
-    reference = load_model(vision_folder(kind), device=CPU, vision=True)
-    reference.pack()
-    assert model.visual is not None and reference.visual is not None
-    expected = reference.visual([pixels(i, kind) for i in range(3)])
-    found = model.visual([pixels(i, kind).to(gpu) for i in range(3)]).cpu().float()
-    assert (found - expected).norm() < most * expected.norm()
+    expected = _features_on(CPU, kind, torch.float32)
+    of_gpu = _features_on(gpu, kind, torch.float32)
+    assert (of_gpu - expected).norm() < 1e-4 * expected.norm()
+    # How far bfloat16 is from float32 depends on the model: 0.5% to 18%.
+    most = 2 * (_features_on(CPU, kind, torch.bfloat16) - expected).norm()
+    assert (_features_on(gpu, kind, torch.bfloat16) - expected).norm() < most
 
 
 def test_positions_equal_transformers() -> None:

@@ -238,7 +238,7 @@ def test_the_kernels_attend_as_the_reference_does(
     assert_right(reference(make_batch(*parts, device="cpu")), batch)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(4, thorough=7)
 @pytest.mark.parametrize(
     "window", [None, ChunkWindow(5), 1, 5, 16, 300, *map(ChunkWindow, (1, 16, 300))]
 )
@@ -315,7 +315,7 @@ def test_a_decode_width_is_that_of_all_rows() -> None:
         triton(batch)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=5)
 @pytest.mark.parametrize("again", [(1, 0, 2), (18, 9, 2), (3, 2, 2), (0, 2, 0)])
 @pytest.mark.parametrize("block_length", [1, 2])
 @pytest.mark.parametrize("window", [None, 5])

@@ -184,7 +184,7 @@ def test_own_config_of_large_heads(head_dim: int, dtype: torch.dtype) -> None:
     check(make_case([70, 5], head_dim=head_dim, group=4, dtype=dtype), config=None)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(
     ("width", "group", "block_length", "dtype"),
     [

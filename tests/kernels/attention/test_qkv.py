@@ -164,7 +164,7 @@ def test_queries_alone(run: Callable[..., Tensor], norm: bool) -> None:
     assert torch.equal(q, run(*case))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(4, thorough=4)
 @pytest.mark.parametrize("run", [prepare_qkv_triton, prepare_qkv_reference])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 1e6])
 @pytest.mark.parametrize("part", ["key", "value"])

@@ -183,7 +183,7 @@ def test_no_rule_of_rows_reads_the_batch() -> None:
     assert is_dequantised(MOST_ROWS + 1, BY_BATCH) and not is_dequantised(MOST_ROWS, BY_BATCH)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "tiles",

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.fp8.fp8_experts import FP8Experts
@@ -14,7 +15,7 @@ from batchgen.kernels.fp8.fp8_tiles import EXPERTS, ExpertTiles, expert_tiles
 from batchgen.kernels.fp8.fp8_weight import BLOCK, FP8, FP8Weight, quantise_fp8
 from batchgen.kernels.fp8.quantise import FP8Rows, quantise_rows
 from batchgen.kernels.fp8.quantise_triton import quantise_rows_triton
-from batchgen.kernels.moe.epilogues import PLAIN
+from batchgen.kernels.moe.epilogues import PLAIN, ClampedGate, Epilogues
 from batchgen.kernels.moe.experts import grouped_mlp, grouped_parts
 from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
 from batchgen.kernels.moe.moe_align_triton import moe_align
@@ -81,6 +82,90 @@ def test_experts_elsewhere_are_left_out(tokens: int, in_panels: bool) -> None:
     assert (found - reference).abs().max() <= 0.03 * reference.abs().max()
 
 
+def biased(case: Case) -> Epilogues:
+    """The clamped gate of gpt-oss with biases of both products, on a case of random weights."""
+    experts, hidden, inner = FP8Experts(*case.weights_in_rows).sizes
+    generator = torch.Generator().manual_seed(1)
+    wide, narrow = (
+        torch.randn((experts, size), generator=generator).to(DEVICE) for size in (2 * inner, hidden)
+    )
+    return Epilogues(wide, narrow, ClampedGate(0.75, 1.702))
+
+
+def in_float32(case: Case, epilogues: Epilogues) -> Tensor:
+    """Experts of the rounded weights and activations in float32, written out for each slot."""
+    (wide, narrow), tokens = (w.dequantise() for w in case.weights_in_rows), len(case.x)
+    x, out = quantise_rows(case.x).dequantise(), torch.zeros_like(case.x)
+    for token in range(tokens):
+        for expert, weight in zip(case.ids[token].tolist(), case.weights[token], strict=True):
+            product = wide[expert] @ x[token]
+            if epilogues.gate_up_bias is not None:
+                product = product + epilogues.gate_up_bias[expert]
+            gate, up = product.chunk(2)
+            if epilogues.clamped is not None:
+                limit, slope = epilogues.clamped
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+                inner = up * gate * torch.sigmoid(slope * gate)
+            else:
+                inner = F.gelu(gate, approximate="tanh") * up
+            rounded = quantise_rows(inner[None]).dequantise()[0]
+            result = narrow[expert] @ rounded
+            if epilogues.down_bias is not None:
+                result = result + epilogues.down_bias[expert]
+            out[token] += weight * result
+    return out
+
+
+GATES = ["gelu", "clamped"]
+"""What experts compute between and behind their products, besides SwiGLU."""
+
+
+def epilogues_of(gate: str, case: Case) -> Epilogues:
+    return Epilogues(function="gelu") if gate == "gelu" else biased(case)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(
+    ("tiles", "sizes"),
+    [
+        (SWAPPED, (7, 2, 3, 144, 272, False)),
+        (HALVED, (7, 2, 3, 144, 128, False)),
+        (COLUMNS, (7, 2, 3, 256, 128, False, True)),
+        (WIDE_COLUMNS, (7, 2, 3, 128, 136, True)),
+    ],
+)
+def test_other_gates_and_biases_are_near_float32(
+    gate: str, tiles: ExpertTiles, sizes: tuple[int, int, int, int, int, bool]
+) -> None:
+    case = Case(*sizes)
+    epilogues, routed = epilogues_of(gate, case), (case.ids, case.weights)
+    expected = in_float32(case, epilogues)
+    reference = FP8Experts(*case.weights_in_rows).on_cpu(case.x, *routed, epilogues)
+    kernels = grouped_mlp_triton(
+        case.x, FP8Experts(case.gate_up, case.down), *routed, epilogues=epilogues, tiles=tiles
+    )
+    # A value between the products may be rounded to the other neighbour, 2**-3 apart.
+    for found in (reference, kernels):
+        assert float((found - expected).norm() / expected.norm()) < 2**-7
+    swiglu = FP8Experts(*case.weights_in_rows).on_cpu(case.x, *routed, PLAIN)
+    assert float((swiglu - expected).norm() / expected.norm()) > 2**-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("in_panels", [False, True])
+def test_other_gates_in_every_line_of_the_table(gate: str, in_panels: bool) -> None:
+    hidden, inner = (640, 384) if in_panels else (272, 144)
+    for most, _ in EXPERTS:
+        case = Case(int(min(most, 100) * 2), 3, 6, hidden, inner, False, in_panels)
+        routed, epilogues = (case.ids, case.weights), epilogues_of(gate, case)
+        expected = FP8Experts(*case.weights_in_rows).on_cpu(case.x, *routed, epilogues)
+        experts = FP8Experts(case.gate_up, case.down)
+        found = grouped_mlp(case.x, experts, *routed, epilogues=epilogues)
+        assert float((found - expected).norm() / expected.norm()) < 2**-6
+
+
 CASES = [
     (1, 2, 4, 128, 64, False),
     (9, 3, 4, 200, 136, False),  # and a scale for each row
@@ -93,7 +178,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(
     ("sizes", "tiles"),
     [

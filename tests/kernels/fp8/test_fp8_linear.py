@@ -41,7 +41,7 @@ def assert_near(found: Tensor, x: FP8Rows, weight: FP8Weight, dtype: torch.dtype
     assert (error <= product_bound(wide, other, dtype, splits=8)).all()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(
     ("rows", "width", "depth", "by_row", "tiles", "dtype"),
     [

@@ -72,7 +72,7 @@ def _rows(dtype: torch.dtype, depth: int) -> torch.Tensor:
     return x.to(DEVICE, dtype)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(4, thorough=4)
 @pytest.mark.parametrize("powers_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("depth", [64, 200, 1300])
@@ -174,7 +174,7 @@ def test_a_norm_adds_parts_to_the_rows_that_it_reads(parts_dtype: torch.dtype) -
     assert torch.equal(FP8Rows(*found, 7).dequantise(), quantise_rows(plain).dequantise())
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=4)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("gated", [None, False, True])
 @pytest.mark.parametrize(("rows", "size"), [(1, 2048), (7, 200)])

@@ -83,13 +83,13 @@ def changed(function: Function, shapes: tuple[tuple[int, int], ...]) -> int:
 SHAPES = ((40, 1), (47, 3), (31, 17), (9, 100), (7, 1003), (5, 16385), (3, 33001))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(4, thorough=5)
 @pytest.mark.parametrize("name", OURS)
 def test_ours_compute_all_values_alike(name: str, threads: int) -> None:
     assert changed(OURS[name], SHAPES) == 0
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=9)
 @pytest.mark.parametrize("name", SAFE)
 def test_what_may_be_called_computes_all_values_alike(name: str, threads: int) -> None:
     assert changed(SAFE[name], SHAPES) == 0

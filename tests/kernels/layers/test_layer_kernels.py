@@ -222,7 +222,7 @@ def _check_norm_of_sum(
     assert torch.equal(stream[others], total[others]) and stream[broken].isnan().all()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [None, False, True])
 @pytest.mark.parametrize(("rows", "k", "size"), [(1, 8, 2048), (7, 3, 200), (5, 1, 1500)])
@@ -366,7 +366,7 @@ def test_a_gate_multiplies_values(rows: int, size: int, dtype: torch.dtype) -> N
     _assert_near(mul_sigmoid_triton(values, gate), reference, 32 if dtype == torch.float32 else 4)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(6, thorough=6)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 @pytest.mark.parametrize("tail", [(8,), (3, 2)])

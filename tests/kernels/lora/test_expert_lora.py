@@ -134,10 +134,12 @@ def test_experts_in_panels_of_bfloat16() -> None:
     near(case.run(tiled, PLAIN), expected, 0.03)
 
 
-def test_experts_in_fp8() -> None:
-    case = Case(9, torch.float32)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("gate", ["silu", "clamped"])
+def test_experts_in_fp8(gate: str) -> None:
+    case, epilogues = Case(9, torch.float32), GATES[gate]
     experts = FP8Experts(quantise_fp8(case.gate_up), quantise_fp8(case.down))
-    near(case.run(experts, PLAIN), case.reference(experts, PLAIN), 0.03)
+    near(case.run(experts, epilogues), case.reference(experts, epilogues), 0.03)
 
 
 @pytest.mark.quick(1)

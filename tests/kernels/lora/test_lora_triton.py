@@ -31,7 +31,7 @@ def factors(
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("parts", "depth", "rank", "adapters", "tokens"),

@@ -226,7 +226,7 @@ def test_all_tokens_to_one_expert_fill_several_tiles(tiles: MoETiles) -> None:
     _assert_near(case.run(tiles), case)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=4)
 @pytest.mark.parametrize(
     ("tiles", "gate"),
     [*zip([*ROWS, *PANELS, *FLOAT32], itertools.cycle(["clamped", "gelu", "relu2"]), strict=False)],
@@ -259,7 +259,7 @@ def test_sizes_that_no_vector_divides(sizes: tuple[int, int]) -> None:
     _assert_near(case.run(ROWS[0]), case)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=4)
 @pytest.mark.parametrize(
     ("tiles", "plain"),
     [

@@ -96,7 +96,7 @@ FORMS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, thorough=9)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(5, 8, 3), (3, 64, 6), (2, 256, 8)])

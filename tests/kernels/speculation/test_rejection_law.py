@@ -68,7 +68,7 @@ def one_step(p: Tensor, q: Tensor | None, draft: int) -> Batch:
     return Batch(logits, drafts.unsqueeze(1), ones, probs, seeds, positions, zeros > 0)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=6)
 @pytest.mark.parametrize("proposal", ["far", "close", "disjoint", "itself", "point"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_first_token_has_the_law_of_p(target: str, proposal: str) -> None:

@@ -242,7 +242,7 @@ def assert_consistent(output: RequestOutput) -> None:
     assert output.counts["num_forwards"] in ((steps[-1], steps[-1] + 1) if failed else (steps[-1],))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(("name", "k", "hard", "overlap"), proposer_cases(PROPOSERS))
 def test_every_proposer_gives_the_rows_of_ar(
     tiny_models: Models,
@@ -430,7 +430,7 @@ def poisoned(
     return models, requests, expected
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(
     ("name", "overlap"),
     [

@@ -155,7 +155,7 @@ def assert_consistent(output: RequestOutput) -> None:
     assert output.counts["num_forwards"] in ((steps[-1], steps[-1] + 1) if cut else (steps[-1],))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=2)
 @pytest.mark.parametrize(("name", "k", "hard", "overlap"), proposer_cases(PROPOSERS))
 def test_every_proposer_gives_the_rows_of_ar(
     tiny_models: Models,
@@ -354,7 +354,7 @@ def test_what_was_forced_is_read_by_the_draft_model_later(tiny_models: Models) -
 # --- how rows end ---------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(
     ("name", "k", "overlap"),
     [

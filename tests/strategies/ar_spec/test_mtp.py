@@ -297,7 +297,7 @@ def test_the_head_has_read_every_token(
     assert strategy.held == set(range(k + 1))
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=1)
 @pytest.mark.parametrize("kind", ["llama", "qwen", "deepseek"])
 def test_the_head_finds_what_others_have_read(
     models: Models, monkeypatch: pytest.MonkeyPatch, kind: str

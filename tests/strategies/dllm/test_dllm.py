@@ -147,7 +147,7 @@ def marks_of(mode: int, rule: int, length: int) -> list[pytest.MarkDecorator]:
     return [] if is_quick else [pytest.mark.slow]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, thorough=12)
 @pytest.mark.parametrize(
     ("length", "rule", "mode"),
     [
@@ -189,7 +189,7 @@ def test_rows_are_those_of_the_reference(
     assert engine.stats.strategy["steps_per_block"] == steps_per_block
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=4)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_mask_token_is_never_generated(
     tiny_model: Callable[..., Path], tmp_path: Path, rule: dict[str, Any]

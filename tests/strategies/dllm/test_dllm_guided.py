@@ -159,7 +159,7 @@ def same(found: RequestOutput, wanted: RequestOutput) -> None:
         np.testing.assert_allclose(found.columns[name], values, atol=1e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize(
     ("length", "rule"),
     some_slow(

@@ -160,7 +160,7 @@ def test_confident_tokens_come_first_and_the_step_map_says_so() -> None:
 # --- blocks and prompts ---------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=6)
 @pytest.mark.parametrize("params", [GREEDY, replace(SAMPLED, max_new_tokens=13)])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("length", [2, 4, 8])
@@ -231,7 +231,7 @@ def test_later_blocks_see_the_tokens_of_earlier_ones_in_any_unmasking_order() ->
 # --- stops ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("length", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_stops_at_every_offset(length: int, rule: str) -> None:

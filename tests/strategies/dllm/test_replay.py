@@ -125,7 +125,7 @@ def test_bits_after_preemptions(tiny_model: TinyModel, monkeypatch: pytest.Monke
     assert engine.stats.preemptions and engine.stats.cached_tokens
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=4)
 @pytest.mark.parametrize(
     ("rule", "kind"), [(RULES[4], "sdar"), (RULES[4], "sdar_moe"), *((r, "sdar") for r in RULES)]
 )

@@ -173,7 +173,7 @@ LAWS: list[dict[str, Any]] = [
 SAMPLES = 1500
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=3)
 @pytest.mark.parametrize("rule", LAWS, ids=str)
 def test_sampled_unmasking_has_the_law_of_a_plain_loop(
     tiny_model: Callable[..., Path], model: Any, rule: dict[str, Any]

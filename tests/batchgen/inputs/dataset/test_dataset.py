@@ -63,7 +63,7 @@ ROWS = st.lists(
 NAMES = ["rows.jsonl", "rows.json", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.parquet", "a.arrow"]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, thorough=5)
 @BOTH
 @pytest.mark.parametrize("name", NAMES)
 @settings(

@@ -21,6 +21,7 @@ from batchgen.jobs.generation.worker import Worker
 from batchgen.jobs.resolve.resolved_job import ResolvedJob
 from batchgen.jobs.run.job_end import JobResult, completed_elsewhere
 from batchgen.jobs.run.run_job import execute_job
+from batchgen.storage.folder.job_summary import JobSummary, tokens_per_s
 from batchgen.storage.folder.read_job import JobFolderReader
 from batchgen.storage.leases.lease_files import lease_name
 from batchgen.storage.leases.lease_table import Lease
@@ -89,6 +90,10 @@ def test_four_workers_make_the_data_of_one(whole: SharedJob, tmp_path: Path) -> 
     messages = [r.message for r in results if isinstance(r, JobResult)]
     assert sum("this worker has computed" in message for message in messages) == 3
     assert all("answers        " in message for message in messages)
+    # The summary tells of all workers, as metrics.json does, and not of the last one alone.
+    (told,) = (message for message in messages if "this worker has computed" not in message)
+    speed = sum(map(tokens_per_s, metrics["attempts"]))
+    assert f"{speed:,.1f} tokens/s" in told and f"{JobSummary.of(metrics).cost}\n" in told
 
 
 def test_before_any_worker_has_written_metrics_the_job_is_not_complete(tmp_path: Path) -> None:

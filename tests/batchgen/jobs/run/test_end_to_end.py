@@ -64,7 +64,7 @@ def test_the_engine_settings_do_not_change_a_byte(model: Path, rows: Path, tmp_p
     }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=2)
 @pytest.mark.parametrize("shape", ["dataset.streaming=false", "dataset.streaming=true"])
 @pytest.mark.parametrize("per_shard", [4, 11, 100])
 def test_a_complete_job_run_again_computes_nothing(

@@ -42,7 +42,7 @@ def command(model: Path, rows: Path, out: Path, *more: str) -> pa.Table:
     return pq.read_table(out / "data", partitioning=None)
 
 
-@pytest.mark.quick(1, thorough=12)
+@pytest.mark.quick(1, thorough=6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_of_each_family(
     kind: str,
@@ -119,7 +119,7 @@ def test_a_model_with_windows_hears_how_long_the_rows_are(
     assert job.recipe(given).config.row_tokens == (5, 9)
 
 
-@pytest.mark.thorough
+@pytest.mark.quick(0, thorough=3)
 @pytest.mark.parametrize("kind", [*WITH_HEAD, "qwen3_5 below a vision tower"])
 def test_heads_for_multi_token_prediction_draft(kind: str, rows: Path, tmp_path: Path) -> None:
     """In checkpoints with the published names; the rows are those of strategy=ar."""

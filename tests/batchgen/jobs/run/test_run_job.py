@@ -59,7 +59,7 @@ def _metrics(out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, thorough=3)
 @pytest.mark.parametrize("rows_per_shard", [1, 7, 16, 1000])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_every_sample_of_every_row_once_and_in_order(

@@ -109,7 +109,7 @@ def test_a_copy_finds_the_jobs_beside_it(
     assert "draft" in capsys.readouterr().err
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, thorough=3)
 @pytest.mark.parametrize(
     ("to", "options"),
     [

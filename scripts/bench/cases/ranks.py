@@ -1,0 +1,50 @@
+"""Cases of bench_kernels.py: the experts of one rank, each cut in width, or fewer whole ones."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from cases import experts, mxfp4
+from cases.experts import ROUTINGS, Batch, Shape, shape_of
+from measuring import Case, Launch
+from torch import Tensor
+
+from batchgen.kernels.moe.experts_triton import grouped_mlp_triton
+from batchgen.kernels.moe.moe_align_triton import moe_align
+from batchgen.kernels.moe.tiled_layout import PANEL
+
+
+def rank_cases(options: argparse.Namespace) -> Iterator[Case]:
+    """All experts, cut in width up to whole panels; or fewer, on the mean and the busiest rank."""
+    shape = shape_of(options)
+    for ranks, tokens in product((2, 4), options.tokens):
+        batch, own = Batch(shape, tokens), shape.experts // ranks
+
+        def of_rank(ids: Tensor, rank: int) -> Tensor:  # indices, and their number for all others
+            return (ids % own).masked_fill_(ids // own != rank, own)  # noqa: B023
+
+        def num_tiles(ids: Tensor) -> int:
+            return int(moe_align(ids, own, 16, some_elsewhere=True).num_tiles)  # noqa: B023
+
+        cut = shape._replace(inner=-(-shape.inner // (PANEL * ranks)) * PANEL)
+        whole = shape._replace(experts=own)
+        everywhere = [of_rank(ids, rank) for rank in range(ranks) for ids in batch.ids]
+        busiest = [max(everywhere[i::ROUTINGS], key=num_tiles) for i in range(ROUTINGS)]
+        yield batch.case(f"{ranks} ranks, cut", _launch(options.shape, cut, batch, batch.ids))
+        mean = batch.case("  whole, mean", _launch(options.shape, whole, batch, everywhere))
+        yield replace(mean, count=len(everywhere))
+        yield batch.case("  whole, busiest", _launch(options.shape, whole, batch, busiest))
+
+
+def _launch(name: str, shape: Shape, batch: Batch, ids: Sequence[Tensor]) -> Launch:
+    """Make experts, those of gpt-oss in MXFP4, and what computes them for the i-th ids."""
+    layer, routed = (mxfp4 if "gpt-oss" in name else experts).make_layer(shape), batch.shape.experts
+
+    def launch(i: int) -> Tensor:
+        inputs = batch.x, layer.experts, ids[i], batch.weights[i % ROUTINGS]
+        return grouped_mlp_triton(*inputs, epilogues=layer.epilogues, num_routed=routed)
+
+    return launch
