@@ -27,13 +27,15 @@ class Forecast:
     """The estimate of a job. Each assumption is a sentence without its full stop.
 
     `seconds` is the time from the loading of the weights to the last row, and `start_s` the part of
-    it before the first step. Prompt tokens count once for each sample.
+    it before the first step. Prompt tokens count once for each sample; `computed_tokens` of them
+    are not in the prefix cache.
     """
 
     seconds: Range
     start_s: float
     generated_tokens: Range
     prompt_tokens: int
+    computed_tokens: int
     device: str
     assumptions: tuple[str, ...]
 
@@ -56,6 +58,7 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
         start_s=start.likely,
         generated_tokens=Range(*generated),
         prompt_tokens=round(float(work.prompts.mean()) * work.answers.likely),
+        computed_tokens=round(work.computed_tokens * work.answers.likely),
         device=cost.device.name,
         assumptions=tuple(filter(None, (_of_speed(cost, work, factor), of_lengths, of_forwards))),
     )

@@ -21,7 +21,7 @@ class Work:
     `prompts` [N] are the tokens of some of the prompts, each of which gets `samples` of the
     `answers`. With `exact` every answer has `longest` tokens, and a row gets `min_width` (0 for
     block diffusion) to `width` tokens in a forward. At most `rows` rows and `kv_tokens` run at
-    once, and a prefill reads `batched_tokens`. The first `prefix` tokens of every prompt are always
+    once, and a prefill reads `batched_tokens`. On average the first `prefix` tokens of a prompt are
     in the cache, and samples of one row share it in blocks of `block` tokens.
     """
 
@@ -35,10 +35,18 @@ class Work:
     kv_tokens: int
     batched_tokens: int
     weight_bytes: int
-    prefix: int = 0
+    prefix: float = 0
     samples: int = 1
     block: int = 16
     seen: Calibration | None = None
+
+    @property
+    def computed_tokens(self) -> float:
+        """The mean tokens of a prompt that are computed for an answer. The others are in the cache:
+        they are shared with earlier prompts, or with earlier samples of the same row."""
+        whole = max(float(self.prompts.mean()) - self.prefix, 1.0)
+        again = min(whole, (self.block + 1) / 2)  # a block that is not full is read again
+        return (whole + again * (self.samples - 1)) / self.samples
 
 
 def run_time(
@@ -65,10 +73,7 @@ def run_time(
 
 def _prefill_time(cost: StepCost, work: Work, total: int, rows: int) -> float:
     """Seconds of reading the prompts; what they share with earlier ones is in the cache."""
-    prompt = float(work.prompts.mean())
-    whole = max(prompt - work.prefix, 1.0)
-    again = min(whole, (work.block + 1) / 2)  # a block that is not full is read again
-    new = (whole + again * (work.samples - 1)) / work.samples
+    prompt, new = float(work.prompts.mean()), work.computed_tokens
     pairs = total * new * (prompt - new / 2)
     refills = 1 + (total - rows) / max(rows / _REFILL_SHARE, 1)
     steps = max(total * new / work.batched_tokens, refills)
