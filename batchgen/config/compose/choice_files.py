@@ -1,4 +1,5 @@
-"""Lets Hydra read choices in the user's folders as plain YAML, with limits."""
+"""Lets Hydra read choices in the user's folders as plain YAML, within limits. `compose_config.py`
+adds these folders to Hydra's search path."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _SCHEME = "plain"
 
 
 class PlainFiles(FileConfigSource):
-    """A folder of choices. Raises ConfigError for a file beyond the bounds of `read_yaml`."""
+    """A folder of choices, as a source of Hydra. A file beyond the limits of `read_yaml` is a
+    ConfigError."""
 
     @staticmethod
     def scheme() -> str:
@@ -24,7 +26,7 @@ class PlainFiles(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path) / self._normalize_file_name(config_path)
-        if path.exists():  # Hydra says which are not there
+        if path.exists():  # Hydra reports missing files
             with path.open("rb") as file:
                 content = file.read(MOST_BYTES + 1)
             refuse_resolvers(load_yaml(content, str(path)), RESOLVERS_OF_HYDRA)
@@ -32,7 +34,8 @@ class PlainFiles(FileConfigSource):
 
 
 def search_path(folders: Sequence[Path]) -> list[str]:
-    """The argument, if any is needed, that lets Hydra look for choices in these folders, too."""
+    """The argument with which Hydra also looks for choices in these folders; none without
+    folders."""
     if not folders:
         return []
     Plugins.instance().register(PlainFiles)

@@ -1,7 +1,8 @@
 """Composes a job's configuration from a job file or mapping and from `key=value` arguments.
 
-Hydra composes the choices of groups and the ready jobs. The keys are set here instead, so that text
-stays as it was typed and error messages are our own.
+Hydra composes the choices of groups and the experiments. Single keys are set here instead, so that
+text stays as it was typed and error messages are ours. The command line and `batchgen.run_job` call
+`compose_groups` and `compose`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from batchgen.util.errors import ConfigError
 
 
 def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
-    """Return the configuration of one job.
+    """Compose the configuration of one job.
 
     Args:
         values: the job as in a job file. They come from the calling program, so they may name any
@@ -43,8 +44,12 @@ def compose(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConf
 
 @dataclass(frozen=True)
 class Composed:
-    """The groups of a job with all their keys, not yet checked, and each group's choice. A class of
-    the user's own has no choice."""
+    """The groups of a job with all their keys, not checked yet.
+
+    Attributes:
+        groups: group → its keys and values.
+        choices: group → its choice. A class of the user's has no choice.
+    """
 
     groups: dict[str, Any]
     choices: dict[str, str]
@@ -59,8 +64,10 @@ def compose_groups(
 ) -> Composed:
     """Merge the choices and keys of a job; see `compose` for `values` and `overrides`.
 
-    `folders` have further choices and are laid out like conf/; `locations` says where keys stand in
-    a job file, for error messages."""
+    Args:
+        folders: folders with more choices, laid out like conf/.
+        locations: key → its file and line in a job file, for error messages.
+    """
     user_values, parsed = collect_values(values, overrides, folders=folders, locations=locations)
     groups = _composed(user_values)
     for key, value in user_values.keys.items():
@@ -80,7 +87,7 @@ def collect_values(
     folders: Sequence[Path] = (),
     locations: Mapping[str, str] | None = None,
 ) -> tuple[UserValues, list[Override]]:
-    """Return the user's values with the choices that they imply, and the parsed arguments."""
+    """Collect the user's values, with the choices that they imply, and parse the arguments."""
     user_values = UserValues(folders, locations or {})
     user_values.add_values(values)
     parsed = [parse_override(argument) for argument in overrides]
@@ -96,7 +103,7 @@ def collect_values(
 
 
 def _check_greedy(collected: UserValues, parsed: Sequence[Override]) -> None:
-    """Refuse a temperature together with `sampling=greedy`, which means that there is none."""
+    """Refuse a temperature together with `sampling=greedy`."""
     key = "sampling.temperature"
     typed = [override.value() for override in parsed if override.key == key and override.text]
     value = [collected.keys.get(key), *typed][-1]
@@ -112,7 +119,7 @@ def _check_greedy(collected: UserValues, parsed: Sequence[Override]) -> None:
 
 
 def _composed(collected: UserValues) -> dict[str, Any]:
-    """The groups with their choices, before the keys are set."""
+    """The groups of the user's choices, before single keys are set."""
     overrides = [f"{group}={choice}" for group, choice in collected.choices.items()]
     overrides += [f"+{EXPERIMENT}={name}" for name in collected.experiments[:1]]
     if len(collected.experiments) > 1:
@@ -120,7 +127,7 @@ def _composed(collected: UserValues) -> dict[str, Any]:
     from batchgen.config.compose.choice_files import search_path
 
     overrides += search_path(collected.folders)
-    # Files of the user may have changed since they were last read.
+    # The user's files may have changed since they were last read, so they are not cached.
     read = _groups_of.__wrapped__ if collected.folders else _groups_of
     groups, composed = copy.deepcopy(read(tuple(overrides)))
     for experiment in collected.experiments:
@@ -132,8 +139,8 @@ def _composed(collected: UserValues) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _groups_of(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The groups that Hydra composes of choices, and the choice of each."""
-    # Hydra takes a tenth of a second to load, and what was refused until here does not need it.
+    """The groups that Hydra composes of choices, and the choice of each group."""
+    # Hydra takes a tenth of a second to load, and a job that was refused so far does not need it.
     from hydra import compose as compose_choices
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
@@ -164,7 +171,7 @@ def _set(groups: dict[str, Any], collected: UserValues, key: str, value: Any) ->
 
 
 def _apply(groups: dict[str, Any], collected: UserValues, override: Override) -> None:
-    """Set, add or take away a key, as an argument says."""
+    """Set, add or remove a key, as an argument says."""
     start, key = f"{override.argument}: ", override.key
     if override.sign == "~" and not override.names:
         groups.pop(key, None)
@@ -188,7 +195,7 @@ def _apply(groups: dict[str, Any], collected: UserValues, override: Override) ->
 
 
 def _set_below(group: dict[str, Any], names: list[str], value: Any, start: str) -> None:
-    """Set a key inside a mapping that is the value of a key."""
+    """Set a key inside a mapping that is the value of a key. `start` begins the error message."""
     for name in names[:-1]:
         if group.get(name) is None:
             group[name] = {}

@@ -1,7 +1,8 @@
 """The identity of a job: the part of its configuration that decides the content of its output
 files.
 
-The manifest keeps it, so that a folder recognises its job.
+The manifest records it, so that a folder recognises its job. Keys of rows (`reuse/row_key.py`)
+digest it too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NOT_DECIDING: Mapping[str, Collection[str]] = {
         *("dir", "overwrite", "retry_errors", "on_all_errors", "report", "reuse", "begun_every"),
     },
 }
-"""Keys of each group that decide nothing about the content of a row, up to rounding on a GPU."""
+"""Keys of each group that do not decide the content of a row, up to rounding on a GPU."""
 _FIRST: Mapping[str, Collection[str]] = {
     "model": {"dtype", "load_format", "trust_remote_code"},
     "dataset": {
@@ -71,34 +72,35 @@ _FIRST: Mapping[str, Collection[str]] = {
     "engine": {"max_model_len"},
     "output": {"columns", "top_logprobs", "logprobs_mode", "rows_per_shard", "text_column"},
 }
-"""Keys that identities have at any value, since those of version 0.1.0 have them. All others are in
-an identity only at another value than their default; this table gets no new ones."""
+"""Keys that identities contain at any value, because those of version 0.1.0 contain them. All other
+keys are in an identity only if they differ from their default. This table never grows."""
 _READ_TABLES = ("Join", "Against")
-"""Steps of `rows` whose `path` says where a table lies."""
+"""Steps of `rows` whose `path` is that of a table."""
 _REMEMBERED = (("dataset", "path"), ("dataset", "limit"), ("sampling", "n"), ("model", "path"))
+"""Keys that may change when a job is resumed, and that the manifest records."""
 
 
 def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> dict[str, Any]:
-    """The part of `resolved` that decides what is in the output files.
+    """The part of `resolved` that decides the content of the output files.
 
     Two jobs with the same identity, model files and data write the same rows, as far as both have
-    them. A key is part of it unless it is among _NOT_DECIDING; at its default it is not, so that a
-    key that a later version adds changes no identity (but see _FIRST). Where data, models, and the
-    `fingerprinted` files of the strategy lie is no part: the fingerprints of their content are
-    compared.
+    them. A key is part of it unless it is in _NOT_DECIDING or has its default; so a key that a
+    later version adds changes no identity (but see _FIRST). The paths of data, models and the
+    `fingerprinted` files of the strategy are not part of it, because the fingerprints of their
+    content are compared.
     """
     groups, defaults = with_lasting_names(resolved(config)), _defaults(config)
     if isinstance(config.constraint, NoConstraintConfig):
-        del groups["constraint"]  # a job without one says no more about it than that
+        del groups["constraint"]
     if config.rows:
         groups["rows"] = [_without_place(step) for step in groups["rows"]]
     else:
         del groups["rows"]
-    if config.sampling.until is not None:  # how many samples there are can grow
+    if config.sampling.until is not None:  # the number of samples may grow
         until = config.sampling.until
         rule = {} if until.width is None else {"rule": "width"}
         groups["sampling"]["until"] = {"where": until.where, **rule}
-    # What becomes of finished rows does not change them.
+    # These groups do not change the rows themselves.
     for name in ("post", "score", "budget", "progress", "workers", "launcher"):
         del groups[name]
     for name in groups.keys() - {"rows"}:
@@ -117,16 +119,18 @@ def config_identity(config: JobConfig, fingerprinted: Collection[str] = ()) -> d
 
 
 def _is_first(name: str, key: str, group: Mapping[str, Any]) -> bool:
-    """Whether identities have a key at any value. One of them was at first a key of prompt=tokens
-    alone."""
+    """Whether identities contain a key at any value. `answer_ids_column` was at first a key of
+    prompt=tokens only."""
     if (name, key) == ("prompt", "answer_ids_column") and group["kind"] != "tokens":
         return False
     return key in _FIRST[name]
 
 
 def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """The defaults of all keys that have one, by group. Those of a strategy of the user's own are
-    not known: its keys are there only if they are given."""
+    """The defaults of all keys that have one, by group.
+
+    The defaults of a user's strategy are not known: its keys are in the identity if they are set.
+    """
     defaults = {}
     for part in dataclasses.fields(config):
         if dataclasses.is_dataclass(value := getattr(config, part.name)):
@@ -138,12 +142,14 @@ def _defaults(config: JobConfig) -> dict[str, dict[str, Any]]:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Whether a key has its default; where that is none, an empty value or false says the same."""
+    """Whether a key has its default. If the default is None, an empty value or false counts as the
+    same."""
     return bool(value == default) or (default is None and (value is False or value in ("", [], {})))
 
 
 def _without_place(step: dict[str, Any]) -> dict[str, Any]:
-    """A step of `rows` without the place of the table that it reads, whose content counts."""
+    """A step of `rows` without the path of the table that it reads; the table's content counts
+    instead."""
     return {
         name: {key: value for key, value in options.items() if key != "path"}
         if name in _READ_TABLES
@@ -153,7 +159,7 @@ def _without_place(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def growing(config: JobConfig) -> dict[str, Any]:
-    """The settings that may change when a job is resumed, and that the manifest records."""
+    """The settings that may change when a job is resumed, for the manifest."""
     groups = resolved(config)
     values = {f"{name}.{key}": groups[name].get(key) for name, key in _REMEMBERED}
     if (until := config.sampling.until) is not None:

@@ -1,8 +1,8 @@
-"""Drops those settings of a ready job (`+experiment=NAME`) that do not fit the user's own choices.
+"""Drops settings of an experiment (`+experiment=NAME`) that do not fit the user's choices.
 
-A ready job chooses, for example, a strategy and sets its options. If the user chooses another
-strategy, the ready job's options belong to a strategy that is not in use. They are dropped here,
-with a message, instead of being refused as unknown options.
+An experiment is a ready job: it chooses, for example, a strategy and sets its options. If the user
+chooses another strategy, these options do not apply. They are dropped here, with a message, instead
+of being refused as unknown options. `compose_config.py` calls `leave_out_others`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batchgen.config.groups.job_config import COMMON_COLUMNS
 from batchgen.config.groups.named_code import named_code
 
 _KINDS = ("prompt", "strategy", "constraint", "launcher")
-"""The groups whose choices have keys that the others refuse."""
+"""The groups whose choices have keys that other choices refuse."""
 
 
 def choices_with(column: str) -> list[str]:
@@ -27,16 +27,16 @@ def choices_with(column: str) -> list[str]:
 def leave_out_others(
     groups: dict[str, Any], experiment: str, chosen: Mapping[str, str], *, own_columns: bool
 ) -> None:
-    """Drop from a ready job's keys and columns those that belong to other choices than `chosen`,
-    and say so on stderr.
+    """Drop the keys and columns of an experiment that belong to choices other than `chosen`, and
+    print what was dropped to stderr.
 
-    What the user gives himself is set later, and refused where it does not fit.
+    Keys that the user sets are added later, and refused if they do not fit.
 
     Args:
-        groups: the ready job's settings by group, which are changed in place.
-        experiment: the name of the ready job, for the message.
-        chosen: by group, the choice that is in use.
-        own_columns: whether the user gives `output.columns` himself.
+        groups: the experiment's settings by group, which are changed in place.
+        experiment: the name of the experiment, for the message.
+        chosen: group → the choice that is in use.
+        own_columns: whether the user sets `output.columns`.
     """
     left_out = []
     for group in _KINDS:
@@ -52,9 +52,9 @@ def leave_out_others(
     if strategy is not None and strategy in choices("strategy") and not own_columns:
         output = groups["output"]
         columns = output.get("columns") or ()
-        if of_others := [name for name in columns if _is_of_others(name, strategy)]:
-            output["columns"] = [name for name in columns if name not in of_others]
-            left_out.append(f"the output.columns {', '.join(of_others)}")
+        if unavailable := [name for name in columns if _needs_other_strategy(name, strategy)]:
+            output["columns"] = [name for name in columns if name not in unavailable]
+            left_out.append(f"the output.columns {', '.join(unavailable)}")
     if left_out:
         taken = " ".join(f"{group}={chosen[group]}" for group in _KINDS if group in chosen)
         print(
@@ -64,8 +64,8 @@ def leave_out_others(
         )
 
 
-def _is_of_others(column: str, strategy: str) -> bool:
-    """Whether a column comes with other strategies, and not with this choice."""
+def _needs_other_strategy(column: str, strategy: str) -> bool:
+    """Whether other strategies declare a column, and this one does not."""
     if column in COMMON_COLUMNS or column in _columns(strategy):
         return False
     return bool(choices_with(column))

@@ -10,7 +10,7 @@ from batchgen.config.groups.config_keys import choice_values, choices, default_c
 from batchgen.util.errors import ConfigError
 
 _FIXED = ("kind", "_target_")
-"""Keys whose value tells choices apart."""
+"""Keys whose value identifies a choice."""
 _BY_KEY = {
     ("model", "path"): "hf",
     ("dataset", "path"): "files",
@@ -23,12 +23,15 @@ _BY_KEY = {
 
 
 def inferred_choice(group: str, values: Mapping[str, Any]) -> str | None:
-    """The choice that has all the given keys of a group, which are without its name; None for the
-    default, and if no choice has them.
+    """The choice of a group that has all keys of `values`, which lack the group's name. None: the
+    default choice has them, or no choice has them.
 
     A model with a path is model=hf, a data set with a path is dataset=files, messages_column is
-    prompt=messages, and launcher.workers is launcher=local. Otherwise the default is taken if it
-    has the keys, and else the only choice that has them. Raises ConfigError if there are several.
+    prompt=messages, and launcher.workers is launcher=local. Otherwise it is the default choice if
+    that has the keys, and else the only choice that has them.
+
+    Raises:
+        ConfigError: several choices have the keys.
     """
     fitting = [choice for choice in choices(group) if _fits(choice_values(group, choice), values)]
     for name, value in values.items():
@@ -45,6 +48,7 @@ def inferred_choice(group: str, values: Mapping[str, Any]) -> str | None:
 
 
 def _fits(values: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether a choice with these keys and values can have the `options`."""
     fixed = {name: options[name] for name in _FIXED if name in options}
     if isinstance(target := fixed.get("_target_"), str):
         fixed["_target_"] = class_short_name(target)

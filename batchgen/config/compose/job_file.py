@@ -10,12 +10,19 @@ import yaml
 from batchgen.util.errors import ConfigError
 from batchgen.util.text.plain_yaml import MOST_BYTES, at_line, read_yaml
 
-_LONGEST = 1000  # characters of a key with the names of the keys around it
+_LONGEST = 1000  # characters of a key's full name
 
 
 def read_job_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a job file as `compose` takes them, and for each key (GROUP.KEY) the file and
-    line with its name, for error messages. ConfigError if it cannot be read as one mapping."""
+    """Read a job file.
+
+    Returns:
+        The values as `compose` takes them; and for each key (GROUP.KEY) its file and line, for
+        error messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not one mapping.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -25,7 +32,7 @@ def read_job_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_job_text(content: str | bytes, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What `read_job_file` returns, of the content of the file at `path`."""
+    """Parse the content of the job file at `path`; see `read_job_file`."""
     document = read_yaml(content, str(path))
     root = document.root
     if root is None:
@@ -40,7 +47,7 @@ def read_job_text(content: str | bytes, path: Path) -> tuple[dict[str, Any], dic
 
 
 def _keep_names(root: yaml.Node) -> None:
-    """Take `on:`, `yes:` and the like for names of keys, where YAML 1.1 has true and false."""
+    """Read `on:`, `yes:` and the like as names of keys, where YAML 1.1 has true and false."""
     nodes, seen = [root], set[int]()
     while nodes:
         node = nodes.pop()
@@ -57,7 +64,7 @@ def _keep_names(root: yaml.Node) -> None:
 
 
 def _note(node: yaml.MappingNode, prefix: str, path: Path, locations: dict[str, str]) -> None:
-    """Note the places of the keys of a mapping, and of the mappings in it."""
+    """Record the locations of the keys of a mapping, and of the mappings in it."""
     for key, value in node.value:
         where = at_line(str(path), key.start_mark)
         if not isinstance(key, yaml.ScalarNode):

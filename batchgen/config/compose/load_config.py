@@ -1,4 +1,5 @@
-"""Turns composed groups into a JobConfig, and a JobConfig back into plain values."""
+"""Turns composed groups into a JobConfig with checked types and ranges, and a JobConfig back into
+plain values."""
 
 from __future__ import annotations
 
@@ -49,9 +50,11 @@ from batchgen.util.text.plain_yaml import yaml_text
 def load_config(
     values: dict[str, Any], trust: Trust, *, resolvers: Collection[str] = ()
 ) -> JobConfig:
-    """The configuration of one job, with all types and ranges checked. `values` are its groups, the
-    word of `trust`, which may use these `resolvers`. Raises ConfigError for any mistake, and for
-    code that needs the user's word."""
+    """Build the configuration of one job from its groups, with all types and ranges checked.
+
+    `trust` decides which code they may name; `resolvers` of OmegaConf may be used. A mistake, or
+    code that the user does not trust, is a ConfigError.
+    """
     refuse_resolvers(values, resolvers)
     refuse_endless(values)
     _check_kinds(values)
@@ -66,7 +69,7 @@ def load_config(
     if not isinstance(groups, dict):
         raise ConfigError("the configuration must be a mapping of groups (model, dataset, …)")
     names = [f.name for f in dataclasses.fields(JobConfig)]
-    # The config.yaml of a job from before there were these groups does not have them.
+    # The config.yaml of a job of an earlier version may lack these groups.
     groups.setdefault("constraint", {"kind": "none"})
     groups.setdefault("launcher", {"_target_": None})
     for name in ("progress", "score", "workers", "budget"):
@@ -105,8 +108,12 @@ def load_config(
 
 
 def _check_kinds(groups: Any) -> None:
-    """Raise ConfigError for a group that does not say which kind it is, as a choice of the user's
-    own that begins with none of batchgen's."""
+    """Check that groups have the key that names their kind. A choice in the user's folders lacks it
+    unless it begins with one of batchgen's choices.
+
+    Raises:
+        ConfigError: the key is missing.
+    """
     for group, key, usual in (
         *(("dataset", "kind", "files"), ("prompt", "kind", "chat")),
         ("strategy", "_target_", "ar"),
@@ -120,7 +127,7 @@ def _check_kinds(groups: Any) -> None:
 
 
 def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
-    """The group `constraint`, made from its plain values."""
+    """Build the group `constraint` from its plain values."""
     kind = values.get("kind", MISSING)
     if not isinstance(kind, str) or kind not in CONSTRAINT_KINDS:
         raise ConfigError(
@@ -132,7 +139,7 @@ def constraint_config(values: dict[str, Any]) -> ConstraintConfig:
 def resolved(config: JobConfig) -> dict[str, Any]:
     """The configuration as plain values, under the keys that users write."""
     groups = dataclasses.asdict(config)
-    data = groups["dataset"]  # each kind has keys of its own
+    data = groups["dataset"]  # only the keys of its kind are kept
     groups["dataset"] = {key: data[key] for key in choice_values("dataset", data["kind"])}
     groups["prompt"] = {key_of(name): value for name, value in groups["prompt"].items()}
     for name in ("strategy", "launcher"):
@@ -145,7 +152,7 @@ def resolved(config: JobConfig) -> dict[str, Any]:
 def job_file_text(config: JobConfig) -> str:
     """The text of config.yaml, which is a job file: `batchgen OUT/config.yaml` runs it."""
     groups = resolved(config)
-    groups["workers"]["name"] = None  # that of one process
+    groups["workers"]["name"] = None  # belongs to one process
     return yaml_text(escaped_text(groups))
 
 
@@ -173,5 +180,5 @@ def _build_launcher(values: dict[str, Any]) -> LauncherConfig | None:
 
 
 def _with_target(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A class and its options as users write them."""
+    """A class and its options, as users write them."""
     return {"_target_": values["target"], **values["options"]}

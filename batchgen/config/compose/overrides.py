@@ -18,23 +18,29 @@ from batchgen.config.groups.read_value import UnclearEscape, Unreadable, read_va
 from batchgen.util.errors import ConfigError
 
 WORKER = "worker"
-"""What names this process among the workers of a job, as `+worker=3`; it is no group."""
+"""The short key of `workers.name`, as in `+worker=3`. It is not a group."""
 _WORKER_NAME = "workers.name"
 _ARGUMENT = re.compile(r"(\+\+|\+|~|)([\w./@-]+)(?:=(.*))?", re.DOTALL)
 _BARE_STEP = re.compile(r"\s*\[\s*(\w+):\s*\{")
-"""A list whose first step lacks the braces around its name."""
+"""A list whose first step lacks the braces around its name and options."""
 
 
 def names_worker(argument: str) -> bool:
-    """Whether an argument only says what this process is called, which makes no other job."""
+    """Whether an argument only names this process among the workers, which does not change the
+    job."""
     return argument.partition("=")[0].lstrip("+") in (WORKER, _WORKER_NAME)
 
 
 @dataclass(frozen=True)
 class Override:
-    """One argument as it was typed, and in parts: the sign (nothing sets a key that is there, `+`
-    adds one that is not, `++` does either, `~` takes it away), the key with its group, and the text
-    behind the `=`, None without one."""
+    """One argument of the command line.
+
+    Attributes:
+        argument: the argument as it was typed.
+        sign: empty sets an existing key, `+` adds a new one, `++` does either, `~` removes a key.
+        key: the key with its group.
+        text: the text after the `=`; None without one.
+    """
 
     argument: str
     sign: str
@@ -47,11 +53,15 @@ class Override:
 
     @property
     def names(self) -> list[str]:
-        """The parts of the key behind its group."""
+        """The parts of the key after its group."""
         return self.key.split(".")[1:]
 
     def value(self) -> Any:
-        """The value that the text means for this key; ConfigError says how to type it."""
+        """The value of the text, by the type of the key.
+
+        Raises:
+            ConfigError: the text is not such a value; the message says how to type it.
+        """
         assert self.text is not None
         key = ".".join([self.group, *self.names[:1]])
         hint = Any if len(self.names) > 1 else declared_type(key)
@@ -61,11 +71,11 @@ class Override:
             raise ConfigError(f"{self.argument}: {error}: {self._clear_forms()}") from None
         except Unreadable as error:
             bare = _BARE_STEP.match(self.text)
-            braces = f"; each step needs braces of its own: [{{{bare[1]}: …}}]" if bare else ""
+            braces = f"; each step needs braces around it: [{{{bare[1]}: …}}]" if bare else ""
             raise ConfigError(f"{self.argument} cannot be read: {error}{braces}") from None
 
     def _clear_forms(self) -> str:
-        """How to type a text whose escape may mean two things."""
+        """How to type a text with an escape that is ambiguous."""
         assert self.text is not None
         if self.text.lstrip().startswith("["):
             return "put the text into double quotes for the former, and write \\\\ for the latter"
@@ -77,8 +87,11 @@ class Override:
 
 
 def parse_override(argument: str) -> Override:
-    """Split an argument into its parts. Raises ConfigError if it is not of the form key=value or
-    ~key."""
+    """Split an argument into its parts.
+
+    Raises:
+        ConfigError: it does not have the form key=value or ~key.
+    """
     match = _ARGUMENT.fullmatch(argument)
     if match is None or (match[3] is None and match[1] != "~"):
         raise ConfigError(_no_override(argument))
@@ -94,6 +107,7 @@ def parse_override(argument: str) -> Override:
 
 
 def _no_override(argument: str) -> str:
+    """The message for an argument without a key or without a value."""
     word = argument.partition("=")[0]
     if "=" in argument:
         return f"{argument}: {word!r} is not a key: arguments are key=value, such as sampling.n=4"
@@ -106,7 +120,7 @@ def _no_override(argument: str) -> str:
 
 
 def unknown_group(group: str) -> str:
-    """The message, without the place, for a group that is not there."""
+    """The message, without the location, for a group that does not exist."""
     guess = nearest(group, [*GROUPS, "experiment"])
     return f"there is no group {group}: " + (
         f"did you mean {guess}?" if guess else f"choose among {', '.join(GROUPS)}"
@@ -114,7 +128,8 @@ def unknown_group(group: str) -> str:
 
 
 def unknown_key(key: str, choice: str | None, others: list[str]) -> str:
-    """The message, without the place, for a key that its group lacks; `others` have it."""
+    """The message, without the location, for a key that its group lacks. `others` are the choices
+    that have it."""
     group, _, name = key.partition(".")
     owner = f"{group}={choice}" if choice else group
     if others:

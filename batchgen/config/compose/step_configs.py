@@ -1,4 +1,5 @@
-"""Reads the steps of `rows` and `post`, and classes with options, from plain values."""
+"""Reads the steps of `rows` and `post`, and classes with options, from plain values;
+`load_config.py` calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from batchgen.util.errors import ConfigError
 
 
 def target_and_options(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """A class and its options as the dataclasses of the configuration have them."""
+    """The arguments `target` and `options` of StepConfig, StrategyConfig or LauncherConfig."""
     check_keys(values, allowed=list(values), required=["_target_"], prefix=prefix)
     target = convert(values["_target_"], str, f"{prefix}_target_")
     options = {str(name): value for name, value in values.items() if name != "_target_"}
@@ -25,7 +26,11 @@ def target_and_options(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
-    """The steps of one of STEP_LISTS."""
+    """Build the steps of the list `key`, `rows` or `post`.
+
+    Raises:
+        ConfigError: the value is not a list of steps.
+    """
     example = "Filter: {where: …}" if key == "rows" else "Extract: {methods: [boxed]}"
     form = (
         f"{key} must be a list of steps such as [{{{example}}}] or "
@@ -37,7 +42,7 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
     for number, step in enumerate(values or ()):
         if isinstance(step, str) and (bare := re.match(r"(\w+): *\{", step)):
             name = bare[1]
-            raise ConfigError(f"{key}: each step needs braces of its own: [{{{name}: {{…}}}}]")
+            raise ConfigError(f"{key}: each step needs braces around it: [{{{name}: {{…}}}}]")
         if not isinstance(step, dict):
             raise ConfigError(f"{form}, got {step!r} in it")
         if len(step) == 1 and "_target_" not in step:
@@ -47,7 +52,7 @@ def step_configs(values: Any, key: str) -> tuple[StepConfig, ...]:
 
 
 def _long_form(step: dict[str, Any], key: str, where: str) -> dict[str, Any]:
-    """A step that is written `{NAME: options}` with `_target_` among its options."""
+    """A step of the form `{NAME: options}` in the form with `_target_` among its options."""
     ((name, options),) = step.items()
     other = "post" if key == "rows" else "rows"
     if name in CLASSES[other]:

@@ -1,8 +1,8 @@
-"""Decides whether a configuration may run code that is not batchgen's own.
+"""Decides whether a configuration may run code that does not belong to batchgen.
 
 A configuration may name classes and functions by their import paths, and a launcher may run shell
-commands. What the user types, and what is in his conf/, is trusted. A file may come from a
-stranger: it needs `--trust` for itself or for a folder that contains it.
+commands. Whatever the user types, and whatever is in the user's conf/, is trusted. A file may come
+from a stranger: it needs `--trust` for itself or for a folder that contains it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,25 @@ launcher's key."""
 
 @dataclass(frozen=True)
 class Trust:
-    """What a configuration may run: the files and folders that the user does not trust, and the
-    import paths that he has typed, in the form of `Named`."""
+    """The code that a configuration may run.
+
+    Attributes:
+        sources: the files and folders of the configuration that the user does not trust; if there
+            are none, any code may run.
+        typed: the code that the user has typed, as in `Named`.
+    """
 
     sources: tuple[Path, ...] = ()
     typed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, sources: Sequence[Path], trusted: Sequence[str], overrides: Sequence[str]) -> Self:
-        """The trust in a configuration that is read from `sources` with typed arguments; the user
-        trusts the files that `--trust` names. Raises ConfigError if nothing is read from one of
-        these."""
+        """The trust in a configuration that is read from `sources`, with typed arguments. `trusted`
+        are the files and folders of `--trust`.
+
+        Raises:
+            ConfigError: no source is in one of the trusted folders.
+        """
         known = [user_path(path, "--trust").resolve() for path in trusted]
         homes = {source: {source.resolve(), *source.resolve().parents} for source in sources}
         for folder, path in zip(trusted, known, strict=True):
@@ -59,7 +67,11 @@ class Trust:
         return cls(left, frozenset(_typed(overrides)))
 
     def check(self, groups: Mapping[str, Any]) -> None:
-        """Raise ConfigError for code that is not trusted, in plain groups without references."""
+        """Check that groups name only trusted code. References in them are resolved already.
+
+        Raises:
+            ConfigError: they name other code.
+        """
         if not self.sources:
             return
         refusable = [named for named in foreign_code(groups) if named[1] not in self.typed]
@@ -76,14 +88,14 @@ class Trust:
 
 
 TYPED = Trust()
-"""Trust in a whole configuration, which the user typed or his program made."""
+"""Trust in a whole configuration, which the user typed or the user's program made."""
 
 
 def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
-    """The code that a configuration names and that is not batchgen's own.
+    """Yield the code that a configuration names and that does not belong to batchgen.
 
-    Only classes of batchgen count as its own, and only where a strategy, a step or a launcher
-    belongs: to call its functions with arbitrary arguments could do harm.
+    Only classes of batchgen count as belonging to it, and only where a strategy, a step or a
+    launcher is expected: calling its functions with arbitrary arguments could do harm.
     """
     launcher = dict(groups.get("launcher") or {})
     starter = launcher.pop(_TARGET, None)
@@ -97,7 +109,7 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
             if below != f"{config_key}.{_TARGET}" or not is_own(target):
                 yield below, target
         yield from _run_by(values, config_key)
-    # What a stranger's class does with its keys is not known.
+    # A class that is not batchgen's may run any of its keys.
     is_ours = is_own(str(starter))
     for key in launcher_class(starter).running_keys if is_ours else launcher:
         if launcher.get(key):
@@ -105,7 +117,7 @@ def foreign_code(groups: Mapping[str, Any]) -> Iterator[Named]:
 
 
 def _targets(value: Any, where: str) -> Iterator[Named]:
-    """All values of `_target_` in a value and in the values inside it."""
+    """Yield all values of `_target_` in a value and in the values inside it."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if key == _TARGET:
@@ -118,7 +130,7 @@ def _targets(value: Any, where: str) -> Iterator[Named]:
 
 
 def _run_by(value: Any, where: str) -> Iterator[Named]:
-    """The code that steps of batchgen run, in a value: a step by its short name or with
+    """Yield the code that steps of batchgen run, in a value. Steps have a short name or
     `_target_`."""
     if isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
@@ -133,14 +145,14 @@ def _run_by(value: Any, where: str) -> Iterator[Named]:
 
 
 def _typed(overrides: Sequence[str]) -> Iterator[str]:
-    """The code that typed arguments name."""
+    """Yield the code that typed arguments name."""
     for argument in overrides:
         override = parse_override(argument)
         if override.text is None:
             continue
         try:
             value = override.value()
-        except ConfigError:  # it lists the values of a sweep
+        except ConfigError:  # the argument lists the values of a sweep
             continue
         if override.names[-1:] == [_TARGET]:
             yield str(value)

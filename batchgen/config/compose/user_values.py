@@ -1,5 +1,5 @@
-"""Collects the values that a user gives for a job, from a job file or mapping and from
-arguments."""
+"""Collects the values that a user sets for a job, from a job file or mapping and from arguments.
+`compose_config.py` merges them with the defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from batchgen.config.groups.convert_value import plain_value
 from batchgen.util.errors import ConfigError
 
 CHOICE = "choice"
-"""The key of a group in a job file that says which of its choices is taken."""
+"""The key in a group of a job file that names the group's choice."""
 
 
 @dataclass
@@ -31,13 +31,14 @@ class UserValues:
     """A user's values for a job, before they are merged with the defaults.
 
     Attributes:
-        folders: folders with further choices.
-        locations: where each key stands in the job file, for error messages.
-        choices: the choice of each group. experiments: the ready jobs.
-        keys: keys of the job file by their full names.
-        whole: groups that are a class of the user's own, without a choice.
+        folders: folders with more choices.
+        locations: key → its file and line in the job file, for error messages.
+        choices: group → its choice.
+        experiments: the names of experiments.
+        keys: full name of a key in the job file → its value.
+        whole: groups that are a class of the user's, without a choice.
         steps: the lists of steps.
-        named: the keys of each group that the job file or the command line sets.
+        named: group → the keys that the job file or the command line sets in it.
     """
 
     folders: Sequence[Path]
@@ -50,10 +51,15 @@ class UserValues:
     named: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """Return where a key stands in the job file, as the beginning of a message."""
+        """The location of a key in the job file, as the beginning of a message."""
         return f"{self.locations.get(key, key)}: "
 
     def add_values(self, values: Mapping[str, Any]) -> None:
+        """Add the values of a job file or mapping.
+
+        Raises:
+            ConfigError: a group, choice or key does not exist.
+        """
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"a job is a mapping of its keys, got {values!r}: a job file is read by "
@@ -86,7 +92,7 @@ class UserValues:
         if key not in STEP_LISTS:
             name = key.partition(".")[0]
             raise ConfigError(
-                f"{start}{name} is a list of steps and has no keys: give all of it, "
+                f"{start}{name} is a list of steps and has no keys: give the whole list, "
                 f"{name}=[{{NAME: {{KEY: VALUE}}}}, …]"
             )
         self.steps[key] = value
@@ -96,7 +102,7 @@ class UserValues:
             choice = values.pop(CHOICE)
             self.choices[group] = self._checked_choice(group, choice, self.at(f"{group}.{CHOICE}"))
         elif values.get("_target_") is not None and inferred_choice(group, values) is None:
-            self.whole[group] = values  # a class of the user's own
+            self.whole[group] = values  # a class of the user's
             return
         for name, value in values.items():
             self._add_key(f"{group}.{name}", value)
@@ -109,6 +115,11 @@ class UserValues:
         self.named.setdefault(group, {})[name.partition(".")[0]] = value
 
     def add_override(self, override: Override) -> None:
+        """Add an argument of the command line.
+
+        Raises:
+            ConfigError: its group, choice or key does not exist.
+        """
         group, start = override.group, f"{override.argument}: "
         if group in STEP_LISTS:
             self._add_steps(override.key, None if override.sign == "~" else override.value(), start)
@@ -133,12 +144,12 @@ class UserValues:
         self.keys = {key: v for key, v in self.keys.items() if key.partition(".")[0] != group}
 
     def unknown_key(self, key: str) -> str:
-        """Return the message, without its location, for a key that the job does not have."""
+        """The message, without its location, for a key that the job does not have."""
         others = list(all_keys().get(key, ()))
         return unknown_key(key, self.choices.get(key.partition(".")[0]), others)
 
     def _is_nowhere(self, key: str) -> bool:
-        """Whether no choice has this key; checked before Hydra is loaded."""
+        """Whether no choice has this key. This is checked before Hydra is loaded."""
         group, _, name = key.partition(".")
         known = f"{group}.{name.partition('.')[0]}" in all_keys()
         return not (known or self.folders or group in self.whole)
@@ -158,7 +169,7 @@ class UserValues:
 
 
 def _unknown(override: Override) -> str:
-    """Return the message for an unknown group, which may also be a key without its group."""
+    """The message for an unknown group, which may also be a key without its group."""
     if not override.names:
         group, underscore, name = override.key.partition("_")
         if underscore and f"{group}.{name}" in all_keys():  # output_dir

@@ -1,8 +1,8 @@
-"""Checks of the references `${…}` in a configuration, which may take the values of other keys only.
+"""Checks the references `${…}` in a configuration, which may only take the values of other keys.
 
-OmegaConf has resolvers, too, such as `${oc.env:NAME}` for a variable of the environment. They are
-refused, because a configuration may be a stranger's and is kept in files that are shown to others
-(config.yaml, manifest.json, report.html): it could publish a secret.
+OmegaConf also has resolvers, such as `${oc.env:NAME}` for a variable of the environment. They are
+refused, because a configuration may come from a stranger and is copied into files that others see
+(config.yaml, manifest.json, report.html): a resolver could publish a secret.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ NO_REFERENCE = (
 RESOLVERS_OF_HYDRA = [
     f"${{hydra:job.{name}}}" for name in ("num", "id", "name", "override_dirname")
 ]
-"""The resolvers that are allowed in jobs which one of Hydra's launchers starts: they give each job
-another folder."""
+"""The resolvers that are allowed in jobs that one of Hydra's launchers starts, so that each job
+gets another folder."""
 
 
 def refuse_resolvers(value: Any, allowed: Collection[str], key: str = "") -> None:
-    """Check all texts of a value, which stands at `key`.
+    """Check all texts of a value; `key` is the key of the value.
 
-    Raises ConfigError, which names the key, for a resolver that is not `allowed`, for a reference
-    in a reference, for more than MOST_REFERENCES, and for `${` without a reference behind it.
+    Raises:
+        ConfigError: a text has a resolver that is not `allowed`, a reference in a reference, more
+            than MOST_REFERENCES, or `${` without a reference.
     """
     if isinstance(value, dict):
         for name, item in value.items():
@@ -64,8 +65,12 @@ def refuse_resolvers(value: Any, allowed: Collection[str], key: str = "") -> Non
 
 
 def refuse_endless(groups: Any) -> None:
-    """Raise ConfigError if a configuration has more than MOST_VALUES values once every reference is
-    replaced by what it refers to."""
+    """Check that a configuration has at most MOST_VALUES values once every reference is replaced by
+    the value that it refers to.
+
+    Raises:
+        ConfigError: it has more.
+    """
     if _Sizes(groups).of(groups, ()) > MOST_VALUES:
         raise ConfigError(
             f"with its references ${{KEY}} replaced by their values, the configuration has more "
@@ -74,16 +79,16 @@ def refuse_endless(groups: Any) -> None:
 
 
 class _Sizes:
-    """The sizes of parts of a configuration: the values in a part, each reference in it counting as
-    many as the part that it refers to."""
+    """The sizes of parts of a configuration: the number of values in a part, where a reference
+    counts as many as the part that it refers to."""
 
     def __init__(self, groups: Any) -> None:
         self._groups = groups
         self._sizes: dict[tuple[Any, ...], int] = {}
 
     def of(self, value: Any, path: tuple[Any, ...]) -> int:
-        """The size of the value at a path. A value that refers to itself counts 0 there: OmegaConf
-        raises an error for it later."""
+        """The size of the value at a path. A value that refers to itself counts 0; OmegaConf raises
+        an error for it later."""
         if path not in self._sizes:
             self._sizes[path] = 0
             items: Sequence[tuple[Any, Any]] = ()
@@ -100,8 +105,8 @@ class _Sizes:
         return self._sizes[path]
 
     def _of_key(self, key: str, path: tuple[Any, ...]) -> int:
-        """The size of the part that a reference, in the text at a path, refers to; 0 if there is no
-        such part."""
+        """The size of the part that the reference `key`, in the text at a path, refers to; 0 if
+        there is no such part."""
         dots = len(key) - len(key.lstrip("."))
         names: list[Any] = list(path[: max(0, len(path) - dots)]) if dots else []
         names += [name for name in re.split(r"[.\[\]]+", key) if name]
@@ -116,7 +121,7 @@ class _Sizes:
 
 
 def _keys(tree: Any) -> Iterator[str]:
-    """The keys that references name in the tree into which OmegaConf parses a text."""
+    """Yield the keys that references name, in the tree into which OmegaConf parses a text."""
     if isinstance(tree, OmegaConfGrammarParser.InterpolationNodeContext):
         yield tree.getText()[2:-1].strip()
     for child in getattr(tree, "children", None) or ():
@@ -124,7 +129,7 @@ def _keys(tree: Any) -> Iterator[str]:
 
 
 def _resolvers(tree: Any) -> Iterator[str]:
-    """The resolvers, with their arguments, in the tree into which OmegaConf parses a text."""
+    """Yield the resolvers, with their arguments, in the tree into which OmegaConf parses a text."""
     if isinstance(tree, OmegaConfGrammarParser.InterpolationResolverContext):
         yield tree.getText()
     for child in getattr(tree, "children", None) or ():

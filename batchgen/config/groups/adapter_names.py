@@ -11,10 +11,10 @@ from batchgen.engine.sampling.sampling_params import BASE
 from batchgen.util.errors import ConfigError
 
 ADAPTER = "adapter"
-"""The column that says which adapter a row has, in a job that runs each row with each of them."""
+"""The column with a row's adapter, in a job that runs each row with each adapter."""
 
 LoRA = str | Sequence[str] | Mapping[str, str] | None
-"""Adapters as users name them: a path, several paths, or paths by name. A path is a folder or a hub
+"""Adapters as users name them: a path, several paths, or name → path. A path is a folder or a hub
 name, which may end with @REVISION; `base` is the model without an adapter."""
 
 
@@ -23,9 +23,12 @@ LoRATemplate = Literal["base", "adapter"]
 
 
 def named_places(adapters: LoRA) -> dict[str, str]:
-    """Return the paths of adapters by their names. An adapter without a name is named by the last
-    part of its path; `base` is included if the user names it. Raises ConfigError for a name that
-    occurs twice or is invalid."""
+    """The paths of adapters by their names. An adapter without a name gets the last part of its
+    path. `base` is included if the user names it.
+
+    Raises:
+        ConfigError: a name occurs twice or is invalid.
+    """
     if adapters is None:
         return {}
     if isinstance(adapters, Mapping):
@@ -60,13 +63,17 @@ def _last_part(path: str) -> str:
 
 
 def only_one(adapters: LoRA) -> bool:
-    """Whether all rows have one adapter, which is the only one."""
+    """Whether all rows have the same adapter."""
     names = list(named_places(adapters))
     return len(names) == 1 and names != [BASE]
 
 
 def check_choice(adapters: LoRA, column: str | None, grid: bool) -> None:
-    """Raise ConfigError unless the group `model` says which adapter each row has."""
+    """Check that the group `model` decides which adapter each row has.
+
+    Raises:
+        ConfigError: it does not, or in two ways.
+    """
     names = list(named_places(adapters))
     if not names:
         key = "lora_grid" if grid else "lora_column"

@@ -1,9 +1,9 @@
-"""Short names of batchgen's own classes in configurations, which stay the same when files move.
+"""Short names of batchgen's classes in configurations. They stay the same when files move.
 
     rows: [{Filter: {where: …}}]        strategy: {_target_: ar}
 
-Configurations have short names, whichever spelling a user or an older file has. A class of the
-user's own has its import path.
+A configuration holds short names, in whatever form a user or an older file names a class. A class
+of the user's has its import path.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 OWN = "batchgen."
-"""How import paths of batchgen's own classes begin."""
+"""The beginning of the import paths of batchgen's classes."""
 CLASSES: Mapping[str, Mapping[str, str]] = {
     "rows": {
         "Filter": "batchgen.inputs.steps.choose:Filter",
@@ -49,7 +49,7 @@ CLASSES: Mapping[str, Mapping[str, str]] = {
         "ray": "batchgen.jobs.launchers.ray_launcher:RayLauncher",
     },
 }
-"""For each key that names classes: short name → the class as `module:Class`."""
+"""For each key that names classes: short name → `module:Class`."""
 _FIRST_PATHS = {
     "Filter": "steps.choose.Filter",
     "Keep": "steps.choose.Keep",
@@ -73,8 +73,8 @@ _FIRST_PATHS = {
     "ray": "launchers.ray_launcher.RayLauncher",
     "slurm": "launchers.slurm.SlurmLauncher",
 }
-"""Short name → import path, below `batchgen.`, in version 0.1.0, whose folders and files go on to
-be read. It never changes; classes that came later are not in it."""
+"""Short name → import path, below `batchgen.`, in version 0.1.0, whose folders and files are still
+read. It never changes; later classes are not in it."""
 _PATHS = {
     name: path.replace(":", ".") for classes in CLASSES.values() for name, path in classes.items()
 }
@@ -88,37 +88,41 @@ _WITHOUT = {"OrderChoices", *CLASSES["post"]} & _FIRST_PATHS.keys()
 
 
 def class_short_name(target: str) -> str:
-    """The short name of a class of batchgen's own, in any spelling; else the import path."""
+    """The short name of one of batchgen's classes, in whatever form it is named; for other classes
+    the import path."""
     return _SHORT.get(target, target)
 
 
 def class_path(target: str) -> str:
-    """Where a class is that is named in any spelling."""
+    """The import path of a class, in whatever form it is named."""
     return _PATHS.get(class_short_name(target), target)
 
 
 def is_own(target: str) -> bool:
-    """Whether a class is batchgen's own."""
+    """Whether a class belongs to batchgen."""
     return class_path(target).startswith(OWN)
 
 
 def lasting_name(target: str) -> str:
-    """The name of a class in digests, grade files and identities, which never changes: its import
-    path in version 0.1.0, the short name of a later class, or the path of a user's class."""
+    """The name of a class in digests, grade files and identities, which never changes.
+
+    It is the import path in version 0.1.0, the short name of a later class, or the path of a user's
+    class.
+    """
     name = class_short_name(target)
     return OWN + _FIRST_PATHS[name] if name in _FIRST_PATHS else name
 
 
 def lasting_step_name(target: str) -> str:
-    """What fingerprints and identities call a step of `rows`: its short name if it had one in
-    version 0.1.0 or came later, else see `lasting_name`."""
+    """The name of a step of `rows` in fingerprints and identities: its short name if it had one in
+    version 0.1.0 or is newer; otherwise its `lasting_name`."""
     name = class_short_name(target)
     return lasting_name(name) if name in _WITHOUT else name
 
 
 def with_lasting_names(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain groups of a configuration with their steps and strategy as identities and addresses
-    have them, which must be equal in all versions."""
+    """The plain groups of a configuration, with the names of steps and strategy that identities and
+    addresses have in all versions."""
     renamed = dict(groups)
     if "strategy" in renamed:
         strategy = renamed["strategy"]
@@ -136,12 +140,15 @@ def _lasting_step(step: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def with_short_names(groups: Mapping[str, Any]) -> dict[str, Any]:
     """The plain groups of a configuration of any version, or of an identity, with short names.
-    What is no class or step stays: files of strangers may hold anything."""
+
+    Values that are neither a class nor a step stay as they are: files of strangers may hold
+    anything.
+    """
     renamed = dict(groups)
     for key in ("strategy", "launcher"):
         if _names_class(group := renamed.get(key)):
             name = class_short_name(group["_target_"])
-            # What started the workers of a folder of version 0.1.0 is asked no more.
+            # The launcher of a folder of version 0.1.0 may no longer exist, and is not needed.
             renamed[key] = {"_target_": None} if name == GONE else {**group, "_target_": name}
     for key in ("rows", "post"):
         if isinstance(steps := renamed.get(key), list):
@@ -154,7 +161,7 @@ def _names_class(value: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def short_step(step: Mapping[str, Any]) -> dict[str, Any]:
-    """A step with `_target_` as users write it: by its short name if it has one."""
+    """A step with `_target_` in the form that users write, by its short name if it has one."""
     options = {key: value for key, value in step.items() if key != "_target_"}
     name = class_short_name(step["_target_"])
     return {name: options} if name in _PATHS else {"_target_": name, **options}

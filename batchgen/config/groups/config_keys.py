@@ -26,12 +26,12 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.text.plain_yaml import MOST_BYTES, load_yaml
 
 STEP_LISTS = ("rows", "post")
-"""The keys of a job that are no groups: each is a list of steps `{NAME: {KEY: VALUE}}`."""
+"""The keys of a job that are not groups: each is a list of steps `{NAME: {KEY: VALUE}}`."""
 PARTS = tuple(field.name for field in dataclasses.fields(JobConfig))
-"""The groups and the lists of steps, in the order in which a job file has them."""
+"""The groups and the lists of steps, in the order of a job file."""
 GROUPS = tuple(name for name in PARTS if name not in STEP_LISTS)
 EXPERIMENT = "experiment"
-"""The group of ready jobs, each of which chooses in all other groups."""
+"""The group of experiments, each of which makes choices in all other groups."""
 
 _DECLARED: dict[str, Sequence[type]] = {
     "model": [ModelGroup],
@@ -46,9 +46,10 @@ _DECLARED: dict[str, Sequence[type]] = {
     "output": [OutputConfig],
     "progress": [ProgressConfig],
 }
-"""The classes whose fields are the keys of a group. Options of strategies are declared by classes
-that load torch; conf/strategy/ has their names and defaults."""
+"""The classes whose fields are the keys of a group. Options of strategies are not here, because
+their classes load torch; conf/strategy/ has their names and defaults."""
 
+# Keys of texts in which `\n` ends a line; see `has_escapes`.
 _WITH_ESCAPES = {
     *("prompt.user", "prompt.system", "prompt.text", "prompt.messages"),
     "prompt.answer",
@@ -58,7 +59,7 @@ _WITH_ESCAPES = {
 
 @cache
 def _conf(group: str) -> dict[str, str]:
-    """The content of the files in the folder of a group that comes with batchgen, by choice."""
+    """Choice → the content of its file, for a group of batchgen's conf/."""
     folder = files("batchgen.conf").joinpath(group)
     configs = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
     return {
@@ -68,7 +69,7 @@ def _conf(group: str) -> dict[str, str]:
 
 
 def choice_text(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
-    """The yaml file of a choice that comes with batchgen, or lies in a folder of the user."""
+    """The yaml text of a choice, from batchgen's conf/ or from one of the user's folders."""
     files = [file for folder in folders if (file := folder / group / f"{choice}.yaml").is_file()]
     if files and choice not in _conf(group):
         try:
@@ -81,13 +82,13 @@ def choice_text(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
 
 @cache
 def choice_values(group: str, choice: str) -> dict[str, Any]:
-    """The keys and defaults of a choice that comes with batchgen."""
+    """The keys and defaults of a choice in batchgen's conf/."""
     values: dict[str, Any] = load_yaml(choice_text(group, choice), f"conf/{group}/{choice}.yaml")
     return values
 
 
 def choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """The choices of a group, those in folders of the user included."""
+    """The choices of a group, including those in the user's folders."""
     in_folders = [
         file.stem for folder in folders for file in sorted((folder / group).glob("*.yaml"))
     ]
@@ -96,7 +97,7 @@ def choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
 
 @cache
 def default_choices() -> dict[str, str]:
-    """The choice of each group if nothing is said, from conf/config.yaml."""
+    """The default choice of each group, from conf/config.yaml."""
     text = files("batchgen.conf").joinpath("config.yaml").read_text(encoding="utf-8")
     entries = load_yaml(text, "conf/config.yaml")["defaults"]
     return {
@@ -110,12 +111,12 @@ def default_choices() -> dict[str, str]:
 
 @cache
 def declared_type(key: str) -> Any:
-    """The declared type of `group.key`; Any if nothing is declared for it. An option of a strategy
-    has the type of its default, if that says one."""
+    """The declared type of `group.key`; Any if none is declared. An option of a strategy has the
+    type of its default, unless that is null."""
     group, _, name = key.partition(".")
     declaring = _launchers() if group == "launcher" else _DECLARED.get(group, ())
     declared = [get_type_hints(cls) for cls in declaring]
-    hints = [{key_of(field): hint for field, hint in each.items()}.get(name) for each in declared]
+    hints = [{key_of(field): hint for field, hint in types.items()}.get(name) for types in declared]
     if named_hints := [hint for hint in hints if hint is not None]:
         return named_hints[0]
     if group == "strategy":
@@ -126,14 +127,14 @@ def declared_type(key: str) -> Any:
 
 
 def _launchers() -> list[type]:
-    """The classes of launchers; those of strategies load torch, so that nobody may ask for them."""
+    """The classes of launchers. Unlike those of strategies, they do not load torch."""
     targets = [choice_values("launcher", choice)["_target_"] for choice in choices("launcher")]
     return [named_code(target, "launcher._target_") for target in targets if target is not None]
 
 
 def has_escapes(key: str) -> bool:
     r"""Whether `\n` ends a line in the value: in texts that the model reads or writes, and in the
-    one character that separates the cells of a file."""
+    character that separates the cells of a file."""
     return key in _WITH_ESCAPES
 
 
@@ -150,9 +151,9 @@ def all_keys() -> dict[str, tuple[str, ...]]:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The known word that was probably meant: the one with the fewest typos, of at most a third of
-    the letters, else one that begins with this one or has all its parts: max_tokens is
-    max_new_tokens."""
+    """The name that was probably meant by a word: the one with the fewest typos, in at most a third
+    of the letters; otherwise one that begins with the word or has all its parts, as max_new_tokens
+    for max_tokens. None if no name is near."""
     words = list(names)
     distance, nearest_word = min(
         ((edit_distance(word, other), other) for other in words), default=(9, "")
@@ -165,7 +166,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def nearest_key(key: str) -> str | None:
-    """The key of any group that was probably meant, also where the group was left out or wrong."""
+    """The key of any group that was probably meant, even if its group is missing or wrong."""
     group, _, name = key.rpartition(".")
     names: dict[str, str] = {}
     for known in all_keys():
@@ -180,8 +181,8 @@ def nearest_key(key: str) -> str | None:
 
 
 def edit_distance(first: str, second: str) -> int:
-    """How many letters must be added, dropped, changed or swapped with their neighbours to turn one
-    word into the other (optimal string alignment)."""
+    """The number of letters to add, drop, change or swap with their neighbours to turn one word
+    into the other (optimal string alignment)."""
     before: list[int] = []
     above = list(range(len(second) + 1))
     for i, letter in enumerate(first):

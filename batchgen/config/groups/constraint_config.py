@@ -1,4 +1,5 @@
-"""The configuration group `constraint`: the form that the output of rows must have."""
+"""The configuration group `constraint`: the form that the output of rows must have. Each kind is a
+class; the user's keys are its fields."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ class NoConstraintConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonConstraintConfig:
-    """Rows write a JSON object of any content, with at most `max_whitespace` white space between
-    tokens, after free text that the marker `start_after` ends, if there is one."""
+    """Rows write a JSON object of any content.
+
+    At most `max_whitespace` white space separates tokens. If there is a marker `start_after`, the
+    object follows free text that ends with the marker.
+    """
 
     kind: Literal["json"] = "json"
     max_whitespace: int = 0
@@ -38,7 +42,7 @@ class JsonConstraintConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GivenConstraint:
-    """A constraint that the job gives for all rows as `key`, or a column for each row."""
+    """A constraint whose value is the key `key` for all rows, or comes from a column."""
 
     key = ""
 
@@ -61,7 +65,7 @@ class _GivenConstraint:
 
     @property
     def value(self) -> Any:
-        """The constraint that the job sets for all rows; None if each row has its own."""
+        """The value that the job sets for all rows; None if each row has another one."""
         return getattr(self, self.key)
 
 
@@ -92,7 +96,8 @@ class RegexConstraintConfig(_GivenConstraint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceConstraintConfig(_GivenConstraint):
-    """Rows write one of several texts."""
+    """Rows write one of several texts. `scores` scores the choices too, and `scores_end` includes
+    the end of the text."""
 
     key = "choices"
 
@@ -114,7 +119,7 @@ class ChoiceConstraintConfig(_GivenConstraint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConstraintConfig(_GivenConstraint):
-    """Rows write text of a context-free grammar, which is given in EBNF."""
+    """Rows write text of a context-free grammar in EBNF."""
 
     key = "grammar"
 
@@ -153,19 +158,22 @@ CONSTRAINT_KINDS: dict[str, type[ConstraintConfig]] = {
 
 
 def constraint_column(config: ConstraintConfig) -> str | None:
-    """The dataset column that holds each row's own constraint; None if the job names none."""
+    """The dataset column with the constraint of each row; None if the job names none."""
     return config.column if isinstance(config, _GivenConstraint) else None
 
 
 def job_value(config: AnyConstraintConfig) -> Any:
-    """The value that the job sets for all rows; None if each row has its own, or the kind needs
-    none."""
+    """The value that the job sets for all rows; None if each row has another one, or the kind has
+    no value."""
     return config.value if isinstance(config, _GivenConstraint) else None
 
 
 def make_constraint(config: AnyConstraintConfig, value: Any) -> Constraint:
-    """The constraint for the job's own value or that of a row; ConstraintError if it cannot be
-    enforced."""
+    """Make the constraint of a value, of the job or of a row.
+
+    Raises:
+        ConstraintError: it cannot be enforced.
+    """
     whitespace = (
         config.max_whitespace
         if isinstance(config, (JsonConstraintConfig, JsonSchemaConstraintConfig))
@@ -177,15 +185,15 @@ def make_constraint(config: AnyConstraintConfig, value: Any) -> Constraint:
 
 
 def job_constraint(config: ConstraintConfig) -> Constraint | None:
-    """The constraint that all rows share; None if rows have none, or each has its own."""
+    """The constraint that all rows share; None if rows have none, or different ones."""
     if isinstance(config, NoConstraintConfig) or constraint_column(config) is not None:
         return None
     return make_constraint(config, job_value(config))
 
 
 def with_contents(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The values of the group, with the content of files in place of their paths, and with mappings
-    in place of JSON text, so that a job with a changed file is another job."""
+    """The values of the group, with files replaced by their content and JSON text by mappings. So a
+    job with a changed file is another job."""
     contents = dict(values)
     for key in _JSON_KEYS:
         value = values.get(key)
@@ -200,7 +208,7 @@ def with_contents(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _json_object(key: str, value: str) -> dict[str, Any]:
-    """The object of a JSON text, or of the file of JSON at a path, whichever the value is."""
+    """The object of a JSON text, or of a file of JSON if the value is a path."""
     is_text = value.lstrip().startswith("{")
     text = value if is_text else _read(key, value, "JSON text (which begins with {) or a mapping")
     where = key if is_text else f"{key}: {value}"
@@ -214,7 +222,7 @@ def _json_object(key: str, value: str) -> dict[str, Any]:
 
 
 def _read(key: str, path: str, otherwise: str) -> str:
-    """The text of a file. `otherwise` tells what the key may hold in place of a path."""
+    """The text of a file. `otherwise` says what the key may hold instead of a path."""
     try:
         return user_path(path, key).read_text(encoding="utf-8")
     except ConfigError as error:
@@ -228,7 +236,7 @@ def _read(key: str, path: str, otherwise: str) -> str:
 
 
 def _check_names(key: str, value: Any) -> None:
-    """Refuse keys that are not text. YAML can have numbers for keys, and JSON cannot."""
+    """Refuse keys that are not text: YAML can have numbers as keys, and JSON cannot."""
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):

@@ -1,4 +1,5 @@
-"""Converts plain values from YAML or the command line to the types that dataclasses declare."""
+"""Converts plain values from YAML or the command line to the types that dataclasses declare.
+`load_config.py` builds the groups with it, and `named_code.py` the options of classes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from batchgen.util.errors import ConfigError
 T = TypeVar("T")
 
 MISSING = "???"
-"""The value in a configuration file that the user must replace (OmegaConf's mark)."""
+"""The value in a configuration file that the user must replace; OmegaConf has the same mark."""
 
 _SCALARS = {
     int: "an integer",
@@ -29,12 +30,15 @@ _MAPPINGS = (dict, abc.Mapping)
 
 
 class UnsupportedType(Exception):
-    """A type was declared that this module does not know, so no value can be converted to it."""
+    """A value has a declared type that this module cannot convert to."""
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
-    """An instance of a dataclass, whose fields are the keys of the group `prefix`. Raises
-    ConfigError if a key is unknown or missing, or its value is of another type than the field."""
+    """Make an instance of a dataclass whose fields are the keys of the group `prefix`.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or its value has another type than the field.
+    """
     assert dataclasses.is_dataclass(cls)
     hints = {key_of(name): hint for name, hint in get_type_hints(cls).items()}
     fields = {key_of(f.name): f.name for f in dataclasses.fields(cls)}
@@ -49,15 +53,18 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
 
 
 def key_of(field: str) -> str:
-    """The key that users write for a field; a word of Python's own has a _ behind it there."""
+    """The key that users write for a field. A field whose name is a word of Python ends with _."""
     return field.removesuffix("_")
 
 
 def check_keys(
     values: Mapping[Any, Any], *, allowed: list[str], required: list[str], prefix: str
 ) -> None:
-    """Raise ConfigError if a key is not among `allowed`, has no value yet, or is required and not
-    there."""
+    """Check the keys of a group or class.
+
+    Raises:
+        ConfigError: a key is not among `allowed`, has no value yet, or is required and missing.
+    """
     for key, value in values.items():
         if key not in allowed:
             choice = f"choose among {', '.join(allowed)}" if allowed else "there are none"
@@ -70,14 +77,16 @@ def check_keys(
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
-    """A plain value as the type `hint` that was declared for the key.
+    """Convert a plain value to the declared type `hint` of a key.
 
-    An integer is also a number, a list is also a tuple, and one text or number is also a list of
-    one. Nothing else changes its type: the text "3" is no integer, and true is neither an integer
-    nor a string. A value without a declared type (`inspect.Parameter.empty`) is returned as it is.
-    Raises ConfigError if the value does not fit, and Unsupported for a type other than None, bool,
-    int, float, str, Any, Literal, dataclasses (which are groups of keys), unions, and lists, tuples
-    and mappings of these.
+    An integer is also a number, a list is also a tuple, and a single text or number is also a list.
+    No other conversion happens: the text "3" is not an integer, and true is neither an integer nor
+    a string. A value without a declared type (`inspect.Parameter.empty`) is returned as it is.
+
+    Raises:
+        ConfigError: the value does not fit.
+        UnsupportedType: the type is not None, bool, int, float, str, Any, Literal, a dataclass (a
+            group of keys), a union, or a list, tuple or mapping of these.
     """
     if hint is Any or hint is object or hint is inspect.Parameter.empty:
         return value
@@ -124,7 +133,7 @@ def _scalar(value: Any, hint: type, key: str) -> Any:
 
 
 def _union(value: Any, hints: tuple[Any, ...], key: str) -> Any:
-    """The value as the first of several types that it fits; its own type goes before the others."""
+    """The value as the first of several types that it fits; its present type is tried first."""
     if value is None and type(None) in hints:
         return None
     hints = tuple(hint for hint in hints if hint is not type(None))
@@ -137,7 +146,7 @@ def _union(value: Any, hints: tuple[Any, ...], key: str) -> Any:
             errors.append(str(error))
         except UnsupportedType:
             unknown = True
-    if unknown:  # the value may be meant for that type
+    if unknown:  # the value may be meant for the unsupported type
         raise UnsupportedType
     if str in hints and not isinstance(value, (list, dict)):  # one text, or a list of texts
         convert(value, str, key)
@@ -179,13 +188,13 @@ def _mapping(value: Any, names: Any, items: Any, key: str) -> dict[Any, Any]:
 
 
 def check(ok: bool, key: str, allowed: str, value: object) -> None:
-    """Raise ConfigError for a value that is not `allowed`, unless all is `ok`."""
+    """Raise ConfigError, which says what is `allowed`, unless the value is `ok`."""
     if not ok:
         raise ConfigError(f"{key} must be {allowed}, got {value!r}")
 
 
 def plain_value(value: Any) -> Any:
-    """A value as YAML and JSON could have it: tuples are lists, and paths are texts."""
+    """A value as YAML and JSON can have it: tuples become lists, and paths texts."""
     if isinstance(value, Mapping):
         return {key: plain_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -12,17 +12,19 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
 STDIN = "-"
-"""The `dataset.path` of rows that come from standard input."""
+"""The `dataset.path` of rows from standard input."""
 AUTO = "auto"
-"""The `dataset.quote_char` that is a double quote wherever it reads a file."""
+"""The value of `dataset.quote_char` that reads double quotes as quotes."""
 COLUMN_TYPES = ("string", "int64", "float64", "bool", "date32", "timestamp[s]")
-"""What `dataset.types` may call the cells of a column, in the words of Arrow."""
+"""The types in `dataset.types`, by Arrow's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """Where the rows come from, which of them are used, and which of their columns are copied. The
-    kinds `demo`, which is the rows that come with batchgen, and `count` are without a path."""
+    """Where the rows come from, which of them are used, and which of their columns are copied.
+
+    The kinds without a path are `demo`, the rows that come with batchgen, and `count`.
+    """
 
     kind: Literal["demo", "files", "hub", "job", "count"]
     path: str | tuple[str, ...] | None = None
@@ -84,16 +86,16 @@ class DatasetConfig:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The `path`, or all that a list of paths has."""
+        """The one `path`, or all paths of a list."""
         return (self.path,) if isinstance(self.path, str) else self.path or ()
 
     @property
     def shown(self) -> str:
-        """What people call the data set: its path, or its kind."""
+        """The name of the data set for people: its path, or its kind."""
         return ", ".join(self.paths) or self.kind
 
     def _check_of_job(self) -> None:
-        """Check the keys that only rows of other jobs have."""
+        """Check the keys that only rows of other jobs have, and set their defaults."""
         if self.kind == "job":
             object.__setattr__(self, "rows", self.rows or "samples")
             object.__setattr__(self, "errors", self.errors or "drop")
@@ -112,7 +114,7 @@ class DatasetConfig:
                 )
 
     def _check_follow(self) -> None:
-        """Check what can be followed."""
+        """Check that the job to follow is one job in a folder of this machine."""
         path = self.paths[0]
         if self.follow and (len(self.paths) > 1 or glob.has_magic(path) or is_url(path)):
             raise ConfigError(
@@ -122,7 +124,7 @@ class DatasetConfig:
             )
 
     def _check_names(self) -> None:
-        """Check which columns get other names."""
+        """Check the new names of columns."""
         if self.rename is None:
             return
         if self.kind == "count":
@@ -135,7 +137,7 @@ class DatasetConfig:
             )
 
     def _check_reading(self) -> None:
-        """Check the keys that say how text files are read."""
+        """Check the keys for reading text files."""
         for key, value in self.reading.items():
             if self.kind != "files":
                 allowed = AUTO if key == "quote_char" else "null"
@@ -162,7 +164,7 @@ class DatasetConfig:
                 ) from None
 
     def _check_quotes(self) -> None:
-        """Check the characters around cells and before them."""
+        """Check the quote and escape characters."""
         quote, escape = self.quote_char, self.escape_char
         taken = {"\r", "\n", " ", self.delimiter or ","}
         if quote not in (None, AUTO):
@@ -175,7 +177,7 @@ class DatasetConfig:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """The keys that say how text files are read, as far as they are set."""
+        """The keys for reading text files that are set."""
         names = ("types", "delimiter", "quote_char", "escape_char", "encoding")
         defaults = {f.name: f.default for f in fields(self)}
         keys = {name: getattr(self, name) for name in names}
@@ -183,12 +185,12 @@ class DatasetConfig:
 
 
 def is_usual(key: str, value: Any) -> bool:
-    """Whether a key of `DatasetConfig` reads what its default reads, where that reads a file."""
+    """Whether a key has a value that reads files in the same way as its default."""
     return key == "quote_char" and value in (AUTO, '"')
 
 
 def dataset_name(group: Mapping[str, Any]) -> str:
-    """What people call the data set of a config.yaml: its path, or its kind."""
+    """The name of a config.yaml's data set for people: its path, or its kind."""
     path = group.get("path") or group.get("kind") or ""
     return ", ".join(map(str, path)) if isinstance(path, list) else str(path)
 

@@ -1,7 +1,7 @@
-"""The job's configuration: a frozen dataclass for each Hydra group, checked when it is made.
+"""The configuration of a job: a frozen dataclass for each Hydra group, checked when it is made.
 
-The fields are the keys that users write. The files in `conf/` say what each one means and in which
-unit it is. Ranges are checked here, types before (convert.py).
+The fields are the keys that users write; the files in `conf/` explain them with their units. Ranges
+are checked here, types before that (`convert_value.py`).
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.util.errors import ConfigError
 
 _MOST_IN_SHARD = 1_000_000_000
-"""The most answers of a shard, for each of which a running job keeps a flag in memory."""
+"""The most answers of a shard: a running job keeps a flag in memory for each of them."""
 PARSED = "parsed"
 COMMON_COLUMNS = ("logprobs", "top_logprobs", "prompt_token_ids", PARSED)
-"""The columns of `output.columns` that every strategy has; others are declared by a strategy."""
+"""The columns of `output.columns` that every strategy has. Strategies declare the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGroup:
-    """Which model runs. What its own config.json says is `engine.models.config.ModelConfig`."""
+    """The model and its adapters. `engine.models.config.ModelConfig` has the model's
+    config.json."""
 
     path: str
     name: str | None = None
@@ -95,17 +96,18 @@ class ModelGroup:
 
     @property
     def adapter_column(self) -> str | None:
-        """The column that names each row's adapter; None if all rows have the same, or none."""
+        """The column that names each row's adapter; None if all rows have the same adapter or
+        none."""
         return self.grid_column or self.lora_column
 
     @property
     def grid_column(self) -> str | None:
-        """The column that tells the adapters apart with each of which rows run; None for one."""
+        """The column of a row's adapter, if each row runs with each adapter; otherwise None."""
         return ADAPTER if self.lora_grid else None
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of several adapters, `base` among them; empty if all rows have the same."""
+        """The names of several adapters, `base` included; empty if all rows have the same one."""
         if self.has_one_adapter:
             return ()
         return tuple(named_places(self.lora))
@@ -116,8 +118,9 @@ class StepConfig:
     """A class and its arguments by name: an entry of `rows` or `post`.
 
     Attributes:
-        target: the short name of `config.class_names`, whichever spelling was given, or the import
-            path of a class of the user's own.
+        target: the short name of one of batchgen's classes (`config.groups.class_names`), or the
+            import path of a class of the user's.
+        options: the arguments.
     """
 
     target: str
@@ -129,12 +132,12 @@ class StepConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherConfig(StepConfig):
-    """What starts the workers of a job."""
+    """The class that starts the workers of a job, and its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyConfig(StepConfig):
-    """The decoding paradigm."""
+    """The class of the decoding paradigm, and its arguments."""
 
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
@@ -149,7 +152,7 @@ class StrategyConfig(StepConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup(EngineConfig):
-    """How the work is laid out on the device. Only `max_model_len` decides the output."""
+    """How the work is divided on the device. Only `max_model_len` affects the output."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
 
@@ -162,8 +165,11 @@ class EngineGroup(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)  # no slots: `params` is kept in the object's __dict__
 class JobConfig:
-    """The whole configuration of one job. `rows` are steps that add columns to a row before its
-    prompt is made, `post` steps that make columns of a finished row, such as its mark."""
+    """The whole configuration of one job.
+
+    `rows` are steps that choose rows or add columns before the prompt is made, `post` steps that
+    add columns to finished rows, such as their mark.
+    """
 
     model: ModelGroup
     dataset: DatasetConfig
@@ -217,7 +223,7 @@ class JobConfig:
         self._check_pooled(answer)
         if answer is not None or not self.sampling.max_new_tokens:
             self._check_answer(answer)
-        _ = self.params  # making them checks the ranges of the group sampling
+        _ = self.params  # checks the ranges of the group sampling
 
     @property
     def scores_choices(self) -> bool:
@@ -225,10 +231,10 @@ class JobConfig:
         return isinstance(self.constraint, ChoiceConstraintConfig) and self.constraint.scores
 
     def _check_answer(self, key: str | None) -> None:
-        """Check what goes with given answers that are scored, which `key` says, and without a key
-        with rows that are only read."""
+        """Check the keys of a job that generates nothing: it scores answers from `key`, or only
+        reads its rows if `key` is None."""
         limit = self.sampling.max_new_tokens
-        of_tokens = [name for name in self.output.columns if name in COMMON_COLUMNS[:2]]
+        per_token = [name for name in self.output.columns if name in COMMON_COLUMNS[:2]]
         if key is None and not set(self.output.columns).difference(COMMON_COLUMNS):
             raise ConfigError(
                 "sampling.max_new_tokens=0 generates nothing: give an answer to score with "
@@ -236,9 +242,9 @@ class JobConfig:
                 f"or for class scores with output.columns=[{EMBEDDING}] or [{CLASS_SCORES}], or "
                 "set it to 1 or more"
             )
-        if key is None and of_tokens:
+        if key is None and per_token:
             raise ConfigError(
-                f"output.columns: {of_tokens[0]} describes generated or scored tokens, but this "
+                f"output.columns: {per_token[0]} describes generated or scored tokens, but this "
                 "job only reads its rows: leave it out"
             )
         if limit:
@@ -260,7 +266,7 @@ class JobConfig:
                 )
 
     def _check_pooled(self, answer: str | None) -> None:
-        """Refuse columns of rows that are only read for others."""
+        """Check that only jobs that just read their rows have columns of pooled hidden states."""
         pooled = [name for name in self.output.columns if name in POOLED]
         if pooled and self.sampling.max_new_tokens:
             raise ConfigError(
@@ -287,7 +293,8 @@ class JobConfig:
 
     @property
     def is_scored(self) -> bool:
-        """Whether scores are made when the job ends: of marks, or of numbers that rows have."""
+        """Whether scores are computed when the job ends: of marks, or of another column of
+        numbers."""
         return bool(self.post) or self.score.column != "mark"
 
     @property
@@ -297,29 +304,28 @@ class JobConfig:
 
     @property
     def constraint_marker(self) -> str:
-        """What ends free text before what a row's constraint asks for; empty for none."""
+        """The text that ends free text before the constrained text; empty if there is none."""
         constraint = self.constraint
         marker = None if isinstance(constraint, NoConstraintConfig) else constraint.start_after
         return marker or self.output.reasoning_end or ""
 
     def _check_markers(self) -> None:
-        """Thoughts and the free text before a constraint end at one marker."""
+        """Check that reasoning and the free text before a constraint end at the same marker."""
         constraint, end = self.constraint, self.output.reasoning_end
         if end is None or isinstance(constraint, NoConstraintConfig):
             return
         if constraint.start_after != end:
             raise ConfigError(
                 f"output.reasoning_end={end} with a constraint needs constraint.start_after={end}: "
-                f"the constraint applies after the thoughts; got {constraint.start_after!r}"
+                f"it applies after the reasoning; got {constraint.start_after!r}"
             )
 
     @cached_property
     def params(self) -> RequestParams:
         """The sampling parameters that all requests of the job share.
 
-        Two of them are replaced for each request: `seed`, which is the job's seed here, and
-        `constraint`, which is None here if each row has its own. They are made once: a constraint
-        may be a large schema.
+        Two of them are replaced for each request: `seed`, here the job's seed, and `constraint`,
+        here None if rows have different ones. They are made once, because a schema may be large.
         """
         values = asdict(self.sampling)
         for name in ("n", "until", "column", "stream"):

@@ -15,8 +15,13 @@ from batchgen.util.paths import is_url
 
 @dataclass(frozen=True)
 class Launched:
-    """How a job ended: the exit code of `batchgen.__main__`, the number of the signal that stopped
-    it, and the message for the user."""
+    """How a job that a launcher ran ended.
+
+    Attributes:
+        exit_code: see `batchgen.__main__`.
+        stopped_by: the number of the signal that stopped it; None if none did.
+        message: the text for the user.
+    """
 
     exit_code: int
     stopped_by: int | None
@@ -27,25 +32,34 @@ class Launcher(ABC):
     """Starts the workers of a job. The parameters of its constructor are the keys of the group."""
 
     name: ClassVar[str]
-    package: ClassVar[str | None] = None  # needed from elsewhere, as the extra `batchgen[name]`
-    # Keys that run something, or say who is given what runs: a stranger's file may not set them.
+    package: ClassVar[str | None] = None  # a package that it needs, in the extra `batchgen[name]`
+    # Keys that run code, or decide where it runs: a stranger's file may not set them.
     running_keys: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def launch(self, config: JobConfig) -> Launched:
-        """Run a job to its end. Raises ConfigError if it cannot run, or not here."""
+        """Run a job to its end.
+
+        Raises:
+            ConfigError: it cannot run the job, or not on this machine.
+        """
 
     @abstractmethod
     def described(self) -> str:
-        """The launcher and its workers, for people."""
+        """Describe the launcher and its workers for people."""
 
     def check_here(self, config: JobConfig) -> None:  # noqa: B027
-        """Raise ConfigError if `launch` would do so here before it starts a worker."""
+        """Raise the ConfigError that `launch` would raise on this machine before it starts a
+        worker."""
 
 
 def job_launcher(config: JobConfig) -> Launcher | None:
-    """The launcher of a job; None if the command itself is the worker. ConfigError if its class is
-    no launcher, a key is wrong, or the job's folder is a bucket."""
+    """The launcher of a job; None if the command itself is the worker.
+
+    Raises:
+        ConfigError: its class is not a launcher, a key is wrong, or the output is in an object
+            store.
+    """
     if config.launcher is None:
         return None
     target = config.launcher.target
@@ -55,18 +69,22 @@ def job_launcher(config: JobConfig) -> Launcher | None:
         raise ConfigError(
             f"launcher={launcher.name} watches its workers in a folder, and output.dir="
             f"{config.output.dir} is in an object store: start the workers yourself, with the "
-            "same command without launcher=, as often and on as many machines as you like"
+            "same command without launcher=, any number of times and on any machines"
         )
     return launcher
 
 
 def launcher_class(target: str) -> type[Launcher]:
-    """The class at an import path. Raises ConfigError if it is no launcher."""
+    """Import the class of a launcher.
+
+    Raises:
+        ConfigError: it is not a launcher.
+    """
     if class_short_name(target) == GONE:
         raise ConfigError(
             "launcher=slurm was removed: let Hydra submit the workers (batchgen -m "
             "hydra/launcher=submitit_slurm +worker='range(0,16)' …), or run the command as a job "
-            "array of your own"
+            "array"
         )
     cls = named_code(target, "launcher._target_")
     if not (isinstance(cls, type) and issubclass(cls, Launcher)):
@@ -87,6 +105,7 @@ def at_least(minimum: int, **values: float | None) -> None:
 
 
 def workers_text(count: int | None) -> str:
+    """The number of workers in words."""
     if count is None:
         return "a worker on each GPU"
     return f"{count} worker{'s' * (count != 1)}"

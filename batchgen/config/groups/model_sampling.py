@@ -14,8 +14,8 @@ from batchgen.util.paths import user_path
 OFF: Mapping[str, float] = {
     **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 }
-"""The keys of the group `sampling` that may come from the model → what leaves its distribution as
-it is, which holds where the model's file does not name the key."""
+"""The keys of the group `sampling` that may come from the model → the value that leaves its
+distribution unchanged. The latter applies if the model's file lacks the key."""
 _LACKING: Mapping[str, Any] = {
     **{"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None},
     **{"encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "diversity_penalty": 0.0},
@@ -25,26 +25,30 @@ _LACKING: Mapping[str, Any] = {
     **{"forced_bos_token_id": None, "forced_eos_token_id": None},
     **{"exponential_decay_length_penalty": None, "watermarking_config": None},
 }
-"""Keys that decide tokens, which the engine lacks → the value that changes nothing."""
+"""Keys of such a file that decide tokens and that the engine does not support → the value that
+changes nothing."""
 _FILE = "generation_config.json"
 _MOST_BYTES = 2**20
 
 
 def recommended(folder: Path) -> dict[str, float]:
-    """The values of OFF's keys that the model in this folder recommends; none if it recommends
-    nothing. ConfigError if its file cannot be used."""
+    """The values of the keys of OFF that the model in this folder recommends; empty if it
+    recommends none.
+
+    Raises:
+        ConfigError: its file cannot be used.
+    """
     return _named(_read(folder / _FILE))
 
 
 def with_model_values(
     sampling: Mapping[str, Any], path: str, revision: str | None
 ) -> dict[str, Any]:
-    """The keys of the group `sampling`, with the values of the model `path` for those that are
-    null.
+    """The keys of the group `sampling`, where values of the model `path` replace null.
 
     Raises:
-        ConfigError: the model cannot be reached, recommends nothing, or recommends what the engine
-            lacks.
+        ConfigError: the model cannot be reached, recommends nothing, or recommends an option that
+            the engine does not support.
     """
     unset = [key for key in OFF if key in sampling and sampling[key] is None]
     if not unset:
@@ -67,32 +71,34 @@ def with_model_values(
 
 
 def sampling_values(
-    sampling: Mapping[str, Any], of_model: Mapping[str, float]
+    sampling: Mapping[str, Any], recommended_values: Mapping[str, float]
 ) -> dict[str, dict[str, float | None]]:
-    """The job's value of each key that a model may recommend, beside what its model recommends
-    (null for nothing). Values that change nothing, and are not recommended, are left out."""
+    """The job's value of each key that a model may recommend, together with the model's value
+    (None: no recommendation). Keys that change nothing and are not recommended are left out."""
     return {
-        key: {"value": sampling[key], "model": of_model.get(key)}
+        key: {"value": sampling[key], "model": recommended_values.get(key)}
         for key, off in OFF.items()
-        if key == "temperature" or sampling[key] != off or of_model.get(key, off) != off
+        if key == "temperature" or sampling[key] != off or recommended_values.get(key, off) != off
     }
 
 
 def sampling_text(values: Mapping[str, Mapping[str, Any]]) -> str:
-    """The values of `sampling_values` in one line, and where they come from."""
+    """The values of `sampling_values` in one line, with their source."""
     parts = []
-    for key, of in values.items():
-        text = f"{key}={of['value']}"
-        if of["model"] is not None:
-            is_same = of["value"] == of["model"]
-            text += " (the model's)" if is_same else f" (the model recommends {of['model']})"
+    for key, pair in values.items():
+        text = f"{key}={pair['value']}"
+        if pair["model"] is not None:
+            is_same = pair["value"] == pair["model"]
+            text += " (the model's)" if is_same else f" (the model recommends {pair['model']})"
         parts.append(text)
     return ", ".join(parts)
 
 
-def recommendation(sampling: Mapping[str, Any], of_model: Mapping[str, float]) -> str | None:
-    """A remark on a job that does not sample as its model recommends; None for others."""
-    others = {key: value for key, value in of_model.items() if sampling[key] != value}
+def recommendation(
+    sampling: Mapping[str, Any], recommended_values: Mapping[str, float]
+) -> str | None:
+    """A remark on a job that does not sample as its model recommends; None if it does."""
+    others = {key: value for key, value in recommended_values.items() if sampling[key] != value}
     if not others:
         return None
     model = ", ".join(f"{key}={value}" for key, value in others.items())
@@ -101,7 +107,7 @@ def recommendation(sampling: Mapping[str, Any], of_model: Mapping[str, float]) -
 
 
 def _named(content: Mapping[str, Any]) -> dict[str, float]:
-    """The values of OFF's keys in a file's content."""
+    """The values of OFF's keys in the content of a file."""
     if content.get("do_sample") is False:
         return {"temperature": 0.0}
     values = {}
@@ -117,7 +123,7 @@ def _named(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read(file: Path | None) -> dict[str, Any]:
-    """The content of the file; empty if there is none."""
+    """The content of the file; empty if it does not exist."""
     if file is None or not file.is_file():
         return {}
     try:
@@ -131,7 +137,7 @@ def _read(file: Path | None) -> dict[str, Any]:
 
 
 def _file_of(path: str, revision: str | None) -> Path | None:
-    """The file of a model that lies in a folder, in a package or on the hub; None without one."""
+    """The file of a model in a folder, in a package or on the hub; None if it does not exist."""
     if path.startswith(PACKAGE_SCHEME):
         return find_in_package(path, "model") / _FILE
     local = user_path(path, "model.path")

@@ -1,7 +1,7 @@
 """Imports the classes and functions that a configuration names, and reads the options they declare.
 
-This is the only module in which batchgen imports something by a name from a configuration.
-`config.compose.trust` decides before whether the configuration may name it.
+Only this module imports something by a name from a configuration. Before that,
+`config.compose.trust` decides whether the configuration may name it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from batchgen.util.errors import ConfigError
 
 
 def named_code(name: str, key: str) -> Any:
-    """Import the class or function with a short name (`config.class_names`) or an import path
-    `package.module.Class`. Modules may be in the working directory, too.
+    """Import a class or function by its short name (`config.groups.class_names`) or import path
+    `package.module.Class`. Its module may also be in the working directory.
 
     `key` is the key that holds the name, for messages.
 
-    Raises ConfigError if it does not exist, or if its path begins with `batchgen.` and it is
-    defined elsewhere, as `batchgen.jobs.run.run_job.os.system` is.
+    Raises:
+        ConfigError: it does not exist, or its path begins with `batchgen.` but it is defined
+            elsewhere, as `batchgen.jobs.run.run_job.os.system` is.
     """
     path = class_path(name)
     is_own = path.startswith(OWN)
@@ -39,19 +40,21 @@ def named_code(name: str, key: str) -> Any:
         hint = f": did you mean {near[0]}?" if is_own and near else f": {error}"
         raise ConfigError(f"{key}: {path} does not exist{hint}") from None
     if is_own and not str(getattr(code, "__module__", "")).startswith(OWN):
-        raise ConfigError(f"{key}: {path} is not batchgen's own: give the path of its own module")
+        raise ConfigError(f"{key}: {path} is not batchgen's own: give the module that defines it")
     return code
 
 
 def strategy_options(
     cls: type, options: Mapping[str, Any], where: str = "strategy"
 ) -> dict[str, Any]:
-    """The keyword arguments for the constructor of a class whose options stand under the key
-    `where` of the configuration.
+    """The keyword arguments for a class whose options are in the group `where` of the
+    configuration.
 
     A parameter with an annotation gets a value of that type; one without gets the plain value.
-    ConfigError if an option is unknown, missing or of another type, or no configuration can give
-    it.
+
+    Raises:
+        ConfigError: an option is unknown, missing or of another type, or a configuration cannot set
+            it.
     """
     name = f"{cls.__module__}.{cls.__qualname__}"
     parameters = _parameters(cls, name, where)
@@ -64,8 +67,8 @@ def strategy_options(
 
 
 def _parameters(cls: type, name: str, where: str) -> dict[str, inspect.Parameter]:
-    """The parameters that can be given by name, without *args and **kwargs, which would take any
-    typo."""
+    """The parameters that can be set by name. *args and **kwargs are left out, because they would
+    accept any typo."""
     try:
         signature = inspect.signature(cls, eval_str=True)
     except (ArithmeticError, AttributeError, LookupError, NameError, SyntaxError) as error:

@@ -23,7 +23,7 @@ from batchgen.util.paths import user_folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
-    """Which columns are written, and where."""
+    """The columns that are written, and the folder that they are written to."""
 
     dir: str
     columns: tuple[str, ...] = ()
@@ -63,8 +63,8 @@ class OutputConfig:
             )
         if self.whole_text and self.reasoning_end is not None:
             raise ConfigError(
-                "output.whole_text=true leaves thoughts in the text, and output.reasoning_end "
-                "takes them out: choose one"
+                "output.whole_text=true leaves the reasoning in the text, and output.reasoning_end "
+                "takes it out: choose one"
             )
         check(bool(self.text_column), "output.text_column", "a name", self.text_column)
         check(1 <= self.top_logprobs <= 256, "output.top_logprobs", "1 to 256", self.top_logprobs)
@@ -73,7 +73,7 @@ class OutputConfig:
         check(0 <= self.begun_every < math.inf, "output.begun_every", allowed, self.begun_every)
 
     def _check_hidden(self) -> None:
-        """Check what goes with columns of hidden states."""
+        """Check the keys for columns of hidden states."""
         if EMBEDDING not in self.columns and (self.pooling is not None or self.normalise):
             key = "normalise" if self.pooling is None else "pooling"
             raise ConfigError(
@@ -92,7 +92,7 @@ Reporter = Literal["trackio", "wandb", "json"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressConfig:
-    """What the job shows on the terminal while it runs, and where else it tells how far it is."""
+    """What the job shows on the terminal while it runs, and the trackers that it reports to."""
 
     show: float = 30.0
     report_to: tuple[Reporter, ...] = ()
@@ -105,7 +105,7 @@ class ProgressConfig:
 
 
 CutTexts = Literal["as_marked", "wrong", "left_out"]
-"""How texts that reached `sampling.max_new_tokens` count in scores."""
+"""How scores count texts that reached `sampling.max_new_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

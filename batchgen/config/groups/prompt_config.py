@@ -12,11 +12,11 @@ from batchgen.util.errors import ConfigError
 
 TooLong = Literal["error", "truncate_left"]
 DEFAULT_USER = "{{ question }}"
-"""The user's message where the configuration names nothing else."""
+"""The user's message, if the configuration names no other source."""
 DEFAULT_TEXT = "{{ prompt }}"
-"""The template of `prompt=text` where the configuration names nothing else."""
+"""The template of `prompt=text`, if the configuration names no other."""
 DEFAULT_MESSAGES = "messages"
-"""The column of conversations where the configuration names nothing else."""
+"""The column of conversations, if the configuration names no other."""
 RESERVED_TEMPLATE_KWARGS = {
     "conversation",
     "messages",
@@ -31,15 +31,15 @@ RESERVED_TEMPLATE_KWARGS = {
     "max_length",
     "tokenizer_kwargs",
 }
-"""Arguments that chat_prompt.py itself gives to the tokenizer's `apply_chat_template`."""
+"""Arguments of the tokenizer's `apply_chat_template` that chat_prompt.py sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPromptConfig:
     """The prompt is a conversation, written with the tokenizer's chat template.
 
-    Once it is made, `user` and `system` hold the templates themselves, and the keys of files are
-    null: what a file holds is part of the job, and not where it lies.
+    After the checks, `user` and `system` hold the templates themselves, and the keys of files are
+    null: the content of a file is part of the job, and not its path.
     """
 
     kind: Literal["chat"] = "chat"
@@ -90,7 +90,7 @@ class ChatPromptConfig:
         check_image_limits(self)
 
     def _check_turns(self) -> None:
-        """Check the messages that the configuration gives, and whether a last one can go on."""
+        """Check the messages in the configuration, and whether the last one can be continued."""
         for position, message in enumerate(self.messages or ()):
             if len(message) != 1:
                 raise ConfigError(
@@ -112,14 +112,14 @@ class ChatPromptConfig:
 
 
 def check_image_limits(prompt: ChatPromptConfig | OpenAIPromptConfig) -> None:
-    """Check the keys that bound the images of a row."""
+    """Check the keys that limit the images of a row."""
     for key in ("max_images", "max_pixels"):
         if (value := getattr(prompt, key)) is not None and value < 1:
             raise ConfigError(f"prompt.{key} must be null or at least 1, got {value}")
 
 
 def check_answer(prompt: PromptConfig) -> None:
-    """Check the keys that say which answer of a row is scored."""
+    """Check the keys that name the answer of a row to score."""
     if prompt.answer is not None and prompt.answer_ids_column is not None:
         raise ConfigError("prompt.answer and prompt.answer_ids_column are both set: choose one")
     if prompt.answer_step_map_column is not None and prompt.answer_ids_column is None:
@@ -131,8 +131,8 @@ def check_answer(prompt: PromptConfig) -> None:
 
 
 def check_template_kwargs(values: Mapping[str, Any] | None, *, tools: bool = False) -> None:
-    """Refuse options of the chat template that batchgen sets itself; `tools` is one of them where
-    rows bring their own."""
+    """Refuse options of the chat template that batchgen sets. With `tools`, rows bring tools, so
+    that this option is refused too."""
     reserved = RESERVED_TEMPLATE_KWARGS | ({"tools"} if tools else set())
     if taken := sorted(reserved & set(values or {})):
         raise ConfigError(
@@ -142,21 +142,23 @@ def check_template_kwargs(values: Mapping[str, Any] | None, *, tools: bool = Fal
 
 
 def check_date(day: str | None) -> None:
-    """Refuse what is no day."""
+    """Refuse a text that is not a day."""
     if day is None:
         return
     try:
-        known = date.fromisoformat(day).isoformat() == day
+        is_day = date.fromisoformat(day).isoformat() == day
     except ValueError:
-        known = False
-    if not known:
+        is_day = False
+    if not is_day:
         raise ConfigError(f"prompt.date must be null or a day such as 2026-11-25, got {day!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPromptConfig:
-    """The prompt is plain text, for base models or a chat format of one's own. Once it is made,
-    `text` holds the template itself, and `text_file` is null."""
+    """The prompt is plain text, for base models or for a chat format of the user's.
+
+    After the checks, `text` holds the template itself, and `text_file` is null.
+    """
 
     kind: Literal["text"] = "text"
     text: str | None = None
@@ -177,7 +179,7 @@ class TextPromptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensPromptConfig:
-    """The prompt is token ids that the data set has in a column."""
+    """The prompt is token ids from a column of the data set."""
 
     kind: Literal["tokens"] = "tokens"
     token_ids_column: str
@@ -192,7 +194,7 @@ class TokensPromptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIPromptConfig:
-    """The prompt is what the body of a request to OpenAI's API says."""
+    """The prompt is made from the body of a request to OpenAI's API."""
 
     kind: Literal["openai"] = "openai"
     body_column: str = "body"
@@ -215,7 +217,7 @@ class OpenAIPromptConfig:
 
 PromptConfig = ChatPromptConfig | TextPromptConfig | TokensPromptConfig | OpenAIPromptConfig
 TAIL_IDS_COLUMN, TAIL_STEP_MAP_COLUMN = "tail_token_ids", "tail_step_map"
-"""The columns in which a replay looks for what stood behind an answer in its last block."""
+"""The columns in which a replay looks for the tokens after an answer in its last block."""
 PROMPT_KINDS: dict[str, type[PromptConfig]] = {
     "chat": ChatPromptConfig,
     "text": TextPromptConfig,
@@ -225,7 +227,7 @@ PROMPT_KINDS: dict[str, type[PromptConfig]] = {
 
 
 def answer_key(prompt: PromptConfig) -> str | None:
-    """The key that says which answer of a row is scored; None if rows generate."""
+    """The key that names the answer of a row to score; None if rows generate."""
     if prompt.answer is not None:
         return "prompt.answer"
     return None if prompt.answer_ids_column is None else "prompt.answer_ids_column"

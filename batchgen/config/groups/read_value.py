@@ -1,15 +1,15 @@
 r"""Reads the text after the `=` of an argument as a value of the key's declared type.
 
-The declared type of a key decides what its text means:
+The declared type of a key decides how its text is read:
 
-    text          as it is typed, or in quotes: "…" with escapes, '…' where there is none
-    a list        [a, "b"], or without brackets: what stands between commas
+    text          as it is typed; or in quotes: "…" with escapes, '…' without
+    a list        [a, "b"]; or without brackets, divided by commas
     a mapping     {key: value, "key": value}; JSON is one
     a number, …   12, 0.5, 1e-3, true, false
 
-An unquoted `null` is no value at all. Escapes are \n \t \r \" \\ \uXXXX \xXX; any other backslash
-stays as it is, so that regular expressions need no second one. Both kinds of quotes mean the same:
-an escape in single quotes, which YAML and shells take as it stands, is refused.
+An unquoted `null` is no value. Escapes are \n \t \r \" \\ \uXXXX \xXX; any other backslash stays as
+it is, so that regular expressions need no second one. An escape in single quotes is refused,
+because YAML and shells do not read it as one.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ _BARE = {
     "}": re.compile(r"(?:\$\{[^{}]*\}|[^,}])*"),
     ":": re.compile(r"[^,:{}\[\]]*"),
 }
-"""What may stand without quotes before a comma, or before this character."""
+"""The text that may come without quotes before a comma, or before this character."""
 
 
 class Unreadable(Exception):
-    """The text is no value of its key; the message says why and what to do."""
+    """The text is not a value of its key. The message says why, and what to do."""
 
 
 class UnclearEscape(Unreadable):
-    r"""Without quotes, `\theta` may be a tab before "heta", or a command of LaTeX."""
+    r"""An escape without quotes is ambiguous: `\theta` may be a tab before "heta", or a command of
+    LaTeX."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bare:
-    """A text inside brackets that has no quotes."""
+    """A text without quotes inside brackets."""
 
     text: str
 
@@ -57,17 +58,18 @@ _Form = Literal["text", "list", "mapping", "scalar", "any"]
 
 
 def read_value(text: str, hint: Any, *, escapes: bool = False) -> Any:
-    r"""The plain value that the text behind the `=` means for a key of this declared type, as
-    `convert` takes it. Whether it fits is for `convert` to say: a word where a number belongs stays
-    a text.
+    r"""Read the text after the `=` as a plain value for a key of the declared type `hint`.
 
-    With `escapes`, `\n` and its like mean something without quotes too, as in texts that the model
-    reads. Raises Unreadable if brackets or quotes do not match, or an escape may mean two things.
+    `convert` then checks the type: a word where a number is expected stays text here. With
+    `escapes`, escapes such as `\n` are also read without quotes, as in texts for the model.
+
+    Raises:
+        Unreadable: brackets or quotes do not match, or an escape is ambiguous.
     """
     short = text.strip()
     if short.lower() == "null":
         return None
-    if _REFERENCE.fullmatch(short):  # the value of another key, of whatever type that is
+    if _REFERENCE.fullmatch(short):  # the value of another key, of any type
         return short
     form, item = type_form(hint)
     if form == "list":
@@ -83,7 +85,8 @@ def read_value(text: str, hint: Any, *, escapes: bool = False) -> Any:
 
 
 def type_form(hint: Any) -> tuple[_Form, Any]:
-    """How values of a declared type are written, and for lists the type of an item."""
+    """The form in which values of a declared type are written, and for lists the type of an
+    item."""
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     else:
@@ -101,8 +104,11 @@ def type_form(hint: Any) -> tuple[_Form, Any]:
 
 
 def decode_escapes(text: str, *, quoted: bool = False) -> str:
-    r"""The text with its escapes replaced. In double quotes there is no doubt that `\theta` is a
-    tab before "heta"; elsewhere that is an UnclearEscape. Half of a character \uXXXX is Unreadable.
+    r"""Replace the escapes in a text.
+
+    Raises:
+        UnclearEscape: `\theta` without quotes; in double quotes it is a tab before "heta".
+        Unreadable: half of a pair \uXXXX\uXXXX.
     """
 
     def meaning(match: re.Match[str]) -> str:
@@ -154,26 +160,31 @@ def _list(text: str, item: Any, escapes: bool) -> Any:
 
 
 def _unquoted(text: str) -> str:
+    """The text between quotes, with its escapes replaced."""
     content = text[1:-1]
     if text[0] == '"':
         return decode_escapes(content, quoted=True)
     content = content.replace("\\'", "'")
     if (escape := _ESCAPE.search(content)) is not None:
         meaning = decode_escapes(escape[0], quoted=True)
-        one = _NAMES.get(escape[3], "a backslash" if meaning == "\\" else f"the text {meaning}")
+        described = _NAMES.get(
+            escape[3], "a backslash" if meaning == "\\" else f"the text {meaning}"
+        )
         raise Unreadable(
-            f"{escape[0]} in single quotes may be {one} or {len(escape[0])} characters: use double "
-            f"quotes, with {escape[0]} for the former and {_escaped(escape[0])} for the latter"
+            f"{escape[0]} in single quotes may be {described} or {len(escape[0])} characters: use "
+            f"double quotes, with {escape[0]} for the former and {_escaped(escape[0])} for the "
+            "latter"
         )
     return content
 
 
 def _escaped(text: str) -> str:
-    """What means the text in double quotes."""
+    """The escapes that stand for the text in double quotes."""
     return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _scalar(text: str) -> Any:
+    """A number, true, false or null; any other text stays as it is."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INTEGER.fullmatch(text):
@@ -182,7 +193,7 @@ def _scalar(text: str) -> Any:
 
 
 def _finish(node: Any, form: _Form, escapes: bool) -> Any:
-    """The value of what was read between brackets, whose unquoted leaves are of this form."""
+    """The value of a parsed node, whose unquoted texts have the form `form`."""
     if isinstance(node, list):
         return [_finish(item, form, escapes) for item in node]
     if isinstance(node, dict):
@@ -197,7 +208,7 @@ def _finish(node: Any, form: _Form, escapes: bool) -> Any:
 
 
 class _Brackets:
-    """Reads lists and mappings: of JSON, and with texts that have no quotes."""
+    """A parser of lists and mappings, in JSON or with unquoted texts."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
@@ -209,7 +220,7 @@ class _Brackets:
         return value
 
     def _rest(self) -> str:
-        """The text that is not read yet, from its first character that is not space."""
+        """The text that is not read yet, without leading space."""
         rest = self._text[self._at :].lstrip()
         self._at = len(self._text) - len(rest)
         return rest
@@ -239,7 +250,7 @@ class _Brackets:
         return _Bare(text)
 
     def _items(self, end: str) -> list[Any]:
-        """The items up to the closing bracket; those of a mapping are pairs."""
+        """Read the items up to the closing bracket; those of a mapping are pairs."""
         self._at += 1
         items: list[Any] = []
         if self._rest().startswith(end):

@@ -10,14 +10,17 @@ from batchgen.util.errors import ConfigError
 
 _MOST_SAMPLES = 1_000_000
 _MOST_BY_WIDTH = 1_000
-"""With `sampling.until.width`: unbiased scores take time by the square of it."""
+"""The most samples with `sampling.until.width`: the time for unbiased scores grows with their
+square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntilConfig:
-    """When a row has enough samples: as soon as `valid` (1) of them fulfil the expression `where`,
-    or else the 95% interval of the share that does is at most `width` wide; or when there are
-    `most`."""
+    """The rule by which a row has enough samples.
+
+    It has enough when `valid` (1) of them fulfil the expression `where`, or, with `width`, when the
+    95% interval of the share that fulfils it is at most so wide; or when it has `most`.
+    """
 
     where: str
     valid: int | None = None
@@ -51,8 +54,8 @@ class UntilConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(SharedSampling):
-    """How tokens are chosen in every row. Each sample of each row gets its own seed from the job's,
-    and `SamplingParams` checks the ranges."""
+    """How tokens are chosen in every row. Each sample of each row gets a seed derived from the
+    job's; `SamplingParams` checks the ranges."""
 
     temperature: float = 0.0
     n: int = 1
@@ -80,12 +83,13 @@ class SamplingConfig(SharedSampling):
 
     @property
     def most_samples(self) -> int:
-        """How many samples a row has, or with `until` at most."""
+        """The number of samples of a row; with `until` the most."""
         return self.n if self.until is None else self.until.most
 
 
 def copies_warning(n: int, temperature: float) -> str | None:
-    """What to tell a user whose rows are answered `n` times without chance; None for others."""
+    """The warning for a user whose rows have `n` answers without randomness; None for other
+    jobs."""
     if n < 2 or temperature > 0:
         return None
     return (

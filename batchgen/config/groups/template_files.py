@@ -1,4 +1,4 @@
-"""Reads the templates of prompts, which are given as text or as files."""
+"""Reads the templates of prompts, which a configuration gives as text or as files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ _LONGEST_NAME = 4096
 
 
 def template_text(key: str, text: str | None, file: str | None) -> str | None:
-    """The template of a key such as `prompt.user`, given as text or as the name of a file (the key
-    with `_file`); None if neither is given.
+    """The template of a key such as `prompt.user`, given as text or by the name of a file (the key
+    with `_file`); None if neither is set.
 
-    A file's byte order mark and the newline at its very end, as editors put it there, are none of
-    the template. ConfigError if both are given, the file cannot be read as UTF-8, or the text is
-    the name of a file.
+    The byte order mark of a file and the newline at its end are not part of the template.
+
+    Raises:
+        ConfigError: both are set, the file cannot be read as UTF-8, or the text is the name of a
+            file.
     """
     if file is None:
         if text is not None:
-            _check_no_file(key, text)
+            _refuse_file_name(key, text)
         return text
     if text is not None:
         raise ConfigError(f"{key} and {key}_file are both set: choose one ({key}=null drops it)")
@@ -38,8 +40,8 @@ def template_text(key: str, text: str | None, file: str | None) -> str | None:
     return decoded.replace("\r\n", "\n").removesuffix("\n")
 
 
-def _check_no_file(key: str, text: str) -> None:
-    """Raise ConfigError for the name of a file where its content is meant."""
+def _refuse_file_name(key: str, text: str) -> None:
+    """Raise ConfigError if a text is the name of a file, whose content is probably meant."""
     if "\n" in text or "{" in text or "\0" in text or not 0 < len(text) < _LONGEST_NAME:
         return
     try:

@@ -1,5 +1,5 @@
-"""The configuration groups `workers` and `budget`: how workers notice each other, and when all
-stop."""
+"""The configuration groups `workers` and `budget`: how workers notice each other, and when all of
+them stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LIMITS = ("tokens", "minutes", "gpu_hours", "price")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersConfig:
-    """How the workers of a job notice each other; `name` is this process (`+worker=NAME`)."""
+    """How the workers of a job notice each other. Both times are in seconds; `name` is the name of
+    this process (`+worker=NAME`)."""
 
     heartbeat: float = 15.0
     stale_after: float = 60.0
@@ -37,7 +38,7 @@ class WorkersConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig:
-    """How much a job may use, over all its workers and attempts; None is no limit."""
+    """The limits of what a job may use, over all its workers and attempts; None is no limit."""
 
     tokens: float | None = None
     minutes: float | None = None

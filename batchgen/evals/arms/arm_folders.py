@@ -19,17 +19,17 @@ from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.paths import folder_here, user_path
 
 _OF_SWEEPS = ("multirun.yaml", "sweep.yaml", "report.html")
-"""Files that a sweep writes beside its jobs."""
+"""Files that a sweep writes next to its jobs."""
 
 
 @dataclass(frozen=True)
 class ArmFolder:
-    """A folder whose job is an arm, or is averaged with others into one.
+    """A folder whose job is an arm, or one of several jobs that make an arm.
 
     Attributes:
         name: the job's name for people.
         folder: the folder, as the user typed it.
-        listed: whether the user named it by a folder of jobs, such as a sweep's.
+        listed: whether the user named a folder of jobs, such as a sweep's, that contains it.
     """
 
     name: str
@@ -42,7 +42,7 @@ def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
     the jobs directly in it, in the order in which they began.
 
     Raises:
-        ConfigError: a name is no path, or one in an object store.
+        ConfigError: a name is not a path, or is in an object store.
     """
     arms: list[ArmFolder] = []
     for name in paths:
@@ -51,7 +51,7 @@ def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
             continue
         is_job = (path / MANIFEST).exists() or find_record(str(path)) is not None
         below = [] if is_job or not path.is_dir() else _jobs_in(path)
-        arms += [ArmFolder(one, str(Path(name) / one), listed=True) for one in below]
+        arms += [ArmFolder(job, str(Path(name) / job), listed=True) for job in below]
         arms += [] if below else [ArmFolder(name.rstrip("/") or name, name)]
     if len({Path(folder.folder).parent for folder in arms}) == 1 < len(arms):
         arms = [replace(folder, name=Path(folder.folder).name) for folder in arms]
@@ -62,7 +62,7 @@ def arm_folders(paths: Sequence[str]) -> list[ArmFolder]:
 
 
 def _jobs_in(folder: Path) -> list[str]:
-    """The names of the folders of jobs right in a folder; links are not followed."""
+    """The names of the folders of jobs directly in a folder. Links are not followed."""
     folders = []
     for path in folder.iterdir():
         if path.is_symlink() or not (path / MANIFEST).is_file():
@@ -71,20 +71,24 @@ def _jobs_in(folder: Path) -> list[str]:
             attempts = JobFolderReader(path).metrics.get("attempts") or [{}]
             began = str(attempts[0].get("started", "~"))
         except (ConfigError, JobError, AttributeError, LookupError, TypeError):
-            began = "~"  # its arm says what is wrong
+            began = "~"  # the last; its arm will say what is wrong
         folders.append((began, _natural(path.name), path.name))
     return [name for *_, name in sorted(folders)]
 
 
 def _natural(name: str) -> list[tuple[float, str]]:
-    """A key by which 9 comes before 10."""
+    """A sort key by which 9 comes before 10."""
     parts = re.split(r"(\d+(?:\.\d+)?)", name)
     return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]
 
 
 def refuse_nothing(table: ArmTable, folders: Sequence[ArmFolder]) -> None:
-    """Raise an error if the user named jobs one by one, and no two can be compared: JobError if a
-    file of the first that is not is damaged, else ConfigError."""
+    """Check that there is something to compare, if the user named jobs one by one.
+
+    Raises:
+        JobError: no two jobs can be compared, because a file is damaged.
+        ConfigError: no two jobs can be compared, for another reason.
+    """
     if any(row.difference is not None for row in table.rows):
         return
     if any(folder.listed for folder in folders) or len(table.rows) < 2:

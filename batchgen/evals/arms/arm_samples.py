@@ -1,5 +1,5 @@
-"""Selects and pools the samples of arms: several jobs as one, or the rows with one value of a
-column."""
+"""Selects and pools the samples of arms: several jobs become one arm, or the rows with one value of
+a column do. `job_arms.py` calls these functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _MOST_VALUES = 200
 
 
 def pooled_samples(tables: Sequence[pa.Table]) -> pa.Table:
-    """The samples of several jobs as those of one: the questions of all, with all answers."""
+    """Pool the samples of several jobs into one table: the questions of all jobs, each with all its
+    answers."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -31,14 +32,17 @@ def pooled_samples(tables: Sequence[pa.Table]) -> pa.Table:
         moved.append(table.set_column(position, "sample_index", index))
         start += 1 + int(pc.max(table["sample_index"]).as_py() or 0)
     metadata = tables[0].schema.metadata
-    if metadata is not None:  # a rule that ended the rows of each job
+    if metadata is not None:  # the rule of `sampling.until`, which ended the rows of each job
         metadata = {**metadata, STARTS: json.dumps(starts).encode()}
     return pa.concat_tables(moved).replace_schema_metadata(metadata)
 
 
 def arm_values_of(table: pa.Table, by: str) -> list[str | None]:
-    """The values of a column, each of which makes an arm. Raises ConfigError if there are too
-    many."""
+    """The values of a column, each of which makes an arm.
+
+    Raises:
+        ConfigError: there are too many values.
+    """
     values: list[str | None] = table[by].unique().to_pylist()
     if len(values) > _MOST_VALUES:
         raise ConfigError(
@@ -50,8 +54,8 @@ def arm_values_of(table: pa.Table, by: str) -> list[str | None]:
 
 
 def samples_with(table: pa.Table, by: str, value: str | None) -> pa.Table:
-    """The samples with a value of a column."""
+    """The samples that have this value in a column."""
     import pyarrow.compute as pc
 
-    is_one: Callable[..., Any] = pc.is_null if value is None else pc.equal
-    return table.filter(is_one(table[by], *([] if value is None else [value])))
+    is_value: Callable[..., Any] = pc.is_null if value is None else pc.equal
+    return table.filter(is_value(table[by], *([] if value is None else [value])))

@@ -1,9 +1,9 @@
-"""The table of a comparison: the score of each arm, and its difference to the first.
+"""The table of a comparison: the score of each arm, and its difference from the first arm.
 
-An *arm* is whatever is compared as one: a job, jobs that differ only in their seeds, or the rows of
-jobs that have one value of a column. An *exam* is the questions with the way in which they were
-asked and marked; arms with different exams are not compared unless the user insists. `job_arms.py`
-makes arms from folders.
+An *arm* is one line of a comparison: a job, jobs that differ only in their seeds, or the rows of
+jobs that have one value of a column. An *exam* is the questions together with the way in which they
+were asked and marked; arms with different exams are not compared unless the user asks for it.
+`job_arms.py` makes arms from folders, and `arm_table` compares them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Arm:
         folders: the folders of its jobs, as the user typed them.
         marks: the marks of its answers; None without a score.
         without: why it has no score; empty if it has one.
-        damaged: whether that is a file that cannot be read.
+        damaged: whether a file that cannot be read is the reason.
         other_exam: how its exam differs from that of the first arm; empty if it does not.
         anyway: whether it is compared with the first arm in spite of a different exam.
         settings: the settings in which arms differ, and the value of the column by which rows are
             divided into arms: key → value as text.
         seeds: the seeds of its jobs, if there are several.
-        metrics: numbers of metrics.json and of the configuration, the mean of its jobs' ones.
+        metrics: numbers of metrics.json and of the configuration, as means over its jobs.
         alone: whether no other arm ran on the same machine at the same time, so that its times can
             be compared.
     """
@@ -60,8 +60,8 @@ class Arm:
     alone: bool = True
 
     def number(self, key: str) -> float | None:
-        """One of its metrics; None if it lacks it, or if it is a time and other arms ran at the
-        same time."""
+        """A metric of the arm; None if it lacks the metric, or if the metric is a time and other
+        arms ran at the same time."""
         is_time = key.endswith("_s")
         return None if is_time and not self.alone else self.metrics.get(key)
 
@@ -71,14 +71,15 @@ class ArmRow:
     """An arm with its score.
 
     Attributes:
-        score: with its interval for new questions; None if no answer has a mark.
-        questions, answers: how many have a mark.
-        difference: to the first arm, for new questions; None for the first, and where it is not
-            compared.
-        p: of a test that there is no difference; NaN where it is unknown.
-        p_holm: p by `holm` over all arms of the table.
-        comparison: question by question, of the questions that both have; None where they share
-            none, so that the difference is that of two independent exams.
+        arm: the arm.
+        score: the score with its interval for new questions; None if no answer has a mark.
+        questions, answers: the numbers of those with a mark.
+        difference: the difference from the first arm, for new questions; None for the first arm,
+            and if the arm is not compared.
+        p: the p value of a test that there is no difference; NaN if it is unknown.
+        p_holm: p corrected by `holm` over all arms of the table.
+        comparison: the comparison over the questions that both arms have; None if they share none,
+            so that the difference is that of two independent exams.
     """
 
     arm: Arm
@@ -92,26 +93,29 @@ class ArmRow:
 
     @property
     def shared(self) -> int:
-        """How many questions it shares with the first arm."""
+        """The number of questions that the arm shares with the first arm."""
         comparison = self.comparison
-        return (
-            0
-            if comparison is None
-            else len(comparison.wins) + len(comparison.ties) + len(comparison.losses)
-        )
+        if comparison is None:
+            return 0
+        return len(comparison.wins) + len(comparison.ties) + len(comparison.losses)
 
 
 @dataclass(frozen=True)
 class ArmTable:
-    """Arms in the order in which they were named. The others are compared with the first one that
-    has a score. `column` is the scored column."""
+    """Arms in the order in which they were named. All others are compared with the first arm that
+    has a score.
+
+    Attributes:
+        rows: the arms.
+        column: the scored column.
+    """
 
     rows: tuple[ArmRow, ...]
     column: str = MARK
 
     @cached_property
     def first(self) -> ArmRow | None:
-        """The arm that the others are compared with; None if none has a score."""
+        """The arm that the others are compared with; None if no arm has a score."""
         return next((row for row in self.rows if row.score is not None), None)
 
     @property
@@ -126,9 +130,8 @@ class ArmTable:
 
 
 def arm_table(arms: Sequence[Arm], column: str = MARK) -> ArmTable:
-    """Score arms, and compare each with the first that has a score: paired by row where they share
-    rows. The order of the others changes nothing but the order of the table.
-    """
+    """Score arms, and compare each with the first arm that has a score, paired by row if they share
+    rows. The order of the other arms affects only the order of the table."""
     rows: list[ArmRow] = []
     first: ArmRow | None = None
     for arm in arms:
@@ -144,7 +147,7 @@ def arm_table(arms: Sequence[Arm], column: str = MARK) -> ArmTable:
 
 
 def best_first(arms: Sequence[Arm]) -> list[Arm]:
-    """Arms by their scores, the highest first, those without one last."""
+    """Sort arms by their scores, the highest first and those without a score last."""
 
     def key(arm: Arm) -> float:
         means = np.empty(0) if arm.marks is None else avg_at(arm.marks)
@@ -166,6 +169,7 @@ def _scored(arm: Arm, column: str) -> ArmRow:
 
 
 def _compared(first: ArmRow, row: ArmRow, column: str) -> ArmRow:
+    """Add to a row its difference from the first arm."""
     a, b = first.arm.marks, row.arm.marks
     assert a is not None and b is not None
     if question_means(a).keys() & question_means(b):

@@ -1,4 +1,5 @@
-"""Prints a table of arms as plain values, lines for the terminal, Markdown and CSV."""
+"""Prints a table of arms as plain values, lines for the terminal, Markdown and CSV, for `batchgen
+compare` and reports."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from batchgen.util.text.text_table import columns, counted, number_text, percent
 
 _DIFFERS = "differs in"
 _NAME, _SETTINGS = 40, 60
-"""The most characters of an arm's name, and of its settings, in a line."""
+"""The most characters in a line of an arm's name, and of its settings."""
 
 
 def letter(index: int) -> str:
@@ -60,7 +61,7 @@ def _row_values(row: ArmRow, x: str | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value with null for NaN, as JSON has none."""
+    """The value with null for NaN, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -92,7 +93,7 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
             _difference_bounds(table, row.difference),
             "" if row.p_holm is None or math.isnan(row.p_holm) else _p(row.p_holm),
             *([] if x is None else [number_text(row.arm.number(x))]),
-            _what(row),
+            _differing_text(row),
         )
         for index, row in enumerate(table.rows)
     ]
@@ -101,7 +102,7 @@ def table_cells(table: ArmTable, x: str | None = None) -> Cells:
 
 
 def shown_name(table: ArmTable, row: ArmRow) -> str:
-    """The name of an arm; of a sweep's job, whose name says its settings, with short keys."""
+    """The name of an arm for people. The settings in the name of a sweep's job get short keys."""
     settings = row.arm.settings
     short = {short_key(key) for key in table.differing}
     if not settings or len(short) < len(table.differing) or not _names_settings(row):
@@ -110,7 +111,7 @@ def shown_name(table: ArmTable, row: ArmRow) -> str:
 
 
 def _names_settings(row: ArmRow) -> bool:
-    """Whether an arm's name says its settings."""
+    """Whether an arm's name contains its settings."""
     arm = row.arm
     return all(f"{key}={value}" in arm.name for key, value in arm.settings.items())
 
@@ -118,13 +119,13 @@ def _names_settings(row: ArmRow) -> bool:
 def table_lines(table: ArmTable, x: str | None = None) -> list[str]:
     """The table for the terminal, with the remarks that are needed to read it."""
     cells = table_cells(table, x)
-    if cells[0][-1] != _DIFFERS:  # a column behind the last keeps the numbers on the right
+    if cells[0][-1] != _DIFFERS:  # an empty last column keeps the numbers aligned on the right
         cells = [(*row, "") for row in cells]
     return [*columns(cells), "", *table_remarks(table)]
 
 
 def table_remarks(table: ArmTable) -> list[str]:
-    """The remarks that are needed to read the table, a sentence each."""
+    """The remarks that are needed to read the table, one sentence each."""
     first = table.first
     if first is None:
         remarks = []
@@ -149,6 +150,7 @@ def table_remarks(table: ArmTable) -> list[str]:
 
 
 def _row_remarks(row: ArmRow, first: ArmRow | None) -> list[str]:
+    """The remarks on one arm."""
     arm, remarks = row.arm, []
     if arm.without:
         remarks.append(f"has no score: {arm.without}")
@@ -199,7 +201,7 @@ def _difference_bounds(table: ArmTable, interval: Interval | None) -> str:
     return f"{bound_text(interval.low, table.column)} to {bound_text(interval.high, table.column)}"
 
 
-def _what(row: ArmRow) -> str:
+def _differing_text(row: ArmRow) -> str:
     """The settings in which an arm differs, unless its name contains them."""
     if row.score is None:
         return "no score"
@@ -218,7 +220,7 @@ def _short_value(key: str, value: str) -> str:
 
 
 def short_key(key: str) -> str:
-    """The last part of a key; of models, whose path says most, and of classes the group."""
+    """The last part of a key; for the path of a model, and for classes, the group."""
     return "model" if key == "model.path" else key.removesuffix("._target_").rpartition(".")[2]
 
 

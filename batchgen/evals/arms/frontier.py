@@ -1,4 +1,5 @@
-"""A chart of the arms' scores against another of their numbers, such as tokens_per_forward."""
+"""A chart of the arms' scores over another of their numbers, such as tokens_per_forward (`batchgen
+compare --x`)."""
 
 from __future__ import annotations
 
@@ -14,12 +15,19 @@ from batchgen.util.shorten import some_names
 from batchgen.util.text.text_table import number_text
 
 _WIDTH, _HEIGHT = 64, 12
-"""Characters of the picture for the terminal, and its lines."""
+"""Characters in a line of the chart, and its lines."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """An arm in the chart: its letter, its name, and its coordinates."""
+    """An arm in the chart.
+
+    Attributes:
+        letter: its short label.
+        name: its name.
+        x: its number.
+        score: its score.
+    """
 
     letter: str
     name: str
@@ -37,8 +45,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Arms in ascending order of a number `x`; `without` names the arms for which it is not
-    known."""
+    """The points of a chart.
+
+    Attributes:
+        x: the name of the number.
+        column: the scored column.
+        points: the arms in ascending order of the number.
+        without: for each arm without a point, the reason.
+    """
 
     x: str
     column: str
@@ -47,10 +61,10 @@ class Frontier:
 
 
 def frontier(table: ArmTable, x: str) -> Frontier:
-    """The arms of a table that have a score, by a metric.
+    """Make the chart of the arms of a table over the metric `x`.
 
     Raises:
-        ConfigError: no arm has such a number, or only such that cannot be compared.
+        ConfigError: no arm has such a number, or none that can be compared.
     """
     scored = [(letter(at), row) for at, row in enumerate(table.rows) if row.score is not None]
     numbers = sorted({key for _, row in scored for key in row.arm.metrics})
@@ -76,7 +90,7 @@ def frontier(table: ArmTable, x: str) -> Frontier:
 
 
 def frontier_lines(frontier: Frontier) -> list[str]:
-    """A picture for the terminal: each arm's letter at its score, with its interval, over x."""
+    """The chart for the terminal: each arm's letter at its score, with its interval, over x."""
     points = frontier.points
     low, high = min(p.low for p in points), max(p.high for p in points)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
@@ -102,8 +116,8 @@ def frontier_lines(frontier: Frontier) -> list[str]:
 
 
 def _columns(values: Sequence[float]) -> list[int]:
-    """A column for each of some ascending values. If a column is occupied, the next free one on the
-    right is used, or at the end on the left."""
+    """The column of each of some ascending values. If a column is occupied, the next free one on
+    the right is used, or on the left at the end."""
     span = values[-1] - values[0]
     indices: list[int] = []
     for value in values:

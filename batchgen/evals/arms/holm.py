@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Adjust p values by Holm's method (1979, Scand. J. Stat. 6, 65): the chance that any of the
-    results below 0.05 is accidental is at most 5%, however the tests depend on each other.
+    """Adjust p values by Holm's method (1979, Scand. J. Stat. 6, 65): the probability that any
+    adjusted value below 0.05 is due to chance is at most 5%, however the tests depend on each
+    other.
 
-    The i-th smallest of m (from 0) becomes the largest of (m − j) · p_j for j ≤ i, at most 1. Where
-    there is no p, or it is NaN, there was no test, which does not count.
+    The i-th smallest of m values (from 0) becomes the largest of (m − j) · p_j for j ≤ i, at most
+    1. None and NaN mean that there was no test; they do not count.
     """
     tested = [(value, at) for at, value in enumerate(values) if value is not None]
     order = sorted((value, at) for value, at in tested if value == value)

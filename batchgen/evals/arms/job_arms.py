@@ -49,18 +49,18 @@ def job_arms(
 ) -> tuple[list[Arm], str]:
     """Make the arms of jobs; return them and the scored column.
 
-    Jobs that differ in sampling.seed alone are one arm: the answers of all of them to a question
-    count together. If all jobs differ in it alone and were named one by one, each is an arm. A job
-    that is not complete, is damaged or has no grades is an arm without a score, which says why.
+    Jobs that differ only in sampling.seed are one arm, whose questions have the answers of all of
+    them. But if all jobs differ only in it and were named one by one, each is an arm. A job that is
+    not complete, is damaged or has no grades is an arm without a score, and says why.
 
     Args:
-        overrides: arguments `score.KEY=…` of all jobs.
+        overrides: arguments `score.KEY=…` for all jobs.
         by: the column whose values are the arms, instead of the jobs.
-        anyway: compare different exams, too.
+        anyway: whether to compare different exams too.
 
     Raises:
-        ConfigError: a folder that the user named holds no job, an argument is wrong, jobs are
-            scored by different columns, or `by` is no column of the rows.
+        ConfigError: a folder that the user named is not a job's, an argument is wrong, jobs are
+            scored by different columns, or `by` is not a column of the rows.
     """
     jobs = [_Job.of(folder, overrides) for folder in folders]
     columns = list(dict.fromkeys(job.score.column for job in jobs if job.score is not None))
@@ -85,8 +85,11 @@ class _Job:
     """A job that will become an arm or a part of one.
 
     Attributes:
-        without: why the job has no score; empty unless something is known to be wrong.
+        folder, job: its folder and its grades; no grades if they cannot be read.
+        without: why the job has no score; empty while no reason is known.
         damaged: whether the reason is a file of the job that cannot be read.
+        score: how it is scored.
+        config, metrics: the content of config.yaml and metrics.json.
         settings: the values of the keys in which the jobs of the comparison differ.
         alone: whether no other of these jobs ran at the same time on the same machine.
     """
@@ -104,8 +107,11 @@ class _Job:
 
     @staticmethod
     def of(folder: ArmFolder, overrides: Sequence[str]) -> _Job:
-        """The job in a folder. ConfigError if the user named what is no folder of a job, or an
-        argument is wrong."""
+        """Read the job in a folder.
+
+        Raises:
+            ConfigError: the user named a folder that is not a job's, or an argument is wrong.
+        """
         path = Path(step_folder(str(user_path(folder.folder, "OUT"))))
         try:
             reader = JobFolderReader(path)
@@ -113,9 +119,8 @@ class _Job:
             entry.metrics, entry.config = reader.metrics, reader.config
         except (ConfigError, JobError) as error:
             if not folder.listed and not (path / MANIFEST).exists():
-                GradedJob(
-                    folder.folder, "compare"
-                )  # raises an error that says what the folder holds
+                # Raises an error that says what the folder holds.
+                GradedJob(folder.folder, "compare")
             return _Job(folder, None, str(error), damaged=isinstance(error, JobError))
         if not is_config(entry.config):
             return _Job(
@@ -135,11 +140,11 @@ class _Job:
         return {}
 
     def samples(self, by: str | None) -> pa.Table | None:
-        """The samples of the job's rows with their values in the column `by`, if that is not None;
-        None if the job has no score.
+        """The samples of the job's rows; None if the job has no score. With `by` they have the
+        values of that column.
 
         Raises:
-            ConfigError: the rows run with several adapters, or `by` is no column of them.
+            ConfigError: the rows run with several adapters, or `by` is not a column of them.
         """
         from batchgen.evals.scores.samples import Samples
 
@@ -174,7 +179,7 @@ class _Job:
 
 
 def _check_alone(jobs: Sequence[_Job]) -> None:
-    """Set `alone` of the jobs."""
+    """Set `alone` of each job."""
     times = [own_times(job.metrics) for job in jobs]
     for number, job in enumerate(jobs):
         others = [time for other, spans in enumerate(times) if other != number for time in spans]
@@ -186,7 +191,7 @@ def _check_alone(jobs: Sequence[_Job]) -> None:
 
 
 def _by_seed(jobs: Sequence[_Job]) -> list[list[_Job]]:
-    """Groups of jobs that differ in their seeds alone, in the order of their first ones."""
+    """Group the jobs that differ only in their seeds. Groups have the order of their first jobs."""
     groups_by_key: dict[tuple[Any, ...], list[_Job]] = {}
     for number, job in enumerate(jobs):
         rest = {name: value for name, value in job.settings.items() if name != SEED}
@@ -205,12 +210,13 @@ def _by_seed(jobs: Sequence[_Job]) -> list[list[_Job]]:
 def _arms_of(
     group: Sequence[_Job], first: _Job | None, *, by: str | None, several: bool, anyway: bool
 ) -> list[Arm]:
-    """The arms of jobs that are averaged: one, or one for each value of the column `by`; and one
-    without a score for each job that has none.
+    """The arms of a group of jobs that are averaged: one arm, or one for each value of the column
+    `by`. A job without a score is another arm.
 
     Args:
         first: the first job with a score in the whole comparison, whose exam the others must equal.
-        several: whether there are other groups, so that the name of an arm must say of which it is.
+        several: whether there are other groups, so that an arm's name must say which group it
+            belongs to.
     """
     from batchgen.evals.scores.job_score import config_marks
 
@@ -243,10 +249,10 @@ def _arms_of(
 
 
 def _arm(jobs: Sequence[_Job]) -> Arm:
-    """The arm of one or several jobs, without marks as yet."""
+    """The arm of one or several jobs, still without marks."""
     seeds = tuple(job.settings[SEED] for job in jobs) if len(jobs) > 1 else ()
     numbers = [job_numbers(job.metrics, job.config) for job in jobs]
-    shared = [key for key in numbers[0] if all(key in of_job for of_job in numbers)]
+    shared = [key for key in numbers[0] if all(key in job_values for job_values in numbers)]
     rest = {key: value for key, value in jobs[0].settings.items() if not seeds or key != SEED}
     return Arm(
         _name(jobs, rest),
@@ -255,13 +261,15 @@ def _arm(jobs: Sequence[_Job]) -> Arm:
         damaged=any(job.damaged for job in jobs),
         settings=rest,
         seeds=seeds,
-        metrics={key: sum(of_job[key] for of_job in numbers) / len(numbers) for key in shared},
+        metrics={
+            key: sum(job_values[key] for job_values in numbers) / len(numbers) for key in shared
+        },
         alone=all(job.alone for job in jobs),
     )
 
 
 def _name(jobs: Sequence[_Job], rest: dict[str, str]) -> str:
-    """The name of an arm: of its folders without their seeds, or else of its settings `rest`."""
+    """The name of an arm: that of its folders without their seeds, or else its settings `rest`."""
     names = [job.folder.name for job in jobs]
     if len(names) == 1:
         return names[0]
@@ -278,7 +286,7 @@ def _of_value(whole: Arm, by: str, value: str | None, *, several: bool) -> Arm:
 
 
 def _differences(first: _Job, job: _Job) -> list[str]:
-    """The differences between the exams of two jobs, a sentence each."""
+    """The differences between the exams of two jobs, one sentence each."""
     from batchgen.evals.scores.asked_prompts import exam_differences
 
     if first is job:

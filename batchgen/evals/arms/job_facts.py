@@ -1,4 +1,4 @@
-"""Facts about jobs that a comparison shows beside scores: settings, metrics, and when they ran."""
+"""Facts about jobs that a comparison shows next to scores: settings, metrics, and when they ran."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _GROUPS = (
     *("model", "dataset", "rows", "prompt", "sampling", "strategy", "constraint", "engine"),
     "post",
 )
-"""Groups of a configuration that say what a job computed, in their order there."""
+"""Groups of a configuration that decide what a job computes, in their order there."""
 _SLACK = 2.0
-"""Seconds by which recorded times of beginning and end may be wrong."""
+"""Seconds by which the recorded times of an attempt may be wrong."""
 
 
 def is_config(config: object) -> bool:
@@ -25,7 +25,7 @@ def is_config(config: object) -> bool:
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """For each configuration the settings in which they differ: key → value as text. A
+    """The settings in which configurations differ, for each of them: key → value as text. A
     configuration that is not known has none."""
     flat = [dict(_keys(config)) for config in configs]
     known = [settings for settings in flat if settings]
@@ -39,7 +39,7 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, s
 def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for group in _GROUPS:
         for key, value in _flat(group, config.get(group)):
-            if key != "model.name":  # which the path says, too
+            if key != "model.name":  # follows from the path
                 yield key, value
 
 
@@ -52,8 +52,8 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def job_numbers(metrics: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of metrics.json and of the configuration, by their keys with points, and the two
-    that follow from others: tokens_per_forward and tokens_per_answer."""
+    """The numbers of metrics.json and of the configuration, by their dotted keys; and the two
+    numbers tokens_per_forward and tokens_per_answer, computed from others."""
     numbers = dict(_numbers("", {**config, **metrics}))
     tokens, answers = numbers.get("generated_tokens"), numbers.get("rows", 0)
     forwards = numbers.get("counts.num_forwards")
@@ -73,7 +73,12 @@ def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 class OwnTime(NamedTuple):
-    """When an attempt at a job ran: the machine, and seconds since 1970."""
+    """The time in which an attempt at a job ran.
+
+    Attributes:
+        host: the machine.
+        begin, end: seconds since 1970.
+    """
 
     host: str
     begin: float
@@ -81,13 +86,14 @@ class OwnTime(NamedTuple):
 
 
 def own_times(metrics: Mapping[str, Any]) -> list[OwnTime]:
-    """When the attempts at a job ran, somewhat shortened, as beginning and end are not exact."""
+    """The times in which the attempts at a job ran, shortened by _SLACK because they are not
+    exact."""
     times = []
     for attempt in metrics.get("attempts") or ():
         try:
             began = datetime.strptime(attempt["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
             end = began + float(attempt["wall_s"]) - _SLACK
             times.append(OwnTime(str(attempt["host"]), began, end))
-        except (LookupError, TypeError, ValueError):  # a stranger's, or an older version's
+        except (LookupError, TypeError, ValueError):  # from a stranger or an older version
             continue
     return times

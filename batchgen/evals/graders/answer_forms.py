@@ -40,13 +40,14 @@ _LABEL = re.compile(
 
 
 def normal_integer(answer: str) -> str | None:
-    r"""The whole number that an answer says, in its shortest form; None if it says no such number.
+    r"""The whole number that an answer states, in its shortest form; None if it states no such
+    number.
 
-    Understood are signs, thousands (`1,000`, `1 000`, `1{,}000`), decimals that are all zero
-    (`18.00`), leading zeros (`018`), a currency, `x =` or `m + n =` before it, a unit or a percent
-    sign after it (`18 \text{ dollars}`, `90^\circ`), powers of ten (`5 million`, `1e6`), and what
-    only lays it out. `-0` is `0`. What must be computed is no number (`9 + 9`), and neither are
-    `3 or 4` and `3x`. Digits alone may be any number of them.
+    Read are signs, thousands (`1,000`, `1 000`, `1{,}000`), decimals that are all zero (`18.00`),
+    leading zeros (`018`), a currency, `x =` or `m + n =` before it, a unit or a percent sign after
+    it (`18 \text{ dollars}`, `90^\circ`), powers of ten (`5 million`, `1e6`), and layout commands.
+    `-0` is `0`. Expressions that must be computed (`9 + 9`), `3 or 4` and `3x` are not numbers.
+    There may be any number of digits.
     """
     if _SIMPLE.fullmatch(answer):
         return answer
@@ -65,8 +66,8 @@ def normal_integer(answer: str) -> str | None:
 
 
 def _short_integers(values: Sequence[Any]) -> tuple[pa.StringArray, pa.BooleanArray]:
-    """Texts or integers as an Arrow array of texts, and which of them are whole numbers in their
-    shortest form; values of several kinds or of another one become nulls."""
+    """[N] Texts or integers as an Arrow array of texts, and [N] whether each is a whole number in
+    its shortest form. Values of another or of several types become nulls."""
     import pyarrow as pa  # workers need neither
     import pyarrow.compute as pc
 
@@ -85,8 +86,12 @@ def _short_integers(values: Sequence[Any]) -> tuple[pa.StringArray, pa.BooleanAr
 def short_integer_marks(
     answers: Sequence[Any], targets: Sequence[Any]
 ) -> tuple[list[float | None], list[str | None], list[str | None], list[int]]:
-    """The marks, keys and targets of N rows whose answer and target are short integers; None for
-    the other rows, and the places of these."""
+    """Mark rows whose answer and target are both short integers.
+
+    Returns:
+        The marks, keys and targets of the N rows, None for the other rows; and the indices of the
+        other rows.
+    """
     import pyarrow.compute as pc  # workers do not need it
 
     integers, is_short = _short_integers(answers)
@@ -94,19 +99,27 @@ def short_integer_marks(
     short = pc.and_(is_short, is_short_target)
     columns = pc.equal(integers, wanted).cast("float64"), integers, wanted
     marks, keys, against = (pc.if_else(short, column, None).to_pylist() for column in columns)
-    return marks, keys, against, [at for at, is_one in enumerate(short.to_pylist()) if not is_one]
+    return (
+        marks,
+        keys,
+        against,
+        [at for at, is_marked in enumerate(short.to_pylist()) if not is_marked],
+    )
 
 
 def normal_text(text: str, ignore_case: bool = False) -> str:
-    """The text with single spaces for white space, and none at its ends."""
+    """The text with single spaces instead of white space, and none at its ends."""
     joined = " ".join(text.split())
     return joined.casefold() if ignore_case else joined
 
 
 def choice_letter(answer: str, choices: Sequence[Any]) -> str:
-    """The letter that an answer names alone (`b`, `(B)`, `Option B`), or the letter of the choice
-    whose text it is, or the letter before a text (`B. iron`), or several letters in their order
-    (`A, C` for `C and A`); else the answer's own text."""
+    """The letter of the choice that an answer names.
+
+    It is the only letter of the answer (`b`, `(B)`, `Option B`), the letter of the choice with its
+    text, the letter before a text (`B. iron`), or several letters in their order (`A, C` for `C and
+    A`). Otherwise the text of the answer is returned.
+    """
     text = plain(answer)
     text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
     if match := _LETTER.fullmatch(text):
@@ -125,7 +138,7 @@ def choice_letter(answer: str, choices: Sequence[Any]) -> str:
 
 
 def equal_choices(one: str, other: str, choices: Sequence[Any]) -> bool:
-    """Whether two letters are those of choices with the same text."""
+    """Whether two letters belong to choices with the same text."""
     texts = [
         normal_text(str(choices[at]))
         for letter in (one, other)
@@ -135,7 +148,11 @@ def equal_choices(one: str, other: str, choices: Sequence[Any]) -> bool:
 
 
 def matches_whole(pattern: str, answer: str, ignore_case: bool) -> bool:
-    """Whether a regular expression matches a whole answer; GradeFailure if it is none."""
+    """Whether a regular expression matches a whole answer.
+
+    Raises:
+        GradeFailure: the pattern is not a regular expression.
+    """
     try:
         compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
     except re.error as error:
@@ -146,8 +163,11 @@ def matches_whole(pattern: str, answer: str, ignore_case: bool) -> bool:
 
 
 def valid_json(answer: str, schema: Any) -> tuple[bool, str]:
-    """Whether an answer is JSON that a schema (text or mapping) allows, and its normal form;
-    GradeFailure if the schema is none."""
+    """Whether an answer is JSON that a schema (text or mapping) allows, and its normal form.
+
+    Raises:
+        GradeFailure: the schema is not a JSON Schema.
+    """
     try:
         validator = _validator(schema if isinstance(schema, str) else repr_json(schema))
     except (ConstraintError, ValueError) as error:
@@ -165,7 +185,7 @@ def _validator(schema: str) -> Any:
 
 
 def check_json_schema(schema: str | Mapping[str, Any]) -> None:
-    """Raise ValueError or ConstraintError if it is no JSON Schema."""
+    """Raise ValueError or ConstraintError for a value that is not a JSON Schema."""
     make_validator(parse_unique_json(schema) if isinstance(schema, str) else dict(schema))
 
 

@@ -1,8 +1,8 @@
 """A fast path of `Extract`: finds the boxed answer of simple texts, for a whole Arrow array at
 once.
 
-Most texts of a model that was asked for a boxed number hold `\boxed{18}` and no other command.
-Their content is found by comparing bytes, in a fraction of the time that reading each text takes.
+Most texts of a model that was asked for a boxed number contain `\boxed{18}` and no other command.
+The box is found by comparing bytes, in a fraction of the time that reading each text takes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _COMMAND = b"\\boxed{"
 _LONGEST = 32
 """The most characters in a box that is found here."""
 _LAST_SPACE = ord(" ")
-"""No ASCII character above it is white space."""
+"""The last ASCII character that is white space; all above it are not."""
 
 
 class LoneBoxes(NamedTuple):
-    """The content of the only box of simple texts among N.
+    """The content of the only box of each simple text among N texts.
 
     Attributes:
         present: [N] bool, whether the text is simple.
-        first, last: [N] int32, the content is characters `first` up to `last`, which is behind it;
-            0 for texts that are not simple. All are ASCII, so characters are bytes.
+        first, last: [N] int32, the content is the characters from `first` up to, not including,
+            `last`; 0 for texts that are not simple. All characters are ASCII, so they are bytes.
     """
 
     present: npt.NDArray[np.bool_]
@@ -46,10 +46,11 @@ class LoneBoxes(NamedTuple):
 
 
 def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
-    r"""Find the ASCII texts [N] whose only backslash begins `\boxed{…}`, and what that holds.
+    r"""Find the ASCII texts [N] whose only backslash begins `\boxed{…}`, and the content of the
+    box.
 
     A text is not simple if it has one of the characters in `without`, or if its box is empty or
-    over 32 characters, holds a brace, begins or ends with white space, or has no end.
+    longer than 32 characters, contains a brace, begins or ends with white space, or has no end.
     """
     data, begins, ends = _bytes(texts)
     slashes = np.flatnonzero(data == _COMMAND[0])
@@ -58,11 +59,12 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
     start = slashes[slash[rows]] + len(_COMMAND)
     is_inside = start < ends[rows]
     rows, start = rows[is_inside], start[is_inside]
-    # [rows, 33]: the bytes behind the command, without going beyond the end of all bytes.
+    # [rows, 33]: the bytes after the command, without going beyond the end of all bytes.
     follows = start[:, None] + np.arange(_LONGEST + 1)
     content = data[np.minimum(follows, len(data) - 1)]
     is_simple = np.ones(len(rows), bool)
-    # The command is there, ends with a brace within the text, and its content is not refused.
+    # A text is simple if the whole command is there, its closing brace is within the text, and its
+    # content is allowed.
     for distance, byte in enumerate(_COMMAND[::-1], 1):
         is_simple &= data[start - distance] == byte
     closing = content == ord("}")
@@ -86,7 +88,7 @@ def lone_boxes(texts: pa.StringArray, without: str = "") -> LoneBoxes:
 def parts_of(
     texts: pa.StringArray, first: npt.NDArray[np.int32], last: npt.NDArray[np.int32]
 ) -> pa.StringArray:
-    """Cut a part out of each text [N], from byte `first` up to `last`, which is behind it."""
+    """Cut a part out of each text [N], from byte `first` up to, not including, `last`."""
     data, begins, _ = _bytes(texts)
     lengths = last - first
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -98,8 +100,8 @@ def parts_of(
 def _bytes(
     texts: pa.StringArray,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The bytes of all texts one after the other, and where each text begins and ends in them,
-    [N]."""
+    """The bytes of all texts one after the other, and the indices [N], [N] at which each text
+    begins and ends in them."""
     _, offsets_buffer, data_buffer = texts.buffers()
     if not len(texts) or data_buffer is None:
         nowhere = np.zeros(len(texts), np.int64)
@@ -113,7 +115,7 @@ def _bytes(
 def _within(
     indices: npt.NDArray[np.int64], begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Count the ascending byte `indices` that fall into each text. Returns, for each text, how many
-    come before it, and how many fall into it."""
+    """Count the ascending byte `indices` in each text. Returns, for each text, how many come before
+    it, and how many are in it."""
     before = np.searchsorted(indices, begins)
     return before, np.searchsorted(indices, ends) - before

@@ -1,4 +1,5 @@
-"""Makes the steps that a configuration names in `rows` (those that add columns) and in `post`."""
+"""Makes the steps that a configuration names in `post`, and those of `rows` that add columns, and
+checks them."""
 
 from __future__ import annotations
 
@@ -20,36 +21,38 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.shorten import some_names
 
 _OF_ROWS = ("num_prompt_tokens", "num_generated_tokens")
-"""Columns of numbers that every row of an output has."""
+"""Columns of numbers that all rows of an output have."""
 
 
 class _Versioned(Protocol):
+    """A step of either list."""
+
     @property
     def version(self) -> int: ...
 
 
 def row_step(number: int, config: StepConfig) -> RowStep:
-    """Step `number` of `rows`, which adds columns."""
+    """Make step `number` of `rows`, which adds columns."""
     step: RowStep = _step_of("rows", number, config, RowStep)
     return step
 
 
 def post_steps(configs: Sequence[StepConfig]) -> tuple[PostStep, ...]:
-    """The steps of `post`.
+    """Make the steps of `post`.
 
     Raises:
-        ConfigError: a mistake in a step, or the steps do not go together (see `StepChain`).
+        ConfigError: a mistake in a step, or the steps do not fit together (see `StepChain`).
     """
     steps = tuple(_step_of("post", number, step, PostStep) for number, step in enumerate(configs))
-    StepChain(steps)  # it refuses columns that are there twice, or that come too late
+    StepChain(steps)  # refuses columns that two steps write, or that are written too late
     return steps
 
 
 def step_descriptions(
     configs: Sequence[StepConfig], steps: Sequence[_Versioned]
 ) -> list[dict[str, Any]]:
-    """Each step's class, options and version as plain values: what its columns follow from. They
-    are compared with those of other versions of batchgen."""
+    """The class, the options and the version of each step as plain values. They decide the values
+    of its columns, and are compared with those of other versions of batchgen."""
     return [
         {
             "_target_": lasting_name(config.target),
@@ -61,7 +64,11 @@ def step_descriptions(
 
 
 def check_fields(steps: Sequence[PostStep], columns: Sequence[str]) -> None:
-    """Check that the rows of a job's output have the columns that its `post` steps read."""
+    """Check that the rows of a job's output have the columns that its `post` steps read.
+
+    Raises:
+        ConfigError: a column is missing.
+    """
     for number, step in enumerate(steps):
         for name in step.field_names or ():
             if name not in columns:
@@ -80,6 +87,7 @@ def check_machine(steps: Sequence[PostStep]) -> None:
 
 
 def _step_of(key: str, number: int, config: StepConfig, protocol: type) -> Any:
+    """Make a step, and check that its class has the members of `protocol`."""
     key_path = f"{key}[{number}]"
     target = f"{key_path}._target_: {config.target}"
     cls = named_code(config.target, f"{key_path}._target_")
@@ -100,11 +108,13 @@ def _step_of(key: str, number: int, config: StepConfig, protocol: type) -> Any:
 
 
 def check_scored(post: Sequence[PostStep], config: ScoreConfig, columns: Sequence[str]) -> None:
-    """Check before a job runs that it can be scored when it ends. Marks whose column has a prefix
-    give no scores, which is said on stderr if there are no others.
+    """Check before a job runs that it can be scored when it ends.
+
+    Marks in a column with a prefix give no scores; if there are no others, a warning is printed to
+    stderr.
 
     Raises:
-        ConfigError: there will be no column that is scored.
+        ConfigError: the column to score will not exist.
     """
     names = [column.name for step in post for column in step.columns]
     scored, rows = config.column, [*columns, *_OF_ROWS]

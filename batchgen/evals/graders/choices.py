@@ -1,7 +1,5 @@
-"""The row step `OrderChoices`, which orders the choices of a multiple-choice question.
-
-The order depends on the row alone. `RowStep` is the interface of steps that add columns to a row.
-"""
+"""The row step `OrderChoices`, which orders the choices of a multiple-choice question, and
+`RowStep`, the interface of steps that add columns to a row."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class BadChoices(Exception):
-    """A row whose choices cannot be read. The message says which column is wrong."""
+    """The choices of a row cannot be read. The message names the column."""
 
 
 class RowStep(Protocol):
@@ -31,11 +29,11 @@ class RowStep(Protocol):
 
     @property
     def version(self) -> int:
-        """Grows when the same options may give other values than before."""
+        """A number that increases when the same options may give other values than before."""
 
     @property
     def writes(self) -> tuple[Column, ...]:
-        """What the step adds."""
+        """The columns that the step adds."""
 
     @property
     def field_names(self) -> tuple[str, ...]:
@@ -59,10 +57,10 @@ def rotate_choices(choices: Sequence[T], by: int) -> list[T]:
 
 
 def shuffle_choices(choices: Sequence[T], key: str) -> list[T]:
-    """The choices in an order that follows from the key alone, all orders equally likely.
+    """The choices in an order that depends only on the key; all orders are equally likely.
 
     The order is number d of all orders in lexicographic order, where d is the SHA-256 digest of the
-    key (UTF-8), read as one big-endian integer, modulo their number.
+    key (UTF-8), read as a big-endian integer, modulo the number of orders.
     """
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     rest = int.from_bytes(digest, "big") % factorial(len(choices))
@@ -77,7 +75,7 @@ def letter_of(choices: Sequence[str], right: str) -> str:
     """The letter of the first choice that equals the right one.
 
     Raises:
-        BadChoices: none does.
+        BadChoices: no choice does.
     """
     if right not in choices:
         raise BadChoices(f"the right answer {right!r} is not one of the choices")
@@ -88,20 +86,20 @@ def letter_of(choices: Sequence[str], right: str) -> str:
 class OrderChoices:
     """A row step that writes the choices of a question in order, and the letter of the right one.
 
-    Its columns are `choices` (a list of texts) and `target` (a letter). Of choices that are equal
-    to the right one, the first gives the letter; method `choice` of `Grade` takes the others as
-    right, too. A row with more than 26 choices has no letters for them and becomes an error row.
+    It writes the columns `choices` (a list of texts) and `target` (a letter). If several choices
+    equal the right one, the first gives the letter; method `choice` of `Grade` accepts the others
+    as right, too. A row with more than 26 choices becomes an error row.
 
     Attributes:
-        columns: the columns of the choices, the right one first; each holds one text or number, and
-            those behind the first may hold a list of several. Must be empty with `choices_column`.
+        columns: the columns of the choices, the right one first. Each holds one text or number; all
+            but the first may hold a list of several. Must be empty with `choices_column`.
         choices_column: the column that holds a list of all choices.
         target_column: with `choices_column`, the column that holds the letter or the position (from
             0) of the right one.
-        order: `given` keeps the order. `rotated` begins with choice (row_index + 1) mod n, which is
-            how OpenCompass orders GPQA. `shuffled` follows from the text of `key_column`, so it is
-            the same wherever the row stands.
-        key_column: for `shuffled`.
+        order: `given` keeps the order. `rotated` begins with choice (row_index + 1) mod n, as
+            OpenCompass orders GPQA. `shuffled` depends only on the text of `key_column`, so it is
+            the same wherever the row is in the data set.
+        key_column: the column for `shuffled`.
     """
 
     version = 1
@@ -129,7 +127,7 @@ class OrderChoices:
 
     @property
     def writes(self) -> tuple[Column, ...]:
-        """What the step adds."""
+        """The columns that the step adds."""
         return (
             Column("choices", "strings", "the choices in the order in which the prompt has them"),
             Column("target", "string", "the letter of the right choice"),
@@ -142,13 +140,13 @@ class OrderChoices:
         return tuple(name for name in names if name is not None)
 
     def apply(self, row_index: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """`choices` and `target` of a row.
+        """The values of `choices` and `target` for a row.
 
         Args:
             row_index: the row's position in the data set, from 0.
 
         Raises:
-            BadChoices: the row lacks a column or a choice, or its target is none of them.
+            BadChoices: the row lacks a column or a choice, or its target is not one of them.
         """
         choices, right = self._choices(fields)
         if self.order == "rotated":
@@ -159,7 +157,7 @@ class OrderChoices:
         return {"choices": choices, "target": letter_of(choices, right)}
 
     def _choices(self, fields: Mapping[str, Any]) -> tuple[list[str], str]:
-        """The choices as the row has them, and the text of the right one."""
+        """The choices in the order of the row, and the text of the right one."""
         if self.choices_column is None:
             first, *rest = ((name, self._value(fields, name)) for name in self.columns)
             texts = [_text(first[1], first[0])]

@@ -1,4 +1,4 @@
-"""The post step `Extract`, which finds the answer in the text that a model wrote."""
+"""The post step `Extract`, which finds the answer in the text of a model's output."""
 
 from __future__ import annotations
 
@@ -45,29 +45,35 @@ _FENCE = re.compile(r"```(?:json)?[ \t]{0,8}\n(.*?)```", re.S)
 class Extract(TextStep):
     r"""Finds the answer in the text of a row.
 
-    First the reasoning is cut off: what stands up to the last `reasoning_end`, and what stands from
+    First the reasoning is cut off: everything up to the last `reasoning_end`, and everything from
     an unclosed `reasoning_start` on. Then the methods are tried in turn; the first that finds
     something wins.
 
     - `boxed`: the content of a box (`\boxed{…}`).
     - `last_number`: a number with its sign, thousands (`1,000`, `1 000 000`), decimals and power of
-      ten (`1e6`); a time or ratio (`10:30`) is one whole.
-    - `letter`: one of `letters`: where an answer is stated ("Answer: C", "the answer is (C)",
-      "option B is correct", "答案：C"), else in a box, else a first or last line of its own ("C",
-      "(C)"), else where one is decided for ("it must be C"), else at the start of the answer
-      ("C. because"), else behind a bare label ("option C"). Two letters ("A, B") are none.
+      ten (`1e6`); a time or ratio (`10:30`) is one number.
+    - `letter`: one of `letters`, in the first of these places that has one: after a statement
+      ("Answer: C", "the answer is (C)", "option B is correct", "答案：C"); in a box; alone in the
+      first or last line ("C", "(C)"); after a decision ("it must be C"); at the start of the answer
+      ("C. because"); after a bare label ("option C"). Two letters ("A, B") do not count.
     - `regex`: group `group` of `pattern`.
-    - `json_path`: the value at `path`, such as `$.result[0].answer`, in the JSON that the answer
-      is or holds. Strings are taken as they are, other values as JSON text. Its span is that of the
+    - `json_path`: the value at `path`, such as `$.result[0].answer`, in the JSON that the answer is
+      or contains. Strings are taken as they are, other values as JSON text. The span is that of the
       whole JSON.
-    - `code`: what stands in a block of code, between lines of three backticks.
-    - `whole`: all of it.
+    - `code`: the content of a block of code, between lines of three backticks.
+    - `whole`: the whole text.
 
     Attributes:
         methods: one of these or several.
-        which: whether the first or the last match counts, where there are several.
-        reasoning_required: a text without `reasoning_end` has no answer. For models whose chat
-            template begins the reasoning, so that a text that was cut has no mark in it.
+        which: whether the first or the last match counts, if there are several.
+        reasoning_start: the text that begins the reasoning; null for none.
+        reasoning_end: the text that ends the reasoning; null for none.
+        reasoning_required: whether a text without `reasoning_end` has no answer. For models whose
+            chat template begins the reasoning, so that a text that was cut contains neither mark.
+        letters: the letters for `letter`.
+        pattern: the regular expression for `regex`.
+        group: the group of `pattern` that is the answer; 0 is the whole match.
+        path: the path for `json_path`.
         prefix: put before the names of the columns.
     """
 
@@ -112,7 +118,8 @@ class Extract(TextStep):
 
     @property
     def version(self) -> int:
-        """Grows for the methods whose answers change, so that other grades stay as they are."""
+        """A number that increases for the methods whose answers change, so that other grades stay
+        valid."""
         return 4 if "letter" in self.methods else 2
 
     @cached_property
@@ -156,7 +163,8 @@ class Extract(TextStep):
         return dict(zip(self._names, (answers, starts, ends, reasoning_ends), strict=True))
 
     def _lone_boxes(self, texts: pa.StringArray) -> LoneBoxes:
-        """`lone_boxes` of texts without a mark of the reasoning, if nothing comes before boxes."""
+        """The `lone_boxes` of texts without a mark of the reasoning; none if another method comes
+        before `boxed`."""
         from batchgen.evals.graders.boxed_fast import LoneBoxes, lone_boxes
 
         marks = [mark for mark in (self.reasoning_start, self.reasoning_end) if mark is not None]
@@ -165,11 +173,11 @@ class Extract(TextStep):
         return lone_boxes(texts, "".join({mark[0] for mark in marks}))
 
     def _values(self, text: str) -> tuple[str | None, int | None, int | None, int]:
-        """The values of the columns for a text."""
+        """The values of the four columns for a text."""
         start = 0
-        # One character is found many times faster than a word.
+        # Python finds one character many times faster than a word.
         if self._first_of_marks in text or self.reasoning_required:
-            start, end = self._behind_reasoning(text)
+            start, end = self._after_reasoning(text)
             text = text[start:end]
         match = self._find(text)
         if match is None:
@@ -179,12 +187,13 @@ class Extract(TextStep):
 
     @cached_property
     def _first_of_marks(self) -> str:
-        """A character without which no mark of the reasoning is in a text; empty if there is none
-        such."""
+        """The first character of both marks of the reasoning; empty if they differ, which every
+        text contains."""
         firsts = {mark[:1] for mark in (self.reasoning_start, self.reasoning_end) if mark}
         return firsts.pop() if len(firsts) == 1 else ""
 
-    def _behind_reasoning(self, text: str) -> Span:
+    def _after_reasoning(self, text: str) -> Span:
+        """The span of the text after the reasoning."""
         start, end = 0, len(text)
         if self.reasoning_end is not None:
             at = text.rfind(self.reasoning_end)
@@ -198,20 +207,21 @@ class Extract(TextStep):
         return start, end
 
     def _find(self, text: str) -> tuple[str, Span] | None:
-        """The answer and its span in the text behind the reasoning."""
+        """The answer and its span, in the text after the reasoning."""
         for method in self.methods:
             if method == "json_path":
                 if (from_json := self._json_path(text)) is not None:
                     return from_json
             elif (span := self._span(method, text)) is not None:
                 whole = text[span[0] : span[1]]
-                # The first line of a program may be indented as the others are.
+                # The indentation of a program's first line is kept.
                 if answer := whole.strip("\n").rstrip() if method == "code" else whole.strip():
                     start = span[0] + whole.find(answer)
                     return answer, (start, start + len(answer))
         return None
 
     def _span(self, method: Method, text: str) -> Span | None:
+        """The span that a method finds; None if it finds nothing."""
         if method == "boxed":
             return self._pick(boxes(text))
         if method == "last_number":
@@ -256,8 +266,8 @@ class Extract(TextStep):
 
 
 def _json_in(text: str) -> tuple[Any, Span] | None:
-    """The JSON value that a text is, that its last fenced block holds, or that begins with its
-    first brace; and where it stands."""
+    """The JSON value, and its span, that a text is, that its last fenced block contains, or that
+    begins with its first brace."""
     spans = [stripped(text, (0, len(text)))]
     spans += [stripped(text, match.span(1)) for match in _FENCE.finditer(text)][-1:]
     for span in spans:
@@ -279,7 +289,7 @@ def _steps(path: str) -> list[str | int]:
     """The keys and positions of a path such as `$.a.b[0]`.
 
     Raises:
-        ConfigError: it is no such path.
+        ConfigError: the path has another form.
     """
     at, steps = 1, []
     while path.startswith("$") and (match := _STEP.match(path, at)):

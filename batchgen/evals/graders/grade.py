@@ -1,4 +1,4 @@
-"""The post step `Grade`, which compares the extracted answer with the row's target."""
+"""The post step `Grade`, which compares the extracted answer of a row with the row's target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Method = Literal[
     "integer", "math", "choice", "exact", "contains", "regex", "json_schema", "function"
 ]
 METHODS: tuple[str, ...] = get_args(Method)
-_Values = tuple[float | None, str | None, str | None]
+_Values = tuple[float | None, str | None, str | None]  # mark, answer_key, graded_against
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +39,24 @@ class Grade:
     - `integer`: both are the same whole number, as `normal_integer` reads them.
     - `math`: both are mathematically the same, as `batchgen.same_math` compares them.
     - `choice`: the answer is the letter of the target, or the text of that choice or of an equal
-      one; of several letters ("A, C") all, in any order.
-    - `exact`: the same text, apart from white space at the ends and runs of it. A target true or
-      false is meant in any case.
-    - `contains`: the target is a text or a list of texts; the mark is the share of these that stand
-      in the answer, in any case of letters.
+      one. If the target has several letters ("A, C"), the answer must name all of them, in any
+      order.
+    - `exact`: the same text, apart from white space at the ends and runs of it. The case of a
+      target true or false does not matter.
+    - `contains`: the target is a text or a list of texts; the mark is the share of these that the
+      answer contains, ignoring case.
     - `regex`: the target is a regular expression that matches the whole answer.
     - `json_schema`: the answer is JSON that is valid against `schema`, or against the target.
-    - `function`: what `function` returns: true or false, or a number from 0 to 1.
+    - `function`: the result of `function`: true or false, or a number from 0 to 1.
 
     Attributes:
+        method: how answer and target are compared.
         answer: the column with the answer, which an earlier step wrote.
-        target: the column with what is right.
+        target: the column with the right answer.
         target_pattern: a regular expression; the last match of its group 1 in the column is the
             target. GSM8K has its targets at the end of a text.
-        choices: for `choice`, the column with the texts of the choices; null takes letters only.
-        ignore_case: for `exact` and `regex`.
+        choices: for `choice`, the column with the texts of the choices; null accepts only letters.
+        ignore_case: whether `exact` and `regex` ignore case.
         schema: for `json_schema`, as JSON text or a mapping; null takes the target.
         function: `_target_` is the import path of a function, which is called with the keyword
             arguments answer (None if there is none), target, text and fields, and with the other
@@ -179,7 +181,8 @@ class Grade:
         return dict(zip(self._names, (marks, keys, against), strict=True))
 
     def _values(self, answer: Any, value: Any, choices: Any) -> _Values:
-        """The values of the columns for a row's answer, its target and the texts of its choices."""
+        """The values of the columns, from a row's answer, its target and the texts of its
+        choices."""
         if self.method == "contains":
             return self._contained(answer, value)
         texts = choices if isinstance(choices, list | tuple) else ()
@@ -196,7 +199,7 @@ class Grade:
         if (
             not isinstance(wanted, list)
             or not wanted
-            or not all(isinstance(one, str) and one for one in wanted)
+            or not all(isinstance(text, str) and text for text in wanted)
         ):
             raise GradeFailure(
                 "no_target" if value is None else "bad_target",
@@ -206,12 +209,15 @@ class Grade:
         if answer is None:
             return 0.0, None, against
         text = str(answer).casefold()
-        share = sum(one.casefold() in text for one in wanted) / len(wanted)
+        share = sum(part.casefold() in text for part in wanted) / len(wanted)
         return share, normal_text(str(answer)), against
 
     def _target(self, value: Any, choices: Sequence[Any] = ()) -> str | None:
-        """The text of the target, or GradeFailure if the row has none; None where the method needs
-        none."""
+        """The text of the target; None if the method needs none.
+
+        Raises:
+            GradeFailure: the row has no target.
+        """
         if value is None:
             if self.method == "function" or self.schema is not None:
                 return None
@@ -227,14 +233,18 @@ class Grade:
         return text
 
     def _text_of(self, value: Any, choices: Sequence[Any]) -> str:
-        """The text of a target that may be of another type."""
+        """The text of a target, which may be of another type.
+
+        Raises:
+            GradeFailure: the value is not one target.
+        """
         if isinstance(value, Mapping) and self.method == "json_schema":
             return repr_json(value)
         if isinstance(value, list) and self.method == "choice":
-            if value and all(isinstance(each, str) for each in value):
+            if value and all(isinstance(item, str) for item in value):
                 return ", ".join(value)  # the letters of several choices
         if isinstance(value, Mapping) or (
-            isinstance(value, list) and not all(type(each) in (int, float) for each in value)
+            isinstance(value, list) and not all(type(item) in (int, float) for item in value)
         ):
             raise GradeFailure(
                 "bad_target",
@@ -252,7 +262,11 @@ class Grade:
     def _compare(
         self, answer: str, target: str | None, choices: Sequence[Any], ignore_case: bool
     ) -> tuple[bool, str | None]:
-        """Whether the answer is right, and its normal form."""
+        """Whether the answer is right, and its normal form.
+
+        Raises:
+            GradeFailure: the target is not of the method's kind.
+        """
         if self.method == "json_schema":
             return valid_json(answer, self.schema if self.schema is not None else target)
         assert target is not None
@@ -260,14 +274,13 @@ class Grade:
             normal_target, normal_answer = normal_integer(target), normal_integer(answer)
             if normal_target is None:
                 raise GradeFailure("bad_target", f"the target {target!r} is not a whole number")
-            return normal_answer == normal_target, normal_text(
-                answer
-            ) if normal_answer is None else normal_answer
+            key = normal_text(answer) if normal_answer is None else normal_answer
+            return normal_answer == normal_target, key
         if self.method == "math":
             right = same_math(target, answer)
             if not right and len(answer) > MOST_CHARACTERS:
                 raise GradeFailure("too_long", f"the answer has {len(answer)} characters")
-            # All ways to write the right answer are one answer where votes are counted.
+            # The same key for all forms of the right answer, so that votes count them together.
             return right, forms(target if right else answer).shortest
         if self.method == "choice":
             key, normal_target = choice_letter(answer, choices), choice_letter(target, choices)
@@ -278,6 +291,7 @@ class Grade:
         return matches_whole(target, answer, ignore_case), normal_answer
 
     def _call(self, answer: Any, target: str | None, row: AnswerRow) -> float:
+        """The mark that the user's function returns."""
         assert self.function is not None
         options = {key: value for key, value in self.function.items() if key != "_target_"}
         call = _resolve(self.function["_target_"])
@@ -290,7 +304,7 @@ class Grade:
 
 
 def _resolve(path: Any) -> Callable[..., Any]:
-    """The function that a user names."""
+    """Import the function that a user names."""
     if not isinstance(path, str) or "." not in path:
         raise ConfigError(
             f"Grade: function._target_ must be the import path of a function, got {path!r}"

@@ -1,4 +1,5 @@
-"""Runs post steps over finished rows: in this process if that is safe, else in worker processes."""
+"""Runs post steps over finished rows: in this process if that is safe, otherwise in worker
+processes. Grading and running scores use a `Grader`."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepChain:
-    """Post steps in the order in which they run. Each sees the columns of those before it."""
+    """Post steps in the order in which they run. Each step can read the columns of the steps before
+    it."""
 
     steps: tuple[PostStep, ...]
 
@@ -46,25 +48,27 @@ class StepChain:
                 self._check_written(number, name)
 
     def _check_written(self, number: int, name: str) -> None:
-        """Check that a step before that of this number writes a column, which that one reads."""
+        """Check that a column that step `number` reads is written by an earlier step."""
         writers = {column.name: at for at, step in enumerate(self.steps) for column in step.columns}
         if (writer := writers.get(name, number)) < number:
             return
-        before = [column for column, at in writers.items() if at < number]
+        known = [column for column, at in writers.items() if at < number]
         if writer > number:
-            todo = f"put post[{writer}] ({type(self.steps[writer]).__name__}) before it"
-        elif before:
-            todo = f"choose among {', '.join(before)}, or put a step before it that writes {name!r}"
+            remedy = f"put post[{writer}] ({type(self.steps[writer]).__name__}) before it"
+        elif known:
+            remedy = (
+                f"choose among {', '.join(known)}, or put a step before it that writes {name!r}"
+            )
         else:
-            todo = "put a step before it that does (Extract writes answer)"
+            remedy = "put a step before it that does (Extract writes answer)"
         raise ConfigError(
             f"post[{number}]: {type(self.steps[number]).__name__} reads the column {name!r}, "
-            f"which no step before it writes: {todo}"
+            f"which no step before it writes: {remedy}"
         )
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """What all steps write, and the error."""
+        """The columns of all steps, and the column of errors."""
         return (*(column for step in self.steps for column in step.columns), GRADE_ERROR)
 
     @cached_property
@@ -73,7 +77,7 @@ class StepChain:
 
     @cached_property
     def _parts(self) -> tuple[tuple[PostStep, ...], tuple[PostStep, ...]]:
-        """The steps before the first one that needs a worker, and all from that one on."""
+        """The steps before the first one that needs a worker, and that step with all later ones."""
         inside = tuple(takewhile(lambda step: not step.isolated, self.steps))
         return inside, self.steps[len(inside) :]
 
@@ -82,9 +86,10 @@ class StepChain:
     ) -> tuple[_Values, AnswerRow | None]:
         """Run the first steps, up to the first that needs a worker.
 
-        Returns the values of all columns, and the row for the steps that are left, without the text
-        and the fields that these do not read; None if nothing is left to do. A row with an error
-        has no text, which leaves all values null.
+        Returns:
+            The values of all columns; and the row for the steps that are left, without text and
+            fields that they do not read, or None if nothing is left to do. A row with an error has
+            no text, and all its values are null.
         """
         values: _Values = dict.fromkeys(self._names)
         if text is None:
@@ -103,14 +108,14 @@ class StepChain:
 
     @cached_property
     def takes_columns(self) -> bool:
-        """Whether `all_values` can be used: every step takes columns and needs no worker."""
+        """Whether `all_values` can be used: every step takes whole columns and needs no worker."""
         return all(isinstance(step, ColumnStep) and not step.isolated for step in self.steps)
 
     def all_values(
         self, texts: pa.StringArray, fields: Mapping[str, Sequence[Any]]
     ) -> dict[str, Sequence[Any]]:
-        """The columns of all steps for N rows, with the same values as row by row; a null text is
-        an error row."""
+        """The columns of all steps for N rows, with the same values as row by row. A null text
+        stands for an error row."""
         values: dict[str, Sequence[Any]] = {name: [None] * len(texts) for name in self._names}
         left = [index for index, valid in enumerate(texts.is_valid().to_pylist()) if valid]
         for step in cast(tuple[ColumnStep, ...], self.steps) if left else ():
@@ -132,7 +137,7 @@ class StepChain:
         return values
 
     def finish(self, row: AnswerRow) -> _Values:
-        """Run the steps that `start` has left."""
+        """Run the steps that `start` has not run."""
         return run_post_steps(self._parts[1], row)
 
     def prepare(self) -> None:
@@ -146,7 +151,7 @@ def _at(column: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
 
 
 def _put(column: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
-    """The column with other values at some ascending indices."""
+    """The column with `values` at some ascending indices."""
     if len(indices) == len(column):
         return values
     changed = list(column)
@@ -156,7 +161,8 @@ def _put(column: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -
 
 
 def run_post_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:
-    """The values of the steps' columns, and `grade_error` if a step failed; it ends the chain."""
+    """The values of the steps' columns. A step that fails ends the chain, and its error is in
+    `grade_error`."""
     values: _Values = {}
     for step in steps:
         try:
@@ -167,9 +173,7 @@ def run_post_steps(steps: Sequence[PostStep], row: AnswerRow) -> _Values:
 
 
 class Grader:
-    """Grades a stream of rows. A context manager, because it may own worker processes: `workers` of
-    them, each with `memory_bytes` and `seconds` for a row, beside those of steps that have their
-    own."""
+    """Grades a stream of rows. It is a context manager, because it may have worker processes."""
 
     def __init__(
         self,
@@ -179,6 +183,13 @@ class Grader:
         seconds: float = 10.0,
         memory_bytes: int = 4 << 30,
     ) -> None:
+        """Make a grader; processes start when they are needed.
+
+        Args:
+            workers: the number of processes.
+            seconds: the time for a row, besides the time of steps that set one.
+            memory_bytes: the memory of each process.
+        """
         self.chain = StepChain(tuple(steps))
         self._pool: WorkerPool[AnswerRow, _Values] | None = None
         step_seconds = sum(step.most_seconds for step in steps if isinstance(step, SelfTimedStep))
@@ -208,8 +219,8 @@ class Grader:
         return [] if self._pool is None else self._pool.pids
 
     def grade(self, rows: Iterable[tuple[str | None, Mapping[str, Any]]]) -> Iterator[_Values]:
-        """The values of the chain's columns for each row (text, or None for an error, and fields),
-        in order."""
+        """Yield the values of the chain's columns for each row, in order. A row is its text, or
+        None for an error, and its fields."""
         started = (self.chain.start(text, fields) for text, fields in rows)
         if self._pool is None:
             for values, _ in started:
@@ -222,7 +233,7 @@ class Grader:
         pool: WorkerPool[AnswerRow, _Values],
         started: Iterator[tuple[_Values, AnswerRow | None]],
     ) -> Iterator[_Values]:
-        held: deque[_Values] = deque()  # of the rows that the pool has read and not given back
+        held: deque[_Values] = deque()  # values of the rows that the pool has read, not returned
 
         def items() -> Iterator[AnswerRow | Ready[_Values]]:
             for values, row in started:

@@ -1,6 +1,7 @@
 """A pool of worker processes that may hang or die; each such failure costs a single item.
 
-`Grader` uses it for steps that could hang or crash, such as regular expressions of users.
+`Grader` uses it for steps that could hang or crash, such as those with regular expressions of
+users.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ _PROGRAM = (
     "from batchgen.evals.graders.grading_worker import main; main()"
 )
 _BATCH_SECONDS = 0.05
-"""A worker gets about as many items at once as it finishes in this time."""
+"""A worker is sent about as many items together as it finishes in this time."""
 _MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Ready(Generic[R]):
-    """An item whose result is known without a call. `map` yields it in its turn."""
+    """An item whose result is known without a call. `map` yields the result in its turn."""
 
     result: R
 
 
 @dataclass
 class _Task(Generic[A]):
-    """An item on its way: not yet sent, or at a worker."""
+    """An item that is not sent yet, or that a worker has."""
 
     number: int
     item: A
@@ -58,7 +59,9 @@ class _Worker(Generic[A]):
         tasks: the items that were sent and not answered; it is working on the first.
         since: the earliest time at which it can have begun the first item; before it is ready, the
             time of its start.
-        at_once: how many items it gets next.
+        sent: the time at which the items were sent.
+        ready: whether it has reported that it can begin.
+        at_once: the number of items that it is sent next.
     """
 
     process: subprocess.Popen[bytes]
@@ -79,26 +82,27 @@ class _Worker(Generic[A]):
 class WorkerPool(Generic[A, R]):
     """Calls one function for many items in processes that can be killed.
 
-    `map` gives the results in the order of the items. An item whose call takes longer than
+    `map` yields the results in the order of the items. An item whose call takes longer than
     `seconds`, needs more memory than allowed or ends the process gets a `GradeFailure` instead of a
-    result (types timeout, memory, crash); the process is replaced, and no other item notices. What
-    the function raises becomes a GradeFailure too: one that it raised itself as it is, any other
-    exception with the type failed.
+    result (types timeout, memory, crash); the process is replaced, and other items are not
+    affected. Exceptions of the function become GradeFailures too: a GradeFailure stays as it is,
+    any other exception has the type failed.
 
-    The processes are started anew (not forked), import the caller's main module never, and live
-    until `close`. They do not outlive the process that made the pool, however that ends. Linux's
-    parent-death signal sees to that; it counts the thread that called `map` as the parent, so that
-    thread must not end before the pool is closed.
+    The processes are started with a new interpreter (not forked), never import the caller's main
+    module, and live until `close`. They do not outlive the process that made the pool, however that
+    ends, by Linux's parent-death signal. The signal counts the thread that called `map` as the
+    parent, so that thread must not end before the pool is closed.
 
     Args:
         function: can be pickled. It gets one item and runs in a process's main thread.
-        prepare: called in each process before it gets items, to import what the function needs.
-        workers: how many processes. They start when `map` first has work for them.
+        prepare: called in each process before it gets items, to import modules that the function
+            needs.
+        workers: the number of processes. They start when `map` first has work for them.
         seconds: the longest time that one call may take. It begins when the process can first have
             begun the call, so that a slow reader of `map` never makes a call late.
         start_seconds: the longest time that a process may take to start and prepare.
         memory_bytes: the address space that a process may have (RLIMIT_AS).
-        window: how many items `map` reads ahead of the result that it gives next.
+        window: the number of items that `map` reads ahead of the result that it yields next.
     """
 
     def __init__(
@@ -140,11 +144,11 @@ class WorkerPool(Generic[A, R]):
         return [worker.process.pid for worker in self._workers]
 
     def map(self, items: Iterable[A | Ready[R]]) -> Iterator[R | GradeFailure]:
-        """The result or the failure of each item, in order, as soon as it and those before it are
-        there. Reads at most `window` items ahead. One `map` at a time.
+        """Yield the result or the failure of each item, in order, as soon as it and all before it
+        are known. Reads at most `window` items ahead. Only one `map` may run at a time.
 
         Raises:
-            RuntimeError: the pool is closed, or a process does not get as far as to read items.
+            RuntimeError: the pool is closed, or a process cannot start.
         """
         if not self._finalizer.alive:
             raise RuntimeError("the pool is closed")
@@ -174,12 +178,12 @@ class WorkerPool(Generic[A, R]):
                     yield done.pop(yielded)
                     yielded += 1
         finally:
-            # Unread results must not be taken for those of the next `map`.
+            # Otherwise the next `map` would read results of this one.
             for worker in [worker for worker in self._workers if worker.tasks]:
                 self._replace(worker)
 
     def _send(self, waiting: deque[_Task[A]]) -> None:
-        """Give work to all workers that have none; start workers while there is work for them."""
+        """Send items to all workers that have none; start workers while there is work for them."""
         while waiting and len(self._workers) < self._count:
             idle = sum(not worker.tasks for worker in self._workers)
             if idle >= len(waiting):
@@ -198,15 +202,15 @@ class WorkerPool(Generic[A, R]):
                 # A worker without work reads, so this never waits for a call of the function.
                 worker.connection.send([task.item for task in worker.tasks])
             except (BrokenPipeError, ConnectionResetError):
-                pass  # it died idle; reading from it tells so
+                pass  # it died while idle, which `_read` notices
 
     def _receive(self, waiting: deque[_Task[A]], done: dict[int, R | GradeFailure]) -> None:
         """Wait until a worker has results or exceeds its time, and handle that."""
         busy = {worker.connection: worker for worker in self._workers if worker.tasks}
         assert busy
         now = time.monotonic()
-        first = min(worker.since + self._limit(worker) for worker in busy.values())
-        ready = wait(list(busy), max(0.0, first - now))
+        deadline = min(worker.since + self._limit(worker) for worker in busy.values())
+        ready = wait(list(busy), max(0.0, deadline - now))
         for connection in ready:
             self._read(busy[connection], waiting, done)  # type: ignore[index]
         for worker in busy.values():
@@ -226,7 +230,7 @@ class WorkerPool(Generic[A, R]):
     def _read(
         self, worker: _Worker[A], waiting: deque[_Task[A]], done: dict[int, R | GradeFailure]
     ) -> None:
-        """Take all results that a worker has sent."""
+        """Read all results that a worker has sent."""
         try:
             while worker.tasks and worker.connection.poll():
                 message = worker.connection.recv()
@@ -254,7 +258,7 @@ class WorkerPool(Generic[A, R]):
         waiting: deque[_Task[A]],
         done: dict[int, R | GradeFailure],
     ) -> None:
-        """Fail the item that a worker was working on, and give the rest of its items to others."""
+        """Fail the item that a worker was working on, and return its other items to the queue."""
         if not worker.ready:
             self._replace(worker)
             raise RuntimeError(f"a worker process of the grader does not start: {failure}")
@@ -262,6 +266,7 @@ class WorkerPool(Generic[A, R]):
         self._requeue(worker, waiting)
 
     def _requeue(self, worker: _Worker[A], waiting: deque[_Task[A]]) -> None:
+        """Return the items of a worker to the queue, and end the worker."""
         waiting.extendleft(reversed(worker.tasks))
         worker.tasks.clear()
         self._replace(worker)

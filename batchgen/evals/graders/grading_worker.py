@@ -1,10 +1,11 @@
-"""The program of a worker process of `grading_pool`: calls one function for one item after another.
+"""The program of a worker process of `grading_pool.py`: calls one function for one item after
+another.
 
-    python -c PROGRAM FD      (see pool.py)
+    python -c PROGRAM FD
 
-It talks over the socket FD. First it gets the function and the limit of its memory, and sends READY
-when it can begin. Then it gets lists of items, for each of which it sends (True, result) or (False,
-(type, message)).
+It communicates over the socket FD. First it receives the function and the limit of its memory, and
+sends READY when it can begin. Then it receives lists of items, and sends (True, result) or (False,
+(type, message)) for each item.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve until the parent closes the socket or is gone."""
+    """Serve until the parent closes the socket or has ended."""
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     setup = connection.recv_bytes()
-    # Ctrl-C reaches the whole process group. The parent decides what becomes of its workers.
+    # Ctrl-C reaches the whole process group, but the parent decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent, memory_bytes, function, prepare = pickle.loads(setup)
     die_with(parent)
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def _answer(connection: Connection[Any, Any], function: Callable[[Any], Any], item: Any) -> bool:
-    """Send what the function makes of an item. Returns whether the process is fit to go on."""
+    """Send the result of the function for an item. Returns whether the process can continue."""
     try:
         reply = (True, function(item))
     except MemoryError:
@@ -56,7 +57,7 @@ def _answer(connection: Connection[Any, Any], function: Callable[[Any], Any], it
         return False
     except GradeFailure as failure:
         reply = (False, (failure.type, str(failure)))
-    # Any error that an answer provokes in a library costs that answer alone.
+    # An error of a library must cost only the answer that causes it.
     except Exception as error:
         reply = (False, ("failed", f"{type(error).__name__}: {error}"[:500]))
     connection.send(reply)
@@ -64,8 +65,8 @@ def _answer(connection: Connection[Any, Any], function: Callable[[Any], Any], it
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel (Linux) kill this process when its parent ends, even if a
-    call never returns."""
+    """Make the kernel (Linux) kill this process when its parent ends, even if a call never
+    returns."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -16,12 +16,13 @@ from batchgen.util.errors import ConfigError
 class Instructions(TextStep):
     """Checks the instructions of IFEval and IFBench, by programs and without a judge.
 
-    `mark` is 1 if the response follows all instructions as it is (strict); `mark_loose` also takes
-    what is left of it without its first or last line, or without asterisks. The share of all
+    `mark` is 1 if the response follows all instructions as it is (strict). `mark_loose` also
+    accepts the response without its first or last line, or without asterisks. The share of all
     instructions that are followed is sum(num_followed) / sum(num_instructions).
+
     `batchgen.follows_instruction` checks one instruction. Rows with instructions on languages have
-    a grade_error where the package langdetect is missing (pip install 'batchgen[evals]');
-    `batchgen grade` makes their grades when it is there. Two instructions of IFBench need taggers
+    a grade_error if the package langdetect is missing (pip install 'batchgen[evals]'); once it is
+    installed, `batchgen grade` computes their grades. Two instructions of IFBench need taggers
     (words:start_verb, words:odd_even_syllables): their rows have a grade_error, too.
 
     Attributes:
@@ -111,8 +112,8 @@ class Instructions(TextStep):
 
 
 def _are_instructions(ids: Any, kwargs: Any) -> bool:
-    """Whether a row has ids of instructions, and arguments for each."""
+    """Whether a row has ids of instructions, and arguments for each of them."""
     if not isinstance(ids, Sequence) or not isinstance(kwargs, Sequence) or len(ids) != len(kwargs):
         return False
-    objects = all(one is None or isinstance(one, Mapping) for one in kwargs)
+    objects = all(item is None or isinstance(item, Mapping) for item in kwargs)
     return bool(ids) and objects and all(isinstance(name, str) for name in ids)

@@ -1,4 +1,5 @@
-"""Reads LaTeX in answers: removes what only affects the layout, and finds boxes (`\boxed{…}`)."""
+"""Reads LaTeX in answers: removes commands that only affect the layout, and finds boxes
+(`\boxed{…}`). `Extract` and `Grade` use it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import unicodedata
 from fractions import Fraction
 
 Span = tuple[int, int]
-"""Where a part of a text begins and ends, in characters."""
+"""The begin and the end of a part of a text, in characters; the end is not part of it."""
 
 _BOX = r"\\(?:boxed|fbox|framebox)"
 _BRACES = re.compile(
@@ -27,24 +28,24 @@ _NUMBER = re.compile(
 _FRACTION = re.compile(
     r"([+-]?)\\[dtc]?frac\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.A
 )
-_MOST_DIGITS = 4000  # Python reads no longer integers
+_MOST_DIGITS = 4000  # the longest integers that Python reads have some more
 
 
 def boxes(text: str) -> list[Span]:
     r"""The contents of all boxes (`\boxed{…}`, `\fbox{…}`, `\framebox{…}`, `\boxed 5`), in order.
 
-    A box inside another counts as a part of the outer one, unless it is all that the outer one
-    holds; then it alone counts. A box without its closing brace is none, and neither is an empty
-    one. Takes time in proportion to the text.
+    A box inside another one is part of the outer box, unless it is the outer box's whole content;
+    then only the inner one counts. An empty box, or one without its closing brace, does not count.
+    Takes time in proportion to the text.
     """
     closed: list[tuple[int, int, int]] = []  # (where the command begins, content's start, its end)
     open_braces: list[tuple[int, int] | None] = []  # of boxes; None for any other brace
-    first = text.find("\\")  # one character is found many times faster than a word
+    first = text.find("\\")  # Python finds one character many times faster than a word
     if first < 0:
         return []
     boxed = text.find("\\boxed", first)
     others = [text.find(command, first) for command in ("\\fbox", "\\framebox")]
-    # Most texts have one box without braces in it, and nothing else in them matters.
+    # A fast path for most texts, which have one box without braces in it.
     if max(others) < 0 <= boxed and text.find("\\boxed", boxed + 1) < 0:
         if match := _ONE_BOX.match(text, boxed):
             return [match.span(1)] if match[1].strip() else []
@@ -81,9 +82,9 @@ def stripped(text: str, span: Span) -> Span:
 def plain(answer: str) -> str:
     r"""An answer without everything that does not change its meaning.
 
-    Gone are dollar signs around it, `\left` and other sizes, spaces of LaTeX, fonts (`\text{A}`), a
-    full stop at the end and wrappers such as `\(…\)`. Full-width digits and the sign − become plain
-    ones.
+    Removed are dollar signs around it, `\left` and other sizes, spaces of LaTeX, fonts
+    (`\text{A}`), a full stop at the end and wrappers such as `\(…\)`. Full-width digits and the
+    sign − become ASCII.
     """
     text = unicodedata.normalize("NFKC", answer).replace("−", "-").replace("–", "-").strip()
     text = _SIZES.sub("", text.replace("{,}", ","))
@@ -100,8 +101,8 @@ def plain(answer: str) -> str:
 
 
 def latex_number(text: str) -> Fraction | None:
-    r"""The number that a plain text says, exactly (`-3`, `1,000`, `2.50`, `3/4`, `\frac{3}{4}`);
-    else None."""
+    r"""The exact value of a number in plain text (`-3`, `1,000`, `2.50`, `3/4`, `\frac{3}{4}`);
+    None for other texts."""
     text = text.strip()
     if len(text) > _MOST_DIGITS:
         return None

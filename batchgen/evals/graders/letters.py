@@ -1,13 +1,14 @@
-r"""Finds where a text names the letter of the choice that it decides for; `Extract` uses it.
+r"""Finds the letter of the choice that a text decides for; `Extract` uses it.
 
-Statements are of several kinds. A kind counts only if the text has none of a clearer kind, so a
-discussion of the other choices after a final answer does not replace it. From the clearest on:
+There are several kinds of statements. A kind counts only if the text has no statement of a clearer
+kind, so a discussion of the other choices after a final answer does not replace it. From the
+clearest on:
 
 1. stated: "Answer: C", "Final answer - C", "the best answer would be C", "option B is correct";
 2. boxed: `\boxed{C}`;
-3. alone: the first or the last line is nothing but the letter;
+3. alone: the first or the last line is only the letter;
 4. decided: "it must be C", "I choose option C", "故选C";
-5. first: the text begins with "C." or "C)", and no further line begins so with another letter;
+5. first: the text begins with "C." or "C)", and no other line begins so with another letter;
 6. labelled: "option C", "answer C", unless the text rejects it ("option C is wrong").
 """
 
@@ -19,9 +20,8 @@ from typing import NamedTuple
 
 from batchgen.evals.graders.latex import Span, boxes
 
-# Patterns that are searched for begin with a set of characters, which `re` finds many times faster
-# than words. Quantifiers over overlapping characters are bounded, so that no text takes quadratic
-# time.
+# Each pattern for a search begins with a set of characters, which `re` finds many times faster than
+# words. Quantifiers over overlapping characters are bounded, so that no text takes quadratic time.
 _START = r"(?<![A-Za-z0-9_].)"
 _NOUN = (
     rf"[AaCcOo答正选]{_START}"
@@ -64,11 +64,11 @@ _SUPPOSING = re.compile(
     r"(?:\b(?:if|whether|suppos\w{1,4}|assum\w{1,4})\b|如果|假设)[^.,;:!?\n]{0,30}\Z", re.I
 )
 _BEFORE = 60
-"""The number of characters before a letter that are searched for a rejection or a supposition."""
+"""The number of characters before a letter in which a rejection or a supposition is looked for."""
 
 
 class _Patterns(NamedTuple):
-    """The patterns for some letters; group 1 is the letter where no group has a name."""
+    """The patterns for some letters. In a pattern without named groups, group 1 is the letter."""
 
     labelled: re.Pattern[str]
     affirmed: re.Pattern[str]
@@ -79,7 +79,7 @@ class _Patterns(NamedTuple):
 
 def letter_spans(text: str, letters: str) -> list[Span]:
     """The spans of the clearest statements of one of `letters` (A to Z), in order; empty if there
-    are none. Two letters ("A, B") are none."""
+    are none. Two letters ("A, B") do not count."""
     patterns = _patterns(letters)
     stated, decided, labelled = _labelled(text, patterns)
     if stated:
@@ -100,7 +100,7 @@ def letter_spans(text: str, letters: str) -> list[Span]:
 
 
 def _labelled(text: str, patterns: _Patterns) -> tuple[list[Span], list[Span], list[Span]]:
-    """Spans after labels, of three kinds: stated, decided, and bare labels."""
+    """Spans of letters after labels, in three lists: stated, decided, and bare labels."""
     stated = [match.span(1) for match in patterns.affirmed.finditer(text)]
     decided: list[Span] = []
     bare: list[Span] = []
@@ -122,20 +122,20 @@ def _labelled(text: str, patterns: _Patterns) -> tuple[list[Span], list[Span], l
 
 
 def _is_rejected(text: str, at: int) -> bool:
-    """Whether the words before a letter reject it, or only suppose it."""
+    """Whether the words before a letter reject it or only suppose it."""
     start = max(0, at - _BEFORE)
     return any(pattern.search(text, start, at) for pattern in (_REJECTING, _SUPPOSING))
 
 
 def _outer_lines(text: str) -> list[Span]:
-    """The first and the last line that are not empty."""
+    """The spans of the first and the last line that are not empty."""
     start, end = len(text) - len(text.lstrip()), len(text.rstrip())
     first, last = text.find("\n", start, end), text.rfind("\n", start, end)
     return [(start, end)] if first < 0 else [(start, first), (last + 1, end)]
 
 
 def _lists_choices(text: str, first: re.Match[str], patterns: _Patterns) -> bool:
-    """Whether a further line begins with another letter as the first one does."""
+    """Whether another line begins with another letter in the way of the first line."""
     at = text.find("\n", first.end())
     while at >= 0:
         match = patterns.first.match(text, at + 1)
@@ -153,7 +153,7 @@ def _patterns(letters: str) -> _Patterns:
     large = rf"[{letters}](?![A-Za-z0-9'])(?<!I(?=\s[a-z]))(?!{joined}[{letters}]{listed})"
     # A small letter can be an article or a variable.
     line_end = r"(?=\)|[*.\]}$]{0,4}\s{0,4}(?:\n|\Z))"
-    clear = "".join(each for each in small if each not in "ai")
+    clear = "".join(letter for letter in small if letter not in "ai")
     small_word = rf"[{small}](?:{line_end}|(?=[.,;:!]\s))(?!{joined}[{small}]{listed})"
     if clear:
         no_term = r"(?![A-Za-z0-9'’])(?!\s?[-+*/^=<>(])"

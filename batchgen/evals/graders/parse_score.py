@@ -1,5 +1,5 @@
-"""The post steps `ParseScore`, which reads a judge's number, and `ChoiceScore`, which computes a
-score from the probabilities of choices."""
+"""The post steps `ParseScore`, which reads a score from a judge's text, and `ChoiceScore`, which
+computes a score from the probabilities of choices."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ _SCORES = re.compile(
     r"(?P<range>(?:-|–|—|~|to\b|or\b)\s?\d|(?<=\d),\d))?)",
     re.I,
 )
-"""What names a score and its number: of the best or the average score (`most`), with a word or sign
-that says it (`says`), on a scale, in percent, or as a range of numbers."""
+"""A word for a score, followed by a number. Groups: `most`, the words before it if it is the best
+or the average score; `says`, a word or sign that states it; `number`; `scale`, the score's maximum;
+`percent`; `range`, if it is a range of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParseScore(TextStep):
     """Reads a score between `low` and `high` from the text of a judge.
 
-    Without `pattern` it is the last one that is said ("Score: 7", "rating is **7**", "Score (1-10):
-    7", "评分：7"), else the last that stands behind such a word ("grade 7", "score [[7]]"). A scale
-    or the best possible score is none, and neither is a number of another scale ("4/5" where `high`
-    is 10) or outside of the bounds. A range ("7-8") leaves the text without a score, unless one
-    follows.
+    Without `pattern` it is the last score that is stated ("Score: 7", "rating is **7**",
+    "评分：7"); otherwise the last number after such a word ("grade 7", "score [[7]]"). A scale or
+    the best possible score does not count ("Score (1-10)"), and neither does a number of another
+    scale ("4/5" if `high` is 10) or outside of the bounds. A range ("7-8") leaves the text
+    without a score, unless a score follows.
 
     Attributes:
+        low: the lowest score, which gives the mark 0.
+        high: the highest score, which gives the mark 1.
         pattern: a regular expression whose group 1 is the number; its last match counts.
         prefix: put before the names of the columns.
     """
@@ -60,7 +63,7 @@ class ParseScore(TextStep):
 
     @property
     def version(self) -> int:
-        """Grows for scores without a pattern of the user's own."""
+        """A number that increases for scores without a pattern of the user's."""
         return 2 if self.pattern is None else 1
 
     @property
@@ -90,13 +93,14 @@ class ParseScore(TextStep):
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
 
     def _matched(self, text: str) -> Span | None:
-        """The last match of the pattern that is a score."""
+        """The span of the pattern's last match that is a score."""
         assert self.pattern is not None
         spans = (match.span(1) for match in re.finditer(self.pattern, text))
         return next((span for span in reversed(list(spans)) if self._is_score(text, span)), None)
 
     def _number_span(self, text: str) -> Span | None:
-        """The last score that the text says, else the last behind a bare label."""
+        """The span of the last score that the text states; otherwise of the last number after a
+        bare label."""
         spans: dict[bool, Span | None] = {}
         for match in _SCORES.finditer(text):
             says = match["says"] is not None and match["says"].lower() != "of"
@@ -124,15 +128,15 @@ class ChoiceScore(TextStep):
     """Reads the score of a judge, or the mark of an exam, from the probabilities that a job with
     constraint.scores=true writes.
 
-    With `labels` each row has choices of its own, of which some are right: `score` is the
-    probability of these, and `mark` is 1 if the likeliest choice is one of them.
+    With `labels` each row has different choices, of which some are right: `score` is the
+    probability of the right ones, and `mark` is 1 if the likeliest choice is right.
 
     Attributes:
         choices: the choices of the job, in their order; null with `labels`.
-        choice: the choice whose probability is the score. null takes the expected value of
-            choices that are all numbers.
-        labels: instead of choices: the column that says of each choice of the row whether it is
-            right, by 1 or 0. Dots name a field of a nested column: mc1_targets.labels.
+        choice: the choice whose probability is the score. With null, the score is the expected
+            value of the choices, which must be numbers.
+        labels: instead of choices: the column with 1 for each right choice of the row and 0 for
+            each other one. Dots name a field of a nested column: mc1_targets.labels.
         prefix: put before the names of the columns.
     """
 

@@ -21,39 +21,40 @@ from batchgen.evals.programs.sandbox import Sandbox, SandboxError
 from batchgen.util.errors import ConfigError
 
 _LEAST_OUTPUT = 1 << 20
-"""Bytes that a program may write, whatever its tests expect."""
+"""Bytes that a program may write in any case, however short the expected output is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTests:
-    """Runs the program that an answer is, in Python, against the tests of its row: `mark` is 1 if
-    it passes all of them.
+    """Runs the Python program in an answer against the tests of its row: `mark` is 1 if it passes
+    all of them.
 
     Programs run in a sandbox of bubblewrap (apt-get install bubblewrap): without network, files of
-    this machine, a place to write, other processes and variables of the environment. The job is
-    refused if bubblewrap is missing, or if programs that try to get out of the sandbox, which run
-    when the job begins, succeed. `test_result` says what came of a program: passed, wrong, timeout,
-    crash (an error, or too much memory or output) or forbidden (it made a process, a socket or the
-    like); the first test that fails ends it. Results are kept in the user's cache, and a program
-    with the same tests is run once.
+    this machine, a place to write, other processes and environment variables. When the job begins,
+    programs try to get out of the sandbox. The job is refused if one succeeds, or if bubblewrap is
+    missing. `test_result` is the outcome of a program: passed, wrong, timeout, crash (an error, or
+    too much memory or output) or forbidden (it made a process, a socket or the like). The first
+    test that fails ends the program. Results are kept in the user's cache, and a program with the
+    same tests runs only once.
 
-    - `assert`: the tests are code that calls the program and raises AssertionError. It runs in a
-      sandbox of its own, and gets copies of what the program returns: None, numbers, texts, bytes,
-      lists, tuples, sets, dicts, and numpy's arrays as lists. Other objects stay where they are,
-      and equal nothing but themselves.
+    - `assert`: the tests are code that calls the program and raises AssertionError. The code runs
+      in a second sandbox, and gets copies of the values that the program returns: None, numbers,
+      texts, bytes, lists, tuples, sets, dicts, and numpy's arrays as lists. Other objects stay in
+      the first sandbox, and equal only themselves.
     - `cases`: the tests are inputs and outputs: a list of objects with `input` and `output`, such a
       list as JSON, or LiveCodeBench's encoded form of it. A program reads standard input and writes
-      standard output; lines count without white space at their ends, and numbers by their values.
-      Cases with the testtype `functional` call `function`, or the method of that name of a class
-      Solution, with the arguments that stand on the lines of the input as JSON.
+      standard output; lines are compared without white space at their ends, and numbers by their
+      values. Cases with the testtype `functional` call `function`, or the method of that name of a
+      class Solution, with the arguments on the lines of the input, as JSON.
 
     Attributes:
+        method: the kind of tests, `assert` or `cases`.
         program: the column with the program, which an earlier step wrote (Extract with the method
             code).
-        tests: the column with the tests, or several, whose tests follow each other.
+        tests: the column with the tests, or several columns, whose tests follow each other.
         function: the column with the name of the function that is tested, as text or as
             {"func_name": NAME} in JSON. With assert, check(NAME) is added to tests without it.
-        prelude: code that stands before each program.
+        prelude: code that is put before each program.
         seconds: the CPU time for one test; with `assert` all code of the tests is one test.
         total_seconds: the longest wall-clock time for all tests of a program.
         memory_mib: the address space of a program, and that of its tests.
@@ -119,11 +120,15 @@ class RunTests:
 
     @property
     def most_seconds(self) -> float:
-        """The longest time of `apply`, which ends programs by itself."""
+        """The longest time of `apply`, which ends programs that take longer."""
         return self.total_seconds + 10
 
     def check_machine(self) -> None:
-        """Raise ConfigError if no program can be run safely on this machine."""
+        """Check that programs can be run safely on this machine.
+
+        Raises:
+            ConfigError: they cannot.
+        """
         check_sandbox(self._sandbox.interpreter)
 
     def prepare(self) -> None:
@@ -146,7 +151,7 @@ class RunTests:
         return {c.name: value for c, value in zip(self.columns, values, strict=True)}
 
     def _cached_result(self, program: str, tests: Sequence[Any], name: str | None) -> ProgramResult:
-        """The result of a program, from the cache or from running it."""
+        """The result of a program, from the cache or by running it."""
         limits = (self.seconds, self.total_seconds, self.memory_mib, self.version)
         question = json.dumps([tests, name, self.method])
         key = result_key([program, question, self._sandbox.interpreter.name, *limits])
@@ -202,20 +207,21 @@ class RunTests:
 
 
 def _present(fields: Mapping[str, Any], name: str) -> Any:
+    """The value of a column; GradeFailure if the row has none."""
     if (value := fields.get(name)) is None:
         raise GradeFailure("no_target", f"the row has no value in column {name!r}")
     return value
 
 
 def _code(tests: Sequence[Any], name: str | None) -> str:
-    """The code of the tests: texts, or lists of texts."""
+    """The code of the tests, from texts or lists of texts."""
     lines: list[str] = []
     for value in tests:
         lines += value if isinstance(value, list) else [value]
     if not all(isinstance(line, str) for line in lines):
         raise GradeFailure("bad_target", f"tests must be code, or a list of it, got {tests!r:.100}")
     code = "\n".join(lines)
-    calls = name is None or re.search(r"^check\(", code, re.M)  # the hub's HumanEval+ has the call
+    calls = name is None or re.search(r"^check\(", code, re.M)  # HumanEval+ on the hub has the call
     return code if calls else f"{code}\ncheck({name})"
 
 

@@ -22,6 +22,8 @@ class Column:
     """A column that a step writes. Every value may be null.
 
     Attributes:
+        name: its name.
+        kind: its type.
         meaning: its description, for readers of the file.
     """
 
@@ -36,7 +38,7 @@ GRADE_ERROR = Column(
     "why the answer has no grade (timeout, crash, memory, failed, too_long, no_target, "
     "bad_target); null if it has one or the row itself has an error",
 )
-"""The column that every chain of steps has in addition."""
+"""The column that every chain of steps adds."""
 
 
 MARK = "mark"
@@ -48,9 +50,9 @@ class AnswerRow:
     """A finished row as a step sees it.
 
     Attributes:
-        text: what the model wrote.
+        text: the generated text.
         fields: the row's columns: those of the data set and those of row steps.
-        values: the columns of the steps before, by name.
+        values: the columns of earlier steps, by name.
     """
 
     text: str
@@ -60,12 +62,12 @@ class AnswerRow:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRows:
-    """N finished rows that all have an answer, as `ColumnStep` sees them: by columns.
+    """N finished rows that all have an answer, as columns; `ColumnStep` reads them.
 
     Attributes:
-        texts: [N], what the model wrote.
+        texts: [N], the generated texts.
         fields: the rows' columns [N] by name.
-        values: the columns [N] of the steps before, by name.
+        values: the columns [N] of earlier steps, by name.
     """
 
     texts: pa.StringArray
@@ -74,7 +76,7 @@ class AnswerRows:
 
 
 class GradeFailure(Exception):
-    """A row that cannot be graded. That says nothing about whether its answer is right.
+    """A row cannot be graded, which does not mean that its answer is wrong.
 
     Attributes:
         type: a word for machines, such as no_target; the message is for people.
@@ -97,7 +99,7 @@ class PostStep(Protocol):
 
     @property
     def version(self) -> int:
-        """Grows when the same options may give other values than before."""
+        """A number that increases when the same options may give other values than before."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -113,14 +115,15 @@ class PostStep(Protocol):
 
     @property
     def field_names(self) -> tuple[str, ...] | None:
-        """The fields that `apply` reads; None for all."""
+        """The fields that `apply` reads; None for all fields."""
 
     @property
     def value_names(self) -> tuple[str, ...]:
-        """The columns of steps before this one without which `apply` has nothing to do."""
+        """The columns of earlier steps that `apply` needs."""
 
     def prepare(self) -> None:
-        """Import what `apply` needs, so that the first row does not take longer than the others."""
+        """Import modules that `apply` needs, so that the first row does not take longer than the
+        others."""
 
     def apply(self, row: AnswerRow) -> dict[str, Any]:
         """The values of the step's columns.
@@ -132,39 +135,42 @@ class PostStep(Protocol):
 
 @runtime_checkable
 class ColumnStep(PostStep, Protocol):
-    """A step that also takes many rows at once, which costs a fraction of taking one by one.
+    """A step that can also process many rows together, in a fraction of the time of single rows.
 
     A chain of such steps, none of them isolated, runs in the process of the job. So `apply_all`
-    must take a time in proportion to the texts, and neither hang nor end the process.
+    must take time in proportion to the texts, and neither hang nor end the process.
     """
 
     def apply_all(
         self, rows: AnswerRows, failures: dict[int, GradeFailure]
     ) -> dict[str, list[Any]]:
-        """The step's columns [N], with the values that `apply` gives for each row.
+        """The step's columns [N], with the values that `apply` returns for each row.
 
         Args:
             rows: the rows.
-            failures: gets, by the row's index, the error that `apply` would raise for it; its
-                values are None.
+            failures: receives, by the index of a row, the error that `apply` would raise for it;
+                the row's values are None.
         """
 
 
 @runtime_checkable
 class SelfTimedStep(PostStep, Protocol):
-    """A step that ends by itself what takes too long, and that not every machine can run."""
+    """A step that ends calls which take too long by itself, and that not every machine can run."""
 
     @property
     def most_seconds(self) -> float:
-        """The longest time of `apply`; `score.seconds` is for the other steps."""
+        """The longest time of `apply` in seconds. `score.seconds` is for other steps."""
 
     def check_machine(self) -> None:
         """Raise ConfigError if the step cannot run on this machine. Called before a job begins."""
 
 
 def num_groups(pattern: str, where: str) -> int:
-    """The number of groups in a user's regular expression. Raises ConfigError if it is invalid;
-    `where` names its key in the message."""
+    """The number of groups in a user's regular expression. `where` names its key in the message.
+
+    Raises:
+        ConfigError: the expression is invalid.
+    """
     try:
         return re.compile(pattern).groups
     except re.error as error:
@@ -172,7 +178,7 @@ def num_groups(pattern: str, where: str) -> int:
 
 
 def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
-    """The Arrow schema of columns; the metadata of a field says what it means."""
+    """The Arrow schema of columns, with their meanings in the metadata of the fields."""
     import pyarrow as pa
 
     error = pa.struct([("type", pa.string()), ("message", pa.string())])

@@ -1,5 +1,5 @@
-"""The post steps `Verdict`, which reads a judge's decision, and `Majority`, which combines
-judges."""
+"""The post steps `Verdict`, which reads a judge's decision, and `Majority`, which combines the
+marks of several judges."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict(TextStep):
-    """Reads the verdict of a judge from what it wrote, and gives it a mark.
+    """Reads the verdict of a judge from its text, and gives it a mark.
 
-    Without `pattern` it is the last of the verdicts that stands in the text as a word, behind any
-    reasoning (</think>). The verdict and the mark are null where there is none: that says nothing
-    about what was judged.
+    Without `pattern` it is the last word in the text that is one of the verdicts, after any
+    reasoning (</think>). Without a verdict, `verdict` and `mark` are null, which says nothing about
+    the judged answer.
 
     Attributes:
         marks: the mark of each verdict, from 0 to 1, such as {A: 1, B: 0}.
         pattern: a regular expression whose group 1 is the verdict, in any case; its last match
             counts.
-        flip: a column of the row and the value at which marks are turned round, m to 1 - m, such as
-            {order: ba}: for a judge who sees two answers in both orders.
+        flip: a column of the row and the value at which marks are reversed, m to 1 - m, such as
+            {order: ba}: for a judge that sees two answers in both orders.
         prefix: put before the names of the columns.
     """
 
@@ -95,16 +95,16 @@ class Verdict(TextStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Majority(TextStep):
-    """Makes one mark of those that several judges give to an answer.
+    """Combines the marks that several judges give to an answer into one mark.
 
-    A judge without a mark does not count; if none has one, the mark is null.
+    A judge without a mark does not count; if no judge has one, the mark is null.
 
     Attributes:
         marks: the columns of the row with the marks of all judges but the last.
-        own: the column with the mark of the last judge, which a step before this one writes.
+        own: the column with the mark of the last judge, which an earlier step writes.
         by: `votes` takes the mark that most judges give; if several marks have as many votes, the
-            first judge who gives one of them decides. `median` takes the mark in the middle, of an
-            even number the mean of the two in the middle.
+            first judge who gives one of them decides. `median` takes the mark in the middle; of an
+            even number, the mean of the two in the middle.
         prefix: put before the names of the columns.
     """
 
@@ -152,7 +152,7 @@ class Majority(TextStep):
         marks = [mark for mark in all_marks if mark is not None]
         mark = None
         if marks:
-            # Of equal counts, max takes the mark that comes first.
+            # If counts are equal, max takes the mark that comes first.
             mark = median(marks) if self.by == "median" else max(marks, key=marks.count)
         share = marks.count(mark) / len(marks) if marks else None
         return {self.prefix + MARK: mark, self.prefix + "majority": share}

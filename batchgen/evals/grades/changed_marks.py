@@ -20,13 +20,14 @@ from batchgen.util.errors import JobError
 from batchgen.util.shorten import beginning
 
 _ANSWER = "answer"
-_SHOWN = 10
+_SHOWN = 10  # rows
 _LENGTH = 40
-"""Characters of an id and of an answer, as they are shown."""
+"""The most characters of an id or an answer that are shown."""
 
 
 class ChangedMark(NamedTuple):
-    """A row whose mark, or the answer that was marked, has changed; None where there is none."""
+    """A row whose mark, or whose marked answer, has changed; None stands for no mark or no
+    answer."""
 
     row_index: int
     sample_index: int
@@ -38,16 +39,19 @@ class ChangedMark(NamedTuple):
 
 
 class ChangedMarks:
-    """Collects the differences between new grades and those that they replace. Several threads may
-    add to it.
+    """Collects the differences between new grades and the grades that they replace. Several threads
+    may add to it.
 
-    Grades are compared that are of the same bytes of a shard, so the texts are the same and the
-    steps make the difference. `compared` is the number of rows that had grades.
+    Grades are compared only if they belong to the same bytes of a shard. So the texts are equal,
+    and differences come from the steps.
+
+    Attributes:
+        compared: the number of rows that had grades before.
     """
 
     def __init__(self, write: Callable[[str], None] | None = None) -> None:
-        """Collect changes; `write` takes them part by part, as JSON lines of `ChangedMark`, before
-        the new grades replace the old."""
+        """Collect changes. `write` receives them part by part, as JSON lines of `ChangedMark`,
+        before the new grades replace the old ones."""
         self.compared = 0
         self._write = write
         self._lock = threading.Lock()
@@ -56,20 +60,20 @@ class ChangedMarks:
 
     @staticmethod
     def replaced(part: GradePart, schema: pa.Schema) -> pa.Table | None:
-        """The old grades of a part in the columns that are compared: ROW_KEYS, marks, and answers
-        if there are any. None if there are no old grades, or they cannot be read."""
+        """The old grades of a part, with the columns that are compared: ROW_KEYS, marks, and
+        answers if there are any. None if there are no old grades, or they cannot be read."""
         if not part.is_of_shard:
             return None
         try:
             file_schema = read_schema(part.path)
             wanted = (*ROW_KEYS, MARK, _ANSWER)
-            both = [name for name in wanted if name in file_schema.names and name in schema.names]
-            same = [
-                name for name in both if file_schema.field(name).type == schema.field(name).type
+            common = [name for name in wanted if name in file_schema.names and name in schema.names]
+            comparable = [
+                name for name in common if file_schema.field(name).type == schema.field(name).type
             ]
-            if not {*ROW_KEYS, MARK} <= {*same}:
+            if not {*ROW_KEYS, MARK} <= {*comparable}:
                 return None
-            grades = read_columns(part.path, same)
+            grades = read_columns(part.path, comparable)
             grades.validate(full=True)
         except (JobError, pa.ArrowInvalid):
             return None
@@ -93,8 +97,8 @@ class ChangedMarks:
             self._first = heapq.nsmallest(_SHOWN, [*self._first, *rows])
 
     def lines(self, more: str = "") -> list[str]:
-        """Lines about the changes: the number of marks, and the first rows; `more` says where the
-        others are."""
+        """Lines about the changes: the number of marks, and the first rows. `more` says where to
+        find the others."""
         if not self.compared:
             return []
         count = self._kinds.total()
@@ -112,7 +116,7 @@ _KINDS = ("from right to wrong", "from wrong to right", "in another way")
 
 
 def _kind(row: ChangedMark) -> str:
-    """A mark of 1 is right, and any other is wrong."""
+    """The kind of a change. A mark of 1 is right, and any other is wrong."""
     before, after = row.mark_before, row.mark
     if before is None or after is None or (before == 1) == (after == 1):
         return _KINDS[2]

@@ -1,4 +1,5 @@
-"""Reads the shards of a complete job, or of a set of rows, together with their grades."""
+"""Reads the shards of a complete job, or of a set of rows, together with their grades. Exports,
+sets and jobs over other jobs' rows use it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class GradedShards(ABC):
 
     Attributes:
         user_path: the folder, as the user typed it.
-        shards: by their number.
+        storage: reads its files.
+        shards: the shards by their number.
         schema: the columns of the rows.
         grade_schema: the columns of the grades, without those that every row has; empty without
             grades.
@@ -49,7 +51,7 @@ class GradedShards(ABC):
 
     @property
     def total(self) -> int:
-        """How many rows there are, samples and errors included."""
+        """The number of rows, samples and errors included."""
         return self.shards[-1].first + self.shards[-1].ends[-1] if self.shards else 0
 
     @property
@@ -58,7 +60,7 @@ class GradedShards(ABC):
         return ("row_id", ADAPTER) if self.by_adapter else ("row_id",)
 
     def ids(self, table: pa.Table) -> pa.ChunkedArray:
-        """The names of rows for readers, unique for each row of the data: their ids, or
+        """The names of rows for readers, unique for each row of the data: the ids, or
         ADAPTER/ID."""
         if not self.by_adapter:
             return table["row_id"]
@@ -79,8 +81,13 @@ class GradedShards(ABC):
         columns: Sequence[str],
         grades: Sequence[str] = (),
     ) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """Some columns of some rows, in ascending order, and of their grades. The KEYS are read,
-        too. See `tables`."""
+        """Yield some columns of some rows and of their grades, in ascending order. The KEYS are
+        included; see `tables`.
+
+        Args:
+            ordinals: the positions of the rows among all rows, ascending.
+            columns, grades: the columns.
+        """
         wanted = np.asarray(ordinals, np.int64)
         firsts = [shard.first for shard in self.shards]
         at = 0
@@ -98,15 +105,17 @@ class GradedShards(ABC):
         grades: Sequence[str] = (),
         indices: npt.NDArray[np.int64] | None = None,
     ) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """Some columns of a shard, and of its grades, in tables of at most BATCH rows.
+        """Yield some columns of a shard, and of its grades, in tables of at most BATCH rows.
 
         Args:
-            columns: which columns; others may be there besides.
-            indices: which of its rows, ascending; None for all.
+            number: the shard.
+            columns: the columns of the rows; the tables may have more.
+            grades: the columns of the grades.
+            indices: which of the shard's rows, ascending; None for all.
 
         Raises:
             ConfigError: the grades cannot be used.
-            JobError: a file is damaged, or another one than when the folder was opened.
+            JobError: a file is damaged, or has changed since the folder was opened.
         """
         shard, first = self.shards[number], 0
         graded = self._graded(number, grades) if grades else None
@@ -121,13 +130,14 @@ class GradedShards(ABC):
             for group, end in enumerate(shard.ends):
                 start, stop = np.searchsorted(indices, [first, end])
                 for rows, at in _taken(file, group, names, indices[start:stop], first):
-                    yield rows, self._beside(rows, at, graded, grades)
+                    yield rows, self._rows_grades(rows, at, graded, grades)
                 first = end
 
-    def _beside(
+    def _rows_grades(
         self, rows: pa.Table, indices: pa.Array, graded: pa.Table | None, names: Sequence[str]
     ) -> pa.Table:
-        """Some columns of the grades of rows with these indices; no columns without grades."""
+        """Some columns of the grades of rows with these indices; a table without columns if there
+        are no grades."""
         if graded is None:
             return pa.table({})
         grades = graded.take(indices)
@@ -136,7 +146,7 @@ class GradedShards(ABC):
         return grades.select(names)
 
     def _graded(self, number: int, names: Sequence[str]) -> pa.Table:
-        """Some columns of the grades of a shard, with KEYS."""
+        """Some columns of the grades of a shard, together with KEYS."""
         self._check_grades()
         source, count = self._source(GRADES, number), self.shards[number].ends[-1]
         with CheckedFile(source) as file:
@@ -148,10 +158,10 @@ class GradedShards(ABC):
         return table
 
     def _is_graded(self, number: int, grades: pa.Schema) -> bool:
-        """Whether grades with this schema were made of the shard as it is."""
+        """Whether grades with this schema were made from the shard as it is now."""
         paths = (shard_path(self.storage.path / name, number) for name in (DATA, GRADES))
         written, graded = map(self.storage.modified, paths)
-        # A shard that is older than its grades is the one that they were made of.
+        # A shard that is older than its grades has not changed since they were made.
         if written is not None and graded is not None and written < graded:
             return True
         made_of = (grades.metadata or {}).get(SHARD_KEY, b"")
@@ -179,8 +189,7 @@ class FinishedShards(GradedShards):
     """The shards of a complete job or of a set of rows, none of which changes any more."""
 
     def __init__(self, storage: Storage, user_path: str, whole: WholeShards) -> None:
-        """Take the shards that the folder has, as `whole_shards` found them, and look at the ends
-        of its grades."""
+        """Use the shards that `whole_shards` has read, and read the footers of their grades."""
         super().__init__(storage, user_path)
         self.shards, self.schema = whole.shards, whole.schema
         for number, shard in enumerate(self.shards):
@@ -191,8 +200,11 @@ class FinishedShards(GradedShards):
 
     @cached_property
     def grades_digest(self) -> str:
-        """A digest of the grades. Raises ConfigError if some are missing, of other steps or of
-        other rows."""
+        """A digest of the grades.
+
+        Raises:
+            ConfigError: grades are missing, or belong to other steps or rows.
+        """
         digests = list[str]()
         if self._grades_fault is not None:
             raise self._unusable(self._grades_fault)
@@ -208,7 +220,7 @@ class FinishedShards(GradedShards):
         assert self.grades_digest
 
     def _look_at_grades(self) -> tuple[pa.Schema, str | None]:
-        """The columns of the grades, and the reason why they cannot be used, if there is one."""
+        """The columns of the grades, and the reason why they cannot be used, or None."""
         files, steps, schema = self._files(GRADES), set[bytes | None](), pa.schema([])
         try:
             for number in files:
@@ -230,8 +242,8 @@ def _taken(
     indices: npt.NDArray[np.int64],
     first: int,
 ) -> Iterator[tuple[pa.Table, pa.Array]]:
-    """The rows with some indices in a row group, which begins at row `first`, and the indices of
-    each table."""
+    """Yield the rows of a row group that have some of the indices, and the indices of each table.
+    The group begins at row `first`."""
     at = 0
     for batch in file.batches(BATCH, names, [group]) if len(indices) else ():
         stop = int(np.searchsorted(indices, first + batch.num_rows))

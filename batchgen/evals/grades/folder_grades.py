@@ -1,4 +1,4 @@
-"""Reads and writes the folder `grades` of a job: the columns of `post` steps, a file for each
+"""Reads and writes the folder `grades` of a job: the columns of `post` steps, in one file for each
 shard."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from batchgen.util.errors import ConfigError
 
 GRADES = "grades"
 _STEPS_FILE = "steps.json"
-"""Earlier versions wrote the steps into this file of the folder, for which readers of a folder of
-Parquet files have no use."""
+"""A file with the steps, which earlier versions wrote into the folder. It disturbs readers of a
+folder of Parquet files."""
 
 
 class JobGrades:
@@ -44,22 +44,27 @@ class JobGrades:
 
     A *part* is the file for one shard. It names the shard and the steps from which it was made.
     Parts that are up to date are kept. So grading continues after a kill, and rows that were
-    computed again are graded again. An object remembers which shards it has read and which parts it
-    has written.
+    computed again are graded again. An object remembers the shards that it has read and the parts
+    that it has written.
+
+    Attributes:
+        job: the job's folder.
+        path: the folder of the grades.
     """
 
     def __init__(self, job: Path, witness: Witness | None = None) -> None:
-        """Open the grades; `witness` looks at parts as they are made, if the steps take columns."""
+        """Open the grades. If the steps take columns, `witness` receives each part when it is
+        made."""
         self.job, self.path = job, job / GRADES
         self._witness = witness
         self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
-        self._written: dict[GradePart, str] = {}  # the steps by which it was graded
+        self._written: dict[GradePart, str] = {}  # part → the steps that it was made by
         self._steps: str | None = None
 
     @property
     def steps(self) -> str | None:
-        """The steps of the grades with their options and versions, as JSON: those by which this
-        object graded last, else those of the first part. None if there are no grades."""
+        """The steps of the grades with their options and versions, as JSON: those of the last pass
+        of this object, otherwise those of the first part. None if there are no grades."""
         if self._steps is not None:
             return self._steps
         files = shard_files(self.path).values() if self.path.is_dir() else ()
@@ -67,12 +72,12 @@ class JobGrades:
         return next((steps.decode(errors="replace") for steps in values if steps is not None), None)
 
     def parts(self, shards: Collection[int] | None = None) -> Iterator[GradePart]:
-        """A part for each shard of the job, or for those of these numbers, in order."""
+        """Yield a part for each shard of the job, or for each of these shards, in order."""
         files = shard_files(self.job / "data")
         return map(self.part, (n for n in files if shards is None or n in shards))
 
     def part(self, number: int) -> GradePart:
-        """The part of the shard with this number, which is there."""
+        """The part of a shard, which must exist."""
         shard = shard_path(self.job / "data", number)
         stat = shard.stat()
         stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
@@ -88,11 +93,11 @@ class JobGrades:
         return written or part.is_made_by(steps)
 
     def finished(self) -> list[GradePart]:
-        """The parts, once all are there.
+        """The parts of all shards.
 
         Raises:
-            ConfigError: there are no grades, or some are missing, of other steps or of other rows.
-            DamagedFile: some are damaged.
+            ConfigError: there are no grades, or parts are missing or belong to other steps or rows.
+            DamagedFile: a part is damaged.
         """
         steps = self.steps
         if steps is None:
@@ -117,8 +122,8 @@ class JobGrades:
     def lie_beside(self) -> bool:
         """Whether every shard has a part of the same length, all by the same steps.
 
-        Only the ends of the files are read, so a shard that was computed again is not noticed:
-        `finished` reads all of them.
+        Only the footers of the files are read, so a shard that was computed again is not noticed;
+        `finished` reads whole files.
         """
         steps = self.steps
         if steps is None:
@@ -147,15 +152,15 @@ class JobGrades:
         stop: Callable[[], bool] = lambda: False,
         changes: ChangedMarks | None = None,
     ) -> int | None:
-        """Grade all rows that have no such grades yet; returns their number, or None if it was
-        stopped.
+        """Grade all rows that have no grades by these steps yet. Returns their number, or None if
+        it was stopped.
 
         Args:
             text_column: the column of generated text.
-            config: how many processes run steps that need them, and for how long at most.
+            config: the number of processes for steps that need them, and the time for a row.
             shards: the numbers of the shards to grade; None for all.
-            stop: whether to stop, as for `GradingPass`.
-            changes: collects the changes where grades are replaced.
+            stop: returns whether to stop, see `GradingPass`.
+            changes: collects the changes of grades that are replaced.
 
         Raises:
             ConfigError: a step is wrong, or reads a column that the rows do not have.
@@ -169,7 +174,7 @@ class JobGrades:
             check_fields(steps, read_schema(pending[0].shard).names)
             check_machine(steps)
         self._steps = described
-        with contextlib.suppress(OSError):  # it is of no use, and harms nobody here
+        with contextlib.suppress(OSError):  # the file may stay if it cannot be deleted
             (self.path / _STEPS_FILE).unlink(missing_ok=True)
         if not pending:
             return 0

@@ -1,5 +1,5 @@
-"""One file of the folder `grades`: the grades of one shard, with the shard and the steps it came
-from."""
+"""One file of the folder `grades`: the grades of one shard, with the shard and the steps that it
+was made from."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from batchgen.storage.shards.row_order import KEYS
 ROW_KEYS = ("row_id", *KEYS)
 """The columns by which grades are matched with rows."""
 STEPS_KEY, SHARD_KEY = b"batchgen.steps", b"batchgen.shard"
-"""Keys of a part's metadata: the steps and the shard from which it was made."""
+"""Keys of a part's metadata: the steps and the shard that it was made from."""
 
 
 @dataclass(frozen=True)
 class GradePart:
-    """A shard of the job and where its grades are, or will be.
+    """A shard of the job, and the file of its grades, which may not exist yet.
 
     Attributes:
+        shard: the path of the shard.
+        path: the path of the grades.
         digest: a digest of the shard's bytes.
     """
 
@@ -31,11 +33,12 @@ class GradePart:
 
     @property
     def is_of_shard(self) -> bool:
-        """Whether the grades are there, and of this very shard."""
+        """Whether the grades exist and belong to the shard as it is now."""
         return made_of(self.path).get(SHARD_KEY) == self.digest.encode()
 
     def is_made_by(self, steps: str) -> bool:
-        """Whether the grades are there, of this very shard and by these steps."""
+        """Whether the grades exist, belong to the shard as it is now, and were made by these
+        steps."""
         metadata = made_of(self.path)
         return (
             metadata.get(SHARD_KEY) == self.digest.encode()
@@ -44,8 +47,8 @@ class GradePart:
 
 
 def made_of(path: Path) -> Mapping[bytes, bytes]:
-    """The metadata of the grades in a file; empty if they are not there or damaged."""
-    if not path.exists():  # which takes less time than an error
+    """The metadata of a file of grades; empty if the file does not exist or is damaged."""
+    if not path.exists():  # faster than an exception
         return {}
     try:
         return read_schema(path).metadata or {}
@@ -54,9 +57,9 @@ def made_of(path: Path) -> Mapping[bytes, bytes]:
 
 
 def bytes_digest(shard: Source) -> str:
-    """The digest of a shard's bytes, which its grades remember."""
-    known = blake2b(digest_size=16)
+    """The digest of a shard's bytes, which its grades record."""
+    digest = blake2b(digest_size=16)
     with shard.open("rb") if isinstance(shard, Path) else shard as file:
         while content := file.read(2**20):
-            known.update(content)
-    return known.hexdigest()
+            digest.update(content)
+    return digest.hexdigest()

@@ -1,5 +1,5 @@
 """Grades shards: reads the rows of shards without grades, and writes a file of grades, a *part*,
-for each."""
+for each shard. `JobGrades.make` runs a pass."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ from batchgen.storage.shards.checked_file import CheckedFile, read_schema, seal
 from batchgen.storage.stores.whole_file import whole_file
 from batchgen.util.text.row_json import json_readers
 
-_BATCH = 1024
+_BATCH = 1024  # rows
 _REASON = "finish_reason"
 _THREADS = 2
-"""Parts that are graded at once, where the steps take columns."""
+"""The parts that are graded at the same time, if the steps take columns."""
 
 
 class Stopped(Exception):
-    """Raised between two rows or two batches when grading is to be left off."""
+    """Raised between two rows or two batches if grading is to stop."""
 
 
 @dataclass(frozen=True)
 class Witness:
     """An observer of rows and grades while they are in memory, so that scores need not read them
-    again. `see` takes a written part, its rows and its grades. A shard that lacks one of the
-    `columns` is not passed to it."""
+    again.
+
+    Attributes:
+        columns: the columns that it needs. Shards that lack one are not passed to it.
+        see: is called with a written part, its rows and its grades.
+    """
 
     columns: tuple[str, ...]
     see: Callable[[GradePart, pa.Table, pa.Table], None]
@@ -49,10 +53,12 @@ class GradingPass:
     """One pass over the shards that have no grades.
 
     Attributes:
-        steps: the steps that make the grades, for the metadata of the parts.
+        grader: runs the steps.
+        steps: the steps, for the metadata of the parts.
+        text_column: the column of generated text.
         stop: returns whether to stop; called after every row, or after every batch of columns.
         witness: observes the results of steps that take columns; None for none.
-        changes: collects the changes where grades are replaced; None for none.
+        changes: collects the changes of grades that are replaced; None for none.
     """
 
     grader: Grader
@@ -63,15 +69,18 @@ class GradingPass:
     changes: ChangedMarks | None = None
 
     def grade(self, parts: Sequence[GradePart]) -> Iterator[tuple[GradePart, int]]:
-        """Write the parts one after the other, and yield each with the number of its rows. Raises
-        `Stopped` if `stop` returns true; parts that were yielded stay."""
+        """Write the parts one after the other, and yield each part with the number of its rows.
+
+        Raises:
+            Stopped: `stop` returned true. Parts that were yielded stay.
+        """
         if not self.grader.chain.takes_columns:
             return self._grade_rows(parts)
         return self._grade_in_threads(parts)
 
     def _grade_in_threads(self, parts: Sequence[GradePart]) -> Iterator[tuple[GradePart, int]]:
-        """Write parts whose steps take columns. Most of their time goes by in Arrow and in the
-        kernel, so that threads do some of it side by side."""
+        """Write parts whose steps take columns. Most of the time is spent in Arrow and in the
+        kernel, so threads can work in parallel."""
         with ThreadPoolExecutor(_THREADS, "grade") as pool:
             try:
                 tables = pool.map(self._grade_columns, parts)
@@ -83,8 +92,8 @@ class GradingPass:
                 pool.shutdown(cancel_futures=True)
 
     def _grade_columns(self, part: GradePart) -> tuple[int, tuple[pa.Table, pa.Table] | None]:
-        """Write one part batch by batch; returns the number of its rows, and what the witness needs
-        of the rows and of the grades."""
+        """Write one part batch by batch. Returns the number of its rows, and the rows and grades
+        for the witness."""
         seen: list[tuple[pa.RecordBatch, pa.RecordBatch]] = []
         with CheckedFile(part.shard) as file:
             schema = self._schema(part, file.schema)
@@ -102,7 +111,8 @@ class GradingPass:
         schema: pa.Schema,
         seen: list[tuple[pa.RecordBatch, pa.RecordBatch]],
     ) -> Iterator[pa.RecordBatch]:
-        """The grades of the rows of a shard; `seen` gets what the witness needs."""
+        """Yield the grades of the rows of a shard. `seen` receives the rows and grades for the
+        witness."""
         more = () if self.witness is None else self.witness.columns
         for batch, readers in self._batches(file, more):
             if self.stop():
@@ -120,10 +130,9 @@ class GradingPass:
             yield grades
 
     def _grade_rows(self, parts: Sequence[GradePart]) -> Iterator[tuple[GradePart, int]]:
-        """Write parts row by row, with rows of several parts at the workers at a time."""
-        keys: deque[tuple[GradePart, Mapping[str, Any]]] = (
-            deque()
-        )  # rows the grader has not given back
+        """Write parts row by row; rows of several parts may be in the workers at the same time."""
+        # The rows that the grader has read and not returned.
+        keys: deque[tuple[GradePart, Mapping[str, Any]]] = deque()
 
         def rows() -> Iterator[tuple[str | None, Mapping[str, Any]]]:
             for part in parts:
@@ -154,8 +163,8 @@ class GradingPass:
     def _batches(
         self, file: CheckedFile, more: Sequence[str] = ()
     ) -> Iterator[tuple[pa.RecordBatch, Mapping[str, Callable[[Any], Any]]]]:
-        """Batches of an opened shard with the columns that the steps read and some more, and how to
-        read those that are JSON."""
+        """Yield batches of an open shard, with the columns that the steps read and some more, and
+        the readers of those columns that are JSON."""
         schema = file.schema
         names = [*ROW_KEYS, *self._fields(schema), self.text_column]
         names += [name for name in more if name in schema.names]
@@ -166,8 +175,8 @@ class GradingPass:
             yield self._answered(batch).select(names), readers
 
     def _answered(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """A batch in which only rows with an error have no text. One that the model ended or left
-        without an answer has an empty text, which steps mark as they do a wrong one."""
+        """The batch with empty texts instead of null for rows without an error. Such a row ended
+        without an answer, which steps mark as wrong; only rows with an error have no text."""
         if not batch[self.text_column].null_count:
             return batch
         is_error = pc.equal(batch[_REASON], "error")
@@ -177,8 +186,8 @@ class GradingPass:
         return batch.set_column(at, batch.schema.field(at), kept)
 
     def _fields(self, schema: pa.Schema) -> list[str]:
-        """The columns that the steps read, apart from the text and ROW_KEYS. Those of the data set
-        lie before the text."""
+        """The columns that the steps read, without the text and ROW_KEYS. If a step reads all,
+        these are the columns before the text, which come from the data set."""
         steps = self.grader.chain.steps
         if all(step.field_names is not None for step in steps):
             wanted = {name for step in steps for name in step.field_names or ()}
@@ -186,13 +195,13 @@ class GradingPass:
         return list(schema.names[len(ROW_KEYS) : schema.names.index(self.text_column)])
 
     def _write(self, part: GradePart, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> int:
-        """Write the grades of one shard; returns their number."""
+        """Write the grades of one shard; return their number."""
         count = 0
         changes = self.changes
         before = None if changes is None else changes.replaced(part, schema)
         after: list[pa.RecordBatch] = []
         with whole_file(part.path) as temporary:
-            # Dictionaries take longer to make than what zstd saves without them.
+            # Making dictionaries takes more time than they save after zstd.
             with (
                 pa.OSFile(str(temporary), "wb") as sink,
                 pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=False) as writer,
@@ -208,7 +217,7 @@ class GradingPass:
         return count
 
     def _schema(self, part: GradePart, rows: pa.Schema) -> pa.Schema:
-        """The columns of a part, given those of its shard."""
+        """The columns of a part, from those of its shard."""
         fields = [rows.field(name) for name in ROW_KEYS]
         metadata = {STEPS_KEY: self.steps, SHARD_KEY: part.digest}
         return pa.schema([*fields, *self._file_schema], metadata=metadata)

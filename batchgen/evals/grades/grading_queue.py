@@ -2,9 +2,9 @@
 
     python -c PROGRAM SETUP      (see `GradingQueue`)
 
-and looks for new shards whenever its standard input has something. It only does early what
-`JobGrades.make` does at the end of the job. So it may be ended at any time, and whatever it could
-not do, its failures too, is left to that.
+and looks for new shards whenever its standard input has bytes. It only does in advance what
+`JobGrades.make` does at the end of the job. So it may be ended at any time, and shards that it
+could not grade, or failed on, are graded then.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; "
     "from batchgen.evals.grades.grading_queue import main; main()"
 )
-_LOOK_SECONDS = 0.1
-_STOP_SECONDS = 0.05
+_LOOK_SECONDS = 0.1  # between two looks for new shards
+_STOP_SECONDS = 0.05  # between two looks whether to stop
 _FEW = 2
-"""Shards that the job grades itself when it ends: that costs less than to start a process."""
+"""The number of shards up to which the job grades them itself at its end, which is faster than
+waiting for the process."""
 _NICE = 10
-"""A model on the same CPU goes first."""
+"""The priority of the process, below that of a model on the same CPU."""
 
 
 class GradingQueue:
     """Grades shards of a job soon after they are published.
 
-    Steps that take columns cost so little that their shards wait for the end of the job, beside
-    which they take twice as long, unless other jobs wait for the grades. All others are graded in
-    a process of their own, which begins with the first shard.
+    Steps that take columns are fast, but take twice as long while the job runs. So their shards
+    wait for the end of the job, unless other jobs wait for the grades. All other steps run in
+    another process, which begins with the first shard.
     """
 
     def __init__(
@@ -70,12 +71,12 @@ class GradingQueue:
         self._takes_columns = StepChain(post_steps(config.post)).takes_columns
         self._is_on = needed and bool(config.post) and (at_once or not self._takes_columns)
         self._grades = JobGrades(job)
-        self._done: set[int] = set()  # or the process knows of them
+        self._done: set[int] = set()  # shards that are graded or that the process was told to grade
         self._changed, self._next_look = 0, 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Grade new shards or hand them over, a few times a second at most.
+        """Grade new shards or let the process grade them, at most a few times a second.
 
         Raises:
             ConfigError, JobError: see `JobGrades.make`.
@@ -83,10 +84,10 @@ class GradingQueue:
         if not self._is_on or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        # A folder of many shards is listed only if one has come.
+        # A folder of many shards is listed only if it has changed.
         try:
             changed = (self._job / "data").stat().st_mtime_ns
-        except FileNotFoundError:  # whoever writes there says so
+        except FileNotFoundError:  # the writer of shards reports it
             return
         if changed == self._changed:
             return
@@ -102,12 +103,12 @@ class GradingQueue:
         self._done |= new
 
     def _wake(self) -> None:
-        """Let the process look for new shards, at once or when it has graded those before."""
+        """Make the process look for new shards as soon as it has graded the earlier ones."""
         if self._process is None:
             self._process = self._start()
         assert self._process.stdin is not None
-        # BrokenPipeError: it has failed, and the end says why. Where the pipe is full, it has still
-        # to read what was written before, and looks after that.
+        # BrokenPipeError: the process has failed; grading at the end of the job reports the reason.
+        # If the pipe is full, the process will look anyway when it reads the earlier bytes.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(b"\n")
 
@@ -121,7 +122,8 @@ class GradingQueue:
             "score": asdict(config.score),
             "text_column": config.output.text_column,
         }
-        # Where the process fails, the end of the job says why. Ctrl-C is for the job alone.
+        # If the process fails, grading at the end of the job reports the reason. In another session
+        # it does not get Ctrl-C.
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, json.dumps(setup)],
             bufsize=0,
@@ -131,13 +133,15 @@ class GradingQueue:
             start_new_session=True,
         )
         assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)  # this end alone
+        os.set_blocking(process.stdin.fileno(), False)  # only this end of the pipe
         return process
 
     def finish(self, stop: Callable[[], bool]) -> Generator[float, None, None]:
-        """Let the process grade what is there, until its end or until `stop()`; gives seconds to
-        wait before it looks again. Where few shards are left, or none was handed over, all that is
-        left is for the end of the job."""
+        """Wait until the process has graded all shards, or until `stop()`; yields the seconds until
+        it looks again.
+
+        If few shards are left, or the process was not started, the end of the job grades the rest.
+        """
         if self._process is None:
             return
         self._next_look = 0.0
@@ -153,7 +157,7 @@ class GradingQueue:
             yield _STOP_SECONDS
 
     def close(self) -> None:
-        """End the process at once, if there is one."""
+        """Kill the process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -168,14 +172,14 @@ def _grade(
     score: ScoreConfig,
     shards: Collection[int],
 ) -> None:
-    """Grade shards that have no grades. Those by other steps are replaced when the job ends, which
-    says what that changes."""
+    """Grade shards that have no grades. Grades by other steps are replaced at the end of the job,
+    which reports changed marks."""
     if missing := {shard for shard in shards if not grades.part(shard).is_of_shard}:
         grades.make(post, text_column, score, shards=missing)
 
 
 def main() -> None:
-    """Grade what shards there are whenever standard input has something, until its end."""
+    """Grade new shards whenever standard input has bytes, until its end."""
     setup = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(setup["parent"])

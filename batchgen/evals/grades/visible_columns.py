@@ -1,4 +1,4 @@
-"""The names under which expressions and templates see the columns of rows and of their grades."""
+"""The names by which expressions and templates read the columns of rows and of their grades."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ GRADES = "grades"
 
 @dataclass(frozen=True)
 class Wanted:
-    """The columns that are to be read."""
+    """The columns that are to be read.
+
+    Attributes:
+        data, grades: the columns of the rows, and those of the grades.
+    """
 
     data: frozenset[str] = frozenset()
     grades: frozenset[str] = frozenset()
@@ -26,15 +30,20 @@ class Wanted:
 
 
 class VisibleColumns:
-    """The names under which the columns of rows and grades can be read.
+    """The names by which expressions read the columns of rows and grades.
 
     A column of the grades is `grades.mark`, and also `mark` if the rows have no such column.
+
+    Attributes:
+        data, grades: the names of the columns.
+        has_grades: whether the variable `grades` can be read.
+        names: all variables for columns.
     """
 
     def __init__(
         self, data: Sequence[str], grades: Sequence[str], more: Sequence[str] = ()
     ) -> None:
-        """The names of the columns; expressions can read `more` variables besides."""
+        """Make the names of some columns. Expressions can also read the variables `more`."""
         self.data, self.grades, self._more = tuple(data), tuple(grades), tuple(more)
         self._both = frozenset(self.data) & frozenset(self.grades)
         self.has_grades = bool(self.grades) and GRADES not in self.data
@@ -42,7 +51,11 @@ class VisibleColumns:
         self.names = (*self.data, *alone, *([GRADES] if self.has_grades else []))
 
     def expression(self, key: str, source: str) -> RowExpression:
-        """Compile an expression, or raise ConfigError, which names the `key`."""
+        """Compile an expression. `key` names it in messages.
+
+        Raises:
+            ConfigError: the expression is wrong, or reads a column that does not exist.
+        """
         expression = RowExpression(key, source, (*self.names, *self._more))
         for name in sorted(self._both & set(expression.names)):
             if expression.attributes(name) != frozenset():
@@ -59,15 +72,15 @@ class VisibleColumns:
         return expression
 
     def read_by(self, expression: RowExpression) -> Wanted:
-        """Which columns an expression reads."""
-        fields, of_row = expression.attributes(GRADES), expression.attributes("row")
-        if not self.has_grades or not fields or of_row is None or GRADES in of_row:
+        """The columns that an expression reads."""
+        fields, row_fields = expression.attributes(GRADES), expression.attributes("row")
+        if not self.has_grades or not fields or row_fields is None or GRADES in row_fields:
             return self.named(expression.names)
-        plain = self.named([name for name in expression.names if name != GRADES])
-        return plain | Wanted(grades=fields)
+        variables = self.named([name for name in expression.names if name != GRADES])
+        return variables | Wanted(grades=fields)
 
     def named(self, names: Collection[str]) -> Wanted:
-        """The columns with these names, which are all known."""
+        """The columns for some known names."""
         data = frozenset(name for name in names if name in self.data)
         grades = frozenset(name for name in names if name in self.grades and name not in data)
         if self.has_grades and GRADES in names:
@@ -75,14 +88,14 @@ class VisibleColumns:
         return Wanted(data, grades)
 
     def ordered(self, wanted: Wanted) -> tuple[list[str], list[str]]:
-        """Columns of the rows and of the grades, as these have them."""
+        """Columns of the rows and of the grades, in the order of their files."""
         return (
             [name for name in self.data if name in wanted.data],
             [name for name in self.grades if name in wanted.grades],
         )
 
     def variables(self, fields: Mapping[str, Any], grades: Mapping[str, Any]) -> dict[str, Any]:
-        """What expressions see of a row with these values, and of its grades."""
+        """The values of all variables for a row with these fields and grades."""
         variables = {**fields, **{name: grades[name] for name in grades if name not in self.data}}
         if self.has_grades:
             variables[GRADES] = grades

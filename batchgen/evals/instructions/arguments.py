@@ -10,9 +10,9 @@ LESS, AT_LEAST = "less than", "at least"
 
 
 class InstructionArguments:
-    """The arguments of one instruction by name; null stands for none.
+    """The arguments of one instruction by name; null means that an argument is missing.
 
-    Its methods raise ValueError, which names the argument, if it is missing or of another type.
+    The methods raise ValueError, which names the argument, if it is missing or of another type.
     """
 
     def __init__(self, instruction_id: str, values: Mapping[str, Any]) -> None:
@@ -20,14 +20,14 @@ class InstructionArguments:
         self._values = {name: value for name, value in values.items() if value is not None}
 
     def text(self, name: str) -> str:
-        """A text."""
+        """An argument that is a text."""
         value = self._values.get(name)
         if not isinstance(value, str):
             raise self._wrong(name, "a text")
         return value
 
     def texts(self, name: str) -> list[str]:
-        """One or more texts."""
+        """An argument that is a list of one or more texts."""
         value = self._values.get(name)
         if isinstance(value, str) or not isinstance(value, Sequence) or not value:
             raise self._wrong(name, "a list of texts")
@@ -36,7 +36,7 @@ class InstructionArguments:
         return list(value)
 
     def number(self, name: str) -> int:
-        """A whole number, also one that is written as 3.0."""
+        """An argument that is a whole number, even if it is written as 3.0."""
         value = self._values.get(name)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -45,7 +45,8 @@ class InstructionArguments:
         return value
 
     def compares(self, count: int, number: str, relation: str = "relation") -> bool:
-        """Whether a count is in the relation of an argument to another one's number."""
+        """Whether a count has the relation, named by one argument, to the number that is another
+        argument."""
         how = self.text(relation)
         if how not in (LESS, AT_LEAST):
             raise self._wrong(relation, f"{LESS!r} or {AT_LEAST!r}")

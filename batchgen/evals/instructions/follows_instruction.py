@@ -13,7 +13,7 @@ from batchgen.evals.instructions.ifbench_words import WORDS
 from batchgen.evals.instructions.ifeval import IFEVAL
 
 CHECKS = {**IFEVAL, **WORDS, **FORMS, **TABLES}
-"""The checks of IFEval and of IFBench by the ids of their instructions, which no two share."""
+"""The checks of IFEval and of IFBench, by the ids of their instructions."""
 
 
 def follows_instruction(
@@ -30,16 +30,16 @@ def follows_instruction(
     Args:
         instruction_id: such as "keywords:existence".
         kwargs: its arguments; those that are None count as missing.
-        response: what the model wrote. An empty one follows nothing.
-        prompt: the whole prompt, which instructions to repeat it read if kwargs do not say what
-            to repeat.
+        response: the generated text. An empty one follows no instruction.
+        prompt: the whole prompt. Instructions to repeat the prompt read it if kwargs do not have
+            the text to repeat.
         loose: also accept a response that follows it without its first or last line, without both,
             or without asterisks.
 
     Raises:
-        ValueError: the instruction is unknown or one that no program here can check, or an argument
-            is missing or of another type.
-        ConfigError: the package langdetect is missing, which tells languages.
+        ValueError: the instruction is unknown or cannot be checked by a program here, or an
+            argument is missing or of another type.
+        ConfigError: the package langdetect, which recognises languages, is missing.
     """
     check = CHECKS.get(instruction_id)
     if check is None:
@@ -58,7 +58,7 @@ def follows_instruction(
 
 
 def _versions(response: str) -> list[str]:
-    """The response, and what is left without lines or marks that are not the answer itself."""
+    """The response, and its versions without lines or marks that may not belong to the answer."""
     lines = response.split("\n")
     cut = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return list(dict.fromkeys([*cut, *(text.replace("*", "") for text in cut)]))

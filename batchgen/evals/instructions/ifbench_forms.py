@@ -1,6 +1,7 @@
 """The checks of IFBench (Pyatkin et al. 2025, arXiv 2507.02833) on forms, repeats and single tasks.
 
-As `ifbench_words` has them: allenai/IFBench, instructions.py, commit 1d62c1d.
+As in `ifbench_words.py`, they follow allenai/IFBench, instructions.py, commit 1d62c1d. `FORMS`
+lists them. The names of the instructions are in its keys.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _OPTION = re.compile(r"[A-Ea-e][.|)]\s*\w+")
 
 
 def _parentheses(text: str, args: InstructionArguments) -> bool:
-    """Five levels are open in each other, and the innermost is closed; a mismatch begins anew."""
+    """Five brackets are open in each other, and the innermost is closed; a mismatch starts over."""
     opened: list[str] = []
     depth = 0
     for char in text:
@@ -51,7 +52,7 @@ def _parentheses(text: str, args: InstructionArguments) -> bool:
 
 
 def _quotes(text: str, args: InstructionArguments) -> bool:
-    """Quotes of both kinds stand three deep in each other, and three of them are closed."""
+    """Quotes of both kinds are open three deep in each other, and three of them are closed."""
     opened: list[str] = []
     deepest = 0
     for char in text:
@@ -80,7 +81,8 @@ def _newline(text: str, args: InstructionArguments) -> bool:
 
 
 def _emoji(text: str, args: InstructionArguments) -> bool:
-    """An emoji is the last or last but one character of each sentence, or begins the next one."""
+    """An emoji is the last character or the last but one of each sentence, or begins the next
+    one."""
     texts = [sentence.translate(_NO_MARKS).strip() for sentence in sentences(text)]
     for sentence, following in zip(texts, [*texts[1:], ""], strict=True):
         if not sentence or not (_EMOJI.search(sentence[-2:]) or _EMOJI.match(following)):
@@ -95,7 +97,7 @@ def _line_indent(text: str, args: InstructionArguments) -> bool:
 
 
 def _quote_unquote(text: str, args: InstructionArguments) -> bool:
-    """No quote follows another one at once, and none ends the text."""
+    """No quoted text directly follows another one, and none ends the text."""
     bare = "".join(text.replace("'\"'", "").split())
     end = bare.strip(string.digits + string.punctuation.replace('"', ""))
     return '""' not in bare and not end.endswith('"')
@@ -106,7 +108,7 @@ def _list(text: str, args: InstructionArguments) -> bool:
 
 
 def _thesis(text: str, args: InstructionArguments) -> bool:
-    """Something stands in <i> or <em>, and something behind it."""
+    """There is text in <i> or <em>, and text after it."""
     start = next((at for tag in ("<i>", "<em>") if (at := text.find(tag)) >= 0), -1)
     rest = text[start:]
     end = next((at for tag in ("</i>", "</em>") if (at := rest.find(tag)) >= 0), -1)
@@ -118,7 +120,7 @@ def _sub_bullets(text: str, args: InstructionArguments) -> bool:
 
 
 def _no_bullets_bullets(text: str, args: InstructionArguments) -> bool:
-    """Two sentences, and then nothing but lines with *, two at least."""
+    """Two sentences, followed only by lines with *, at least two."""
     lines = text.split("\n")
     is_bullet = [line.strip().startswith("*") for line in lines]
     if True not in is_bullet or sum(is_bullet) < 2:
@@ -154,7 +156,8 @@ def _multiples(text: str, args: InstructionArguments) -> bool:
 
 
 def _mcq_count_length(text: str, args: InstructionArguments) -> bool:
-    """Four questions with five options each, which become longer, and nothing before them."""
+    """Four questions, each longer than the one before and with five options; nothing comes before
+    them."""
     if not text.startswith("Question"):
         return False
     parts = [part.strip() for part in _QUESTION.split(text) if part.strip()]
@@ -169,7 +172,7 @@ def _mcq_count_length(text: str, args: InstructionArguments) -> bool:
 
 
 def _reverse_newline(text: str, args: InstructionArguments) -> bool:
-    """From Zimbabwe on 52 lines at least, in the reverse order of the alphabet."""
+    """At least 52 lines from Zimbabwe on, in the reverse order of the alphabet."""
     lines = [line.strip(_MARKS) for line in text.split("\n") if line.strip(_MARKS)]
     start = next((at for at, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     texts = [_ascii(line) for line in lines[start:]]
@@ -244,4 +247,4 @@ REFUSED: Mapping[str, str] = {
     "words:start_verb": "a tagger of parts of speech",
     "words:odd_even_syllables": "a dictionary of syllables",
 }
-"""Instructions of IFBench that no program here can check, and what they need."""
+"""Instructions of IFBench that no program here can check, and the resource that they need."""

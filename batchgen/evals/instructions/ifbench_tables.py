@@ -1,6 +1,7 @@
 """The checks of IFBench (Pyatkin et al. 2025, arXiv 2507.02833) on CSV tables and lists of dates.
 
-As in `ifbench_words`, they follow allenai/IFBench, instructions.py, commit 1d62c1d.
+As in `ifbench_words.py`, they follow allenai/IFBench, instructions.py, commit 1d62c1d. `TABLES`
+lists them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def _csv_city(text: str, args: InstructionArguments) -> bool:
 
 
 def _has_header(text: str, names: Sequence[str], between: str) -> bool:
+    """Whether the first line has these names, each in quotes or not."""
     pattern = between.join(f'(?:{name}|"{name}")' for name in names)
     return re.fullmatch(pattern, text.split("\n")[0].strip()) is not None
 
@@ -44,7 +46,7 @@ def _csv_special_character(text: str, args: InstructionArguments) -> bool:
         if len(row) != 5:
             return False
         if any(re.match(r'".*[^\d\w\s].*"', cell) for cell in row):
-            return True  # as published, which looks at no row behind it
+            return True  # the published check does not look at later rows either
     return False
 
 
@@ -59,7 +61,7 @@ def _csv_quotes(text: str, args: InstructionArguments) -> bool:
 
 
 def _date_format_list(text: str, args: InstructionArguments) -> bool:
-    """Days between 1769 and 1821; the published check takes month 00 and day 00 too."""
+    """Dates between 1769 and 1821. The published check also accepts month 00 and day 00."""
     for part in text.split(","):
         match = _DATE.fullmatch(part.strip())
         if match is None:

@@ -1,7 +1,8 @@
 """The checks of IFBench (Pyatkin et al. 2025, arXiv 2507.02833) on words and sentences.
 
-Each takes a response and the arguments of its instruction, and says whether the response follows
-it, as the published checks do (allenai/IFBench, instructions.py, commit 1d62c1d).
+Each check takes a response and the arguments of its instruction, and returns whether the response
+follows the instruction, as the published checks do (allenai/IFBench, instructions.py, commit
+1d62c1d). `WORDS` lists them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def tokens(text: str) -> list[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """Words in small letters, without any marks."""
+    """The words in lower case, without any marks."""
     return text.lower().translate(_NO_MARKS).split()
 
 
@@ -81,7 +82,8 @@ def _stop_words(text: str, args: InstructionArguments) -> bool:
 
 
 def _counts(text: str) -> tuple[int, int, int]:
-    """Sentences that end with a full stop, a question mark and an exclamation mark."""
+    """The numbers of sentences that end with a full stop, a question mark and an exclamation
+    mark."""
     ends = Counter(sentence[-1] for sentence in sentences(text))
     return ends["."], ends["?"], ends["!"]
 
@@ -103,7 +105,7 @@ def _sentence_words(text: str, args: InstructionArguments) -> bool:
 
 
 def _conjunctions(text: str, args: InstructionArguments) -> bool:
-    """Conjunctions count as different as they are written: `and` and `And,` are two."""
+    """Conjunctions count as different if they are written differently: `and` and `And,` are two."""
     words = {word for word in text.split() if word.strip(_MARKS).lower() in _CONJUNCTIONS}
     return len(words) >= args.number("small_n")
 
@@ -113,7 +115,7 @@ def _person_names(text: str, args: InstructionArguments) -> bool:
 
 
 def _overlap(text: str, args: InstructionArguments) -> bool:
-    """The share of the response's runs of three tokens that the reference has, within 2%."""
+    """The share of the response's runs of three tokens that the reference contains, within 2%."""
     in_text, reference = (
         {*zip(words, words[1:], words[2:], strict=False)}
         for words in (tokens(text), tokens(args.text("reference_text")))
@@ -157,7 +159,8 @@ def _keywords_multiple(text: str, args: InstructionArguments) -> bool:
 
 
 def _alphabet(text: str, args: InstructionArguments) -> bool:
-    """Each word begins with the letter behind that of the word before; after z comes a."""
+    """Each word begins with the letter that follows the first letter of the word before; a follows
+    z."""
     initials = [word[0] for word in words_of(text)]
     if not initials or not "a" <= initials[0] <= "z":
         return False
@@ -174,16 +177,16 @@ def _consonants(text: str, args: InstructionArguments) -> bool:
 
 
 def _alliteration(text: str, args: InstructionArguments) -> bool:
-    """Each sentence has more words in rows with one first letter than the one before."""
+    """Each sentence has more words in runs with the same first letter than the sentence before."""
     before = -1
     for sentence in sentences(text):
         words = [word.lstrip(_MARKS) for word in sentence.lower().split()]
         firsts = [word[0] for word in words if word]
         same = [a == b for a, b in itertools.pairwise(firsts)]
-        begun = sum(one and not (at and same[at - 1]) for at, one in enumerate(same))
-        if sum(same) + begun <= before:
+        runs = sum(is_same and not (at and same[at - 1]) for at, is_same in enumerate(same))
+        if sum(same) + runs <= before:
             return False
-        before = sum(same) + begun
+        before = sum(same) + runs
     return True
 
 
@@ -200,7 +203,7 @@ def _repeats(text: str, args: InstructionArguments) -> bool:
 
 
 def _nth(items: list[str], index: int) -> str | None:
-    """The one at a place that counts from 1; None if there is none."""
+    """The item at an index that counts from 1; None if there is none."""
     return items[index - 1] if 1 <= index <= len(items) else None
 
 
@@ -223,8 +226,8 @@ def _words_position(text: str, args: InstructionArguments) -> bool:
 
 def _last_first(text: str, args: InstructionArguments) -> bool:
     texts = sentences(text)
-    for one, following in itertools.pairwise(texts):
-        last, first = one.rstrip(_MARKS).split()[-1:], following.lstrip(_MARKS).split()[:1]
+    for sentence, following in itertools.pairwise(texts):
+        last, first = sentence.rstrip(_MARKS).split()[-1:], following.lstrip(_MARKS).split()[:1]
         if not last or not first or last[0].lower() != first[0].lower():
             return False
     return True

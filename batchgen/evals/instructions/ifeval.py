@@ -1,8 +1,9 @@
 """The 25 checks of IFEval (Zhou et al. 2023, arXiv 2311.07911).
 
-Each takes a response and the arguments of its instruction, and says whether the response follows
-it, as the published checks do (google-research, instruction_following_eval). Keywords are plain
-texts here, never regular expressions, and every check takes a time in proportion to the text.
+Each check takes a response and the arguments of its instruction, and returns whether the response
+follows the instruction, as the published checks do (google-research, instruction_following_eval).
+Keywords are plain texts here, never regular expressions, and every check takes time in proportion
+to the text. `IFEVAL` lists them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _number_paragraphs(text: str, args: InstructionArguments) -> bool:
 
 
 def _nth_paragraph_first_word(text: str, args: InstructionArguments) -> bool:
-    """Paragraphs are divided by empty lines; the nth is counted with those that are blank."""
+    """Paragraphs are divided by empty lines; blank ones count when the nth is looked up."""
     parts, nth = text.split("\n\n"), args.number("nth_paragraph")
     count = sum(bool(part.strip()) for part in parts)
     if not 1 <= nth <= count or not (words := parts[nth - 1].split()):
@@ -73,7 +74,7 @@ def _nth_paragraph_first_word(text: str, args: InstructionArguments) -> bool:
 
 
 def _number_placeholders(text: str, args: InstructionArguments) -> bool:
-    """Placeholders stand in square brackets, within a line."""
+    """Placeholders are in square brackets, within a line."""
     return sum(map(_placeholders, text.split("\n"))) >= args.number("num_placeholders")
 
 
@@ -91,7 +92,7 @@ def _postscript(text: str, args: InstructionArguments) -> bool:
 
 
 def _number_bullet_lists(text: str, args: InstructionArguments) -> bool:
-    """Bullets are lines that begin with - or one *."""
+    """Bullets are lines that begin with - or with a single *."""
     lines = (line.lstrip() for line in text.split("\n"))
     bullets = [line for line in lines if line[:1] == "-" or re.match(r"\*[^*]", line)]
     return len(bullets) == args.number("num_bullets")
@@ -102,7 +103,7 @@ def _constrained_response(text: str, args: InstructionArguments) -> bool:
 
 
 def _number_highlighted_sections(text: str, args: InstructionArguments) -> bool:
-    """Highlights stand between two * or between two **, within a line."""
+    """Highlights are between two * or between two **, within a line."""
     single = (match.strip("*") for match in re.findall(r"\*[^\n*]*\*", text))
     double = (match[2:-2] for match in re.findall(r"\*\*[^\n*]*\*\*", text))
     count = sum(bool(match.strip()) for match in (*single, *double))
@@ -111,7 +112,7 @@ def _number_highlighted_sections(text: str, args: InstructionArguments) -> bool:
 
 def _multiple_sections(text: str, args: InstructionArguments) -> bool:
     """Sections begin with a word and their number, such as SECTION 1."""
-    splitter = re.escape(args.text("section_spliter").strip())  # the key's own spelling
+    splitter = re.escape(args.text("section_spliter").strip())  # the key is spelled so
     return len(re.findall(rf"{splitter}\s?\d+", text)) >= args.number("num_sections")
 
 
@@ -127,7 +128,7 @@ def _json_format(text: str, args: InstructionArguments) -> bool:
 
 
 def _title(text: str, args: InstructionArguments) -> bool:
-    """A title stands between << and >>, within a line."""
+    """A title is between << and >>, within a line."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end and line[start:end].strip("< >"):
@@ -136,7 +137,7 @@ def _title(text: str, args: InstructionArguments) -> bool:
 
 
 def _two_responses(text: str, args: InstructionArguments) -> bool:
-    """Two different responses with six * between them, and perhaps around them."""
+    """Two different responses, with six * between them and possibly around them."""
     parts = [part.strip() for part in text.split("******")]
     responses = [part for part in parts if part]
     if not all(parts[1:-1]):

@@ -1,5 +1,5 @@
-"""Splits English text into words and sentences by rules, without models or downloads, for
-IFEval."""
+"""Splits English text into words and sentences by rules, without models or downloads, for the
+checks of IFEval and IFBench."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _OTHERS = (
 )
 _BEFORE_NAMES = frozenset(_TITLES.split())
 _ABBREVIATIONS = frozenset(_OTHERS.split())
-"""Abbreviations that end a sentence if a capital follows."""
+"""Abbreviations that end a sentence if a capital letter follows."""
 _STARTERS = frozenset(
     "the this that these those it he she they we you i a an in on at for from by with as if when "
     "while where what who how why there here his her its their our your my but and or so then "
     "also however after before since although because during let now to no not all some many most "
     "both each one two please".split()
 )
-"""Words that begin sentences, and seldom names."""
+"""Words that often begin sentences and are seldom names."""
 _GOING_ON = _BEFORE_NAMES | {"e.g", "i.e", "eg", "ie", "vs", "cf"}
-"""Abbreviations that end no sentence."""
+"""Abbreviations that never end a sentence."""
 _END = re.compile(
     r"(?<![.?!])[.?!]++"
     r"(?:[\"'”’)\]}]+(?:\s+|(?=--)|\Z)|(?P<space>\s+)|(?=[\"')\]};:*@({\[]))"
 )
-"""Marks with what closes a quote or bracket behind them, or white space, or an opening sign."""
+"""Marks, followed by a closing quote or bracket, by white space, or by an opening sign."""
 _DOTTED = re.compile(r"(?:[A-Za-z]\.)+[A-Za-z]")
 _LAST_WORD = re.compile(r"[\w.&-]*\Z")
 _LONGEST = 40
-"""Characters of a word that are looked at for an abbreviation."""
+"""The most characters of a word that are checked for an abbreviation."""
 
 
 def count_words(text: str) -> int:
@@ -46,11 +46,11 @@ def count_sentences(text: str) -> int:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text: up to a full stop, question mark or exclamation mark.
+    """Split a text into sentences, at full stops, question marks and exclamation marks.
 
-    A full stop ends none behind an abbreviation or an initial, and dots ("...") end none before a
-    small letter. Line breaks end none either, so that a list without full stops is one sentence,
-    as in the tokenizer for sentences that IFEval is defined by (Kiss and Strunk 2006).
+    A full stop after an abbreviation or an initial does not end a sentence, and dots ("...") do not
+    before a small letter. Line breaks do not end one either, so a list without full stops is one
+    sentence, as in the sentence tokenizer that defines IFEval (Kiss and Strunk 2006).
     """
     result, start = [], 0
     for match in _END.finditer(text):
@@ -84,13 +84,13 @@ def _ends(text: str, match: re.Match[str]) -> bool:
 
 
 def _starts(follows: str) -> bool:
-    """Whether a text begins with a word in a capital that begins sentences."""
+    """Whether a text begins with a capitalised word that often begins sentences."""
     word = re.match(r"[A-Z][a-z']*", follows)
     return word is not None and word.group().lower() in _STARTERS
 
 
 def _word_before(text: str, end: int) -> tuple[str, bool]:
-    """The word before a place, and whether it is the first of its line."""
+    """The word before an index, and whether it is the first of its line."""
     start = max(0, end - _LONGEST)
     match = _LAST_WORD.search(text, start, end)
     word = "" if match is None else match.group()

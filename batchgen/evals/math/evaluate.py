@@ -1,7 +1,8 @@
-"""Evaluates expressions at fixed points, by which expressions with variables are compared.
+"""Evaluates expressions at fixed points; expressions with variables are compared by these values.
 
 Two expressions that agree at a few unrelated points are equal, except with a negligible
-probability. So no computer algebra is needed, and every comparison ends.
+probability. So no computer algebra is needed, and every comparison ends. `normal_forms.py` calls
+`value_form`.
 """
 
 from __future__ import annotations
@@ -23,29 +24,37 @@ from batchgen.evals.math.reading.nodes import (
 )
 
 POINTS = 4
-"""Points at which expressions are compared. In the last two, variables are negative: there
-`sqrt(x^2)` is not `x`."""
+"""The number of points at which expressions are compared. Variables are negative in the last two,
+where `sqrt(x^2)` is not `x`."""
 
 CONSTANTS = {"pi": CONTEXT.pi, "e": CONTEXT.e, "i": CONTEXT.j}
 
 
 @lru_cache(maxsize=4096)
 def coordinate(point: int, name: str) -> Fraction:
-    """The value that a variable has at a point: a fraction that follows from its name."""
+    """The value of a variable at a point: a fraction computed from its name."""
     digest = hashlib.sha256(f"{point} {name}".encode("utf-8", "surrogatepass")).digest()
     size = Fraction(int.from_bytes(digest[:4], "big") % 9973 + 1009, 4001)
     return -size if point >= POINTS // 2 else size
 
 
 def values_of(node: Node) -> tuple[Value, ...]:
-    """The values of an expression at all points. Raises NotRead if the node is no expression, and
-    Undefined if it has no value at one of them."""
+    """The values of an expression at all points.
+
+    Raises:
+        NotRead: the node is not an expression.
+        Undefined: it has no value at one of the points.
+    """
     return tuple(evaluate_at(node, partial(coordinate, point)) for point in range(POINTS))
 
 
 def evaluate_at(node: Node, variable: Callable[[str], Value]) -> Value:
-    """The value of an expression in which `variable` returns the value of the variable of a name.
-    Raises NotRead if the node is no expression, and Undefined if it has no value there."""
+    """The value of an expression. `variable` returns the value of a variable by its name.
+
+    Raises:
+        NotRead: the node is not an expression.
+        Undefined: it has no value there.
+    """
     if isinstance(node, Number):
         return node.value
     if isinstance(node, Symbol):
@@ -84,15 +93,20 @@ def evaluate_at(node: Node, variable: Callable[[str], Value]) -> Value:
 
 
 def constant(node: Node) -> Value:
-    """The value of an expression without variables. Raises NotRead if it has some or is no
-    expression, and Undefined if it has no value."""
+    """The value of an expression without variables.
+
+    Raises:
+        NotRead: it has variables, or is not an expression.
+        Undefined: it has no value.
+    """
     if variables_of(node):
         raise NotRead
     return numbers.snapped(evaluate_at(node, lambda _: Fraction(0)))
 
 
 def value_form(node: Node) -> str:
-    """The text of an expression's value; with variables, of its values at several points."""
+    """The text of an expression's value; for one with variables, of its values at several
+    points."""
     if not variables_of(node):
         return numbers.value_text(constant(node))
     texts = [numbers.value_text(value, exact=False) for value in values_of(node)]

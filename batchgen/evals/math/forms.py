@@ -1,4 +1,5 @@
-"""The normal forms of an answer: texts by which answers are compared, and votes are counted."""
+"""The normal forms of an answer: texts by which answers are compared, and votes are counted.
+`normal_forms.py` makes them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 NAME, UNIT = "name", "unit"
-"""What a form may leave out of an answer: a name before `=`, a unit of measure."""
+"""The parts that a form may leave out of an answer: a name before `=`, or a unit of measure."""
 _NOTHING: frozenset[str] = frozenset()
 
 
@@ -14,13 +15,13 @@ _NOTHING: frozenset[str] = frozenset()
 class Forms:
     """The normal forms of an answer.
 
-    A form may leave something of the answer out: the name before `=`, or the unit. Two answers are
-    the same if they share a form, unless both left out the same kind of thing to get there. So
-    `x = 5` and `5` are the same, and `x = 5` and `y = 5`, which both left out a name, are not.
+    A form may leave out a part of the answer: the name before `=`, or the unit. Two answers are the
+    same if they have a form in common, unless both left out the same kind of part for it. So `x =
+    5` and `5` are the same, but `x = 5` and `y = 5` are not, because both left out a name.
 
     Attributes:
-        main: the form in which the answer is a part of longer answers; nothing is left out.
-        all: each form, with the kinds of things that it leaves out (`NAME`, `UNIT` or other texts).
+        main: the form that longer answers use for this answer as a part; nothing is left out.
+        all: each form, with the kinds of parts that it leaves out (`NAME`, `UNIT` or other texts).
     """
 
     main: str
@@ -28,15 +29,16 @@ class Forms:
 
     @staticmethod
     def of(*full: str) -> Forms:
-        """Forms that leave nothing out; the first is the main one."""
+        """Forms that leave out nothing; the first one is the main form."""
         return Forms(full[0], frozenset((text, _NOTHING) for text in full))
 
     def without(self, dropped: str, *texts: str) -> Forms:
-        """These forms, and `texts`, which leave `dropped` out."""
+        """These forms, and `texts` as forms that leave out `dropped`."""
         return Forms(self.main, self.all | {(text, frozenset({dropped})) for text in texts})
 
     def holding(self, other: Forms, dropped: str) -> Forms:
-        """These forms, and those of a part of the answer, which leave the rest, `dropped`, out."""
+        """These forms, and those of a part of the answer, as forms that leave out the rest,
+        `dropped`."""
         return Forms(
             self.main, self.all | {(text, before | {dropped}) for text, before in other.all}
         )
@@ -66,12 +68,12 @@ class Forms:
 
     @property
     def dropped(self) -> frozenset[str]:
-        """All that forms leave out."""
+        """The kinds of parts that any form leaves out."""
         return frozenset().union(*(dropped for _, dropped in self.all))
 
 
 def text_form(text: str) -> str:
-    """The form of words: small letters and digits alone."""
+    """The form of words: only letters, in lower case, and digits."""
     words = re.findall(r"[^\W_]+", text)
     if len(words) > 1 and words[0] in ("the", "The", "a", "an", "An"):
         words = words[1:]

@@ -1,4 +1,5 @@
-"""Reads the number that an answer states in digits, without computing anything."""
+"""Reads the number that an answer states in digits, without computing anything. Method `integer` of
+`Grade` uses it."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ from batchgen.evals.math.relation_forms import named_value
 
 
 def literal_number(text: str) -> Fraction | None:
-    """The number that an answer says in digits; None if it says no number, or asks for arithmetic.
+    """The number that an answer states in digits; None if it states no number, or one that must be
+    computed.
 
     A sign, a unit, a percent sign, a name or a sum of names before `=` and words for powers of ten
-    may stand with it: `-5`, `18 cm`, `x = 5`, `m + n = 5`, `5 million`. `9 + 9` and `18!` are none.
+    are allowed: `-5`, `18 cm`, `x = 5`, `m + n = 5`, `5 million`. `9 + 9` and `18!` must be
+    computed.
     """
     try:
         return _literal(read(tidy(text)))
@@ -32,6 +35,7 @@ def literal_number(text: str) -> Fraction | None:
 
 
 def _literal(node: Node) -> Fraction | None:
+    """The number of a node; None as for `literal_number`."""
     match node:
         case Number(value):
             return value
@@ -54,7 +58,9 @@ def _literal(node: Node) -> Fraction | None:
 
 
 def _is_sum_of_names(node: Node) -> bool:
-    """Whether a side is a sum, difference or product of bare names, as `m + n` of `m + n = 293`."""
+    """Whether a side is a sum, difference or product of bare names, as `m + n` in `m + n = 293`."""
     if not isinstance(node, Call) or node.name not in ("+", "*", "negate"):
         return False
-    return all(isinstance(each, Symbol) or _is_sum_of_names(each) for each in node.arguments)
+    return all(
+        isinstance(argument, Symbol) or _is_sum_of_names(argument) for argument in node.arguments
+    )

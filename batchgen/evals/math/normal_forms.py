@@ -1,4 +1,5 @@
-"""Makes the normal forms of parsed answers: values, points, sets, lists and words."""
+"""Makes the normal forms of parsed answers: values, points, sets, lists and words. `same_math`
+compares answers by them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ from batchgen.evals.math.relation_forms import (
 
 
 def forms_of(node: Node) -> Forms:
-    """The normal forms of an answer; raises NotRead if it has none."""
+    """The normal forms of an answer.
+
+    Raises:
+        NotRead: it has none.
+    """
     try:
         return _FORMS[type(node)](node)
     except (Undefined, ZeroDivisionError):
@@ -58,8 +63,8 @@ def _expression(node: Call) -> Forms:
 
 
 def _letter_unit(node: Node) -> tuple[str, ...]:
-    """For a number times letters that may be a unit (`6m`, `18 m/s`), two texts: its value without
-    the unit, and in base units with it. Empty for other expressions."""
+    """For a number times letters that may be a unit (`6m`, `18 m/s`), two texts: the value without
+    the unit, and the value in base units with the unit. Empty for other expressions."""
     divided: dict[str, int] | None = {}
     if isinstance(node, Call) and node.name == "/":
         node, divisor = node.arguments
@@ -78,8 +83,8 @@ def _letter_unit(node: Node) -> tuple[str, ...]:
 
 
 def _powers(node: Node, *raised: tuple[str, Fraction | int]) -> dict[str, int] | None:
-    """The letter of a unit → its power: 1, or one of `raised`, pairs of a letter and a power. None
-    if the node is something else."""
+    """The letter of a unit → its power: 1, or one of `raised`, which are pairs of a letter and a
+    power. None if the node is not a unit."""
     match node:
         case Symbol(name) if name in LETTERS:
             power = 1
@@ -103,7 +108,7 @@ def _symbol(node: Symbol) -> Forms:
     forms = Forms.of(value_form(node))
     if node.name in ("i", "pi"):
         return forms
-    if len(node.name) == 1:  # a letter keeps its case; words do not
+    if len(node.name) == 1:  # the case of a single letter counts, unlike that of words
         return forms.or_else(Forms.of(f"text {node.name}"))
     return forms.or_else(Forms.of(text_form(node.name))) if node.name.isalnum() else forms
 
@@ -133,7 +138,7 @@ def _group(node: Bracketed) -> Forms:
     rows = [
         item.items for item in node.items if isinstance(item, Bracketed) and item.opening == "["
     ]
-    if node.opening == "[" and len(rows) == len(items):  # as programs write matrices
+    if node.opening == "[" and len(rows) == len(items):  # a matrix as programs write it
         return forms_of(Matrix(tuple(rows)))
     texts = [f"{node.opening}{inside}{node.closing}"]
     try:
@@ -156,8 +161,8 @@ def _set(items: list[Forms]) -> Forms:
 
 
 def _shortened(forms: Forms, items: list[Forms], text: str) -> Forms:
-    """These forms, and `text`, which consists of the shortest forms of the items, unless those
-    leave nothing out."""
+    """These forms, and `text`, which is made of the shortest forms of the items, unless these leave
+    out nothing."""
     dropped = frozenset().union(*(item.dropped for item in items))
     return Forms(forms.main, forms.all | {(text, dropped)}) if dropped else forms
 
@@ -197,7 +202,7 @@ def _listing(node: AnswerList) -> Forms:
     """The forms of several answers: points, a set of real numbers, or any set."""
     items = [forms_of(item) for item in named(node.items)]
     if node.joined == ";" and all(isinstance(item, AnswerList) for item in node.items):
-        # `p=5, q=2; p=7, q=2` says two points
+        # `p=5, q=2; p=7, q=2` means two points
         values = [_point(item) for item in node.items if isinstance(item, AnswerList)]
         points = forms_of(AnswerList(tuple(values), ","))
         return _set(items).without(NAME, points.main)
@@ -209,12 +214,12 @@ def _listing(node: AnswerList) -> Forms:
 
 def _point(node: AnswerList) -> Node:
     """The point whose coordinates are the right sides of equations, in their order."""
-    values = (named_value(one) if isinstance(one, Relation) else one for one in node.items)
+    values = (named_value(item) if isinstance(item, Relation) else item for item in node.items)
     return Bracketed("(", tuple(value for value in values if value is not None), ")")
 
 
 def _based(node: Based) -> Forms:
-    """The forms of a number in digits of a base."""
+    """The forms of a number whose digits have a base."""
     digits = "".join(node.digits.split(".")).lstrip("0") or "0"
     if node.base == 10:
         return Forms.of(f"{digits} base 10").without(UNIT, digits)

@@ -1,6 +1,7 @@
-"""Arithmetic of values: exact where they are rational, else complex floats of 50 digits.
+"""Arithmetic of values: exact if they are rational, otherwise complex floats of 50 digits.
 
-Every operation takes bounded time, whatever its operands are.
+Every operation takes bounded time, whatever its operands are. `evaluate.py` computes expressions
+with these functions.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ CONTEXT = MPContext()
 CONTEXT.dps = DIGITS
 
 _MOST_BITS = 1 << 14  # of an exact numerator or denominator; larger ones become floats
-_MOST_EXPONENT = 1 << 20  # of the powers of two that floats stand for
-_CANCELLED = CONTEXT.mpf(10) ** (8 - DIGITS)  # of what a sum leaves of its terms: nothing
-_SNAP = CONTEXT.mpf(10) ** (14 - DIGITS)
-_MOST_DENOMINATOR = 10**6
-_SMALLEST, _LARGEST = CONTEXT.mpf("1e-9"), CONTEXT.mpf("1e15")  # of what may be a simple fraction
+_MOST_EXPONENT = 1 << 20  # of a float, as a power of two
+_CANCELLED = CONTEXT.mpf(10) ** (8 - DIGITS)  # a sum that is smaller, relative to its terms, is 0
+_SNAP = CONTEXT.mpf(10) ** (14 - DIGITS)  # the relative error within which two floats are equal
+_MOST_DENOMINATOR = 10**6  # of a simple fraction
+_SMALLEST, _LARGEST = CONTEXT.mpf("1e-9"), CONTEXT.mpf("1e15")  # bounds of simple fractions
 
 
 class Undefined(Exception):
-    """There is no such value (a division by zero), or it is too large to be computed."""
+    """There is no such value, as for a division by zero, or it is too large to be computed."""
 
 
 def as_float(value: Value) -> Any:
@@ -39,12 +40,17 @@ def as_float(value: Value) -> Any:
 
 
 def _bounded(value: Fraction) -> Value:
+    """The fraction, as a float if it is very long."""
     bits = max(value.numerator.bit_length(), value.denominator.bit_length())
     return value if bits <= _MOST_BITS else as_float(value)
 
 
 def _checked(value: Any) -> Value:
-    """A float that is finite and not too large."""
+    """The float, which must be finite and not too large.
+
+    Raises:
+        Undefined: it is not.
+    """
     if not CONTEXT.isfinite(value):
         raise Undefined
     if value and CONTEXT.mag(value) > _MOST_EXPONENT:
@@ -53,7 +59,7 @@ def _checked(value: Any) -> Value:
 
 
 def add(left: Value, right: Value) -> Value:
-    """The sum; exactly zero where all digits cancel."""
+    """The sum; exactly zero if all digits cancel."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return _bounded(left + right)
     left, right = as_float(left), as_float(right)
@@ -82,7 +88,7 @@ def divide(left: Value, right: Value) -> Value:
 
 
 def power(base: Value, exponent: Value) -> Value:
-    """The power; for an odd root of a negative number the real one (`(-8)^{1/3}` is -2)."""
+    """The power. An odd root of a negative number is the real one (`(-8)^{1/3}` is -2)."""
     base, exponent = snapped(base), snapped(exponent)
     if base == 0:
         if not isinstance(exponent, Fraction) or exponent < 0:
@@ -112,7 +118,7 @@ def _integer_power(base: Value, exponent: int) -> Value:
 
 
 def _root(value: Value, degree: int) -> Value:
-    """The root of a real number: the real one where there is one, else the principal one."""
+    """The root of a real number: the real one if there is one, otherwise the principal one."""
     negative = value < 0
     if negative and degree % 2 == 0:
         if degree == 2:
@@ -137,7 +143,7 @@ def _exact_root(number: int, degree: int) -> int | None:
 
 
 def snapped(value: Value) -> Value:
-    """The value, as an exact fraction if a simple one is as near as floats can tell."""
+    """The value, as an exact fraction if a simple one is within the precision of floats."""
     if isinstance(value, Fraction):
         return value
     scale = abs(value)
@@ -153,7 +159,11 @@ def snapped(value: Value) -> Value:
 
 
 def real(value: Value) -> Value:
-    """The value, if it is a real number; else Undefined."""
+    """The value, if it is a real number.
+
+    Raises:
+        Undefined: it is not.
+    """
     value = snapped(value)
     if isinstance(value, CONTEXT.mpc):
         raise Undefined
@@ -161,10 +171,10 @@ def real(value: Value) -> Value:
 
 
 def value_text(value: Value, exact: bool = True) -> str:
-    """The shortest text of a value: `1/2`, or 20 digits of what is no simple fraction.
+    """The shortest text of a value: `1/2`, or 20 digits if it is not a simple fraction.
 
-    Two values of one number have the same text, however each was computed; where `exact` is true,
-    fractions with denominators above a million must have been computed exactly in both.
+    Two values of one number have the same text, however each was computed. With `exact`, this holds
+    for fractions with denominators above a million only if both were computed exactly.
     """
     value = snapped(value)
     if isinstance(value, Fraction):
@@ -181,7 +191,8 @@ def value_text(value: Value, exact: bool = True) -> str:
 
 
 def factorial(value: Value) -> Value:
-    """The factorial; by the gamma function for what is no whole number, as points of `n!` are."""
+    """The factorial; for other than whole numbers, as the points of `n!` are, by the gamma
+    function."""
     number = snapped(value)
     if abs(number) > 10**5:
         raise Undefined
@@ -193,7 +204,7 @@ def factorial(value: Value) -> Value:
 
 
 def binomial(above: Value, below: Value) -> Value:
-    """The binomial coefficient, for any upper number and a small whole lower one."""
+    """The binomial coefficient, for any upper number and a small whole lower number."""
     n, k = snapped(above), snapped(below)
     if not isinstance(k, Fraction) or k.denominator != 1 or not 0 <= k <= 2000:
         others = multiply(factorial(k), factorial(add(n, multiply(Fraction(-1), k))))
@@ -245,7 +256,11 @@ _WHOLES = {"gcd": math.gcd, "lcm": math.lcm}
 
 
 def call(name: str, values: tuple[Value, ...]) -> Value:
-    """The value of a function, or Undefined if it has none there or is not known."""
+    """The value of a function.
+
+    Raises:
+        Undefined: it has no value there, or is not known.
+    """
     try:
         return _call(name, values)
     except (ArithmeticError, NoConvergence, TypeError, ValueError):

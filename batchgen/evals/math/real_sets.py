@@ -1,5 +1,5 @@
-"""Sets of real numbers as sorted intervals, and the sets that relations in one variable
-describe."""
+"""Sets of real numbers as sorted intervals, and the sets that relations in one variable describe.
+`normal_forms.py` and `relation_forms.py` use them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,19 @@ from batchgen.evals.math.reading.nodes import (
 INFINITY = float("inf")
 _MOST_PIECES = 100
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "="}
-"""Relation → the one that holds if its sides change places; `~` (about) is read as `=`."""
+"""Relation → the relation that holds if the sides are swapped; `~` (about) is read as `=`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A place between real numbers: just below a value, or just above it."""
+    """A place between real numbers: just below a value, or just above it.
 
-    value: Any  # as `numbers` has it; an infinity is a float
+    Attributes:
+        value: a value of `numbers.py`, or an infinite float.
+        above: whether the edge is above the value.
+    """
+
+    value: Any
     above: bool
 
     def __lt__(self, other: Edge) -> bool:
@@ -51,7 +56,7 @@ def less(left: Any, right: Any) -> bool:
 
 
 Pieces = tuple[tuple[Edge, Edge], ...]
-"""Intervals from one edge to another, in order, which do not touch."""
+"""Intervals from one edge to another, in ascending order, which do not touch each other."""
 
 _LEFT, _RIGHT = Edge(-INFINITY, False), Edge(INFINITY, True)
 ALL: Pieces = ((_LEFT, _RIGHT),)
@@ -65,7 +70,7 @@ def interval(low: Any, high: Any, with_low: bool, with_high: bool) -> Pieces:
 
 def set_union(sets: Iterable[Pieces]) -> Pieces:
     """The numbers that are in any of the sets."""
-    pieces = sorted((piece for one in sets for piece in one), key=lambda piece: piece[0])
+    pieces = sorted((piece for pieces in sets for piece in pieces), key=lambda piece: piece[0])
     if len(pieces) > _MOST_PIECES:
         raise NotRead
     merged: list[tuple[Edge, Edge]] = []
@@ -109,7 +114,11 @@ def _edge_text(value: Any) -> str:
 
 
 def interval_bound(node: Node) -> Any:
-    """The value of an interval's bound, real or infinite. Raises NotRead if it is none."""
+    """The value of an interval's bound, real or infinite.
+
+    Raises:
+        NotRead: the node is not such a value.
+    """
     if node == Symbol("oo"):
         return INFINITY
     if node == Call("negate", (Symbol("oo"),)):
@@ -121,8 +130,12 @@ def interval_bound(node: Node) -> Any:
 
 
 def set_of(node: Node, only_sets: bool = True) -> Pieces:
-    """The set of real numbers that an answer describes. Raises NotRead if it describes none, and
-    with `only_sets` also if it is a relation such as `x > 2`, which is not written as a set."""
+    """The set of real numbers that an answer describes.
+
+    Raises:
+        NotRead: it describes none; or, with `only_sets`, it is a relation such as `x > 2`, which is
+            not written as a set.
+    """
     if isinstance(node, Bracketed):
         if node.opening == "{set":
             return set_union(interval(at, at, True, True) for at in map(interval_bound, node.items))
@@ -146,8 +159,11 @@ def set_of(node: Node, only_sets: bool = True) -> Pieces:
 
 
 def set_of_relations(node: Node) -> Pieces:
-    """The values of the one variable of relations for which they hold. Raises NotRead if they
-    cannot be solved."""
+    """The values of the only variable in relations for which they hold.
+
+    Raises:
+        NotRead: they cannot be solved.
+    """
     if isinstance(node, Relation):
         return _set_of_chain(node)
     if isinstance(node, AnswerList):
@@ -157,8 +173,8 @@ def set_of_relations(node: Node) -> Pieces:
         excludes = node.joined == "," and all(_excludes(item) for item in node.items)
         if node.joined == "and" or excludes:
             result = ALL
-            for one in sets:
-                result = intersection(result, one)
+            for pieces in sets:
+                result = intersection(result, pieces)
             return result
         either = set_union(sets)
         if either == ALL and node.joined == ",":  # `x > 2, x < 5` means that both hold
@@ -192,8 +208,8 @@ def _set_of_chain(node: Relation) -> Pieces:
 
 
 def _set_of_one(left: Node, name: str, right: Node) -> Pieces:
-    """The set that a relation of two sides describes. These must be linear in the variable, but one
-    side may be the absolute value of such an expression."""
+    """The set that a relation of two sides describes. The sides must be linear in the variable; one
+    side may be the absolute value of a linear expression."""
     if not variables_of(left):
         left, right, name = right, left, _MIRRORED[name]
     if isinstance(left, Call) and left.name == "abs" and not variables_of(right):

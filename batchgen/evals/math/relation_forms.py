@@ -1,4 +1,4 @@
-"""Makes the normal forms of equations and inequalities."""
+"""Makes the normal forms of equations and inequalities, for `normal_forms.py`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ FormsOf = Callable[[Node], Forms]
 
 
 def relation_forms(node: Relation, forms_of: FormsOf) -> Forms:
-    """The normal forms of a relation, from the forms of its sides. Raises NotRead if it has
-    none."""
+    """The normal forms of a relation, from the forms of its sides.
+
+    Raises:
+        NotRead: it has none.
+    """
     forms = _equation if set(node.names) <= {"=", "~"} else _inequality
     return forms(node, forms_of)
 
@@ -39,13 +42,13 @@ def _equation(node: Relation, forms_of: FormsOf) -> Forms:
     """The forms of `name = value`, of an equation, or of a chain of equal sides."""
     sides = node.sides
     first, value = _ends(node)
-    of_value = forms_of(value)
+    value_forms = forms_of(value)
     if value is sides[0] and "=" not in node.names:
-        return of_value
+        return value_forms
     chain = Forms.of(_chain(node, forms_of))
     scaled = _scaled(first, value) if len(sides) == 2 else ()
     if _is_name(first):
-        full = [f"{_name(first, forms_of)} = {of_value.main}", *scaled]
+        full = [f"{_name(first, forms_of)} = {value_forms.main}", *scaled]
         if isinstance(first, Bracketed) and isinstance(value, Bracketed):  # `(x, y) = (5, 7)`
             pairs = zip(first.items, value.items, strict=False)
             equations = tuple(Relation(pair, ("=",)) for pair in pairs)
@@ -53,17 +56,17 @@ def _equation(node: Relation, forms_of: FormsOf) -> Forms:
         forms = Forms.of(*full)
         others = [side for side in sides if side is not first]
         if isinstance(first, Symbol) and any(first.name in variables_of(side) for side in others):
-            return forms  # it says something of its name, but not what it is
-        return forms.holding(of_value, NAME)
+            return forms  # it is an equation in the name, and not its value
+        return forms.holding(value_forms, NAME)
     if _is_constant(first) and _is_constant(value):
-        return of_value.or_else(chain)
+        return value_forms.or_else(chain)
     if len(sides) > 2 and all(map(_is_constant, sides[1:])):  # `m + n = 100 + 13 = 113`
-        return chain.holding(of_value, NAME)
+        return chain.holding(value_forms, NAME)
     return Forms.of(*scaled) if scaled else chain
 
 
 def _ends(node: Relation) -> tuple[Node, Node]:
-    """What a chain of equal sides names, and its value: its last side behind `=`."""
+    """The side that a chain of equal sides names, and its value: the last side after `=`."""
     sides = node.sides
     if "=" not in node.names:  # `x \\approx 11` names a value, `\\sqrt 3 \\approx 1.7` has one
         return sides[0], sides[-1 if _is_name(sides[0]) else 0]
@@ -74,8 +77,8 @@ def _ends(node: Relation) -> tuple[Node, Node]:
 
 
 def named_value(node: Relation) -> Node | None:
-    """The value that a relation gives a name (`x = 5`), or that a chain ends with; None if it is an
-    equation or an inequality."""
+    """The value that a relation gives to a name (`x = 5`), or that a chain ends with; None if it is
+    an equation or an inequality."""
     if not set(node.names) <= {"=", "~"}:
         return None
     first, value = _ends(node)
@@ -93,7 +96,7 @@ def _is_constant(node: Node) -> bool:
 
 
 def _is_name(node: Node) -> bool:
-    """Whether a side only names what the other one is: `x`, `AB`, `f(x)`, `(p,q)`, `A:B`."""
+    """Whether a side only names the other side: `x`, `AB`, `f(x)`, `(p,q)`, `A:B`."""
     if isinstance(node, Symbol):
         return node.name not in ("oo", "pi", "i")
     if isinstance(node, Call):
@@ -137,7 +140,7 @@ def _name(node: Node, forms_of: FormsOf) -> str:
 
 
 def _scaled(left: Node, right: Node) -> tuple[str, ...]:
-    """The form of an equation, which is the same for all multiples of it."""
+    """The form of an equation, which is the same for all its multiples."""
     try:
         values = values_of(Call("+", (left, Call("negate", (right,)))))
         if all(value != 0 for value in values):
@@ -151,7 +154,7 @@ def _scaled(left: Node, right: Node) -> tuple[str, ...]:
 
 
 def _inequality(node: Relation, forms_of: FormsOf) -> Forms:
-    """The forms of inequalities, which are also the set of what fulfils them."""
+    """The forms of inequalities, and of the set of numbers that fulfil them."""
     try:
         steps = zip(pairwise(node.sides), node.names, strict=True)
         forms = Forms.of(
@@ -176,7 +179,7 @@ def _inequality(node: Relation, forms_of: FormsOf) -> Forms:
 
 
 def _step(left: Node, name: str, right: Node) -> str:
-    """The form of one inequality, which is the same for all positive multiples of it."""
+    """The form of one inequality, which is the same for all its positive multiples."""
     if name not in ("<", "<=", ">", ">=", "!="):
         raise NotRead
     if name in ("<", "<="):
@@ -195,7 +198,7 @@ def _step(left: Node, name: str, right: Node) -> str:
 
 
 def named(items: tuple[Node, ...]) -> tuple[Node, ...]:
-    """The items of a list such as `x = 2, 3`, where the first one's name is that of all."""
+    """The items of a list such as `x = 2, 3`, where the first item's name applies to all."""
     first = items[0]
     if not isinstance(first, Relation) or first.names != ("=",) or not _is_name(first.sides[0]):
         return items
@@ -205,13 +208,14 @@ def named(items: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def set_forms(node: Relation | AnswerList) -> Forms:
-    """The forms of the set of real numbers that relations say; none if they say no such set."""
+    """The forms of the set of real numbers that relations describe; none if they describe no such
+    set."""
     try:
         text = real_sets.set_text(real_sets.set_of_relations(node))
     except (NotRead, Undefined):
         return Forms("", frozenset())
     sides = [item.sides for item in _relations(node)]
-    names = {name for one in sides for side in one for name in variables_of(side)}
+    names = {name for group in sides for side in group for name in variables_of(side)}
     return Forms.of(f"{'/'.join(sorted(names))} in {text}").without(NAME, text)
 
 

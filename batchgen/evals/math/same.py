@@ -1,4 +1,4 @@
-"""Compares two mathematical answers: public as `batchgen.same_math`."""
+"""Compares two mathematical answers: public as `batchgen.same_math`. `Grade` uses it too."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from batchgen.evals.math.reading.nodes import AnswerList, NotRead, Symbol, Words
 from batchgen.evals.math.reading.parser import read
 
 MOST_CHARACTERS = 2000
-"""Longer answers are not read as mathematics: they are only the same as their own text."""
+"""Longer answers are not read as mathematics: they equal only the same text."""
 
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{3}-[0-9]{4}")
 _TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))? ?([ap])m", re.I)
 _CIRCLED = re.compile(r"[①-⑳](?:[\s,、，和或与]*[①-⑳])*")
+# Names, and letters whose order matters.
 _ORDERED = re.compile(r"(?!inf)(?:[A-Z]{2,}|(?=.*[aeiouyAEIOUY])[A-Za-z]{3,}|no|on|of|is|it|if)")
 _CHOICES = re.compile(r"(?=..)A?B?C?D?E?F?")
 _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|hbox|operatorname)(?![A-Za-z])")
@@ -32,9 +33,9 @@ def same_math(gold: str, answer: str) -> bool:
     r"""Whether two answers to a question of mathematics are the same.
 
     Numbers are compared exactly; expressions by their values; equations, inequalities, intervals,
-    sets, points, lists, matrices and units of measure as such; anything else as words. A unit, a
+    sets, points, lists, matrices and units of measure as such; all others as words. A unit, a
     percent sign, or a name before an equals sign (`x = 5`) may be missing on one side. The result
-    depends on nothing but the two texts, whatever they hold, and takes bounded time.
+    depends only on the two texts, and takes bounded time for any text.
 
     Example:
         >>> same_math(r"\frac{1}{2}", "0.5"), same_math("x >= 5", "x <= 5")
@@ -49,14 +50,14 @@ def _bare(text: str) -> str:
     return _SPACE.sub("", text)
 
 
-@lru_cache(maxsize=4096)  # samples of one question often give one answer
+@lru_cache(maxsize=4096)  # samples of a question often have the same answer
 def forms(text: str) -> Forms:
     """The normal forms of any text."""
     if _SHORT_INTEGER.fullmatch(text):  # most answers
         return Forms.of(text)
     if len(text) > MOST_CHARACTERS:
         return Forms.of("long " + _bare(text))
-    if _CIRCLED.fullmatch(text.strip(" .。")):  # which statements are right
+    if _CIRCLED.fullmatch(text.strip(" .。")):  # the numbers of right statements
         return Forms.of("{" + ";".join(sorted(set(re.findall("[①-⑳]", text)))) + "}")
     plain = tidy(text)
     words = _TEXT.sub(" ", plain).replace("{", "").replace("}", "").strip()
@@ -68,10 +69,10 @@ def forms(text: str) -> Forms:
         ways = (False,) if _BRACKET.search(plain) else (True, False)
     for thousands in ways:
         try:
-            one = forms_of(read(plain, thousands))
+            parsed = forms_of(read(plain, thousands))
         except (NotRead, RecursionError):
             continue
-        result = one if result is None else result.or_else(one)
+        result = parsed if result is None else result.or_else(parsed)
     if _WORDS.fullmatch(words):
         as_words = forms_of(Words(words))
         return as_words if result is None else result.or_else(as_words)
@@ -79,7 +80,7 @@ def forms(text: str) -> Forms:
 
 
 def _special(words: str) -> Forms | None:
-    """The forms of a date, a time of day, and letters whose order matters."""
+    """The forms of a date, a time of day, or letters whose order matters; None for other words."""
     if _DATE.fullmatch(words):
         return Forms.of(text_form(words))
     if match := _TIME.fullmatch(_SPACE.sub("", words)):

@@ -1,4 +1,4 @@
-"""Reads the tests of a row as inputs and expected outputs, and compares outputs."""
+"""Reads the tests of a row as inputs and expected outputs, and compares outputs, for `RunTests`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 _MOST_BYTES = 256 << 20
-"""Bytes of encoded tests when they are unpacked."""
+"""The most bytes of encoded tests after unpacking."""
 _TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
 _AROUND = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}
 
@@ -24,8 +24,8 @@ class Case:
     """One test.
 
     Attributes:
-        input: what the program reads; for a function, its arguments as JSON, one on a line.
-        output: what it must write; for a function, what it must return, as JSON.
+        input: the standard input; for a function, its arguments as JSON, one on a line.
+        output: the expected output; for a function, the expected result as JSON.
         calls: whether a function is called.
     """
 
@@ -35,18 +35,18 @@ class Case:
 
 
 def read_cases(value: Any) -> list[Case]:
-    """The tests that a column holds: a list of objects with `input` and `output`, such a list as
-    JSON, or LiveCodeBench's encoded form of that JSON.
+    """Read the tests in a column: a list of objects with `input` and `output`, such a list as JSON,
+    or LiveCodeBench's encoded form of that JSON.
 
     Raises:
-        ValueError: it holds nothing of that kind.
+        ValueError: the value has none of these forms.
     """
     listed = _listed(value) if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
+    if not isinstance(listed, list) or not all(isinstance(test, Mapping) for test in listed):
         raise ValueError(
             f"tests must be a list of objects with input and output, got {listed!r:.80}"
         )
-    return [_case(each) for each in listed]
+    return [_case(test) for test in listed]
 
 
 def _case(test: Mapping[str, Any]) -> Case:
@@ -60,7 +60,7 @@ def _case(test: Mapping[str, Any]) -> Case:
 
 
 def _listed(text: str) -> Any:
-    """What a text of JSON says, or the text that is packed in it."""
+    """The value of a JSON text, or of the JSON text that is packed in it."""
     try:
         return json.loads(text)
     except ValueError:
@@ -68,11 +68,12 @@ def _listed(text: str) -> Any:
 
 
 def unpacked(text: str) -> str:
-    """The text that base64, zlib and pickle were made of, in that order from outside. Nothing is
-    unpickled: the only thing that is taken out is a text that stands there alone.
+    """The text in an encoded form, which is base64 of zlib of pickle. Nothing is unpickled: the
+    pickle may only contain a single text, which is taken out.
 
     Raises:
-        ValueError: it is not made so, holds anything but one text, or more than 256 MiB.
+        ValueError: the form is another one, or it holds anything but one text, or more than 256
+            MiB.
     """
     try:
         stream = zlib.decompressobj()
@@ -92,15 +93,19 @@ def unpacked(text: str) -> str:
 
 
 def _is_text(name: str) -> bool:
-    """Whether an operation of pickle puts a text. Raises ValueError if it does more than that."""
+    """Whether an operation of pickle adds a text.
+
+    Raises:
+        ValueError: it does anything else than build a single text.
+    """
     if name not in _TEXTS and name not in _AROUND:
         raise ValueError(f"encoded tests hold more than a text (pickle's {name}): not read")
     return name in _TEXTS
 
 
 def same_output(output: str, wanted: str) -> bool:
-    """Whether a program has written what it must: the same lines without white space at their ends,
-    of which each may also be the same numbers (LiveCodeBench's rule)."""
+    """Whether a program has written the expected output: the same lines without white space at
+    their ends. A line may also have the same numbers in another form (LiveCodeBench's rule)."""
     lines, wanted_lines = _lines(output), _lines(wanted)
     return len(lines) == len(wanted_lines) and all(map(_same_line, lines, wanted_lines))
 
@@ -123,7 +128,7 @@ def _numbers(line: str) -> list[Decimal] | None:
 
 
 def calling_tests(cases: Iterable[Case], function: str) -> str:
-    """Code that calls a function for cases, or the method of that name of a class Solution."""
+    """Code that calls a function, or the method of that name of a class Solution, for each case."""
     pairs = [(case.input, case.output) for case in cases]
     return (
         "import json\n"

@@ -1,4 +1,4 @@
-"""Finds fenced blocks of code in the text that a model wrote."""
+"""Finds fenced blocks of code in generated text; `Extract` uses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _FENCE = re.compile(r"^[ \t]*(?P<marks>```+|~~~+)[^\n`]*$", re.M)
 
 
 def code_spans(text: str) -> list[tuple[int, int]]:
-    """The spans of the contents of closed blocks of code that are not empty."""
+    """The spans of the contents of blocks of code that are closed and not empty."""
     spans: list[tuple[int, int]] = []
     marks, start = "", 0
     for match in _FENCE.finditer(text):

@@ -1,5 +1,5 @@
-"""Finds the Python interpreter for programs in the sandbox, and the packages that they may
-import."""
+"""Finds the Python interpreter for programs in the sandbox, and the packages that they may import.
+`RunTests` calls `interpreter`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Interpreter:
 
     Attributes:
         python: the real path of the interpreter.
-        version: of Python.
+        version: the version of Python.
         library: the folder of its standard library.
         shared: the file of its shared library, if it has one.
-        packages: the folders and files that can be imported, each behind what it is called.
-        versions: the distributions that these belong to, each with its version.
+        packages: pairs of an importable name and the path of its folder or file.
+        versions: pairs of a distribution and its version.
     """
 
     python: str
@@ -38,17 +38,17 @@ class Interpreter:
 
     @property
     def name(self) -> str:
-        """What results depend on: Python and the packages with their versions."""
+        """The facts that results depend on: Python and the packages with their versions."""
         packages = "".join(f" {name}=={version}" for name, version in sorted(self.versions))
         return f"Python {self.version}{packages}"
 
 
 @lru_cache
 def interpreter(python: str | None, packages: tuple[str, ...]) -> Interpreter:
-    """Ask an interpreter, or that which runs this, for its files and those of packages.
+    """Ask an interpreter (None: the one that runs this) for its files and those of packages.
 
     Raises:
-        ConfigError: it cannot be run, or has no such packages.
+        ConfigError: it cannot be run, or lacks a package.
     """
     command = [python or sys.executable, "-I", str(_DESCRIBE), *packages]
     try:

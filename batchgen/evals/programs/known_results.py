@@ -15,12 +15,14 @@ from batchgen.util.temporary import temporary_name
 
 
 class KnownResults:
-    """Keeps results by a key of everything that they depend on. A damaged entry, or a folder that
-    cannot be used, means that programs are run again. A program that was over its time may have
-    been so because of the machine, and is run again."""
+    """Keeps results by a key of everything that they depend on.
+
+    If an entry is damaged or the folder cannot be used, programs run again. A program that ran out
+    of time also runs again, because the machine may have been the reason.
+    """
 
     def __init__(self) -> None:
-        """Those of this user."""
+        """Open the cache of this user."""
         self._folder = user_cache() / "programs"
 
     def get(self, key: str) -> ProgramResult | None:
@@ -32,7 +34,7 @@ class KnownResults:
         return known if known.outcome in OUTCOMES else None
 
     def put(self, key: str, result: ProgramResult) -> None:
-        """Remember a result."""
+        """Store a result."""
         if result.outcome == "timeout":
             return
         temporary = temporary_name(self._folder / key)
@@ -46,6 +48,6 @@ class KnownResults:
 
 
 def result_key(parts: Sequence[str | float]) -> str:
-    """The key of a result that follows from these parts."""
+    """The key of a result that depends on these parts."""
     text = json.dumps(parts)
     return blake2b(text.encode(), digest_size=20).hexdigest()

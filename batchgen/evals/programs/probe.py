@@ -42,10 +42,10 @@ _CALLS = {
 @lru_cache
 def check_sandbox(interpreter: Interpreter) -> None:
     """Run programs that try to read and write files, to make processes, sockets and signals, and to
-    take more memory than they may.
+    use too much memory.
 
     Raises:
-        ConfigError: there is no sandbox here, or it does not hold.
+        ConfigError: there is no sandbox here, or a program succeeded.
     """
     sandbox = Sandbox(interpreter, _MEMORY, *_SECONDS)
     with tempfile.NamedTemporaryFile() as secret:
@@ -62,7 +62,7 @@ def check_sandbox(interpreter: Interpreter) -> None:
 
 
 def _tried(sandbox: Sandbox, program: str) -> tuple[str, str | None]:
-    """What a program wrote, and how it failed."""
+    """The output of a program, and how it failed."""
     try:
         output, failure = run_with_input(sandbox, program, "", 1 << 16)
     except SandboxError as error:

@@ -25,17 +25,22 @@ from batchgen.evals.programs.sandbox import (
 Outcome = Literal["passed", "wrong", "timeout", "crash", "forbidden"]
 OUTCOMES = ("passed", "wrong", "timeout", "crash", "forbidden")
 _MOST_ERRORS = 4096
-"""Bytes that are kept of standard error, from its end."""
+"""The last bytes of standard error that are kept."""
 _MOST_VERDICT = 65_536
 
 
 class UnfitTests(Exception):
-    """The tests cannot be run here. That says nothing about the program."""
+    """The tests cannot be run here, which says nothing about the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """The result of a program: whether it passed, and if not, where and how it failed."""
+    """The result of a program.
+
+    Attributes:
+        outcome: whether it passed, or the kind of failure.
+        detail: where and how it failed.
+    """
 
     outcome: Outcome
     detail: str | None = None
@@ -43,14 +48,14 @@ class ProgramResult:
 
 @dataclass
 class _Pipe:
-    """The ends of a pipe that are open; `content` is what was read of it so far."""
+    """The open ends of a pipe, -1 for a closed one, and the content that was read so far."""
 
     read: int
     write: int
     content: bytes = b""
 
     def close_write(self) -> None:
-        """Leave the writing end to the process that has it."""
+        """Close the writing end here, which another process has."""
         os.close(self.write)
         self.write = -1
 
@@ -71,8 +76,9 @@ def run_with_input(
 ) -> tuple[str, ProgramResult | None]:
     """Run a program as a script with a standard input.
 
-    Returns its output, and how it ended if not by itself and without an error. More output than
-    `most_bytes` ends it.
+    Returns:
+        Its output; and its failure, None if it ended by itself without an error. More output than
+        `most_bytes` ends it.
 
     Raises:
         SandboxError: see `SandboxProcess.wait`.
@@ -100,11 +106,11 @@ def run_with_input(
 
 
 def run_tests(sandbox: Sandbox, program: str, tests: str) -> ProgramResult:
-    """Run code that tests a program against it. Both have sandboxes of their own, so that the
-    program can neither read the tests nor write the verdict: it answers calls.
+    """Run code that tests a program. Code and program run in two sandboxes, so that the program can
+    neither read the tests nor write the verdict: it only answers calls.
 
     Raises:
-        UnfitTests: the tests give the program objects that have no copy.
+        UnfitTests: the tests pass objects to the program that cannot be copied.
         SandboxError: see `SandboxProcess.wait`.
     """
     with contextlib.ExitStack() as stack:
@@ -152,8 +158,8 @@ def _verdict(content: bytes, tested: SandboxProcess, sandbox: Sandbox) -> Progra
 
 
 def _read(pipes: list[_Pipe], deadline: float, most_bytes: int, kept: _Pipe | None = None) -> bool:
-    """Read pipes to their ends; of `kept` the last bytes are kept. Returns whether all ended in
-    time and with at most that number of bytes."""
+    """Read pipes to their ends; only the last bytes of `kept` are kept. Returns whether all ended
+    in time and with at most `most_bytes` each."""
     with selectors.DefaultSelector() as selector:
         for each in pipes:
             selector.register(each.read, selectors.EVENT_READ, each)
@@ -175,7 +181,7 @@ def _read(pipes: list[_Pipe], deadline: float, most_bytes: int, kept: _Pipe | No
 
 
 def _failure(process: SandboxProcess, errors: bytes, sandbox: Sandbox) -> ProgramResult | None:
-    """How a program ended that says nothing more; None if by itself and without an error."""
+    """How a program failed, by its exit code; None if it ended without an error."""
     try:
         code = process.wait()
     except subprocess.TimeoutExpired:

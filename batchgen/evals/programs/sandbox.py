@@ -29,7 +29,7 @@ _HARNESS = "/harness"
 _PACKAGE = "batchgen.evals.programs.inside"
 _START = f"import sys; sys.path.insert(0, {_HARNESS!r}); from {_PACKAGE}.%s import main; main()"
 _END_SECONDS = 5.0
-"""How long a process that has finished its work may take to end."""
+"""The most seconds that a process may take to end after its work."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _ENVIRONMENT = {
     "HOME": "/",
@@ -39,13 +39,13 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 FORBIDDEN = 128 + signal.SIGSYS
-"""Exit code of a sandbox whose program made a system call that is forbidden."""
+"""The exit code of a sandbox whose program made a forbidden system call."""
 OVER_TIME = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
-"""Exit codes of one whose program was over its time."""
+"""The exit codes of a sandbox whose program ran out of time."""
 
 
 class SandboxError(Exception):
-    """A sandbox could not be made. That says nothing about the program."""
+    """A sandbox could not be made, which says nothing about the program."""
 
 
 def bubblewrap() -> str:
@@ -66,18 +66,22 @@ def bubblewrap() -> str:
 
 @dataclass(frozen=True)
 class SandboxProcess:
-    """A sandbox that was started; `status` is the descriptor of the file into which bubblewrap
-    writes how it ended."""
+    """A sandbox that was started.
+
+    Attributes:
+        process: the process of bubblewrap.
+        status: the descriptor of the file into which bubblewrap writes how the sandbox ended.
+    """
 
     process: subprocess.Popen[bytes]
     status: int
 
     def wait(self) -> int:
-        """The exit code, once the process ends.
+        """Wait for the end of the process; return its exit code.
 
         Raises:
             TimeoutExpired: it does not end by itself.
-            SandboxError: the sandbox could not be made, so that nothing has run in it.
+            SandboxError: the sandbox could not be made, so nothing has run in it.
         """
         code = self.process.wait(_END_SECONDS)
         if code and b"exit-code" not in os.pread(self.status, 4096, 0):
@@ -90,7 +94,8 @@ class Sandbox:
     """The interpreter and the limits with which programs run.
 
     Attributes:
-        memory_bytes: the size of the address space of a process.
+        interpreter: the interpreter.
+        memory_bytes: the address space of a process.
         seconds: the CPU time of a process.
         wall_seconds: the time from the start of a process to its end, waiting included.
     """
@@ -111,11 +116,12 @@ class Sandbox:
         stderr: int = subprocess.DEVNULL,
         verdict: int | None = None,
     ) -> Iterator[SandboxProcess]:
-        """Start a script of `inside`, which sees texts as files, and end it with all it has begun.
+        """Start a script of `inside`, with texts as files, within the context; at its end all its
+        processes are killed.
 
         Args:
             files: path in the sandbox → text.
-            verdict: a further file descriptor that the process inherits.
+            verdict: one more file descriptor that the process inherits.
         """
         options = {
             "memory_bytes": self.memory_bytes,

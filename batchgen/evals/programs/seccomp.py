@@ -18,7 +18,7 @@ _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _CLONE_THREAD = 0x10000
 _CLONE3 = 435
 _X32 = 0x4000_0000
-"""From here on numbers are those of another ABI of x86-64."""
+"""Numbers from here on belong to another ABI of x86-64."""
 _ARCHITECTURES: Mapping[str, tuple[int, int]] = {
     "x86_64": (0xC000_003E, 0),
     "aarch64": (0xC000_00B7, 1),
@@ -87,7 +87,7 @@ _CALLS: Mapping[str, tuple[int | None, int | None]] = {
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
 }
-"""The numbers of forbidden calls on x86-64 and on ARM; None where there is none."""
+"""The numbers of forbidden calls on x86-64 and on ARM; None if there is no such call."""
 
 
 def seccomp_filter(machine: str) -> bytes:

@@ -9,8 +9,9 @@ from typing import Any
 
 _Z = 1.959963984540054
 _MORE = 0.5
-"""What is added to each of the four counts for the interval. In simulations of 50 to 1,000 answers
-with a true kappa of 0.2 to 0.92, it holds that in 93 to 99 of 100 cases; without it in 66 to 95."""
+"""Added to each of the four counts for the interval. In simulations of 50 to 1,000 answers with a
+true kappa of 0.2 to 0.92, the interval contains it in 93 to 99 of 100 cases; without the addition
+in 66 to 95."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,11 @@ class Agreement:
     """Two judgements of the same answers as right or wrong.
 
     Attributes:
-        both: the answers that both take for right.
-        judge_only: those that only the judge takes for right.
-        known_only: those that only the known marks say are right.
-        neither: those that both take for wrong.
-        left_out: answers that one of the two says nothing about, or not clearly.
+        both: the answers that both judge right.
+        judge_only: the answers that only the judge judges right.
+        known_only: the answers that only the known marks judge right.
+        neither: the answers that both judge wrong.
+        left_out: the answers without a clear mark in one of the two.
     """
 
     both: int
@@ -42,8 +43,8 @@ class Agreement:
 
     @property
     def kappa(self) -> float | None:
-        """Cohen's kappa (1960): 1 is perfect, 0 what chance would do; None where both always say
-        the same one thing, so that there is nothing to tell."""
+        """Cohen's kappa (1960): 1 is perfect, 0 is chance; None if both always give the same single
+        judgement."""
         return _kappa(self._counts)[0]
 
     @property
@@ -104,8 +105,8 @@ def _kappa(counts: Sequence[float]) -> tuple[float | None, float]:
 
 def agreement(judged: Sequence[float | None], truth: Sequence[Any]) -> Agreement | None:
     """The agreement of a judge's marks with known ones, which are numbers, true and false, or texts
-    of these; None if there is no answer with both. A mark above a half is right, and one below
-    wrong; a half, and what is no mark, is left out."""
+    of these. A mark above a half is right, and one below is wrong; a half, or no mark, is left out.
+    None if no answer has both marks."""
     counts = {(True, True): 0, (True, False): 0, (False, True): 0, (False, False): 0}
     left_out = 0
     for mark, value in zip(judged, truth, strict=True):

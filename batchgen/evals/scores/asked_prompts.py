@@ -35,21 +35,21 @@ class AskedExam:
 
     @property
     def may_change(self) -> bool:
-        """Whether prompts can differ with the same configuration: they have pictures, whose files
-        may be others by now, or the data set is not known."""
+        """Whether prompts can differ under the same configuration: they have images, whose files
+        may have changed, or the data set is not known."""
         return PROMPT_IMAGES in self._job.columns or _DATASET not in self._job.fingerprints
 
     @cached_property
     def rendered(self) -> dict[str, str]:
-        """A digest of every row's prompt, by the row's id. The prompts are rendered again from the
-        columns that the job has copied, without the model's chat format: two models that are asked
-        the same have the same prompts."""
+        """Row id → a digest of the row's prompt. Prompts are rendered again from the columns that
+        the job has copied, without the model's chat format, so that two models with the same
+        questions have the same digests."""
         return _rendered(self._job)
 
     @cached_property
     def by_configuration(self) -> tuple[str, dict[str, str]]:
-        """One digest of the templates, the steps and the fingerprint of the data set, which stands
-        for every row's prompt."""
+        """A digest of the templates, the steps and the fingerprint of the data set; and row id →
+        that digest, in place of one of the row's prompt."""
         return _by_configuration(self._job)
 
     @cached_property
@@ -59,10 +59,10 @@ class AskedExam:
 
 
 def exam_differences(a: AskedExam, b: AskedExam) -> tuple[str, ...]:
-    """The differences between the exams of two jobs, a sentence each.
+    """The differences between the exams of two jobs, one sentence each.
 
-    Where a job lacks a column of its prompts, the templates and the fingerprint of its data set
-    stand for them; where these are equal, no prompt need be rendered unless it `may_change`.
+    If a job lacks a column of its prompts, the templates and the fingerprint of its data set are
+    compared instead. If these are equal, prompts are rendered only if they `may_change`.
     """
     (same_a, prompts_a), (same_b, prompts_b) = a.by_configuration, b.by_configuration
     if (same_a != same_b or a.may_change) and a.is_whole and b.is_whole:

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 def compare_jobs(
     jobs: Sequence[GradedJob], overrides: Sequence[str] = (), *, anyway: bool = False
 ) -> tuple[Comparison, tuple[str, ...]]:
-    """Compare two jobs, and say what makes them different exams, a sentence each.
+    """Compare two jobs. Returns the comparison, and the differences between their exams, one
+    sentence each.
 
     Raises:
-        ConfigError: a job lacks grades, an argument (`score.KEY=…`) is wrong, or they are different
-            exams and not to be compared `anyway`.
+        ConfigError: a job lacks grades, an argument (`score.KEY=…`) is wrong, or the exams differ
+            and are not to be compared `anyway`.
     """
     from batchgen.evals.scores.asked_prompts import AskedExam, exam_differences
     from batchgen.evals.scores.job_score import job_marks
@@ -94,7 +95,7 @@ def difference(value: float, column: str = MARK) -> str:
 
 
 def bound_text(value: float, column: str = MARK) -> str:
-    """A bound of a difference, with as many digits as show on which side of 0 it lies."""
+    """A bound of a difference, with enough digits to show on which side of 0 it is."""
     points = 100 * value
     if column == MARK and abs(points) < 0.05 and round(points, 4):
         return f"{points:+.1g}"
@@ -106,7 +107,7 @@ def _size(value: float, column: str) -> str:
 
 
 def p_value(value: float) -> str:
-    """p with three digits behind the point, or as many as show whether it is below 0.05."""
+    """p with three decimals, or with enough to show whether it is below 0.05."""
     if value < 0.001:
         return "< 0.001"
     digits = 3

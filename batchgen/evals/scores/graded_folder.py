@@ -24,7 +24,12 @@ _KEYS = ("post", "score", "experiment")
 
 
 class GradedJob:
-    """A complete job, which may have grades; `user_path` is its folder as the user typed it."""
+    """A complete job, which may have grades.
+
+    Attributes:
+        user_path: its folder, as the user typed it.
+        path: the folder.
+    """
 
     def __init__(self, user_path: str, verb: str, *, complete: bool = True) -> None:
         """Open a job for a verb. Raises ConfigError if the folder is not a job's, or if the job
@@ -46,7 +51,7 @@ class GradedJob:
             raise ConfigError(f"{self.user_path} cannot be written: {error.strerror}") from None
 
     def warn_of_copies(self) -> None:
-        """Say on stderr if the samples of a row are copies of one answer."""
+        """Warn on stderr if the samples of a row are copies of one answer."""
         from batchgen.config.groups.sampling_config import copies_warning
 
         sampling = self.config.get("sampling") or {}
@@ -87,8 +92,8 @@ class GradedJob:
 
     @property
     def grid_column(self) -> str | None:
-        """The column that names the adapter of each row, in jobs that run every row with several
-        adapters; else None."""
+        """The column with the adapter of each row, in jobs that run every row with several
+        adapters; otherwise None."""
         return ADAPTER if (self.config.get("model") or {}).get("lora_grid") is True else None
 
     def rows(self, columns: Sequence[str]) -> Any:
@@ -113,7 +118,7 @@ def scoring(
     `trusted` are the values of `--trust`; None if no step will run.
 
     Raises:
-        ConfigError: an argument is another one, a value is wrong, or a step needs the user's word.
+        ConfigError: an argument is of another kind, a value is wrong, or a step needs `--trust`.
     """
     from batchgen.config.compose.compose_config import compose_groups
     from batchgen.config.compose.load_config import load_config

@@ -18,7 +18,13 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate, its standard error, and the bounds of its 95% interval."""
+    """An estimate with its 95% interval.
+
+    Attributes:
+        estimate: the estimate.
+        se: its standard error.
+        low, high: the bounds.
+    """
 
     estimate: float
     se: float
@@ -27,7 +33,7 @@ class Interval:
 
 
 def cluster_sums(values: Floats, clusters: Ints) -> tuple[Floats, Ints]:
-    """Σ(s − s̄) and the number of questions of each cluster. [C], [C]"""
+    """[C] Σ(s − s̄) of each cluster, and [C] the number of its questions."""
     _, indices = np.unique(clusters, return_inverse=True)
     sums = np.bincount(indices, values - values.mean()).astype(np.float64)
     return sums, np.bincount(indices).astype(np.int64)

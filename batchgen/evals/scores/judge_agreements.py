@@ -69,7 +69,7 @@ def judge_agreements(job: GradedJob, config: ScoreConfig, truth: str) -> JudgeAg
 
 
 def _known_marks(job: GradedJob, truth: str) -> dict[tuple[str, int], tuple[Any, str]]:
-    """The marks that answers have already, by row and sample, and which answers were judged."""
+    """(row id, sample) → the known mark of the answer, and the id of the judged answer."""
     expression = RowExpression(_KEY, truth, job.columns)
     read = [*_IDS, *expression.names, *([_SOURCE] if _SOURCE in job.columns else [])]
     marks = {}

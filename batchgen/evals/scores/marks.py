@@ -21,7 +21,7 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 NO_KEY = -1
-"""Stands for the key of a sample that has no answer."""
+"""In place of the key of a sample without an answer."""
 _NOTHING = "there are no graded rows to score"
 _INSTEAD = {"wrong": 0.0, "left_out": np.nan}
 """The mark of a truncated text, by `count_as`; `as_marked` keeps the mark."""
@@ -152,17 +152,18 @@ class Marks:
 
     @property
     def num_samples(self) -> Ints:
-        """[Q]: how many samples of a question have a mark."""
+        """[Q] The number of samples of each question that have a mark."""
         counts: Ints = np.isfinite(self.marks).sum(1, dtype=np.int64)
         return counts
 
     def has(self, kind: str) -> Bools:
-        """[Q, K]: which samples are no_answer, truncated, error or grade_error."""
+        """[Q, K] Whether each sample is of this kind: no_answer, truncated, error or
+        grade_error."""
         present: Bools = np.not_equal(self.kinds & _KINDS[kind], 0)
         return present
 
     def select(self, questions: Sequence[int] | Ints) -> Marks:
-        """The table of these questions only, in this order."""
+        """The table of only these questions, in this order."""
         at = np.asarray(questions, np.int64)
         return Marks(
             tuple(self.row_ids[i] for i in at),
@@ -195,12 +196,12 @@ class Marks:
 
 
 def marks_counting(marks: Floats, cut: Bools, count_as: CutTexts) -> Floats:
-    """The marks with which samples count; NaN means none.
+    """The marks with which samples count; NaN if a sample does not count.
 
     Args:
         marks: the marks from the steps.
-        cut: of the same shape, which texts were truncated.
-        count_as: how truncated texts count: as_marked, wrong (a mark becomes 0) or left_out (none).
+        cut: whether each text was truncated, in the same shape.
+        count_as: how truncated texts count: as_marked, wrong (their mark becomes 0) or left_out.
     """
     if (instead := _INSTEAD.get(count_as)) is None:
         return marks

@@ -1,4 +1,8 @@
-"""Learns from an earlier run how long answers get, and how fast the device really is."""
+"""Reads from a finished job how long its answers were and how fast its device was.
+
+`batchgen plan` uses these measurements, through `seen_in`, to correct its forecast of a similar
+job.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,22 @@ from batchgen.jobs.forecast.step_cost import StepCost
 Ints = npt.NDArray[np.int64]
 
 _LEAST_SECONDS = 0.2
-"""A run that took less says nothing of the speed."""
+"""A run shorter than this does not show the speed of the device."""
 _COUNTS = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_rows")
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measurements of an earlier run, with the token counts of its prompts and answers.
+    """Measurements of an earlier run.
 
-    `source` names the run, and `start_s` are the seconds until its first step. `counts` are the
-    steps, tokens and rows of `EngineStats`, the `rows` and tokens `generated` by the run, and its
-    `seconds` without loading; None if it was on another device or of another model.
+    Attributes:
+        source: what to call the run in a text.
+        prompts: [R] the tokens of each prompt.
+        answers: [R] the tokens of each answer.
+        counts: the steps, tokens and rows of `EngineStats`, the `rows` and tokens `generated` by
+            the run, and its `seconds` without loading; None if the run was on another kind of
+            device or had another model.
+        start_s: seconds until the first step; None if that was not measured.
     """
 
     source: str
@@ -37,57 +46,65 @@ class Calibration:
 
     @property
     def per_forward(self) -> float | None:
-        """Tokens that a row got in a decode forward; None if that is not known."""
+        """The mean number of tokens that a row got in a decode forward; None if the counts do not
+        say."""
         counts = self.counts
         if counts is None or not counts["decode_rows"]:
             return None
         return max((counts["generated"] - counts["rows"]) / counts["decode_rows"], 0.05)
 
     def factor(self, cost: StepCost, width: int) -> float | None:
-        """How many times longer the run took than `cost` estimates; None if that is not known."""
+        """Divide the measured time of the run by the time that `cost` estimates for its counts.
+
+        Returns:
+            The factor; None if the run was not measured or was too short. `width` is the number of
+            tokens of a row in a decode step.
+        """
         counts = self.counts
         if counts is None or counts["seconds"] < _LEAST_SECONDS or not counts["decode_steps"]:
             return None
-        prompt, answer = float(self.prompts.mean()), counts["generated"] / max(counts["rows"], 1)
-        rows, read = counts["decode_rows"] / counts["decode_steps"], counts["prefill_tokens"]
-        step = cost.decode(rows, rows * (prompt + answer / 2), width)
-        modelled = counts["decode_steps"] * step
-        if read:
+        prompt_length = float(self.prompts.mean())
+        answer_length = counts["generated"] / max(counts["rows"], 1)
+        rows = counts["decode_rows"] / counts["decode_steps"]
+        step = cost.decode(rows, rows * (prompt_length + answer_length / 2), width)
+        estimated = counts["decode_steps"] * step
+        if tokens := counts["prefill_tokens"]:
             steps = max(counts["prefill_steps"], 1)
-            modelled += cost.prefill(read, counts["rows"], read * prompt / 2, steps)
-        return counts["seconds"] / modelled
+            estimated += cost.prefill(tokens, counts["rows"], tokens * prompt_length / 2, steps)
+        return counts["seconds"] / estimated
 
 
 def seen_in(folder: Path, same: Mapping[str, Any], on_gpu: bool, name: str) -> Calibration | None:
     """Read the measurements of the job in a folder; None if none of its rows has an answer.
 
-    Its speed counts only if it ran on the same kind of device and `same`, the groups that decide
-    the speed, are as in its config.yaml. `name` is what to call the folder.
+    `Calibration.counts`, from which the speed follows, is read only if the job ran on the same kind
+    of device and its config.yaml has the groups of keys in `same`. `name` is what texts call the
+    folder.
     """
     from batchgen.storage.folder.read_job import JobFolderReader
 
     reader = JobFolderReader(folder)
-    good = [
+    answered = [
         batch.filter(pc.not_equal(batch["finish_reason"], "error"))
         for batch in reader.batches(["finish_reason", "num_prompt_tokens", "num_generated_tokens"])
     ]
-    if not any(batch.num_rows for batch in good):
+    if not any(batch.num_rows for batch in answered):
         return None
-    prompts, answers = (np.concatenate([batch[i].to_numpy() for batch in good]) for i in (1, 2))
-    seen = Calibration(f"the job in {name}", prompts, answers)
-    whole = [
+    prompts, answers = (np.concatenate([batch[i].to_numpy() for batch in answered]) for i in (1, 2))
+    calibration = Calibration(f"the job in {name}", prompts, answers)
+    measured = [
         attempt
         for attempt in reader.metrics.get("attempts", [])
         if attempt["rows"]
         and all(count in attempt["engine"] for count in _COUNTS)
         and ((attempt.get("memory") or {}).get("total") is not None) == on_gpu
     ]
-    if not whole or any(reader.config.get(group) != values for group, values in same.items()):
-        return seen
-    best = max(whole, key=lambda attempt: int(attempt["generated_tokens"]))
-    counts = {name: best["engine"][name] for name in _COUNTS} | {
-        "seconds": best["generate_s"],
-        "rows": best["rows"] - best["error_rows"],
-        "generated": best["generated_tokens"] - best.get("tokens_begun", 0),
+    if not measured or any(reader.config.get(group) != values for group, values in same.items()):
+        return calibration
+    longest = max(measured, key=lambda attempt: int(attempt["generated_tokens"]))
+    counts = {name: longest["engine"][name] for name in _COUNTS} | {
+        "seconds": longest["generate_s"],
+        "rows": longest["rows"] - longest["error_rows"],
+        "generated": longest["generated_tokens"] - longest.get("tokens_begun", 0),
     }
-    return replace(seen, counts=counts, start_s=best.get("start_s"))
+    return replace(calibration, counts=counts, start_s=longest.get("start_s"))

@@ -1,4 +1,7 @@
-"""The speeds of devices: published figures of GPUs, and measurements of this machine's CPU."""
+"""The speeds of devices: published figures of GPUs, and measurements of this machine's CPU.
+
+The forecast of a job (`step_cost.py`) takes its device from `device_named` or `device_here`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,14 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The speed of a device: bytes per second that it reads from its memory, and operations per
-    second of matrix products, `rate`, which is that of 16 bits on a GPU.
+    """The speed and the memory of a GPU or CPU.
 
-    `memory` is 0 for a CPU, and `fp8` says that it multiplies in FP8.
+    Attributes:
+        name: what to call the device in a text.
+        bandwidth: bytes per second that are read from its memory.
+        rate: floating-point operations per second of matrix products; on a GPU in 16 bits.
+        memory: bytes that a program can have on a GPU; 0 for a CPU.
+        fp8: whether the device multiplies in FP8.
     """
 
     name: str
@@ -28,12 +35,15 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU."""
+        """Whether the device is a GPU."""
         return self.memory > 0
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Operations per second of matrix products in this dtype: on a GPU half as many in twice
-        the bytes, and in float32 a sixteenth of those in 16 bits."""
+        """Operations per second of matrix products in this dtype.
+
+        A GPU is taken to be twice as fast in 8 bits as in 16, and a sixteenth as fast in 32. A CPU
+        was measured in the dtype that it uses.
+        """
         times = {1: 2.0, 2: 1.0}.get(dtype.itemsize, 1 / 16)
         return self.rate * (times if self.is_gpu else 1.0)
 
@@ -59,7 +69,11 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device | None:
-    """The GPU that a user names; None for `cpu`. ConfigError if it is not known."""
+    """The GPU of a name in `DEVICES`, whatever its case and punctuation; None for `cpu`.
+
+    Raises:
+        ConfigError: no device has this name.
+    """
     known = {"cpu": None} | {_plain(device.name): device for device in DEVICES.values()}
     if _plain(name) not in known:
         raise ConfigError(
@@ -69,7 +83,7 @@ def device_named(name: str) -> Device | None:
 
 
 def device_here(name: str, dtype: torch.dtype) -> Device:
-    """What `engine.device` means on this machine."""
+    """The device of this machine that the value `name` of `engine.device` stands for."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return measured_cpu(dtype)
     properties = torch.cuda.get_device_properties(0)
@@ -78,8 +92,11 @@ def device_here(name: str, dtype: torch.dtype) -> Device:
 
 
 def gpu_like(full_name: str, memory: int) -> Device:
-    """The GPU that a driver calls `full_name`, with the memory that it really has; one that is not
-    in the table is taken as an A100."""
+    """The entry of `DEVICES` for the GPU that a driver calls `full_name`, with its actual `memory`
+    in bytes.
+
+    A GPU that is not in the table is taken as an A100, and its name says so.
+    """
     plain = _plain(full_name)
     like = [d for d in DEVICES.values() if _plain(d.name.partition("-")[0]) in plain]
     if not like:
@@ -91,8 +108,11 @@ def gpu_like(full_name: str, memory: int) -> Device:
 
 
 def measured_cpu(dtype: torch.dtype, seconds: float = 0.2) -> Device:
-    """This machine's CPU with two rates, each measured for `seconds` with the threads that torch
-    has: of a product of 32 rows in `dtype`, as in a decode step, and of reading 64 MiB."""
+    """Measure this machine's CPU with torch's current number of threads.
+
+    Two rates are measured for `seconds` each: a matrix product of 32 rows in `dtype`, as in a
+    decode step, and reading 64 MiB.
+    """
     x, weight = torch.ones((32, 1024), dtype=dtype), torch.ones((4096, 1024), dtype=dtype)
     stream = torch.ones(16 * 2**20)
     product_s = _seconds(lambda: torch.nn.functional.linear(x, weight), seconds)
@@ -101,7 +121,8 @@ def measured_cpu(dtype: torch.dtype, seconds: float = 0.2) -> Device:
 
 
 def _seconds(work: Callable[[], object], seconds: float) -> float:
-    """The median time of the calls that fit into some seconds; the first is not counted."""
+    """The median time of a call of `work`, over the calls that fit into `seconds` and at least
+    three. A first call warms up and is not counted."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -113,4 +134,5 @@ def _seconds(work: Callable[[], object], seconds: float) -> float:
 
 
 def _plain(name: str) -> str:
+    """A name in lower case without punctuation."""
     return "".join(c for c in name.lower() if c.isalnum())

@@ -1,4 +1,7 @@
-"""Builds the engine that a job would have, without weights: models, settings and memory plan."""
+"""Builds the engine that a job would have, without weights: models, settings and memory plan.
+
+The forecast and the planner call `estimate_engine` and read sizes from the `EngineEstimate`.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineEstimate:
-    """An engine that was not built: its models on the device `meta`, its settings with the device's
-    defaults, and the sizes of the target."""
+    """An engine as it would be built, with models on the device `meta`, which have no memory.
+
+    Attributes:
+        uses: each model by its name, `TARGET` and those of a strategy, with the way it is used.
+        settings: the engine's settings, with the device's defaults.
+        sizes: the sizes of the target model.
+        file_bytes: bytes of the target's weights in the checkpoint's files; 0 if these are not on
+            this machine.
+    """
 
     uses: dict[str, ModelUse]
     settings: ResolvedConfig
     sizes: ModelSizes
-    file_bytes: int  # of the target's weights as the checkpoint holds them; 0 if that is not here
+    file_bytes: int
 
     def memory(self, gpu_bytes: int | None) -> MemoryPlan:
-        """The memory plan to expect; raises ValueError as `expected_memory` does."""
+        """The expected division of a device's `gpu_bytes` of memory; None stands for a CPU.
+
+        Raises:
+            ValueError: the model does not fit; see `expected_memory`.
+        """
         return expected_memory(list(self.uses.values()), self.settings, gpu_bytes)
 
     @property
@@ -54,19 +68,20 @@ class EngineEstimate:
         packed, form, parameters = model.config.form, model.form, model.parameters()
         if not isinstance(packed, PackedFormat):
             return text if form is None or not form.native else f"{text} in {format_name(form)}"
-        kept = sum(each.nbytes for each in parameters if each.dtype == torch.int32)
+        kept = sum(parameter.nbytes for parameter in parameters if parameter.dtype == torch.int32)
         how = f"{size_text(kept)} of it in" if kept else "dequantised from"
         files = f" ({size_text(self.file_bytes)} in the files)" if self.file_bytes else ""
         return f"{text}, {how} {packed.name}{files}"
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of a token in the paged caches of all models, without windows."""
+        """The bytes of a token in the paged caches of all models, except in layers with a
+        window."""
         return cache_token_bytes(list(self.uses.values()))
 
     @property
     def window(self) -> int:
-        """The most tokens that layers with a window see; 0 without such layers."""
+        """The longest window of any layer in tokens; 0 without such layers."""
         return max(use.model.window or 0 for use in self.uses.values())
 
     @property
@@ -77,7 +92,8 @@ class EngineEstimate:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row's states and records over all models; 0 without recurrent layers."""
+        """The bytes of a row's recurrent states and their records over all models; 0 without
+        recurrent layers."""
         return sum(
             row_bytes(use.model.cache_specs, max(use.widths), self.settings.fold)
             for use in self.uses.values()
@@ -87,7 +103,10 @@ class EngineEstimate:
 def estimate_engine(
     opened: OpenedJob, config: JobConfig, gpu_bytes: int | None, units: Units
 ) -> EngineEstimate:
-    """The engine that a job would have on a device with this memory; None for a CPU."""
+    """Estimate the engine of a job on a GPU with `gpu_bytes` of memory, or on a CPU for None.
+
+    `units` says which parameters stand for the weights of a model that is not loaded.
+    """
     on = "cpu" if gpu_bytes is None else "cuda"
     dtype = opened.model.dtype(config.model.dtype, "cpu")
     if on == "cuda" and config.model.dtype == "auto":  # the GPU need not be here

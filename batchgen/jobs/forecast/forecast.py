@@ -1,4 +1,8 @@
-"""Estimates how long a job will take: a low, a likely and an upper figure, with the assumptions."""
+"""Estimates how long a job will take: a low, a likely and an upper figure, with the assumptions.
+
+`batchgen plan` calls `forecast` with the costs of a step (`step_cost.py`) and the work
+(`run_time.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,10 @@ from batchgen.jobs.forecast.step_cost import StepCost
 from batchgen.util.duration import duration
 
 _SPEED = {True: Range(0.75, 1, 1.5), False: Range(0.6, 1, 2)}
-"""Measured runs were within these factors of the estimate, on a GPU and on a CPU, which other
-programs may slow down. The measured speed of an earlier run counts as right within _STEADY."""
+"""The factors of the estimate between which measured runs were, for a GPU (True) and for a CPU,
+which other programs may slow down."""
 _STEADY = Range(1 / 1.15, 1, 1.15)
+"""Such factors for jobs whose speed an earlier run has shown."""
 _LOAD_RATE = {True: 1e9, False: 0.25e9}
 """Bytes of weights that are read and packed per second, on a GPU and on a CPU."""
 _START_S = 2.0
@@ -24,10 +29,15 @@ _START_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The estimate of a job. Each assumption is a sentence without its full stop.
+    """The estimate of a job.
 
-    `seconds` is the time from the loading of the weights to the last row, and `start_s` the part of
-    it before the first step. Prompt tokens count once for each sample.
+    Attributes:
+        seconds: from the loading of the weights to the last row.
+        start_s: the part of `seconds` before the first step.
+        generated_tokens: tokens of all answers.
+        prompt_tokens: tokens of all prompts; a prompt counts once for each of its samples.
+        device: the name of the device.
+        assumptions: sentences without their full stop.
     """
 
     seconds: Range
@@ -39,30 +49,34 @@ class Forecast:
 
 
 def forecast(cost: StepCost, work: Work) -> Forecast:
-    """Estimate the job with short, likely and longest answers."""
+    """Estimate a job three times: with short, with likely and with the longest possible answers."""
     factor = None if work.seen is None else work.seen.factor(cost, work.width)
     speed = _SPEED[cost.device.is_gpu] if factor is None else _STEADY
     cost = replace(cost, factor=factor or 1.0)
-    lengths, of_lengths = _lengths(work)
-    per_forward, of_forwards = _per_forward(work)
+    lengths, lengths_text = _lengths(work)
+    per_forward, forwards_text = _per_forward(work)
     seconds, generated = [], []
-    for tokens, number, each in zip(lengths, work.answers, per_forward, strict=True):
+    for tokens, number, tokens_per_forward in zip(lengths, work.answers, per_forward, strict=True):
         total = max(round(number), 1)
-        seconds.append(run_time(cost, work, tokens, total, each)[0])
+        seconds.append(run_time(cost, work, tokens, total, tokens_per_forward)[0])
         generated.append(float(tokens.mean()) * total)
     start = _start(cost, work)
+    running = Range(*(s * times for s, times in zip(seconds, speed, strict=True)))
     return Forecast(
-        seconds=start.plus(Range(*(s * times for s, times in zip(seconds, speed, strict=True)))),
+        seconds=start.plus(running),
         start_s=start.likely,
         generated_tokens=Range(*generated),
         prompt_tokens=round(float(work.prompts.mean()) * work.answers.likely),
         device=cost.device.name,
-        assumptions=tuple(filter(None, (_of_speed(cost, work, factor), of_lengths, of_forwards))),
+        assumptions=tuple(
+            filter(None, (_speed_text(cost, work, factor), lengths_text, forwards_text))
+        ),
     )
 
 
 def _lengths(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
-    """The lengths of answers in the three cases, and their source in words."""
+    """The lengths of answers in tokens, as arrays [sample] for the three cases, and their source in
+    words."""
     longest = np.array([work.longest])
     if work.exact:
         return (longest, longest, longest), f"every answer has {work.longest:,} tokens (ignore_eos)"
@@ -88,21 +102,24 @@ def _lengths(work: Work) -> tuple[tuple[Ints, Ints, Ints], str]:
 
 
 def likely_share(longest: int) -> float:
-    """The mean length of unknown answers, over the longest that is allowed: a half.
+    """The expected mean length of answers as a share of the limit `longest`, when no answer is
+    known yet.
 
-    Limits below 512 tokens are lower than what many answers need, so more of them are reached: nine
-    tenths at 32 tokens.
+    The share is a half. Limits below 512 tokens are lower than what many answers need, so more
+    answers reach them: at 32 tokens the share is nine tenths.
     """
     return float(np.clip(0.9 - 0.1 * np.log2(max(longest, 1) / 32), 0.5, 0.9))
 
 
 def _per_forward(work: Work) -> tuple[Range, str]:
-    """The tokens that a row gets in a forward in the three cases, and their source in words."""
+    """The tokens that a row gets in one forward, in the three cases, and the source of these
+    figures in words."""
     width = work.width
     if width == 1:
         return Range.exactly(1.0), ""
     if work.seen is not None and (measured := work.seen.per_forward) is not None:
-        return Range.exactly(measured), f"a row gets {measured:.2f} tokens per forward, as there"
+        text = f"a row gets {measured:.2f} tokens per forward, as in that job"
+        return Range.exactly(measured), text
     bound = 1.0 if work.min_width else width / (width + 1)
     likely = 1 + (width - 1) / (4 if work.min_width else 2)
     text = (
@@ -118,14 +135,14 @@ def _start(cost: StepCost, work: Work) -> Range:
     return Range(0.5, 1, 2).times(_START_S + work.weight_bytes / _LOAD_RATE[cost.device.is_gpu])
 
 
-def _of_speed(cost: StepCost, work: Work, factor: float | None) -> str:
-    """The source of the speed in words."""
+def _speed_text(cost: StepCost, work: Work, factor: float | None) -> str:
+    """The source of the estimated speed in words."""
     seen, device = work.seen, cost.device
     if factor is not None and seen is not None and seen.counts is not None:
         return f"the speed is that of {seen.source} ({duration(seen.counts['seconds'])})"
     rate = device.flops(cost.sizes.weight_dtype) / 1e12
-    how = "by published figures" if device.is_gpu else "measured now, beside whatever runs on it"
+    how = "by published figures" if device.is_gpu else "measured now, with whatever else runs on it"
     return (
         f"{device.name} reads {device.bandwidth / 1e9:,.0f} GB/s and multiplies at {rate:,.3g} "
-        f"TFLOP/s ({how}), of which the engine reaches what it did where it was measured"
+        f"TFLOP/s ({how}), of which the engine reaches the share that was measured elsewhere"
     )

@@ -1,4 +1,5 @@
-"""Estimates with bounds."""
+"""The type of an estimate with bounds, `Range`, in which the forecast of a job gives its
+figures."""
 
 from __future__ import annotations
 
@@ -27,5 +28,5 @@ class Range:
         return Range(*(value * factor for value in self))
 
     def plus(self, other: Range) -> Range:
-        """The sums of both."""
-        return Range(*(one + more for one, more in zip(self, other, strict=True)))
+        """Add another range figure by figure."""
+        return Range(*(a + b for a, b in zip(self, other, strict=True)))

@@ -1,4 +1,8 @@
-"""Adds up the forwards of a job: full batches, then the last one, in which no more rows wait."""
+"""Estimates the time of a job by adding up its forwards.
+
+The batch is full as long as rows wait. The last batch shrinks, as its rows end one by one.
+`forecast.py` calls `run_time` for each of its three cases.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,27 @@ from batchgen.jobs.forecast.range import Range
 from batchgen.jobs.forecast.step_cost import StepCost
 
 _REFILL_SHARE = 8
-"""Prompts are read once an eighth of the batch slots are free, as `Scheduler` does."""
+"""`Scheduler` reads new prompts when one batch slot in this number is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The work of a job, and the capacity of its engine.
 
-    `prompts` [N] are the tokens of some of the prompts, each of which gets `samples` of the
-    `answers`. With `exact` every answer has `longest` tokens, and a row gets `min_width` (0 for
-    block diffusion) to `width` tokens in a forward. At most `rows` rows and `kv_tokens` run at
-    once, and a prefill reads `batched_tokens`. The first `prefix` tokens of every prompt are always
-    in the cache, and samples of one row share it in blocks of `block` tokens.
+    Attributes:
+        prompts: [N] the tokens of a sample of the prompts.
+        answers: the number of answers of the whole job.
+        longest: the most tokens of an answer.
+        exact: whether every answer has `longest` tokens.
+        width, min_width: the most and the fewest tokens that a row gets in a forward; `min_width`
+            is 0 for block diffusion.
+        rows, kv_tokens: the most rows, and tokens of the cache, that are in use at the same time.
+        batched_tokens: the most tokens of a prefill.
+        weight_bytes: bytes of the weights that are loaded.
+        prefix: the number of tokens at the start of every prompt that are always in the cache.
+        samples: answers of each prompt, which share its tokens in the cache.
+        block: tokens of a block of the cache; only whole blocks are shared.
+        seen: measurements of an earlier job.
     """
 
     prompts: Ints
@@ -44,27 +57,31 @@ class Work:
 def run_time(
     cost: StepCost, work: Work, answers: Ints, total: int, per_forward: float = 1.0
 ) -> tuple[float, float]:
-    """Seconds and decode steps of `total` answers that are as long as those of a sample, in tokens.
+    """Estimate the seconds and the decode steps of `total` answers.
 
-    A row runs while the cache holds it with its whole answer. It takes as many steps as it has
-    tokens, or fewer with several `per_forward`. The batch stays full until no row waits; then a
-    batch of rows that began together runs out.
+    A row runs while the cache holds its prompt and its whole answer. It takes one step for each
+    `per_forward` tokens. The batch stays full until no row waits; the rows of the last batch are
+    taken to have begun together, and end one by one.
+
+    Args:
+        answers: [R] the tokens of a sample of the answers, which stands for all.
     """
     prompt, answer = float(work.prompts.mean()), float(np.maximum(answers, 1).mean())
     rows = int(max(min(work.rows, total, work.kv_tokens // (prompt + answer)), 1))
-    lasting = np.sort(np.maximum(np.ceil(answers / per_forward), 1))
-    last = lasting[((np.arange(rows) + 0.5) / rows * len(lasting)).astype(np.int64)]
-    full = (total - rows) * float(lasting.mean()) / rows
+    steps_per_row = np.sort(np.maximum(np.ceil(answers / per_forward), 1))
+    last = steps_per_row[((np.arange(rows) + 0.5) / rows * len(steps_per_row)).astype(np.int64)]
+    full = (total - rows) * float(steps_per_row.mean()) / rows
     context = prompt + answer / 2
     seconds = full * cost.decode(rows, rows * context, work.width)
-    for ended, steps in enumerate(np.diff(last, prepend=0.0)):
-        left = rows - ended
-        seconds += steps * cost.decode(left, left * context, work.width)
+    # Between two ends of rows the number of running rows is the same.
+    for num_ended, steps in enumerate(np.diff(last, prepend=0.0)):
+        running = rows - num_ended
+        seconds += steps * cost.decode(running, running * context, work.width)
     return seconds + _prefill_time(cost, work, total, rows), full + float(last[-1])
 
 
 def _prefill_time(cost: StepCost, work: Work, total: int, rows: int) -> float:
-    """Seconds of reading the prompts; what they share with earlier ones is in the cache."""
+    """Seconds of reading the prompts, without the tokens that are in the cache already."""
     prompt = float(work.prompts.mean())
     whole = max(prompt - work.prefix, 1.0)
     again = min(whole, (work.block + 1) / 2)  # a block that is not full is read again

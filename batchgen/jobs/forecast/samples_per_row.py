@@ -17,14 +17,17 @@ class SamplesPerRow(NamedTuple):
 
 
 def samples_per_row(sampling: SamplingConfig, complete: int = 0, samples: int = 0) -> SamplesPerRow:
-    """The samples of a row: `sampling.n`; with `sampling.until` as many as the `complete` rows have
-    on average, which have `samples`, and anything that is possible without such rows."""
+    """Estimate the number of samples of a row.
+
+    It is `sampling.n`, or with `sampling.until` the mean over the `complete` rows, which have
+    `samples` in all. Without complete rows it is the range of what `until` allows.
+    """
     until = sampling.until
     if until is None:
         return SamplesPerRow(Range.exactly(sampling.n))
     if complete:
         mean = min(samples / complete, until.most)
-        text = f"{mean:,.1f} samples of each row, as of the {complete:,} that are complete"
+        text = f"{mean:,.1f} samples of each row, the mean of the {complete:,} that are complete"
         return SamplesPerRow(Range.exactly(mean), text)
     fewest = Enough(until.valid, until.most, until.width).fewest
     text = f"{fewest:,} to {until.most:,} samples of each row, as their number is unknown"

@@ -1,4 +1,8 @@
-"""Reads rows of a job before it runs: lengths of prompts, and rows that cannot have an answer."""
+"""Reads a sample of a job's rows before it runs: lengths of prompts, and rows that cannot have an
+answer.
+
+`batchgen plan` and `batchgen validate` call `scan_rows`.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,22 @@ from batchgen.inputs.prompts.row_request import RowRequest
 from batchgen.util.random_bits import random_words
 
 SAMPLE = 2000
-"""Rows that are looked at, drawn with a fixed seed over the whole data set; of a stream the first
-ones."""
+"""The most rows that are read: the first ones of a stream, otherwise rows drawn with a fixed seed
+over the whole data set."""
 SHOWN = 3
-"""The first rows, which are always looked at."""
-_NAMED = 5
+"""The number of rows at the start of the data set that are always read."""
+_NAMED = 5  # rows with the same type of error that are named
 
 
 @dataclass
 class RowTally:
-    """A count of bad rows, with the error of the first one, and the index and id of some."""
+    """The rows with one type of error.
+
+    Attributes:
+        message: the error of the first of them.
+        count: how many there are.
+        rows: the index and the id of some.
+    """
 
     message: str
     count: int = 0
@@ -35,7 +45,7 @@ class RowTally:
 
 
 class ReadRow(NamedTuple):
-    """A row, and what the job asks of the engine for it."""
+    """A row, and the request that the job makes of it."""
 
     row: Row
     request: RowRequest
@@ -45,9 +55,12 @@ class ReadRow(NamedTuple):
 class Scan:
     """The results of a scan.
 
-    `num_rows` is None for a stream whose end was not reached. `sample` has the rows with a prompt,
-    in order, and `bad` those of each type of error. `image_tokens` of the tokens of the prompts
-    stand for images.
+    Attributes:
+        num_rows: rows of the data set; None for a stream whose end was not reached.
+        looked_at: rows that were read.
+        sample: the rows with a prompt, in order.
+        bad: the rows without a prompt, by the type of their error.
+        image_tokens: tokens in the prompts of `sample` that stand for images.
     """
 
     num_rows: int | None
@@ -58,14 +71,15 @@ class Scan:
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The tokens [R] of the prompts, and of the answers that are scored behind them."""
+        """[R] The tokens of each row's prompt, together with those of an answer that is scored
+        after it."""
         requests = [read.request for read in self.sample]
-        scored = [0 if each.answer is None else len(each.answer) for each in requests]
-        return np.array([len(each.prompt) for each in requests], np.int64) + scored
+        scored = [0 if request.answer is None else len(request.answer) for request in requests]
+        return np.array([len(request.prompt) for request in requests], np.int64) + scored
 
     @property
     def longest_answer(self) -> int:
-        """The mean of the most tokens that an answer may have, rounded up."""
+        """The most tokens that an answer may have, as the mean over the rows, rounded up."""
         longest = [read.request.params.max_new_tokens for read in self.sample]
         return -(-sum(longest) // max(len(longest), 1))
 
@@ -76,11 +90,11 @@ class Scan:
 
     @property
     def bad_share(self) -> float:
-        """Their share of the rows that were looked at."""
+        """The share of the rows read that will have an error."""
         return self.num_bad / max(self.looked_at, 1)
 
     def note_bad(self, type: str, message: str, rows: Sequence[Row]) -> None:
-        """Count rows with an error."""
+        """Count rows that have an error of this type."""
         tally = self.bad.setdefault(type, RowTally(message))
         tally.count += len(rows)
         named = [*tally.rows, *((row.index, row.id) for row in rows)]
@@ -94,10 +108,14 @@ def scan_rows(
     seconds: float = 5.0,
     clock: Callable[[], float] = time.process_time,
 ) -> Scan:
-    """Look at a sample of a job's rows, for at most `seconds` of the clock.
+    """Read a sample of a job's rows, for at most `seconds` of the clock.
 
-    `request` raises RequestError for a row without a prompt, and the token `image_token_id` stands
-    for images. Seconds are the processor's: a busy machine takes longer and finds out as much.
+    The default clock is the processor time of this process: on a busy machine a scan takes longer,
+    but reads as many rows.
+
+    Args:
+        request: makes the request of a row; raises RequestError for a row without a prompt.
+        image_token_id: the token that stands for images in prompts.
     """
     scan = Scan(source.num_rows)
     if (number := source.num_rows) is None:
@@ -125,7 +143,7 @@ def scan_rows(
 
 
 def sample_indices(number: int) -> list[int]:
-    """Different indices below `number`: the first, and some that are spread over all, in random
-    order; the same in every run."""
+    """Different indices below `number`: the first `SHOWN`, and then others in a random order over
+    the whole data set, which is the same in every run."""
     spread = random_words(0, (number,)).argsort()[:SAMPLE].tolist()
     return [*dict.fromkeys([*range(min(SHOWN, number)), *spread])][:SAMPLE]

@@ -24,15 +24,21 @@ _PAD = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a model, on one of its ranks, that decide the time of a forward.
+    """The sizes of a model that decide the time of a forward; those of one rank under tensor
+    parallelism.
 
     Attributes:
-        values: weights that tokens are multiplied by, of `value_bytes` each. A token goes through
-            `share` of them, which is 1 without experts.
-        head: those of them that compute the logits, of which there are `vocabulary`.
-        attention: additions and multiplications of one token with one of its context, all layers.
-        token_bytes, row_bytes: of a token in the paged cache, of a row's recurrent state.
-        dtype, weight_dtype: of activations, and of weights as they are multiplied.
+        layers: the number of layers.
+        values: weights that take part in matrix products.
+        value_bytes: the mean bytes of a weight.
+        share: the share of the weights that one token is multiplied by; 1 without experts.
+        head: the weights among `values` that compute the logits.
+        vocabulary: logits of a token.
+        attention: operations of attention between two tokens, over all layers.
+        token_bytes: bytes of a token in the paged cache.
+        row_bytes: bytes of the recurrent states of a row.
+        dtype: the dtype of activations.
+        weight_dtype: the dtype in which weights are multiplied.
     """
 
     layers: int
@@ -49,7 +55,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, use: ModelUse) -> ModelSizes:
-        """The sizes of a whole model, whose parameters may be on the device `meta`."""
+        """Read the sizes of a model, whose parameters may be on the device `meta`."""
         model = use.model
         assert isinstance(model, CausalLM)
         config = model.config
@@ -73,8 +79,9 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """Shares of the device's rates that the engine reached on an H100 (docs/benchmarks/models.md),
-    and the fixed seconds of a layer, of a step and of a logit that is sampled from."""
+    """What the engine reached on an H100 (docs/benchmarks/models.md): its share of the device's
+    rates, and the fixed seconds of a layer, of a step and of each logit of a row that is
+    sampled."""
 
     bandwidth: float
     products: float
@@ -91,22 +98,28 @@ _CPU = _Reached(0.7, 0.7, 0.2, 0.12, 250e-6, 1e-3, 4e-9)
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The time of the forwards of one model on one device, times a factor that a run has shown."""
+    """The estimated time of forwards of one model on one device. `factor` corrects it by a measured
+    run."""
 
     sizes: ModelSizes
     device: Device
     factor: float = 1.0
 
     def decode(self, rows: float, context: float, width: int = 1) -> float:
-        """Seconds of a decode step of rows with `width` tokens each, which together read `context`
-        tokens of the cache."""
+        """Seconds of one decode step of `rows` rows with `width` tokens each. `context` is the
+        number of tokens in the cache that they read together."""
         cache = context * self.sizes.token_bytes + rows * 2 * self.sizes.row_bytes
         attention = cache / (self._reached.decode_attention * self.device.bandwidth)
         return self.factor * (self._forward(rows * width, rows * width) + attention)
 
     def prefill(self, tokens: float, rows: float, pairs: float, steps: float = 1) -> float:
-        """Seconds of prefills that together read `tokens`, yield logits for `rows` and have `pairs`
-        of a token and one that it attends to, in `steps` forwards."""
+        """Seconds of `steps` prefill forwards.
+
+        Args:
+            tokens: the tokens that they read in all.
+            rows: the rows that they compute logits for in all.
+            pairs: pairs of a token and a token that it attends to.
+        """
         rate = self._reached.prefill_attention * self.device.flops(self.sizes.dtype)
         forwards = steps * self._forward(tokens / steps, rows / steps)
         return self.factor * (forwards + pairs * self.sizes.attention / rate)
@@ -116,14 +129,17 @@ class StepCost:
         return _GPU if self.device.is_gpu else _CPU
 
     def _forward(self, tokens: float, logits: float) -> float:
-        """Seconds of a forward without attention: of reading the weights or of multiplying by them,
-        whichever takes longer, of sampling, and what a step takes in any case."""
+        """Seconds of a forward of some tokens without attention.
+
+        A forward reads the weights or multiplies by them, whichever takes longer. Sampling and a
+        fixed time of each layer and step are added.
+        """
         sizes, device, reached = self.sizes, self.device, self._reached
         fixed = reached.step_s + sizes.layers * reached.layer_s
         sampling = logits * sizes.vocabulary * reached.logit_s
-        touched: float = (
-            1 - (1 - sizes.share) ** tokens
-        )  # by tokens that choose experts of their own
+        # The share of the weights that are read, if each token chooses its experts
+        # independently.
+        touched: float = 1 - (1 - sizes.share) ** tokens
         read = sizes.values * sizes.value_bytes * touched / (reached.bandwidth * device.bandwidth)
         if not device.is_gpu:
             tokens, logits = max(tokens, _PAD), max(logits, _PAD)

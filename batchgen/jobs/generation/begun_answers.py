@@ -1,6 +1,8 @@
-"""Records what running rows have generated, so that a stopped job continues them where they were.
+"""Records what running rows have generated, so that a job which was stopped continues in the middle
+of its answers.
 
-`storage/shards/begun_rows.py` keeps the records; this module decides when to write them and which.
+`Generation` calls `BegunAnswers`, which decides which rows to record and when.
+`storage/shards/begun_rows.py` stores the records.
 """
 
 from __future__ import annotations
@@ -19,30 +21,32 @@ from batchgen.util.errors import FolderLost, JobError
 from batchgen.util.request_id import RequestId
 
 STOP_SECONDS = 5.0
-"""Seconds that a stop may take to record rows. The others continue from their last record."""
+"""Seconds that recording may take when a job is stopped. Rows that are not recorded in this time
+continue from their last record."""
 _SHARE = 0.01
 """The share of the running time that writing records may take."""
-_BATCH_BYTES = 4 * 2**20
+_BATCH_BYTES = 4 * 2**20  # the size of records that are written at once
 
 
 class BegunAnswers:
-    """Records the running rows of a worker, at intervals and at a stop, and finds records of rows
-    that it begins.
+    """Records the running rows of a worker at intervals and at a stop, and finds the records of
+    rows when they begin.
 
-    Records take `_SHARE` of the time at most, and those of a stop `STOP_SECONDS`. Rows with the
-    most unrecorded tokens come first; what does not fit into the time is left out.
+    Recording takes `_SHARE` of the running time at most, and `STOP_SECONDS` at a stop. The rows
+    with the most unrecorded tokens are recorded first; rows for which there is no time are not
+    recorded.
     """
 
     def __init__(self, engine: Engine, writer: OutputWriter, keys: RowKeys, every: float) -> None:
-        """Begin with no records. There will be one every `every` seconds, or none if it is 0."""
+        """Prepare to record rows every `every` seconds, or never if `every` is 0."""
         self._engine, self._writer, self._keys, self._every = engine, writer, keys, every
         self._last = time.monotonic()
-        self._own: dict[Hashable, int] = {}  # tokens in records of this worker
-        self._known: dict[Hashable, int] = {}  # tokens in any record
+        self._own: dict[Hashable, int] = {}  # request → tokens that this worker has recorded
+        self._known: dict[Hashable, int] = {}  # request → tokens that any worker has recorded
 
     def find(self, request_id: RequestId, request: RowRequest) -> Begun | None:
-        """The record of a request that begins; None if there is none, or only one of a different
-        request."""
+        """The record of a request that begins; None if there is no record, or if the record's
+        request differs from this one."""
         if not self._every:
             return None
         row, sample = request_id.row, request_id.sample
@@ -52,27 +56,34 @@ class BegunAnswers:
         return begun
 
     def forget(self, request_id: Hashable) -> None:
-        """Note that a request has ended."""
+        """Note that a request has ended, so that it is recorded no more."""
         self._own.pop(request_id, None)
         self._known.pop(request_id, None)
 
     def due(self) -> bool:
-        """Whether it is time for a record."""
+        """Whether it is time to record rows."""
         return bool(self._every) and time.monotonic() - self._last >= self._every
 
     def save(
         self, request_of: Callable[[RequestId], RowRequest], seconds: float | None = None
     ) -> int:
-        """Record what the requests in the engine have generated since their last records, within a
-        number of seconds, or `_SHARE` of the time. `request_of` returns the request of an id.
-        Returns the number of requests that have records then."""
+        """Record the tokens that requests in the engine have generated since their last records.
+
+        Args:
+            request_of: returns the request of an id.
+            seconds: the time that recording may take; None allows `_SHARE` of the time.
+
+        Returns:
+            The number of running requests that have a record.
+        """
         if not self._every:
             return 0
         self._last = time.monotonic()
         ends = self._last + (self._every * _SHARE if seconds is None else seconds)
         lengths = self._engine.begun_lengths()
-        new = {one: length - self._known.get(one, 0) for one, length in lengths.items()}
-        todo = sorted((one for one, tokens in new.items() if tokens > 0), key=new.__getitem__)
+        new_tokens = {id: length - self._known.get(id, 0) for id, length in lengths.items()}
+        # The last ones, which are taken first, have the most tokens.
+        todo = sorted((id for id, new in new_tokens.items() if new > 0), key=new_tokens.__getitem__)
         try:
             while todo:
                 self._writer.write_begun(list(self._batch(todo, request_of)))
@@ -81,7 +92,7 @@ class BegunAnswers:
         except FolderLost:
             raise
         except JobError as error:
-            # A torn end of a file would hide what came behind it.
+            # A torn record at the end of the file would hide any record after it.
             self._every = 0.0
             print(
                 f"batchgen: warning: unfinished answers are no longer recorded ({error}): after "
@@ -93,7 +104,8 @@ class BegunAnswers:
     def _batch(
         self, todo: list[RequestId], request_of: Callable[[RequestId], RowRequest]
     ) -> Iterator[BegunRow]:
-        """The records of the last requests, which are taken out; about `_BATCH_BYTES`."""
+        """Take requests from the end of `todo` and yield their records, until these have about
+        `_BATCH_BYTES`."""
         size = 0
         while todo and size < _BATCH_BYTES:
             request_id = todo.pop()

@@ -1,4 +1,8 @@
-"""Scores the choices of multiple-choice rows: the likelihood of each choice after the prompt."""
+"""Scores the choices of multiple-choice rows: the likelihood of each choice after the prompt.
+
+A row is one request for its answer, and one more for each choice. `Generation` joins their outputs
+with `with_scores`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,16 @@ from batchgen.engine.sampling.sampling_params import RequestParams
 from batchgen.inputs.constraint.choice_columns import CHOICE_LOGPROBS, CHOICE_SCORES
 
 SCORED = RequestParams(max_new_tokens=0)
-"""The parameters of a choice's request: its tokens are scored after the row's prompt."""
+"""The parameters of a choice's request: nothing is generated, and the choice's tokens are scored
+after the prompt."""
 
 
 def with_scores(ended: Sequence[RequestOutput]) -> RequestOutput:
-    """A finished row with the columns of its choices, from the outputs of both in any order."""
+    """Join the outputs of a row and of its choices, in any order, to one output of the row.
+
+    Its column `CHOICE_LOGPROBS` has the sum of log-probabilities of each choice, and
+    `CHOICE_SCORES` their softmax. An error of a choice is an error of the row.
+    """
     (row,) = (output for output in ended if output.request_id.choice is None)
     choices = [output for output in ended if output is not row]
     choices.sort(key=lambda output: output.request_id.choice)

@@ -1,5 +1,5 @@
-"""Stops a job early if its first rows all fail in the same way: then the mistake is not in the
-rows."""
+"""Stops a job early if its first rows all fail in the same way, which means that the job is wrong
+and not the rows. `Generation` passes finished rows through `FailFast`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ FIRST_ROWS = 50
 
 
 class AllRowsFailed(JobError):
-    """The first rows of a job, or all, failed in the same way; none of them was written."""
+    """The first rows of a job, or all its rows, failed in the same way; none of them was
+    written."""
 
 
 class FailFast:
@@ -36,8 +37,8 @@ class FailFast:
 
     @property
     def wait(self) -> bool:
-        """Whether FIRST_ROWS rows have failed, so that no further row should begin before those in
-        flight have ended."""
+        """Whether FIRST_ROWS rows have failed, so that no row should begin until those in flight
+        have ended."""
         return self._undecided and len(self._indices) >= FIRST_ROWS
 
     @property
@@ -46,9 +47,13 @@ class FailFast:
         return bool(self._held)
 
     def passed(self, finished: Sequence[FinishedRow], in_flight: int) -> list[FinishedRow]:
-        """The rows that may be written now, given those that have finished since the last call and
-        how many are in flight. AllRowsFailed is raised when the first rows have all failed in the
-        same way."""
+        """Take rows that have finished, and return those that may be written now.
+
+        `in_flight` is the number of rows that still run.
+
+        Raises:
+            AllRowsFailed: the first rows have all failed in the same way, and no other row runs.
+        """
         if not self._undecided:
             return list(finished)
         self._held += finished
@@ -64,8 +69,11 @@ class FailFast:
         return []
 
     def ended(self, num_rows: int | None) -> list[FinishedRow]:
-        """The rows that may be written when no further row can begin, or AllRowsFailed if each of
-        the job's `num_rows` input rows has failed in the same way."""
+        """Return the rows that may be written when no further row can begin.
+
+        Raises:
+            AllRowsFailed: each of the job's `num_rows` input rows has failed in the same way.
+        """
         if self._held and len(self._indices) == num_rows and not self._others_have_rows():
             rows = len(self._indices)
             who = (
@@ -75,7 +83,7 @@ class FailFast:
         return self.rest()
 
     def rest(self) -> list[FinishedRow]:
-        """All rows that were held back, for writing; no more rows are held back after this."""
+        """Return all rows that were held back, for writing, and hold back no rows from now on."""
         self._undecided = False
         held, self._held = self._held, []
         return held

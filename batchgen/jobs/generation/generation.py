@@ -36,7 +36,7 @@ from batchgen.storage.shards.output_writer import OutputWriter
 from batchgen.util.request_id import RequestId
 from batchgen.util.signals import StopSignals
 
-_IDLE_SECONDS = 0.05
+_IDLE_SECONDS = 0.05  # between two looks at the queue while nothing runs
 
 
 class Generation:
@@ -58,9 +58,15 @@ class Generation:
         reuse: RowReuse | None = None,
         job: str = "",
     ) -> None:
-        """Prepare to run rows. `request` makes the request of a row, or raises RequestError;
-        `split` separates the answer from an output's other text; `waves` decides when samples
-        begin; `job` is the job's name among those that share the engine."""
+        """Prepare to run rows.
+
+        Args:
+            request: makes the request of a row; raises RequestError for a row that cannot have one.
+            split: separates the answer from the other texts of an output, such as its reasoning.
+            waves: decides when the samples of a row begin.
+            reuse: finds older rows to copy; None if none are copied.
+            job: the name of the job among those that share the engine.
+        """
         self._job = job
         self._source = source
         self._request, self._split = request, split
@@ -78,7 +84,8 @@ class Generation:
         stops = config.output.on_all_errors == "stop"
         enabled = stops and not metrics.attempt.rows_resumed
         self._first = FailFast(enabled, writer.others_have_rows)
-        # Twice as many as can run: a step that finishes all running rows finds the next ones there.
+        # Twice as many requests as can run: if a step finishes all of them, the next ones
+        # are queued.
         self._window = 2 * engine.max_num_seqs
         self._in_flight: dict[Hashable, SampleRequest] = {}
 
@@ -89,9 +96,12 @@ class Generation:
         progress: Progress,
         watch: Callable[[], None] = lambda: None,
     ) -> Turns[bool]:
-        """Generate until all rows are written, by this worker or others; return False if a signal
-        came first, or the budget was spent. `watch` is called now and then; an error that it raises
-        ends the job."""
+        """Generate until all rows are written, by this worker or by others.
+
+        The generator yields the seconds that the job can wait for its next turn. It returns True at
+        the end, and False if a signal came or the budget was spent first. `watch` is called each
+        time metrics are saved; an error that it raises ends the job.
+        """
         requests = self._requests(todo)
         started = time.monotonic()
         while not todo.is_over():
@@ -104,7 +114,7 @@ class Generation:
                         finished.append(row)
                 self._costs.add(self._engine.take_costs())
             elif not finished:
-                # While rows of a job that runs are waited for, those held back may get company.
+                # A job that follows a running one gets more rows, which may not fail.
                 num_rows = self._writer.num_rows
                 if held := [] if todo.is_following else self._first.ended(num_rows):
                     self._write(held, progress)
@@ -132,16 +142,21 @@ class Generation:
             if progress.due():
                 progress.show(self._engine.generated_tokens, self._engine.running_lengths)
             if signals.received is not None or self._spending.is_spent:
-                self._write(self._waves.rest(), progress)
-                self._save_begun(STOP_SECONDS)
-                self._end_costs()
-                self._save_metrics()
+                self._stop(progress)
                 return False
         self._metrics.attempt.rows_recorded = 0
         self._add_point(time.monotonic() - started)
         self._end_costs()
         self._save_metrics()
         return True
+
+    def _stop(self, progress: Progress) -> None:
+        """Write the finished rows, record the tokens of the rows in flight, and save the
+        figures."""
+        self._write(self._waves.rest(), progress)
+        self._save_begun(STOP_SECONDS)
+        self._end_costs()
+        self._save_metrics()
 
     def _save_begun(self, seconds: float | None = None) -> None:
         """Record the tokens of the rows in flight, unless all rows may be failing."""
@@ -153,12 +168,13 @@ class Generation:
         )
 
     def _end_costs(self) -> None:
-        """Write the costs of requests, unfinished ones included."""
+        """Write the costs of all requests, those of unfinished ones included."""
         self._costs.add(self._engine.take_costs(wait=True))
         self._costs.save()
 
     def _write(self, finished: list[FinishedRow], progress: Progress) -> None:
-        # What another worker has finished meanwhile counts as its own.
+        # `write` leaves out rows that another worker has written meanwhile, which counts
+        # them.
         if new := self._writer.write(finished) if finished else []:
             if self._reuse is not None:
                 self._reuse.keep(new)
@@ -180,8 +196,8 @@ class Generation:
         self._metrics.attempt.engine = dataclasses.asdict(self._engine.stats)
 
     def _refill(self, requests: Iterator[SampleRequest | None]) -> list[FinishedRow]:
-        """Queue requests until the window is full; returns rows that failed before they reached
-        the engine, or are copied."""
+        """Queue requests until the window is full. Returns the rows that need no engine: they
+        failed, or were copied from older rows."""
         done: list[FinishedRow] = []
         while len(self._in_flight) + len(done) < self._window:
             request = next(requests, None)
@@ -198,17 +214,18 @@ class Generation:
         return len(self._in_flight) < self._engine.max_num_seqs
 
     def _submit(self, request: SampleRequest) -> FinishedRow | None:
-        """Queue a request, or return its row if it was refused or could be copied."""
+        """Queue a request and return None, or return the row of a request that was refused or could
+        be copied."""
         request_id = RequestId(self._job, request.row_index, request.sample_index)
         prepared = request.of_sample(self._stream)
         if self._reuse is not None:
             request.key = key = self._reuse.key(prepared)
             if (copied := self._reuse.copy(key, request_id, prepared)) is not None:
                 return request.finished(*copied, is_copied=True)
-        prompt, params, answer, choices, of_row_images = prepared
-        images = [each.image for each in of_row_images]
+        prompt, params, answer, choices, row_images = prepared
+        images = [row_image.image for row_image in row_images]
         try:
-            # The longest first: if it can be served, all can.
+            # The longest choice first: if it fits into the engine, all choices do.
             by_length = (
                 sorted(enumerate(choices), key=lambda pair: -len(pair[1])) if choices else ()
             )
@@ -225,7 +242,8 @@ class Generation:
         return None
 
     def _ended(self, output: RequestOutput) -> FinishedRow | None:
-        """The row that this output finishes; None if choices of the row are not scored yet."""
+        """The row that an output finishes; None if the row still waits for scores of its
+        choices."""
         request_id = output.request_id
         if self._scores_choices:
             request_id = request_id._replace(choice=None)
@@ -241,8 +259,8 @@ class Generation:
         return self._in_flight.pop(request_id).finished(*self._split(output))
 
     def _requests(self, todo: ShardQueue) -> Iterator[SampleRequest | None]:
-        """A request for each missing sample, with the row's prompt; None as long as nothing can be
-        begun."""
+        """Make a request of each missing sample. Yields None whenever no sample can begin at
+        present."""
         for task in self._waves.tasks(iter(todo), self._has_room):
             if task is None:
                 yield None

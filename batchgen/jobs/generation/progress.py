@@ -1,4 +1,7 @@
-"""The display of a running job on the terminal: a bar, first errors, some answers."""
+"""The display of a running job on the terminal: a bar, first errors, some answers.
+
+`Generation` reports rows and speeds to `Progress`, which prints to stderr.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,18 @@ if TYPE_CHECKING:
     from batchgen.jobs.generation.running_score import RunningScore
     from batchgen.storage.shards.output_schema import FinishedRow
 
-LINE_SECONDS = 30.0
+LINE_SECONDS = 30.0  # between two lines where there is no terminal
 SPEED_SECONDS = 10.0  # the speed that is shown is the mean over this time
 SHOWN_PROMPT, SHOWN_ANSWER, SHOWN_ERROR = 70, 200, 500  # characters
 _PROMPT_TOKENS = 64  # the last ones of a prompt, more than SHOWN_PROMPT characters need
 
 
 class Progress:
-    """Shows how far the job is: a bar over the output rows, or a line every 30 seconds if there is
-    no terminal, below the first error of each type and, at intervals, a finished answer."""
+    """Shows how far the job is, as a bar over the output rows, or as a line every 30 seconds where
+    there is no terminal.
+
+    The first error of each type and, at intervals, a finished answer are printed above the bar.
+    """
 
     def __init__(
         self,
@@ -46,17 +52,19 @@ class Progress:
         title: str = "",
         score: RunningScore | None = None,
     ) -> None:
-        """
+        """Show the bar.
+
         Args:
-            total: output rows of the whole job, None if that is not known.
-            resumed: output rows that earlier attempts have written.
+            total: output rows of the whole job; None if that is not known.
+            resumed, resumed_errors: output rows that earlier attempts have written, and their
+                errors.
             show_every: seconds between two finished answers that are shown; 0 shows none.
-            decode: the text of token ids, to show prompts, too.
-            stream: stderr, if it is None.
+            decode: turns token ids into text, to show the ends of prompts with answers.
+            stream: where to print; None means stderr.
             longest: the most tokens of an answer.
-            batch_share: the time of a decode step of one row over that of a full one.
-            title: printed before everything; the name of a pipeline's step.
-            score: returns the score of the answers so far; None for a job without grading.
+            batch_share: the time of a decode step of one row, as a share of a full batch's.
+            title: the name of a pipeline's step, printed before each line.
+            score: the score of the answers so far; None for a job without grading.
         """
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
@@ -76,7 +84,7 @@ class Progress:
         self._rows = resumed
         self._others, self._others_rows, self._others_speed = 0, 0, 0.0
         self._others_errors = 0
-        self._before: dict[int, int] = {}  # by worker: what it had finished before this one came
+        self._before: dict[int, int] = {}  # worker → rows it had finished before this one began
         self._resumed = resumed
         self._copied = 0
         self._total = total
@@ -126,11 +134,11 @@ class Progress:
                 self._print(self._answer(chosen))
 
     def set_others(self, beats: Sequence[Mapping[str, Any]], number: int) -> None:
-        """Count what other workers report in their heartbeats.
+        """Show the rows, errors and speeds that other workers report in their heartbeats.
 
         Args:
-            number: of this worker. Rows that earlier workers report at the first call were there
-            when it came.
+            number: the number of this worker. Rows that workers with a lower number report at the
+                first call were finished before this worker began, and are not counted again.
         """
         living = [beat for beat in beats if not beat["dead"]]
         rows = 0
@@ -151,10 +159,10 @@ class Progress:
         return time.monotonic() - self._shown >= self._interval
 
     def show(self, generated_tokens: int, running: npt.NDArray[np.int64]) -> None:
-        """Show how fast tokens come, how many requests run and when the job should end.
+        """Show the speed in tokens per second, the number of running requests and the time left.
 
         Args:
-            generated_tokens: in all, since this object was made.
+            generated_tokens: tokens generated since this object was made.
             running: [R] the tokens that each request in the engine has generated.
         """
         self._shown = now = time.monotonic()
@@ -178,8 +186,11 @@ class Progress:
     def _seconds_left(
         self, now: float, generated_tokens: int, running: npt.NDArray[np.int64]
     ) -> float | None:
-        """The time to the end; with other workers by the mean rate of rows, as nothing tells here
-        how far their rows are."""
+        """The estimated seconds to the end; None if they are not known.
+
+        With several workers the mean rate of rows decides, because this worker does not know how
+        long the unfinished answers of the others are.
+        """
         if self._left is None:
             return None
         if not self._others:
@@ -210,13 +221,13 @@ class Progress:
 
 
 class _Speed:
-    """Tokens per second in about the last SPEED_SECONDS."""
+    """The speed in tokens per second over about the last SPEED_SECONDS."""
 
     def __init__(self, started: float) -> None:
         self._samples = deque([(started, 0)])
 
     def at(self, now: float, tokens: int) -> float:
-        """The speed, given how many tokens there are now in all."""
+        """Note the total number of `tokens` at the time `now`, and return the speed."""
         self._samples.append((now, tokens))
         while now - self._samples[1][0] >= SPEED_SECONDS:
             self._samples.popleft()

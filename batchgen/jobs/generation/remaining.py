@@ -1,6 +1,7 @@
 """Estimates how many tokens a running job still has to generate, and how long that takes.
 
-The lengths of future answers are estimated from those that are finished and those that run.
+The lengths of future answers are estimated from the answers that have finished and from those that
+run. `Progress` shows the time left that `TimeLeft` computes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ Ints = npt.NDArray[np.int64]
 
 
 _NEWEST = 0.2
-"""Beyond the longest row, rows are taken to end as often as in this last part of the lengths."""
+"""The last part of the lengths so far. From it comes the rate at which answers beyond the longest
+row end."""
 _GRID = 65
 """Grid points of the survival curve from which the expected longest answer is computed."""
 
@@ -25,8 +27,9 @@ class Remaining:
     """The tokens that are still to be generated.
 
     Attributes:
-        tokens: those that all running and waiting rows will generate.
-        drain: by how many tokens the longest of the last rows exceeds their mean.
+        tokens: the sum over all running and waiting rows.
+        drain: how many tokens the longest of the last rows is expected to have more than their
+            mean.
     """
 
     tokens: float
@@ -59,10 +62,12 @@ class AnswerLengths:
             return None
         running = np.minimum(running, self._longest - 1)
         longer = self._longer(running)
-        # At x: the sum of longer[x:], which over longer[x] is what a row with x tokens has to come.
+        # to_come[x] is the sum of longer[x:]. Divided by longer[x] it is the expected rest
+        # of a row
+        # that has x tokens.
         to_come = np.cumsum(longer[::-1])[::-1]
-        each = to_come[running] / longer[running]
-        tokens = float(each.sum()) + waiting * float(to_come[0])
+        rests = to_come[running] / longer[running]
+        tokens = float(rests.sum()) + waiting * float(to_come[0])
         return Remaining(tokens, self._drain(longer, to_come, running, waiting > 0))
 
     def _drain(
@@ -72,7 +77,8 @@ class AnswerLengths:
         running: Ints,
         waits: bool,
     ) -> float:
-        """`Remaining.drain`: the mean of the largest of B rests, less the mean rest."""
+        """`Remaining.drain`: the expected largest of the remaining lengths of B rows, less their
+        mean."""
         if not len(running):
             return 0.0
         after = np.linspace(0, self._longest, _GRID).astype(np.int64)
@@ -100,13 +106,14 @@ class AnswerLengths:
 
 
 class TimeLeft:
-    """When a running job will be over.
+    """Estimates when a running job will be over.
 
-    The tokens that are to come (`AnswerLengths`) take as long as those of the last half of the job
-    so far, which reads prompts in the same measure. At the end fewer rows run than there are
-    places, from the end of the mean row to that of the longest. A GPU takes as long for a step of
-    few rows as for one of many, a CPU does not: `batch_share`, the time of a step of one row over
-    that of a full one, says how much of that time is added.
+    The tokens that are to come (`AnswerLengths`) are taken to need as much time each as those of
+    the last half of the job, which read prompts in the same proportion.
+
+    At the end no rows wait, and the batch shrinks until the longest row ends. A GPU takes as long
+    for a step of few rows as for one of many; a CPU does not. `batch_share`, the time of a step of
+    one row as a share of a full batch's, says how much of that end is added.
     """
 
     def __init__(self, rows: int, longest: int, batch_share: float, now: float) -> None:

@@ -1,5 +1,5 @@
 """The mean mark of the answers that have finished so far, for the progress bar and trackers of a
-job that grades."""
+job that grades. `running_score` makes the `RunningScore` of a job."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from batchgen.util.text.row_json import json_readers
 from batchgen.util.text.text_table import number_text, percent_text
 
 _SHARE, _ALWAYS = 0.01, 0.05
-"""The share of the running time that this grading may take, and the seconds that it may take in any
-case. Answers beyond that are left out of the running score."""
+"""Grading here may take this share of the running time and, besides, this number of seconds. The
+running score leaves out answers for which there is no time."""
 _SHARE_BESIDE, _FIRST, _MOST = 0.05, 20.0, 32
-"""Limits of steps that need a process: the share of its time, after how many seconds it begins, and
-how many answers it gets at once."""
-_LOOK_SECONDS = 5.0
+"""Limits of grading in another process: its share of the running time, the seconds after which it
+begins, and the most answers that it grades at once."""
+_LOOK_SECONDS = 5.0  # between two looks at the folder of grades
 
 
 class RunningScore(Protocol):
@@ -49,11 +49,11 @@ class RunningScore(Protocol):
 
 
 def running_score(config: JobConfig, schema: OutputSchema, folder: Path) -> RunningScore | None:
-    """Make the running score of a job; None if it does not grade.
+    """Make the running score of a job; None if the job does not grade.
 
-    Answers are graded as they finish, as many as a small share of the time allows. Grades of slow
-    steps, and of steps that need the other rows of a shard, are read from published shards, which
-    another process grades meanwhile.
+    Answers are graded as they finish, as many as a small share of the time allows. Slow steps, and
+    steps that need other rows of the shard, are not run here: the score is read from the grades of
+    published shards, which another process computes meanwhile.
     """
     column = config.score.column
     chain = StepChain(post_steps(config.post))
@@ -67,7 +67,7 @@ def running_score(config: JobConfig, schema: OutputSchema, folder: Path) -> Runn
 
 
 class _Mean:
-    """The mean of numbers, also for people."""
+    """The mean of a column's numbers, and its text."""
 
     def __init__(self, column: str) -> None:
         self.column, self.sum, self.count = column, 0.0, 0
@@ -86,7 +86,8 @@ class _Mean:
 
 
 class _OfRows:
-    """Grades rows as they finish: here, or by a thread if the steps need a process."""
+    """A running score that grades rows as they finish: in this thread, or in another thread if a
+    step needs a process."""
 
     def __init__(self, chain: StepChain, schema: OutputSchema, config: JobConfig) -> None:
         self._chain, self._config = chain, config.score
@@ -114,26 +115,27 @@ class _OfRows:
             self._future = self._thread.submit(self._graded, rows[:_MOST])
 
     def _counts(self, row: FinishedRow) -> bool:
+        """Whether a row's answer is graded."""
         is_cut = row.finish_reason == "length" and self._config.cut_texts == "left_out"
         return row.failure is None and row.output is not None and not is_cut
 
     def _graded(self, rows: Sequence[FinishedRow]) -> list[float]:
         """The marks of rows that have one."""
-        before = time.monotonic()
+        started = time.monotonic()
         if self._grader is None:
             self._grader = Grader(self._chain.steps, workers=1, seconds=self._config.seconds)
         graded = self._grader.grade(self._texts(rows))
         marks = []
         for row, values in zip(rows, graded, strict=False):
             if (value := values[self._config.column]) is not None:
-                wrong = row.finish_reason == "length" and self._config.cut_texts == "wrong"
-                marks.append(0.0 if wrong else float(value))
-        self._spent += time.monotonic() - before
+                is_wrong = row.finish_reason == "length" and self._config.cut_texts == "wrong"
+                marks.append(0.0 if is_wrong else float(value))
+        self._spent += time.monotonic() - started
         return marks
 
     def _texts(self, rows: Sequence[FinishedRow]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for row in rows:
-            if self._closed:  # nobody asks any more
+            if self._closed:  # the score is no longer needed
                 return
             assert row.output is not None
             fields = dict(row.fields)
@@ -171,7 +173,7 @@ class _OfRows:
 
 
 class _OfShards:
-    """Reads the grades of shards as they appear."""
+    """A running score that reads the grades of shards as they are written."""
 
     def __init__(self, grades: Path, column: str) -> None:
         self._grades, self._mean = grades, _Mean(column)
@@ -179,7 +181,7 @@ class _OfShards:
         self._next_look = 0.0
 
     def add(self, finished: Sequence[FinishedRow]) -> None:
-        """See `RunningScore`; the rows come with the grades of their shard."""
+        """See `RunningScore`; nothing to do, as grades are read from files."""
 
     def mean(self) -> float | None:
         """See `RunningScore`."""
@@ -192,7 +194,7 @@ class _OfShards:
         return self._mean.text()
 
     def _look(self) -> None:
-        """Read the grades that have come, every few seconds."""
+        """Read new files of grades, every few seconds."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
             files = shard_files(self._grades) if self._grades.is_dir() else {}

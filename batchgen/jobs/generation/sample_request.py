@@ -1,4 +1,5 @@
-"""One sample of one row on its way through the engine."""
+"""The state of one sample of one row on its way through the engine. `Generation` keeps one for each
+request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ class SampleRequest:
     """One sample of one row, from before it is queued until it is finished.
 
     Attributes:
-        row_id, row_index, sample_index: which sample of which row it is.
+        row_id, row_index: the row.
+        sample_index: the number of the sample.
         fields: the columns that are copied from the data set.
-        request: what the engine is asked; the error of a row that has no prompt.
+        request: the request for the engine, without the sample's seed; the error of a row that has
+            no prompt.
         key: the digest by which later jobs find the row; None if the job keeps no keys.
-        ended: the finished parts of the sample, where choices are scored with it.
-        begun_tokens: the number of its tokens that earlier attempts had generated.
+        ended: the outputs so far of the sample and of its choices, in a job that scores choices.
+        begun_tokens: tokens of the answer that earlier attempts had generated.
     """
 
     row_id: str
@@ -32,7 +35,7 @@ class SampleRequest:
     begun_tokens: int = 0
 
     def of_sample(self, stream: str | None) -> RowRequest:
-        """The request with the sample's own seed in a job's `stream`."""
+        """The request with the seed of this sample in the random stream `stream` of the job."""
         assert isinstance(self.request, RowRequest)
         return self.request.of_sample(self.row_id, self.sample_index, stream)
 
@@ -44,6 +47,7 @@ class SampleRequest:
         error: RequestError | None = None,
         is_copied: bool = False,
     ) -> FinishedRow:
+        """Make the finished row of an output, or of an error."""
         key, request = (self.row_id, self.row_index, self.sample_index), self.request
         images = None
         if not isinstance(request, RequestError):

@@ -1,8 +1,9 @@
 """Decides which samples of a row begin when.
 
-In jobs that sample until enough answers are valid, the samples of a row begin in waves: more of
-them only if too few of the earlier ones are valid. In all other jobs every sample begins at once;
-`EverySample` is the same interface for these. `storage/shards/enough.py` says what is enough.
+Where a job samples until enough answers are valid (`storage/shards/enough.py`), the samples of a
+row begin in waves (`SampleWaves`): further samples begin only if too few of the earlier ones are
+valid. In all other jobs every sample begins at once (`EverySample`). `Generation` uses either
+through the same methods.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class EverySample:
-    """All samples of a row are begun at once, and are finished when the engine says so."""
+    """Begins all samples of a row at once; a sample may be written as soon as the engine has
+    finished it."""
 
     pending = 0
     """The number of samples that the engine has finished and `finished` has not returned yet."""
@@ -28,7 +30,9 @@ class EverySample:
     def tasks(
         self, todo: Iterator[tuple[Row, list[int]] | None], has_room: Callable[[], bool]
     ) -> Iterator[tuple[Row, list[int]] | None]:
-        """The rows of a queue with the samples to begin."""
+        """The rows of the queue `todo`, each with the numbers of the samples to begin. None stands
+        for a time at which no row can begin. `has_room` says whether the engine could run more
+        requests."""
         return todo
 
     def finished(self, rows: list[FinishedRow]) -> list[FinishedRow]:
@@ -40,7 +44,7 @@ class EverySample:
         return []
 
     def written(self, rows: Sequence[FinishedRow]) -> None:
-        """Note which rows were written, or are no longer needed."""
+        """Note rows that were written, or that are no longer needed."""
 
     def close(self) -> None:
         """Stop background work."""
@@ -48,24 +52,29 @@ class EverySample:
 
 @dataclass
 class _BegunRow:
+    """A row of an open shard."""
+
     row: Row
-    begun: set[int] = field(default_factory=set)  # the samples that are on their way
+    begun: set[int] = field(default_factory=set)  # samples that are not written yet
 
 
 class SampleWaves(EverySample):
     """Begins the samples of rows in waves, each as large as it must be.
 
-    While there are other rows to begin, a wave has the samples that the row keeps in any case:
-    nothing is computed in vain, and other rows fill the engine. When there are none and the engine
-    has room, samples are begun ahead: as many as are likely needed by the row's own rate of valid
-    ones. Which samples a row keeps does not depend on any of this (`shards/enough.py`).
+    While there are other rows to begin, a wave has only samples that the row keeps in any case, so
+    nothing is computed in vain. When there are no other rows and the engine has room, more samples
+    begin ahead: as many as the row likely needs, by its own rate of valid answers. Which samples a
+    row keeps does not depend on any of this (`shards/enough.py`).
     """
 
     def __init__(self, judge: Judge, writer: OutputWriter) -> None:
         self._judge, self._writer = judge, writer
-        self._rows: dict[int, _BegunRow] = {}  # by their indices; all of open shards
-        self._news: dict[int, None] = {}  # rows of which samples were written, in order
-        self._ahead: dict[int, None] = {}  # the same since samples were last begun ahead
+        self._rows: dict[int, _BegunRow] = {}  # row index → row
+        # Ordered sets of row indices. In `_news`: rows that are new or of which a sample was
+        # written,
+        # so that they may need more samples. In `_ahead`: the same, for samples begun ahead.
+        self._news: dict[int, None] = {}
+        self._ahead: dict[int, None] = {}
 
     @property
     def pending(self) -> int:  # type: ignore[override]
@@ -109,7 +118,7 @@ class SampleWaves(EverySample):
         self._judge.close()
 
     def _more(self, index: int, *, ahead: bool = False) -> tuple[Row, list[int]] | None:
-        """Begin the samples that a row lacks; None if it lacks none."""
+        """Begin samples that a row needs, and return them; None if it needs none."""
         if (known := self._rows.get(index)) is None:
             return None
         samples = self._writer.wanted(index, known.begun, ahead=ahead)
@@ -122,7 +131,8 @@ class SampleWaves(EverySample):
             if (task := self._more(self._pop(self._ahead), ahead=True)) is not None:
                 return task
         if not any(known.begun for known in self._rows.values()):
-            # What others have written, where it differs, may have opened a row again.
+            # Another worker may have written different samples, so that a row needs
+            # more again.
             for index in self._rows:
                 if (task := self._more(index)) is not None:
                     return task

@@ -1,4 +1,7 @@
-"""The order in which a worker computes rows: shard by shard, as it takes shards."""
+"""The queue of rows that a worker computes: shard by shard, as the worker takes shards.
+
+`Generation` iterates over a `ShardQueue`; `worker.py` decides which shard comes next.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,17 @@ class ShardQueue:
     """An iterator over the rows that this worker computes, each with the numbers of its missing
     samples.
 
-    The queue takes a shard when all rows of the one before are begun. It yields None if no row can
-    be begun for now, for one of three reasons:
+    The queue takes a shard when all rows of the shard before it have begun, and ends when all
+    shards are finished. It yields None if no row can begin for now, for one of three reasons:
 
     - Other workers compute all shards that are left.
     - A shard on which workers have crashed is computed without any other rows: it waits until no
-      row is in flight, and others wait until it is finished.
-    - The rows come from a job that still runs, and no further shard of them is complete.
-
-    It ends when all shards are finished.
+      row is in flight, and other shards wait until it is finished.
+    - The rows come from a job that still runs, and that job has not completed another shard of
+      them.
 
     Attributes:
-        in_flight: the number of rows that are begun and not finished. The caller sets it.
+        in_flight: the number of rows that have begun and not finished. The caller sets it.
     """
 
     def __init__(
@@ -49,12 +51,12 @@ class ShardQueue:
         self._worker = worker
         self._size = rows_per_shard
         self._taken: set[int] = set()  # the shards of which this worker has begun rows
-        self._alone: int | None = None  # a shard with crashes: no other is begun before its end
-        # Nothing was left to begin when no row was in flight. Until other workers' progress is read
-        # again, which happens at intervals, the answer is the same.
+        self._alone: int | None = None  # a shard with crashes: no other shard begins before its end
+        # Whether nothing was left to begin when no row was in flight. This stays true until the
+        # progress of other workers is read again, which happens at intervals.
         self._waits = False
         self._is_following = False
-        self._stalled = False  # no shard can be begun before the job that is read has more rows
+        self._stalled = False  # no shard can begin before the job that is followed has more rows
         worker.begin(writer.complete_shards, None)
         if source.num_rows is not None:
             self._end_at(source.num_rows)
@@ -76,7 +78,7 @@ class ShardQueue:
 
     def is_empty(self) -> bool:
         """Whether nothing is left to compute. Reads a stream up to the first row that is not
-        done."""
+        finished."""
         if self._is_following:
             return False
         if self._writer.num_rows is None:
@@ -93,8 +95,11 @@ class ShardQueue:
         return self._next
 
     def is_over(self) -> bool:
-        """Whether all shards are finished, even if rows of this worker are still in flight, which
-        another worker has then computed, too. Reads the progress of the others at intervals."""
+        """Whether all shards are finished.
+
+        Rows of this worker may still be in flight then; another worker has computed the same rows.
+        The progress of other workers is read at intervals.
+        """
         if not self._waits and self._worker.is_time_to_look():
             self.look()
         if self._is_following:
@@ -108,8 +113,7 @@ class ShardQueue:
         self._update_shards()
 
     def _follow(self) -> None:
-        """Read which rows the job that is read, and still runs, has finished since the last
-        call."""
+        """Read which rows the job that this one follows has finished since the last call."""
         source = self._source
         self._stalled = not source.learn(lambda: self._worker.claim(INDEX)) and self._stalled
         if source.num_rows is not None:
@@ -121,7 +125,7 @@ class ShardQueue:
 
     def _update_shards(self) -> None:
         """Close the shards of this worker that others have finished, and read what others have
-        written of those that others share."""
+        written of the shards that they share with this worker."""
         for shard in list(self._taken):
             if not self._writer.is_open(shard):
                 continue
@@ -152,8 +156,8 @@ class ShardQueue:
                 yield from self._rows_of(task)
 
     def _task(self) -> Task:
-        """The next task. It is `wait`, without a look at the other workers, if their state cannot
-        have changed."""
+        """The next task of this worker. It is `wait`, without a look at the other workers, if their
+        state cannot have changed."""
         self._sweep()
         if self._alone is not None and self._writer.is_open(self._alone):
             return Task("wait")
@@ -163,16 +167,16 @@ class ShardQueue:
         idle = not self.in_flight
         task = self._worker.next_task(idle)
         self._update_shards()
-        # Without rows in flight a worker may get shards that it does not get with some. So one that
-        # has some asks again as soon as it has none.
+        # An idle worker may get shards that a worker with rows in flight does not get. So a worker
+        # that is not idle asks again as soon as it is.
         self._waits = task.kind == "wait" and idle
         self._stalled = task.kind == "wait" and self._is_following
         self._alone = task.shard if task.ended else None
         return task
 
     def _rows_of(self, task: Task) -> Iterator[tuple[Row, list[int]]]:
-        """The missing rows of the task's shard, each with its missing samples, until the shard is
-        finished, here or by another worker."""
+        """The rows of the task's shard that miss samples, each with the numbers of these, until
+        this worker or another has finished the shard."""
         shard, first = task.shard, task.shard * self._size
         self._taken.add(shard)
         self._writer.take(shard)
@@ -184,8 +188,8 @@ class ShardQueue:
                 yield row, samples
 
     def _forwards(self, first: int) -> Iterator[Row]:
-        """The rows of the shard that begins at row `first`; at the end of a stream, its length is
-        noted."""
+        """The rows of the shard that begins at row `first`. If a stream ends in it, the number of
+        rows is noted."""
         index = first
         for row in self._reader.rows(first, first + self._size):
             yield row
@@ -216,8 +220,8 @@ class ShardQueue:
 
 
 class _Reader:
-    """Reads a data set from any row on. A read that begins where the last one ended continues it,
-    as a stream can only be read from its start."""
+    """Reads a data set from any row on. A stream can only be read from its start, so a read that
+    begins where the last one ended continues it."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -231,18 +235,18 @@ class _Reader:
         while self._at < stop:
             row = next(self._iterator, None)
             if row is None and self._at < (self._source.num_ready or 0):
-                self._iterator = self._source.rows(self._at)  # rows have come since
+                self._iterator = self._source.rows(self._at)  # there are more rows by now
                 continue
             if row is None:
                 self._end, self._at = self._at, -1
                 return
             self._at = row.index + 1
             yield row
-            if self._at != row.index + 1:  # another read came in between
+            if self._at != row.index + 1:  # the caller has read other rows meanwhile
                 self._go_to(row.index + 1)
 
     def peek(self, index: int) -> Row | None:
-        """The row with this index, which the next read from there on yields again; None behind the
+        """The row with this index, which the next read from there yields again; None after the
         end."""
         row = next(self.rows(index, index + 1), None)
         if row is not None:
@@ -251,7 +255,7 @@ class _Reader:
         return row
 
     def end(self, index: int) -> int:
-        """The number of rows, after a read has come to the end, at `index` or before."""
+        """The number of rows of the data set, for a read that ended at `index`."""
         return index if self._end is None else self._end
 
     def _go_to(self, start: int) -> None:

@@ -1,4 +1,7 @@
-"""Tracks how much of its budget a job has used, over all workers and attempts."""
+"""Measures how much of its budget a job has used, over all workers and attempts.
+
+`Generation` stops the job when `Spending.is_spent`; the reports and `batchgen plan` use the texts.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,18 @@ from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.duration import duration
 
 Attempts = Sequence[Mapping[str, Any]]
-"""Entries of `attempts` in metrics.json, of one job or of several that share a budget."""
+"""Entries of `attempts` in metrics.json, of one job or of several jobs that share a budget."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """The use of some attempts: `tokens` of finished rows, `seconds` in which at least one worker
-    ran, and `device_seconds` of all devices together."""
+    """What some attempts have used.
+
+    Attributes:
+        tokens: tokens of prompts and answers of finished rows.
+        seconds: the time in which at least one worker ran.
+        device_seconds: the sum over all devices.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
@@ -31,14 +39,15 @@ class Used:
 
     @classmethod
     def of(cls, attempts: Attempts) -> Used:
-        """The use of several attempts together. The time of a process that computes several jobs at
-        once counts once."""
-        tokens = sum(one["prompt_tokens"] + one["generated_tokens"] for one in attempts)
+        """Add up what several attempts have used. The time of a process that computes several jobs
+        at the same time counts once."""
+        tokens = sum(attempt["prompt_tokens"] + attempt["generated_tokens"] for attempt in attempts)
         spans_by_process = defaultdict(list)
         for number, attempt in enumerate(attempts):
             start = datetime.strptime(attempt["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
-            # Attempts of earlier versions of batchgen do not name their process: each counts as
-            # one of its own.
+            # Earlier versions of batchgen did not record the process of an attempt:
+            # each such
+            # attempt counts as a process.
             process = attempt["host"], attempt.get("pid") or -number, attempt.get("devices", 1)
             spans_by_process[process].append((start, start + attempt["wall_s"]))
         all_spans = [span for spans in spans_by_process.values() for span in spans]
@@ -48,7 +57,7 @@ class Used:
         return cls(tokens, _covered(all_spans), device_seconds)
 
     def by_limit(self, budget: BudgetConfig) -> dict[str, float]:
-        """The amounts that are limited, by the keys of the budget that limit them."""
+        """The amounts used, by those keys of the budget that have a limit."""
         hours = self.device_seconds / 3600
         amounts = {"tokens": self.tokens, "minutes": self.seconds / 60, "gpu_hours": hours}
         if budget.price_per_hour is not None:
@@ -59,7 +68,7 @@ class Used:
 class Spending:
     """Watches the budget of a job for one of its workers.
 
-    The use of other workers is read from metrics.json, which the first worker writes. So a worker
+    The other workers' use is read from metrics.json, which the first worker writes. So a worker
     reads one file every SAVE_SECONDS, and knows the others' use about half a minute late.
     """
 
@@ -70,15 +79,13 @@ class Spending:
         storage: Storage,
         elsewhere: Callable[[], Attempts] = tuple,
     ) -> None:
-        """Watch from now on; `elsewhere` returns the attempts of other jobs that share the
-        budget."""
+        """Watch the budget from now on. `elsewhere` returns the attempts of other jobs that share
+        it."""
         self._budget, self._metrics, self._storage = budget, metrics, storage
         self._elsewhere = elsewhere
         self._read = Used()  # what all workers had used when metrics.json was last read
-        self._read_at, self._read_tokens = (
-            -math.inf,
-            0,
-        )  # the time of that; this worker's tokens at that time
+        self._read_at = -math.inf  # the time of that read
+        self._read_tokens = 0  # the tokens of this worker at that time
         if budget.limits:
             metrics.budget = self.facts
 
@@ -100,7 +107,7 @@ class Spending:
         }
 
     def text(self) -> str:
-        """The sentence that says which limits are reached, and how to go on."""
+        """The sentence that says which limits are reached, and how to continue the job."""
         used = self._used.by_limit(self._budget)
         reached = [key for key, limit in self._budget.limits.items() if used[key] >= limit]
         keys = " and ".join(f"budget.{key}" for key in reached)
@@ -111,7 +118,8 @@ class Spending:
 
     @property
     def _used(self) -> Used:
-        """The use of all workers when metrics.json was last read, and of this worker since."""
+        """What all workers had used when metrics.json was last read, and what this worker has used
+        since."""
         attempt, now = self._metrics.attempt, time.monotonic()
         tokens = attempt.prompt_tokens + attempt.generated_tokens
         if now - self._read_at >= SAVE_SECONDS:
@@ -124,7 +132,7 @@ class Spending:
         )
 
     def _read_all(self) -> Used:
-        """The use of all workers: this one by its own count, others by metrics.json."""
+        """What all workers have used: this worker by its own count, the others by metrics.json."""
         content = self._storage.read(self._storage.path / "metrics.json")
         attempts = [] if content is None else json.loads(content)["attempts"]
         attempt = {**asdict(self._metrics.attempt), "wall_s": self._metrics.age}
@@ -159,6 +167,6 @@ def _spent_text(key: str, used: float, limit: float) -> str:
 
 
 def shown_facts(facts: Mapping[str, Mapping[str, float]]) -> str:
-    """`Spending.facts`, as metrics.json has them, as text for people."""
+    """The value of `Spending.facts`, as metrics.json has it, as text for people."""
     parts = [_spent_text(key, amounts["used"], amounts["limit"]) for key, amounts in facts.items()]
     return ", ".join(parts)

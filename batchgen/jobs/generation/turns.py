@@ -1,4 +1,5 @@
-"""Jobs as generators of turns, so that one loop can run several jobs in one engine."""
+"""Jobs as generators of turns, so that one loop can run several jobs in one engine
+(`run/run_jobs.py`)."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Turns = Generator[float, None, T]
-"""A job as a generator that returns its result. It yields 0 to let other jobs go first, such as
-before it asks the engine that they share for a step, and otherwise the seconds for which it has
-nothing to do."""
+"""A job as a generator that returns its result.
+
+It yields 0 to let other jobs go first, as it does before it asks their common engine for a step.
+Otherwise it yields the seconds for which it has nothing to do.
+"""
 
 
 def alone(turns: Turns[T]) -> T:
-    """Run a single job, which steps its engine itself, to its end; return its result."""
+    """Run one job that has its engine to itself; return its result."""
     while True:
         try:
             seconds = next(turns)
@@ -28,8 +31,8 @@ def alone(turns: Turns[T]) -> T:
 
 
 def between(turns: Turns[T], look: Callable[[], None]) -> Turns[T]:
-    """Call `look()` after every turn. Errors that it raises, and those that the caller throws into
-    this generator, are thrown into `turns`."""
+    """Call `look()` after every turn. Errors that `look` raises, and errors that the caller throws
+    into this generator, are thrown into `turns`."""
     with closing(turns):
         go_on: Callable[[], float] = partial(next, turns)
         while True:

@@ -1,5 +1,7 @@
-"""Decides which finished samples fulfil `sampling.until.where`, by grading them while the job
-runs."""
+"""Decides which finished samples fulfil `sampling.until.where`, by grading them while the job runs.
+
+`ValidWhere` is the expression, and `Judge` evaluates it for samples. `SampleWaves` asks the judge.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,12 @@ class ValidWhere:
     """The expression `sampling.until.where` with the `post` steps whose columns it reads.
 
     Attributes:
-        steps: those of the job's steps up to the last one that the expression reads.
-        described: the steps with their versions, as plain values, because the samples depend on
-            them.
+        expression: the expression.
+        seen: the columns that it may read.
+        steps: the job's steps up to the last one whose columns it reads.
+        described: these steps with their versions, as plain values for the manifest, because the
+            samples depend on them.
+        schema: the columns of the job's shards.
     """
 
     expression: RowExpression
@@ -45,7 +50,11 @@ class ValidWhere:
 
     @staticmethod
     def build(config: JobConfig, schema: OutputSchema) -> ValidWhere | None:
-        """The expression of a job; None if it has none. ConfigError if it is wrong."""
+        """Read the expression of a job; None if the job has none.
+
+        Raises:
+            ConfigError: the expression is wrong, or reads columns that do not exist.
+        """
         until = config.sampling.until
         if until is None:
             return None
@@ -56,8 +65,8 @@ class ValidWhere:
         visible = VisibleColumns(data, grades, (_SAMPLE_INDEX,))
         expression = visible.expression(KEY, until.where)
         count = _num_read(post, visible.read_by(expression).grades)
-        of_steps = step_descriptions(config.post[:count], post[:count])
-        return ValidWhere(expression, visible, post[:count], of_steps, schema)
+        descriptions = step_descriptions(config.post[:count], post[:count])
+        return ValidWhere(expression, visible, post[:count], descriptions, schema)
 
     @property
     def is_isolated(self) -> bool:
@@ -65,8 +74,8 @@ class ValidWhere:
         return any(step.isolated for step in self.steps)
 
     def rows(self, finished: Sequence[FinishedRow]) -> list[dict[str, Any]]:
-        """The columns of finished samples that the steps and the expression read, in the form that
-        shards will have."""
+        """Finished samples as rows of a shard, with only the columns that the steps and the
+        expression read."""
         names = [*ROW_KEYS, self.schema.text_column, *self._fields(), *self.seen.data]
         read = self.seen.read_by(self.expression).data
         kept = {*ROW_KEYS, self.schema.text_column, *self._fields(), *read}
@@ -79,12 +88,16 @@ class ValidWhere:
         return rows
 
     def is_valid(self, row: Mapping[str, Any], grades: Mapping[str, Any]) -> bool:
-        """Whether a sample with these columns and grades fulfils it; or ExpressionFailed."""
+        """Whether a sample with these columns and grades fulfils the expression.
+
+        Raises:
+            ExpressionFailed: the expression has no value for this sample.
+        """
         values = self.seen.variables(row, grades)
         return self.expression.is_true(values, row["row_id"], row["row_index"])
 
     def _fields(self) -> list[str]:
-        """The columns that the steps read, as grading gives them."""
+        """The names of the columns of the data set that the steps read."""
         if not self.steps:
             return []
         if all(step.field_names is not None for step in self.steps):
@@ -94,7 +107,8 @@ class ValidWhere:
 
 
 def _num_read(post: Sequence[PostStep], grades: frozenset[str]) -> int:
-    """How many of the steps are needed for these columns: a step may need all before it."""
+    """How many of the steps are needed to compute the columns `grades`: a step may need all steps
+    before it."""
     if GRADE_ERROR.name in grades:
         return len(post)
     writers = (
@@ -106,7 +120,7 @@ def _num_read(post: Sequence[PostStep], grades: frozenset[str]) -> int:
 
 
 class Judge:
-    """Judges which samples are valid, in a thread if that may take long."""
+    """Judges which samples are valid, in a thread if a step may take long."""
 
     def __init__(self, where: ValidWhere, config: ScoreConfig) -> None:
         self._where = where
@@ -116,7 +130,7 @@ class Judge:
         self._futures: list[Future[list[FinishedRow]]] = []
         self._judged: list[FinishedRow] = []
         self._waiting: list[FinishedRow] = []
-        self._num_waiting = 0  # with those that the thread has
+        self._num_waiting = 0  # together with the samples that the thread judges
         self._closed = self._has_warned = False
 
     @property
@@ -125,14 +139,14 @@ class Judge:
         return self._num_waiting + len(self._judged)
 
     def judged(self, finished: Sequence[FinishedRow]) -> list[FinishedRow]:
-        """Take finished samples; return those that are judged by now, with `valid` set."""
+        """Take finished samples. Return those that are judged by now, with `valid` set."""
         if self._thread is None:
             return self._judge(finished)
         self._waiting += finished
         self._num_waiting += len(finished)
         while self._futures and self._futures[0].done():
             self._take(self._futures.pop(0))
-        if self._waiting and not self._futures:  # what has come meanwhile is judged together
+        if self._waiting and not self._futures:  # all that wait are judged together
             self._futures.append(self._thread.submit(self._judge, self._waiting))
             self._waiting = []
         judged, self._judged = self._judged, []
@@ -142,7 +156,7 @@ class Judge:
         """Wait for all samples that were not returned yet, and return them."""
         judged = self.judged(())
         while self._num_waiting:
-            self._futures[0].exception()  # waits; `judged` raises it
+            self._futures[0].exception()  # waits; `judged` raises the error
             judged += self.judged(())
         return judged
 
@@ -161,6 +175,8 @@ class Judge:
         self._judged += rows
 
     def _judge(self, finished: Sequence[FinishedRow]) -> list[FinishedRow]:
+        """Set `valid` of finished samples: None for a sample without an answer, or that the
+        expression fails for."""
         answered = [row for row in finished if row.failure is None]
         if not answered:
             return list(finished)
@@ -169,7 +185,7 @@ class Judge:
 
         def texts() -> Iterator[tuple[str | None, Mapping[str, Any]]]:
             for row in rows:
-                if self._closed:  # nobody asks any more
+                if self._closed:  # the marks are no longer needed
                     return
                 yield row[text] or "", row  # null where the model gave no answer
 

@@ -1,6 +1,7 @@
 """This process as one of the workers of a job: its heartbeat, its leases, its next shard.
 
-It runs `storage/leases/lease_protocol.py` over the job's storage.
+`Worker` runs the protocol of `storage/leases/lease_protocol.py` on the job's storage. `ShardQueue`
+asks it for shards, and the job's end for the right to complete the job.
 """
 
 from __future__ import annotations
@@ -43,16 +44,20 @@ from batchgen.storage.shards.shard_files import ResumeState
 from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.storage.stores.job_storage import Storage
 
-_OLDER = f"{LEASES}/older.json"
+_OLDER = f"{LEASES}/older.json"  # the rows that the first worker found finished
 _TAIL = 5
-"""The factor by which a worker reads the others' progress more often when no shard is left to
-begin."""
+"""A worker reads the others' progress this many times as often when no shard is left to begin."""
 How = Literal["complete", "stopped", "failed"]
 
 
 class Worker:
-    """A worker: its number, its heartbeat, its leases, and its view of the others. `session` is a
-    text that is equal for all workers that run at the same time."""
+    """A worker of a job: its number, its heartbeat, its leases, and what it knows of the others.
+
+    Attributes:
+        number: the number of the worker among all that the job has had.
+        store: the files of the protocol.
+        session: a text that is equal for all workers that run at the same time.
+    """
 
     def __init__(
         self,
@@ -63,8 +68,8 @@ class Worker:
         *,
         joins: bool = False,
     ) -> None:
-        """Become a worker with a number of at least `min_number`; make the folders unless it
-        `joins` others.
+        """Become a worker with a number of at least `min_number`. Make the folders of the protocol,
+        unless this worker `joins` others.
 
         Raises:
             FolderGone: the workers that this one was to join have completed the job.
@@ -84,31 +89,37 @@ class Worker:
         self._heartbeat.start()
         self._next_look = 0.0
         self._gone: set[int] = set()
-        self._in_tail = False
-        self._saw_gone: float | None = None
+        self._in_tail = False  # no shard is left to begin
+        self._saw_gone: float | None = None  # when the leases were first seen to be gone
         self.store.do(Create(SESSION, json.dumps(key).encode()))
         session = self.store.do(Read(SESSION)) or b'""'
         self.store.fence(session)
         self.session: str = json.loads(session)
 
     def end(self, how: How | None) -> None:
-        """Tell the others that this worker has ended, and how; None if there are no others left."""
+        """Report to the other workers that this one has ended, and `how`. None: no other worker is
+        left."""
         self._heartbeat.end(how)
 
     def begin(
         self, complete: set[int], num_shards: int | None, num_ready: int | None = None
     ) -> None:
-        """Learn which shards are complete, how many there are, if that is known, and how many can
-        be begun, if those are not all."""
+        """Note which shards are complete.
+
+        Args:
+            num_shards: the number of all shards; None if it is not known.
+            num_ready: the number of shards that can begin; None if all can.
+        """
         self._member.complete |= complete
         self._member.num_shards, self._member.num_ready = num_shards, num_ready
 
     @property
     def num_shards(self) -> int | None:
+        """The number of shards of the job; None if it is not known yet."""
         return self._member.num_shards
 
     def look(self) -> None:
-        """Read the progress of the others, if it is time to."""
+        """Read the progress of the other workers."""
         self._next_look = time.monotonic() + self.look_seconds
         try:
             self._do(self._member.look())
@@ -117,14 +128,16 @@ class Worker:
 
     @property
     def look_seconds(self) -> float:
-        """The seconds between two calls of `look` that read the others' progress."""
+        """The seconds between two reads of the other workers' progress."""
         return self._config.heartbeat / (_TAIL if self._in_tail else 1)
 
     def is_time_to_look(self) -> bool:
+        """Whether it is time to call `look`."""
         return time.monotonic() >= self._next_look
 
     def next_task(self, idle: bool) -> Task:
-        """The next task, see `Member.next_task`."""
+        """What to do next, see `Member.next_task`. `idle` says that no row of this worker is in
+        flight."""
         self._next_look = time.monotonic() + self.look_seconds
         try:
             task = self._do(self._member.next_task(idle))
@@ -139,10 +152,11 @@ class Worker:
         return self._member.is_over()
 
     def is_finished(self, shard: int) -> bool:
+        """Whether a shard is finished, as far as this worker has seen."""
         return self._member.is_finished(shard)
 
     def is_shared(self, shard: int) -> bool:
-        """Whether another worker may compute rows of a shard of this worker's."""
+        """Whether another worker may compute rows of one of this worker's shards."""
         board = self._member.board
         try:
             return shard in board.backups or self._do(self._member.lost(shard))
@@ -154,7 +168,7 @@ class Worker:
         self._member.complete.add(shard)
 
     def quarantined(self) -> dict[int, tuple[int, ...]]:
-        """The shards in quarantine, each with the workers that crashed on it."""
+        """The shards in quarantine, each with the numbers of the workers that crashed on it."""
         workers = {}
         for shard in sorted(self._member.board.quarantined):
             content = self.store.do(Read(mark_name(shard, "quarantined")))
@@ -164,7 +178,7 @@ class Worker:
         return workers
 
     def publish(self, shard: int, file: Path | None, replaces: bool) -> bool:
-        """See `shards.publisher.Publish`."""
+        """Publish a shard's file under this worker's lease; see `shards.publisher.Publish`."""
         try:
             if file is None:
                 self.store.do(Create(mark_name(shard, "done"), Lease(self.number).encoded()))
@@ -176,9 +190,10 @@ class Worker:
     def claim_finish(self) -> bool:
         """Try to become the worker that grades, scores and completes the job; return whether it is.
 
-        If the leases are gone, another worker has completed it. That worker writes metrics.json
-        once more, over what others have written late. If it was killed before, as is supposed
-        after `workers.stale_after` seconds, it is this worker that completes the job again.
+        If the leases are gone, another worker has completed the job. That worker writes
+        metrics.json a last time, after reports that other workers wrote late. If it has not done so
+        after `workers.stale_after` seconds, it is taken to be dead, and this worker completes the
+        job again.
         """
         try:
             return self._do(self._member.claim(FINISH))
@@ -189,35 +204,40 @@ class Worker:
             return now - self._saw_gone >= self._config.stale_after
 
     def claim(self, what: int) -> bool:
-        """Whether it is this worker that makes the row index (INDEX) or grades shards at once
-        (GRADING), for as long as it lives."""
+        """Whether this worker has a duty that only one living worker has: to make the row index
+        (INDEX), or to grade shards while the job runs (GRADING)."""
         try:
             return self._do(self._member.claim(what))
         except FolderGone:
             return False
 
     def tell(self, facts: Mapping[str, Any]) -> None:
-        """Put these facts into the heartbeat, where the others read them."""
+        """Put facts into the heartbeat, where the other workers read them."""
         self._heartbeat.facts = facts
 
     def beat(self) -> None:
-        """Write the heartbeat at once."""
+        """Write the heartbeat now."""
         self._heartbeat.beat()
 
     def tell_older(self, older: ResumeState) -> None:
-        """Tell workers that join later which rows this worker, the first one, found finished."""
+        """Record for workers that join later which rows this worker, the first one, found
+        finished."""
         self.store.do(Overwrite(_OLDER, older.encoded()))
 
     def older(self) -> ResumeState:
-        """The rows that the first worker found finished. Raises FolderGone if the job was completed
-        meanwhile."""
+        """Read which rows the first worker found finished.
+
+        Raises:
+            FolderGone: the job was completed meanwhile.
+        """
         content = self.store.do(Read(_OLDER))
         if content is None:
             raise FolderGone(_OLDER)
         return ResumeState.decoded(content)
 
     def is_first(self) -> bool:
-        """Whether all workers with a lower number are dead. The first one writes metrics.json."""
+        """Whether all workers with a lower number are dead. The first worker writes
+        metrics.json."""
         numbers = self._numbers()
         if self.number not in numbers:  # the job was completed without this worker
             return False
@@ -229,7 +249,7 @@ class Worker:
         return True
 
     def others(self) -> list[dict[str, Any]]:
-        """The last heartbeats of all other workers; `dead` says whether the worker is dead."""
+        """The last heartbeats of all other workers; `dead` says whether a worker is dead."""
         beats = []
         for number in self._numbers():
             content = self.store.do(Read(worker_name(number)))
@@ -246,13 +266,13 @@ class Worker:
         return sorted(number for name in names if (number := parse_worker(name)) is not None)
 
     def _see_complete(self) -> None:
-        """The folder of leases is deleted when the job is complete."""
+        """Note that the job is complete, because its folder of leases was deleted."""
         self._confirm_job()
         shards = self._member.num_shards
         self._member.complete |= set(range(shards)) if shards is not None else set()
 
     def _confirm_job(self) -> None:
-        """Raise FolderLost if the job was deleted, after its leases were found gone."""
+        """Raise FolderLost if the job was deleted. Called when its leases are gone."""
         if not self._storage.exists(self._storage.path / "manifest.json"):
             raise lost(self._storage.display_name)
 
@@ -261,7 +281,8 @@ class Worker:
 
 
 def others_run(folder: Path, config: WorkersConfig) -> bool:
-    """Whether a worker on another machine, which the lock may not reach, runs on a folder."""
+    """Whether a worker on another machine, whose lock this machine may not see, runs on a
+    folder."""
     if not (folder / WORKERS).is_dir():
         return False
     store = FileStore(folder, "")

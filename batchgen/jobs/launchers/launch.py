@@ -16,7 +16,11 @@ from batchgen.util.paths import is_url
 
 
 def launch(config: JobConfig) -> Launched:
-    """Run a job by its launcher. Raises ConfigError if that cannot run this job, or not here."""
+    """Run a job by its launcher.
+
+    Raises:
+        ConfigError: the launcher cannot run this job, or cannot run on this machine.
+    """
     launcher = check_launcher(config)
     assert launcher is not None
     if not is_url(config.output.dir) and Path(config.output.dir).is_dir():
@@ -25,9 +29,12 @@ def launch(config: JobConfig) -> Launched:
 
 
 def check_launcher(config: JobConfig, *, here: bool = False) -> Launcher | None:
-    """The job's launcher; None if it has none. Raises ConfigError if the launcher's package is
-    missing, or the job cannot have several workers. With `here`, the launcher also checks this
-    machine."""
+    """The job's launcher; None if the job has none. With `here`, the launcher also checks this
+    machine.
+
+    Raises:
+        ConfigError: the launcher's package is missing, or the job cannot have several workers.
+    """
     launcher = job_launcher(config)
     if launcher is None:
         return None
@@ -47,6 +54,6 @@ def check_launcher(config: JobConfig, *, here: bool = False) -> Launcher | None:
 
 
 def launcher_text(config: JobConfig) -> str | None:
-    """The launcher of a job, for people; None if the command itself computes the rows."""
+    """A job's launcher in words; None if the command itself computes the rows."""
     launcher = job_launcher(config)
     return None if launcher is None else launcher.described()

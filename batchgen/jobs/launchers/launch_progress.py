@@ -1,4 +1,7 @@
-"""The display of a launcher while its workers run: one progress bar for all of them."""
+"""The display of a launcher while its workers run: one progress bar for all of them.
+
+`Supervisor` calls `LaunchProgress.show` at every look at the workers.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from batchgen.storage.folder.job_summary import tokens_per_s
 from batchgen.util.duration import duration
 from batchgen.util.text.text_table import counted
 
-_LINE_SECONDS = 30.0
-_BAR_SECONDS = 1.0
+_LINE_SECONDS = 30.0  # between two lines where there is no terminal
+_BAR_SECONDS = 1.0  # between two updates of the bar
 
 
 class LaunchProgress:
@@ -41,7 +44,8 @@ class LaunchProgress:
         self._bar.close()
 
     def show(self, waiting: int) -> None:
-        """Show how far the job is, if it is time to, and how many workers wait for a machine."""
+        """Show how far the job is, unless it was just shown. `waiting` is the number of workers
+        that wait for a machine."""
         now = time.monotonic()
         if now - self._shown < (_BAR_SECONDS if self._is_terminal else _LINE_SECONDS):
             return
@@ -62,6 +66,7 @@ class LaunchProgress:
         sys.stderr.flush()
 
     def _facts(self, now: float, beats: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The figures next to the bar: speed, workers, errors and the time left."""
         running = [beat for beat in beats if beat["ended"] is None]
         attempts = [beat["attempt"] for beat in running if "attempt" in beat]
         speed = sum(map(tokens_per_s, attempts))

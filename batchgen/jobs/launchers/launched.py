@@ -1,7 +1,7 @@
 """A launcher's view of its job's folder, and the folder `OUT/logs/ray-…` that it makes there.
 
-That folder has the job file of the workers and what they print. A worker on another machine that
-can read its job file there can see the job's output folder, too.
+That folder holds the job file of the workers and what they print. A worker on another machine that
+can read its job file there can also see the job's output folder.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SPENT = 4
 class LaunchedFolder:
     """A launcher's view of its job's folder.
 
-    It shares the folder's lock with the workers. So a worker that is started again joins the same
-    session even if all others have ended meanwhile, and the job remembers on which shards workers
-    crashed.
+    The launcher shares the folder's lock with the workers. So a worker that is started again joins
+    the same session even if all others have ended meanwhile, and the job remembers on which shards
+    workers crashed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,25 +38,26 @@ class LaunchedFolder:
         self._lock: FolderLock | None = None
 
     def hold(self) -> None:
-        """Share the folder, as soon as workers do."""
+        """Share the lock of the folder as soon as workers share it."""
         if self._lock is not None or not any((self.path / "workers").glob("*.json")):
             return
         try:
             lock = FolderLock(self.path / ".lock", join=True)
-        except ConfigError:  # the first worker still has it alone
+        except ConfigError:  # the first worker does not share the lock yet
             return
-        if lock.exclusive:  # the workers are gone already
+        if lock.exclusive:  # all workers have ended already
             lock.__exit__()
         else:
             self._lock = lock
 
     def release(self) -> None:
+        """Give the lock back, if it is held."""
         if self._lock is not None:
             self._lock.__exit__()
             self._lock = None
 
     def beats(self) -> list[dict[str, Any]]:
-        """The heartbeats of all workers."""
+        """The heartbeats of all workers; none once the job is complete."""
         beats = []
         for path in sorted((self.path / "workers").glob("[0-9]*.json")):
             try:
@@ -68,39 +69,42 @@ class LaunchedFolder:
         return beats
 
     def is_complete(self) -> bool:
-        """Whether the job is complete, as far as its folder tells."""
+        """Whether the job is complete, by its metrics.json."""
         try:
-            figures = json.loads((self.path / "metrics.json").read_bytes())
+            metrics = json.loads((self.path / "metrics.json").read_bytes())
         except FileNotFoundError:
             return False
-        return bool(figures["status"] == "complete")
+        return bool(metrics["status"] == "complete")
 
     def has_rows_of(self, process: tuple[str, int] | None) -> bool:
-        """Whether a process, of which the host and the number are given, had finished rows."""
+        """Whether a process, as its host and process id, had finished rows."""
         beats = [beat for beat in self.beats() if (beat["host"], beat["pid"]) == process]
         return any(beat["attempt"]["rows"] > 0 for beat in beats if "attempt" in beat)
 
     def has_quarantined(self) -> bool:
+        """Whether shards of the job are in quarantine."""
         return any((self.path / "leases").glob("*.quarantined.json"))
 
 
 def counted_rows(beats: Iterable[Mapping[str, Any]]) -> tuple[int, int | None]:
-    """The number of finished rows, by all heartbeats, and of all rows, if that is known."""
-    telling = [beat for beat in beats if "totals" in beat]
-    total = next((beat["attempt"]["rows_total"] for beat in telling), None)
-    return sum(beat["totals"]["rows"] for beat in telling), total
+    """The number of finished rows over all heartbeats, and the number of all rows, if that is
+    known."""
+    with_totals = [beat for beat in beats if "totals" in beat]
+    total = next((beat["attempt"]["rows_total"] for beat in with_totals), None)
+    return sum(beat["totals"]["rows"] for beat in with_totals), total
 
 
 def counted_errors(beats: Iterable[Mapping[str, Any]]) -> int:
-    """How many finished rows have an error, by all heartbeats."""
+    """The number of finished rows with an error, over all heartbeats."""
     return sum(beat["totals"]["error_rows"] for beat in beats if "totals" in beat)
 
 
 def make_logs(out: Path, launcher: str) -> Path:
-    """Make a new folder for the logs of one launch in a job's output folder, which need not be
-    there.
+    """Make a new folder for the logs of one launch in a job's output folder, which is made if it is
+    missing.
 
-    Raises ConfigError if that cannot be written, or holds files that are no job's.
+    Raises:
+        ConfigError: the output folder cannot be written, or holds files that are not a job's.
     """
     # These load pyarrow, which the help on a launcher's keys need not wait for.
     from batchgen.storage.folder.refused_folder import refuse_foreign_files, unusable

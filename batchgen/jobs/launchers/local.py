@@ -1,4 +1,4 @@
-"""`launcher=local`: the workers of a job as processes of this machine."""
+"""`launcher=local`: the workers of a job as processes of this machine, shared out over its GPUs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from batchgen.jobs.launchers.supervisor import Supervisor, WorkerSlot
 from batchgen.util.errors import ConfigError
 
 BEAT_SECONDS = 2.0
-"""Seconds between heartbeats of workers on this machine, where one costs next to nothing."""
+"""Seconds between heartbeats of workers on this machine, where a heartbeat costs next to
+nothing."""
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalLauncher(Launcher):
-    """The launcher `local`: worker processes on this machine."""
+    """The launcher `local`: worker processes on this machine; see `conf/launcher/local.yaml`."""
 
     name = "local"
 
@@ -58,7 +59,12 @@ class LocalLauncher(Launcher):
         return self.run(config, *self.workers_here(config))
 
     def workers_here(self, config: JobConfig) -> tuple[int, Sequence[str]]:
-        """How many workers this machine has for a job, and the GPUs that they share."""
+        """The number of workers of a job on this machine, and the GPUs that they share.
+
+        Raises:
+            ConfigError: there are too few GPUs for one worker, or no number of workers is set for
+                the CPU.
+        """
         devices = [] if config.engine.device == "cpu" else visible_devices()
         ranks = config.engine.tensor_parallel
         count = self.workers or len(devices) // ranks
@@ -81,8 +87,11 @@ class LocalLauncher(Launcher):
         devices: Sequence[str],
         command: Command = worker_arguments,
     ) -> Launched:
-        """Run a job in `count` processes of `command`, which take `engine.tensor_parallel` of the
-        devices each in turns; there are none on a CPU."""
+        """Run a job in `count` processes of `command`.
+
+        Each process gets `engine.tensor_parallel` of the devices; the processes share them if there
+        are more processes than devices. `devices` is empty on a CPU.
+        """
         ranks = config.engine.tensor_parallel
         with tempfile.TemporaryDirectory(prefix="batchgen-") as name:
             job = Path(name) / "job.yaml"
@@ -102,7 +111,8 @@ class LocalLauncher(Launcher):
 
 
 def _environment(index: int, count: int, devices: Sequence[str], ranks: int) -> dict[str, str]:
-    """The variables that give a worker a device for each of its ranks, or its part of the cores."""
+    """The environment variables that give the worker `index` a GPU for each of its ranks, or on a
+    CPU its part of the cores."""
     if devices:
         first = index % (len(devices) // ranks) * ranks
         return {_DEVICES: ",".join(devices[first : first + ranks])}
@@ -111,11 +121,12 @@ def _environment(index: int, count: int, devices: Sequence[str], ranks: int) -> 
 
 
 def visible_devices() -> list[str]:
-    """The GPUs that a process started here would see, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that a process started here would see, named as in CUDA_VISIBLE_DEVICES."""
     value = os.environ.get(_DEVICES)
     if value is not None:
         return [name.strip() for name in value.split(",") if name.strip()]
-    # In a process of its own: the launcher itself needs neither torch nor a context on a GPU.
+    # Another process counts them, because the launcher itself needs neither torch nor a GPU
+    # context.
     program = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     return [str(i) for i in range(int(done.stdout or 0))]

@@ -1,4 +1,7 @@
-"""A worker as a child process, and how such a process ended."""
+"""A worker as a child process of a launcher, and how such a process ended.
+
+`LocalLauncher` and the actors of Ray start `WorkerProcess`; `Supervisor` sees any `StartedWorker`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from batchgen.config.groups.job_config import JobConfig
 from batchgen.storage.leases.heartbeat import LAUNCHER
 
 Output = tuple[Path, Path]
-"""The files for a worker's stdout and stderr."""
+"""The files of a worker's stdout and stderr."""
 Command = Callable[[Path, int], Sequence[str]]
 """Makes the arguments of a worker's Python interpreter, from the job's file and the worker's
 index."""
@@ -28,9 +31,13 @@ _ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True)
 class End:
-    """How a process of a worker ended: its exit code, or None if it was killed or lost with its
-    machine; the words that follow the worker's name; and the host and number of the process, if
-    known."""
+    """How a process of a worker ended.
+
+    Attributes:
+        code: the exit code; None if the process was killed or lost with its machine.
+        how: what happened, as words that follow the worker's name.
+        process: its host and process id, if they are known.
+    """
 
     code: int | None
     how: str
@@ -41,21 +48,28 @@ class StartedWorker(Protocol):
     """A worker that was started, on any machine."""
 
     def has_begun(self) -> bool:
-        """Whether it runs or has run. One that has not still waits for a machine."""
+        """Whether the worker runs or has run. A worker that has not begun still waits for a
+        machine."""
         ...
 
     def poll(self) -> End | None:
-        """How it ended; None if it has not. ConfigError if it cannot run where it was put."""
+        """How the worker ended; None if it still runs.
+
+        Raises:
+            ConfigError: the worker cannot run on the machine that it was given.
+        """
         ...
 
     def stop(self, number: int) -> None:
-        """Ask it to end in order, as if it got this signal. Called once."""
+        """Ask the worker to end in order, as if it got this signal. Called once."""
         ...
 
 
 class WorkerProcess:
-    """A worker as a child of this process, which it does not outlive, in a process group of its own
-    so that Ctrl-C reaches it through this process only."""
+    """A worker as a child of this process, which it does not outlive.
+
+    It is in another process group, so that Ctrl-C reaches it through this process only.
+    """
 
     def __init__(
         self,
@@ -64,13 +78,13 @@ class WorkerProcess:
         environment: Mapping[str, str],
         new_session: bool = True,
     ) -> None:
-        """Start it.
+        """Start the worker.
 
         Args:
-            arguments: of the Python interpreter.
-            output: what is in the file of stdout is overwritten; stderr is appended.
-            environment: variables that it has besides those of this process.
-            new_session: whether it is a process group of its own.
+            arguments: those of the Python interpreter.
+            output: the file of stdout is overwritten; stderr is appended to its file.
+            environment: variables that the worker has besides those of this process.
+            new_session: whether the worker gets another process group.
         """
         with output[0].open("wb") as out, output[1].open("ab") as err:
             self._child = subprocess.Popen(
@@ -93,7 +107,7 @@ class WorkerProcess:
         self._child.send_signal(number)
 
     def wait(self) -> End:
-        """Wait for its end."""
+        """Wait for the end of the worker."""
         return self._end(self._child.wait())
 
     def _end(self, code: int) -> End:
@@ -104,21 +118,25 @@ class WorkerProcess:
 
 
 def output_files(folder: Path, index: int) -> Output:
-    """The files in a folder for the output of the worker with this index."""
+    """The files in a folder for the output of the worker `index`."""
     return folder / f"{index}.out", folder / f"{index}.err"
 
 
 def worker_arguments(job: Path, index: int) -> list[str]:
-    """The arguments with which the Python interpreter runs the worker with this index. `job` is a
-    file with the text of `worker_job`; it is trusted as much as the job was."""
-    # Python would look for batchgen in the working directory first, where it may well be another
-    # one; where this one is there, nothing else may say where it is.
+    """The arguments with which the Python interpreter runs the worker `index`.
+
+    `job` is a file with the text of `worker_job`. The worker trusts it as much as the job was
+    trusted.
+    """
+    # Without -P Python looks for batchgen in the working directory first, where another version
+    # may
+    # be. But if this package is in the working directory, Python may find it only there.
     safe = [] if Path.cwd() == _ROOT else ["-P"]
     return [*safe, "-m", "batchgen", str(job), f"workers.name={index}", "--trust", str(job)]
 
 
 def worker_job(config: JobConfig, heartbeat: float) -> str:
-    """The text of the job file that each worker runs, with at most `heartbeat` seconds between two
+    """The text of the job file that each worker runs. `heartbeat` is the most seconds between two
     heartbeats."""
     workers = replace(config.workers, heartbeat=min(config.workers.heartbeat, heartbeat))
     return job_file_text(replace(config, launcher=None, workers=workers))

@@ -1,4 +1,5 @@
-"""A worker in an actor of Ray: the part on the worker's node, and the part of the launcher."""
+"""A worker in an actor of Ray: `WorkerActor` on the worker's node, and `ActorProcess` in the
+launcher."""
 
 from __future__ import annotations
 
@@ -16,16 +17,20 @@ from batchgen.jobs.launchers.ray_cluster import Heart
 from batchgen.util.errors import ConfigError
 
 _LOOK_SECONDS = 0.1
-_STOPPED = End(143, "was stopped")
+_STOPPED = End(143, "was stopped")  # 128 + SIGTERM, as a shell counts
 
 
 @dataclass(frozen=True)
 class ActorJob:
-    """What an actor needs to run a worker: a job file in a folder that all nodes see, with its
-    text; the folder in which the worker starts (None for the one that Ray has prepared); and the
-    arguments of its interpreter.
+    """What an actor needs to run a worker.
 
-    A node must see the file within `seen_within` seconds: network file systems may be late.
+    Attributes:
+        file: the job file, in a folder that all nodes see.
+        text: the text of the job file.
+        folder: the folder in which the worker starts; None is the one that Ray has prepared.
+        arguments: those of the Python interpreter.
+        output: the files of stdout and stderr.
+        seen_within: seconds after which a node must see the file; network file systems may be late.
     """
 
     file: Path
@@ -37,7 +42,8 @@ class ActorJob:
 
 
 class WorkerActor:
-    """Runs a worker as its child. Two calls at a time: one of `run`, and one of `stop`."""
+    """Runs a worker as a child process of an actor. Two calls at a time: one of `run`, and one of
+    `stop`."""
 
     def __init__(self, job: ActorJob) -> None:
         self._job = job
@@ -68,6 +74,7 @@ class WorkerActor:
         return None
 
     def _sees_job(self) -> bool:
+        """Whether this node can read the job file."""
         try:
             return self._job.file.read_text(encoding="utf-8") == self._job.text
         except OSError:
@@ -83,20 +90,23 @@ class WorkerActor:
         return self._process.wait()
 
     def stop(self) -> None:
-        """Stop the worker in order. Ray blocks SIGINT in its processes: SIGTERM does the same."""
+        """Stop the worker in order, by SIGTERM, because Ray blocks SIGINT in its processes."""
         self._is_stopped = True
         if self._process is not None:
             self._process.stop()
 
 
 class ActorProcess:
-    """A worker that runs in an actor, as the launcher sees it."""
+    """A worker that runs in an actor, as the launcher sees it (`StartedWorker`)."""
 
     def __init__(
         self, job: ActorJob, options: Mapping[str, Any], heart: Heart, is_first: bool
     ) -> None:
-        """With `is_first`, no worker has run with this index before: then a node that cannot run
-        workers is a user's mistake; later it counts as a lost worker."""
+        """Start the actor. `is_first` says that no worker has run with this index before.
+
+        A node that cannot run the first worker is a user's mistake; a later one counts as a lost
+        worker.
+        """
         self._is_first = is_first
         self._heart = heart
         self._actor: Any = ray.remote(WorkerActor).options(max_concurrency=2, **options).remote(job)
@@ -129,6 +139,8 @@ class ActorProcess:
             self._actor.stop.remote()
 
     def _look(self) -> End | None:
+        """How the worker ended; None if it still runs. Starts the worker when its node has passed
+        the check."""
         if self._run is None:
             if not _is_there(self._check):
                 return None
@@ -142,12 +154,12 @@ class ActorProcess:
 
 
 def _is_there(result: Any) -> bool:
-    """Whether a call has come to its end."""
+    """Whether a remote call has ended."""
     return bool(ray.wait([result], timeout=0)[0])
 
 
 def _loss(error: str) -> str:
-    """What became of an actor, from Ray's words."""
+    """What happened to an actor, read from Ray's error."""
     if "node has died" in error or "node died" in error:
         return "was lost with its node"
     lines = [line.strip() for line in error.splitlines() if line.strip()]

@@ -1,4 +1,5 @@
-"""The Ray cluster of `launcher=ray`: connecting to it, and how many workers it has room for."""
+"""The Ray cluster of `launcher=ray`: connecting to it, counting the workers that fit, and placing
+them."""
 
 from __future__ import annotations
 
@@ -18,18 +19,22 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from batchgen.util.errors import ConfigError
 
-_ANSWER_SECONDS = 10.0
-_LOOK_SECONDS = 2.0
-_MOST_MISSES = 3
+_ANSWER_SECONDS = 10.0  # for a connection to the address that the user gave
+_LOOK_SECONDS = 2.0  # between two looks whether the cluster's head lives
+_MOST_MISSES = 3  # failed looks in a row after which the head counts as dead
 _UNITS = {"GPU": "GPU", "CPU": "CPU core"}
 Need = Mapping[str, float]
-"""What one worker takes of a node, by Ray's name for it."""
+"""The resources of a node that one worker takes, by Ray's names for them."""
 
 
 @contextmanager
 def cluster(address: str | None, runtime_env: Mapping[str, Any]) -> Iterator[None]:
-    """Be connected to the cluster at an address; one that was started for it ends with it.
-    ConfigError if there is no such cluster, or Ray refuses `runtime_env`."""
+    """Connect to the cluster at an address. A cluster that was started for this connection ends
+    with it.
+
+    Raises:
+        ConfigError: there is no such cluster, or Ray refuses `runtime_env`.
+    """
     if ray.is_initialized():  # by a program that calls `run_job`
         yield
         return
@@ -40,7 +45,7 @@ def cluster(address: str | None, runtime_env: Mapping[str, Any]) -> Iterator[Non
         more["include_dashboard"] = False
     _check_answers(address)
     in_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)
+    previous_handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address=address,
@@ -60,7 +65,7 @@ def cluster(address: str | None, runtime_env: Mapping[str, Any]) -> Iterator[Non
         raise _no_cluster(address, error) from None
     finally:
         if in_main:  # Ray has put its own handler there
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous_handler)
     try:
         yield
     finally:
@@ -68,7 +73,7 @@ def cluster(address: str | None, runtime_env: Mapping[str, Any]) -> Iterator[Non
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConfigError where nothing listens: Ray would wait for minutes."""
+    """Raise ConfigError if nothing listens at the address, because Ray would wait for minutes."""
     try:
         _listens(address.rpartition("://")[2], _ANSWER_SECONDS)
     except OSError as error:
@@ -76,7 +81,11 @@ def _check_answers(address: str) -> None:
 
 
 def _listens(address: str, seconds: float) -> bool:
-    """Whether an address is HOST:PORT; OSError if nobody listens there."""
+    """Connect to an address of the form HOST:PORT and return True; return False for another form.
+
+    Raises:
+        OSError: nothing listens there.
+    """
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and len(port) < 6):
         return False
@@ -85,8 +94,11 @@ def _listens(address: str, seconds: float) -> bool:
 
 
 class Heart:
-    """Whether the cluster's head lives: without it calls to Ray neither end nor fail. A head that
-    this machine cannot reach (with `ray://`) is taken to live."""
+    """Watches whether the cluster's head lives, because calls to Ray neither end nor fail without
+    it.
+
+    A head that this machine cannot reach (with `ray://`) is taken to live.
+    """
 
     def __init__(self) -> None:
         self._address: str = ray.get_runtime_context().gcs_address
@@ -95,7 +107,7 @@ class Heart:
         self._is_reached = self._beats()
 
     def is_gone(self) -> bool:
-        """Whether the head was not there at several looks, which lie some time apart."""
+        """Whether the head did not answer at several looks in a row."""
         if self._is_reached and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
             self._misses = 0 if self._beats() else self._misses + 1
@@ -121,14 +133,20 @@ def _first_line(error: Exception) -> str:
 
 
 def living_nodes() -> tuple[list[dict[str, Any]], bool]:
-    """The living nodes of the cluster as `ray.nodes()` describes them, and whether one has GPUs."""
+    """The living nodes of the cluster as `ray.nodes()` describes them, and whether any of them has
+    GPUs."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return nodes, any(node["Resources"].get("GPU") for node in nodes)
 
 
 def count_workers(asked_for: int | None, nodes: Sequence[Mapping[str, Any]], need: Need) -> int:
-    """How many workers the job has, of which each takes `need`. ConfigError if the cluster is too
-    small, or it cannot be said how many."""
+    """The number of workers of the job, each of which takes `need` of a node.
+
+    `asked_for` is the number that the user has set, or None for as many as fit.
+
+    Raises:
+        ConfigError: the cluster is too small, or workers without a GPU have no number set.
+    """
     room = sum(_room(node["Resources"], need) for node in nodes)
     count = asked_for
     if count is None and "GPU" not in need:
@@ -140,11 +158,11 @@ def count_workers(asked_for: int | None, nodes: Sequence[Mapping[str, Any]], nee
         return room
     if count is None or count > room:
         what = " and ".join(_amount(number, name) for name, number in need.items()) or "nothing"
-        these = "a worker" if count is None else f"{count} worker{'s' * (count != 1)}"
-        there = "; ".join(_node(node) for node in nodes)
+        workers = "a worker" if count is None else f"{count} worker{'s' * (count != 1)}"
+        described = "; ".join(_node(node) for node in nodes)
         raise ConfigError(
-            f"launcher=ray: {these} with {what} each do{'es' * (count in (None, 1))} not fit this "
-            f"cluster, which has room for {room}: {there}. Lower launcher.workers, "
+            f"launcher=ray: {workers} with {what} each do{'es' * (count in (None, 1))} not fit "
+            f"this cluster, which has room for {room}: {described}. Lower launcher.workers, "
             "launcher.gpus_per_worker or launcher.cpus_per_worker, or add nodes"
         )
     return count
@@ -154,9 +172,10 @@ def count_workers(asked_for: int | None, nodes: Sequence[Mapping[str, Any]], nee
 def places(
     count: int, need: Need, strategy: str, heart: Heart
 ) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """The options that put the actor of each worker into its place, which is kept until the end."""
+    """Reserve resources for `count` workers. Yields a function that returns the options of the
+    actor of a worker, by the worker's number; the resources are given back at the end."""
     amounts = {"num_cpus": need.get("CPU", 0), "num_gpus": need.get("GPU", 0)}
-    if not need:  # there are no bundles of nothing
+    if not need:  # Ray has no empty bundles
         yield lambda number: {**amounts, "scheduling_strategy": "SPREAD"}
         return
     group = placement_group([dict(need)] * count, strategy=strategy)

@@ -1,9 +1,10 @@
 """`launcher=ray`: the workers of a job on the nodes of a Ray cluster.
 
 Each worker is a child process of an actor, so that it has exit codes, signals and crashes of its
-own. The actors stand in the bundles of one placement group. A bundle lies on one node, so a worker
-has its GPUs together; when its node dies, Ray looks for another place for it, and a new actor waits
-there until one is found. What the workers do is agreed in the job's folder, and not by Ray.
+own. Each actor has one bundle of a placement group. A bundle lies on one node, so all GPUs of a
+worker are on that node. When a node dies, Ray looks for another place for its bundles, and new
+actors wait until there is one. The workers agree on who computes what in the job's folder, not
+through Ray.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from batchgen.jobs.launchers.process import Command, output_files, worker_argume
 from batchgen.jobs.launchers.supervisor import Supervisor, WorkerSlot
 from batchgen.util.errors import ConfigError
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 60.0  # for workers that were asked to stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayLauncher(Launcher):
-    """Actors on the nodes of a Ray cluster."""
+    """The launcher `ray`: workers in actors of a Ray cluster; see `conf/launcher/ray.yaml`."""
 
     name = "ray"
     package = "ray"
@@ -64,7 +65,8 @@ class RayLauncher(Launcher):
         return f"ray: {workers_text(self.workers)}, address {where}"
 
     def worker_need(self, config: JobConfig, has_gpus: bool) -> dict[str, float]:
-        """What one worker takes of a node of a cluster with or without GPUs, by Ray's names."""
+        """The resources of a node that one worker takes, by Ray's names, in a cluster with or
+        without GPUs."""
         gpus = self.gpus_per_worker
         if gpus is None:
             gpus = float(has_gpus and config.engine.device != "cpu") * config.engine.tensor_parallel
@@ -72,7 +74,8 @@ class RayLauncher(Launcher):
         return {name: number for name, number in need.items() if number}
 
     def launch(self, config: JobConfig, command: Command = worker_arguments) -> Launched:
-        """Run a job on the cluster, to its end, with the workers that `command` names."""
+        """Run a job on the cluster to its end. `command` makes the arguments of each worker's
+        interpreter."""
         from batchgen.jobs.launchers.ray_actor import ActorJob, ActorProcess
         from batchgen.jobs.launchers.ray_cluster import (
             Heart,

@@ -1,4 +1,7 @@
-"""Supervises the workers that a launcher starts: one job, one progress bar, one exit code."""
+"""Supervises the workers that a launcher starts: one job, one progress bar, one exit code.
+
+`LocalLauncher` and `RayLauncher` call `Supervisor.run`.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,24 @@ from batchgen.util.signals import StopSignals
 if TYPE_CHECKING:
     from batchgen.jobs.launchers.launch_progress import LaunchProgress
 
-_LOOK_SECONDS = 0.2
-_LAST_LINES = 15
+_LOOK_SECONDS = 0.2  # between two looks at the workers
+_LAST_LINES = 15  # of stderr of a worker that failed
 _GRACE_SECONDS = 30.0
-"""Seconds that workers have to see that the job is complete, before they are stopped."""
+"""Seconds that workers have to notice that the job is complete, before they are stopped."""
 
 
 @dataclass
 class WorkerSlot:
-    """One of the workers, run by one process after another if it is restarted; `output` are the
-    files for its stdout and stderr.
+    """One of the workers. If it is restarted, one process after another runs it.
 
-    `stopped` says that the present process was asked to stop, `came_late` that it ended because the
-    others had completed the job; `end` is how the last process ended, None while it runs.
+    Attributes:
+        number: the index of the worker among those of the launcher.
+        output: the files for stdout and stderr.
+        process: the present process.
+        starts: how many processes were started.
+        stopped: whether the present process was asked to stop.
+        came_late: whether the process ended because the others had completed the job.
+        end: how the last process ended; None while it runs.
     """
 
     number: int
@@ -52,27 +60,28 @@ class WorkerSlot:
 
     @property
     def is_clean(self) -> bool:
-        """Whether its worker has seen the job complete."""
+        """Whether the worker has seen the job complete."""
         return self.end is not None and self.end.code in COMPLETE
 
     @property
     def is_out_of_budget(self) -> bool:
+        """Whether the worker stopped because the job's budget was spent."""
         return self.end is not None and self.end.code == SPENT
 
     @property
     def has_failed(self) -> bool:
-        """Whether its worker has ended by itself, and left work to the others."""
+        """Whether the worker has ended by itself, and left work to the others."""
         ended = self.end is not None and self.end.code is not None
         is_fine = self.is_clean or self.is_out_of_budget
         return ended and not (is_fine or self.stopped or self.came_late)
 
     def printed(self, stream: int) -> str:
-        """The output of its processes on stdout (0) or stderr (1)."""
+        """What its processes printed on stdout (0) or stderr (1)."""
         path = self.output[stream]
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def stop(self, number: int) -> None:
-        """Tell its process to stop, if there is one that was not yet asked to."""
+        """Ask the present process to stop, if it runs and was not asked yet."""
         if self.is_running and not self.stopped:
             self.stopped = True
             self.process.stop(number)
@@ -91,8 +100,14 @@ class Supervisor:
         title: str,
         patience: float = math.inf,
     ) -> None:
-        """Each worker has its files in `outputs`, is started by `start` and again at most
-        `restarts` times. Workers that were told to stop are waited for `patience` seconds."""
+        """Prepare one worker for each of `outputs`.
+
+        Args:
+            start: starts a process of a worker.
+            restarts: how many times a worker is started again.
+            title: the first line of the display.
+            patience: seconds to wait for workers that were asked to stop.
+        """
         self._folder = folder
         self._slots = [WorkerSlot(number, output) for number, output in enumerate(outputs)]
         self._start_process = start
@@ -102,8 +117,11 @@ class Supervisor:
         self._complete_since: float | None = None
 
     def run(self) -> Launched:
-        """Run the job to its end, or until a signal. ConfigError if a worker cannot run where it
-        was put."""
+        """Run the job to its end, or until a signal.
+
+        Raises:
+            ConfigError: a worker cannot run on the machine that it was given.
+        """
         from batchgen.jobs.launchers.launch_progress import LaunchProgress  # loads pyarrow
 
         with StopSignals() as signals:
@@ -132,7 +150,7 @@ class Supervisor:
                     self._stop(signals.received)
                     return
                 self._look(slot, output)
-            self._stop_the_needless()
+            self._stop_unneeded()
             output.show(sum(p.is_running and not p.process.has_begun() for p in self._slots))
             time.sleep(_LOOK_SECONDS)
 
@@ -141,19 +159,19 @@ class Supervisor:
         slot.end = slot.process.poll()
         if slot.end is None or slot.is_clean or slot.stopped:
             return
-        end, killed = slot.end, slot.end.code is None
+        end, was_killed = slot.end, slot.end.code is None
         slot.came_late = end.code == 1 and self._folder.is_complete()
-        over = any(other.is_clean for other in self._slots)
+        is_job_complete = any(other.is_clean for other in self._slots)
         # A worker that failed before its first row would fail again.
-        helps = killed or (end.code == 1 and self._folder.has_rows_of(end.process))
-        again = helps and not over and slot.starts <= self._restarts
-        again = again and (killed or not self._folder.has_quarantined())
-        if again or killed:
-            output.print(f"{slot.name} {end.how}{' and is started again' if again else ''}")
-        if again:
+        may_help = was_killed or (end.code == 1 and self._folder.has_rows_of(end.process))
+        restart = may_help and not is_job_complete and slot.starts <= self._restarts
+        restart = restart and (was_killed or not self._folder.has_quarantined())
+        if restart or was_killed:
+            output.print(f"{slot.name} {end.how}{' and is started again' if restart else ''}")
+        if restart:
             self._start(slot)
 
-    def _stop_the_needless(self) -> None:
+    def _stop_unneeded(self) -> None:
         """Once the job is complete, stop the workers that wait for a machine, and later those that
         still run."""
         if not any(slot.is_clean for slot in self._slots):
@@ -166,7 +184,7 @@ class Supervisor:
                 slot.stop(signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
-        """Stop the workers that run, and wait for them: each finishes its step first."""
+        """Ask the workers that run to stop, and wait for them: each finishes its step first."""
         for slot in self._slots:
             slot.stop(number)
         until = time.monotonic() + self._patience
@@ -180,6 +198,7 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS / 4)
 
     def _result(self, stopped_by: int | None) -> Launched:
+        """The exit code and the last message of the launch, from how the workers have ended."""
         clean = [slot for slot in self._slots if slot.is_clean]
         if clean:
             code = min(slot.end.code or 0 for slot in clean if slot.end is not None)
@@ -213,4 +232,5 @@ def _print_last_lines(slots: Sequence[WorkerSlot]) -> None:
 
 
 def _is_of_bystander(text: str) -> bool:
+    """Whether a summary is that of a worker that did not complete the job itself."""
     return text.startswith("The job is complete;")

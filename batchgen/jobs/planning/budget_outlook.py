@@ -13,8 +13,14 @@ from batchgen.storage.stores.open_storage import job_metrics
 
 @dataclass(frozen=True)
 class Outlook:
-    """One limit of the budget, the part that earlier attempts used, and what the job still
-    needs."""
+    """Whether one limit of the budget will suffice.
+
+    Attributes:
+        key: the key of the budget.
+        limit: its value, in the unit of the key, as are the next two.
+        used: what earlier attempts have used.
+        needed: what the job still needs.
+    """
 
     key: str
     limit: float
@@ -23,20 +29,23 @@ class Outlook:
 
     @property
     def verdict(self) -> str:
-        """`suffices`, `may not suffice`, or `will not suffice`, which is likely."""
+        """`suffices`; `may not suffice`; or `will not suffice`, if the likely need is more than
+        what is left."""
         if self.used + self.needed.likely > self.limit:
             return "will not suffice"
         return "suffices" if self.used + self.needed.bound <= self.limit else "may not suffice"
 
     @property
     def text(self) -> str:
+        """The verdict with its figures, as a sentence."""
         needed, limit = amount_text(self.key, self.needed.likely), amount_text(self.key, self.limit)
         used = f" besides {amount_text(self.key, self.used)} used" if self.used else ""
         return f"budget.{self.key} {self.verdict}: {limit}, and the job likely needs {needed}{used}"
 
 
 def outlooks(config: JobConfig, expected: Forecast) -> list[Outlook]:
-    """The outlook of each limit that is set, with what earlier attempts have used."""
+    """Predict the outlook of each limit that is set, from the forecast and from what earlier
+    attempts have used."""
     if not config.budget.limits:
         return []
     figures = job_metrics(config.output.dir)

@@ -1,4 +1,5 @@
-"""Estimates how many bytes a job will write, and checks the free disk space."""
+"""Estimates how many bytes a job will write, and reads how many are free. `batchgen plan` shows
+both."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from batchgen.engine.interface.outputs import OutputColumn, Scope
 from batchgen.jobs.forecast.range import Range
 
 _TEXT_BYTES = 2.0
-"""Compressed bytes of the text of a token; text has some four bytes a token."""
+"""Compressed bytes of the text of one token; uncompressed, a token has some four bytes."""
 _ROW_BYTES = 150.0
-"""Bytes of the other values of a row, such as its id and what it copies from the data set."""
+"""Bytes of the other values of a row, such as its id and the columns copied from the data set."""
 _SHARD_BYTES = 4000.0
 """Bytes of a shard's schema and metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """The bytes of a job's output, and those that are free on its disk."""
+    """The bytes of a job's output, and the bytes that are free on its disk."""
 
     output: Range
     free: int
@@ -38,19 +39,28 @@ def disk_use(
     per_shard: int,
     folder: Path,
 ) -> DiskUse:
-    """Estimate what a job of `answers`, of which a shard has `per_shard`, writes for `generated`
-    tokens in all and prompts of `prompt` tokens, into a folder that need not be there.
+    """Estimate what a job writes.
 
-    Values of columns count in full: they hardly compress.
+    The values of columns count in full, because they hardly compress.
+
+    Args:
+        columns: the columns of the output.
+        generated: the tokens of all answers.
+        prompt: the mean tokens of a prompt.
+        answers: the number of answers.
+        per_shard: the answers of a shard.
+        folder: the output folder, which need not exist.
     """
     values = dict.fromkeys(get_args(Scope), 0.0)
     for column in columns:
         values[column.scope] += column.dtype.itemsize * float(np.prod(column.tail_shape))
-    of_token = _TEXT_BYTES + values["output"] + values["context"]
-    few = sum(values[scope] for scope in ("choice", "tail", "edits"))
-    of_row = _ROW_BYTES + values["row"] + 4 * few
-    of_row += prompt * (values["context"] + values["answer"])
-    fixed = Range.exactly(of_row * answers + _SHARD_BYTES * -(-answers // per_shard))
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(there).free
-    return DiskUse(generated.times(of_token).plus(fixed), free)
+    token_bytes = _TEXT_BYTES + values["output"] + values["context"]
+    small = sum(values[scope] for scope in ("choice", "tail", "edits"))
+    row_bytes = _ROW_BYTES + values["row"] + 4 * small
+    row_bytes += prompt * (values["context"] + values["answer"])
+    fixed = Range.exactly(row_bytes * answers + _SHARD_BYTES * -(-answers // per_shard))
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()
+    )
+    free = shutil.disk_usage(existing).free
+    return DiskUse(generated.times(token_bytes).plus(fixed), free)

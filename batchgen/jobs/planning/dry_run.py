@@ -1,4 +1,5 @@
-"""`batchgen … --dry-run`: prints the first prompts of a job and a short plan."""
+"""`batchgen … --dry-run`: prints the first prompts of a job and a short plan. The command calls
+`show`."""
 
 from __future__ import annotations
 
@@ -8,14 +9,18 @@ from batchgen.config.groups.job_config import JobConfig
 
 
 def show(config: JobConfig) -> int:
-    """Print the first prompts of a job as the model would read them, and what decides the answers.
+    """Print the first prompts of a job as the model would read them, and the settings that decide
+    the answers.
 
-    No weights are read and nothing is written. Returns the exit code: 3 if one of the rows that
-    were looked at would get an error before it reaches the model, else 0.
+    No weights are read and nothing is written.
+
+    Returns:
+        The exit code: 3 if one of the rows that were looked at would get an error before it reaches
+            the model, otherwise 0.
 
     Raises:
-        ConfigError: the job would be refused. If that is for what the output folder holds, it is
-            raised after all is printed.
+        ConfigError: the job would be refused. If the content of the output folder is the reason,
+            the error is raised after everything is printed.
     """
     model, data = config.model.path, config.dataset.shown
     print(f"batchgen: reading model {model} and data set {data} …", file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""Inspects the output folder for a plan: would the job start, resume, or be refused?"""
+"""Finds out for a plan or a dry run whether the job would start, resume or be refused in its output
+folder."""
 
 from __future__ import annotations
 
@@ -36,8 +37,14 @@ if TYPE_CHECKING:
 
 
 class FolderState(NamedTuple):
-    """What a job would do with its folder, in words, and how many of its answers are there; with
-    `sampling.until` also how many rows have all their samples, and how many samples these are."""
+    """What a job would do with its folder.
+
+    Attributes:
+        text: the same in words.
+        done: the answers in the folder that stay.
+        complete: rows that have all their samples; counted only with `sampling.until`.
+        samples: the samples of these rows.
+    """
 
     text: str
     done: int = 0
@@ -46,23 +53,25 @@ class FolderState(NamedTuple):
 
 
 def folder_state(config: JobConfig, opened: OpenedJob) -> FolderState:
-    """Find out what the job would do with its folder. Raises ConfigError if the job would be
-    refused because of what the folder holds.
+    """Find out what the job would do with its folder.
 
-    The files of the model are not read, so a model that has changed is not found out here.
+    The files of the model are not read, so a changed model is not noticed here.
+
+    Raises:
+        ConfigError: the job would be refused because of what the folder holds.
     """
     with closing(open_storage(config.output.dir, config.workers)) as storage:
         return _state(config, opened, storage)
 
 
 def find_rows(config: JobConfig, source: Source) -> None:
-    """Find out which rows the row steps choose: from the job's folder if it is known there, else by
-    running them."""
+    """Find out which rows the row steps choose: from the job's folder if it holds the row index,
+    otherwise by running the steps."""
     if source.data is source:
         return
     try:
         storage = open_storage(config.output.dir, config.workers)
-    except (ConfigError, JobError):  # the folder is told about later
+    except (ConfigError, JobError):  # `folder_state` reports what is wrong with the folder
         source.find_index(None)
         return
     with closing(storage):
@@ -81,8 +90,10 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
         return FolderState(f"{path}: no answers yet")
     manifest, source = _manifest(config, opened, old), opened.source
     digests = partial(rows_digest, content_of(source, opened.prompt))
-    named = partial(changed_row, storage, source)
-    if refuse_other_job(storage, old, manifest, digests, named, overwrite=config.output.overwrite):
+    name_changed_row = partial(changed_row, storage, source)
+    if refuse_other_job(
+        storage, old, manifest, digests, name_changed_row, overwrite=config.output.overwrite
+    ):
         what = "the output of a different job, which is deleted (output.overwrite)"
         return FolderState(f"{path}: {what}")
     refuse_shrinking(storage, max_rows(config, source.num_rows))
@@ -108,7 +119,7 @@ def _state(config: JobConfig, opened: OpenedJob, storage: Storage) -> FolderStat
 
 
 def _manifest(config: JobConfig, opened: OpenedJob, old: Manifest) -> Manifest:
-    """The manifest of the job, if its models are those that the folder was made with."""
+    """The manifest of the job, taking its models to be those that the folder was made with."""
     models = {
         name: text
         for name, text in old.fingerprints.items()

@@ -1,4 +1,5 @@
-"""The plan of a job: what it will read, need and cost."""
+"""The plan of a job: what it will read, need and cost. `planner.py` makes it for `batchgen
+plan`."""
 
 from __future__ import annotations
 
@@ -23,9 +24,15 @@ if TYPE_CHECKING:
 class Plan(Outline):
     """The plan of a job.
 
-    `memory` is None if the job does not fit, and `forecast` if nothing can run. `errors` are
-    reasons why the job would be refused or is not worth a start. `outlook` says whether each limit
-    of the budget will suffice. Making the plan took `plan_s` seconds.
+    Attributes:
+        engine: the engine as it would be built.
+        memory: the division of the device's memory; None if the job does not fit.
+        forecast: the expected time and tokens; None if nothing can run.
+        disk: the bytes of the output; None without a forecast.
+        errors: reasons why the job would be refused, or is not worth a start.
+        warnings: what else the user should know.
+        outlook: whether each limit of the budget will suffice.
+        plan_s: the seconds that making the plan took.
     """
 
     engine: EngineEstimate
@@ -39,7 +46,7 @@ class Plan(Outline):
 
     @property
     def at_once(self) -> int:
-        """The number of rows that run at once if answers have their likely length."""
+        """The number of rows that run at the same time if answers have their likely length."""
         if self.memory is None or not len(self.scan.lengths):
             return 0
         answer = float(self.config.sampling.max_new_tokens)
@@ -56,12 +63,12 @@ class Plan(Outline):
 
     @property
     def price(self) -> Range | None:
-        """What these hours cost; None without `budget.price_per_hour`."""
+        """The price of the device hours; None without `budget.price_per_hour`."""
         hours, per_hour = self.device_hours, self.config.budget.price_per_hour
         return None if hours is None or per_hour is None else hours.times(per_hour)
 
     def summary(self) -> dict[str, Any]:
-        """Everything as plain values, for `--json`."""
+        """The whole plan as plain values, for `--json`."""
         scan = self.scan
         return {
             "model": self.opened.model.config.architecture,
@@ -89,7 +96,7 @@ class Plan(Outline):
             "forecast": self.forecast and asdict(self.forecast),
             "device_hours": self.device_hours and asdict(self.device_hours),
             "price": self.price and asdict(self.price),
-            "budget": [{**asdict(one), "verdict": one.verdict} for one in self.outlook],
+            "budget": [{**asdict(item), "verdict": item.verdict} for item in self.outlook],
             "errors": self.errors,
             "warnings": self.warnings,
             "seconds": round(self.plan_s, 2),

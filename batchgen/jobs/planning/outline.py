@@ -21,15 +21,21 @@ from batchgen.jobs.run.checked_rows import check_rows, lasting, row_request
 from batchgen.util.errors import ConfigError
 
 _COMPILE_S = 2.0
-"""The seconds after which no further constraint is compiled."""
+"""The seconds after which no more constraints are compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """The rows of a job before it runs, and the state of its output folder.
+    """A job as it would start: some of its rows, and the state of its output folder.
 
-    `refusal` is why the job would be refused because of the folder. Rows have `samples` answers, of
-    which `reuse` says how many are copied.
+    Attributes:
+        config: the job's configuration.
+        opened: the job without its weights.
+        scan: the rows that were read.
+        folder: what the job would do with its folder.
+        refusal: why the job would be refused because of its folder; None if it would not.
+        samples: the number of samples of a row.
+        reuse: the answers that would be copied from older jobs; None if there are no such jobs.
     """
 
     config: JobConfig
@@ -42,39 +48,44 @@ class Outline:
 
     @property
     def room(self) -> int:
-        """The most tokens of a prompt beside the job's longest answer."""
+        """The most tokens of a prompt that leave room for the job's longest answer."""
         return self.opened.max_model_len - self.config.sampling.max_new_tokens
 
     @property
     def full(self) -> int:
-        """The number of prompts that fill their room, where longer ones are cut to it."""
+        """The number of prompts that leave no room, where prompts that are too long are cut."""
         if self.config.prompt.too_long == "error":
             return 0
         limit = self.opened.max_model_len
         requests = (read.request for read in self.scan.sample)
-        return sum(len(each.prompt) + each.params.max_new_tokens >= limit for each in requests)
+        return sum(
+            len(request.prompt) + request.params.max_new_tokens >= limit for request in requests
+        )
 
     @property
     def rows(self) -> int:
-        """The number of rows that are known."""
+        """The number of rows, or of those that were read if the number of all rows is not known."""
         return self.scan.num_rows or self.scan.looked_at
 
     @property
     def reused(self) -> int:
-        """The number of answers that are copied."""
+        """The number of answers that are copied from older jobs."""
         return 0 if self.reuse is None else self.reuse.answers
 
     @property
     def answers(self) -> int:
-        """The likely number of answers to compute, of the rows that are known."""
+        """The likely number of answers to compute for these rows."""
         likely = round(self.rows * self.samples.number.likely)
         return max(likely - self.folder.done - self.reused, 0)
 
 
 @contextmanager
 def outlined(config: JobConfig) -> Iterator[Outline]:
-    """Open a job and look at its rows. Nothing is written, and no weights are loaded. Raises
-    ConfigError for what a run refuses before it looks into its folder."""
+    """Open a job and read some of its rows. Nothing is written, and no weights are loaded.
+
+    Raises:
+        ConfigError: the job would be refused before its folder is looked at.
+    """
     with closing(open_job(config)) as opened:
         check_rows(config, opened)
         find_rows(config, opened.source)
@@ -83,7 +94,7 @@ def outlined(config: JobConfig) -> Iterator[Outline]:
             folder = folder_state(config, opened)
         except ConfigError as error:  # rows are checked all the same
             refusal = error
-        # Whether an older job has a row depends on its images, too.
+        # The digest by which an older job's row is found includes that of the row's images.
         with_images = bool(config.output.reuse)
         request = row_request(lasting(config, opened), opened, with_images=with_images)
         image = None if opened.images is None else opened.images.image_token_id
@@ -102,8 +113,8 @@ def outlined(config: JobConfig) -> Iterator[Outline]:
 
 
 def _check_constraints(opened: OpenedJob, scan: Scan) -> None:
-    """Compile the rows' constraints, those of most rows first; rows of one that cannot be enforced
-    are bad."""
+    """Compile the constraints of the rows, starting with the constraint of most rows. Rows whose
+    constraint cannot be enforced are counted as bad."""
     rows: dict[Constraint, list[Row]] = {}
     for read in scan.sample:
         if (constraint := read.request.params.constraint) is not None:
@@ -112,7 +123,7 @@ def _check_constraints(opened: OpenedJob, scan: Scan) -> None:
         return
     end = time.perf_counter() + _COMPILE_S
     with closing(opened.model.grammar_compiler()) as compiler:
-        for constraint in sorted(rows, key=lambda each: -len(rows[each])):
+        for constraint in sorted(rows, key=lambda constraint: -len(rows[constraint])):
             try:
                 compiler.compile(constraint)
             except ConstraintError as error:

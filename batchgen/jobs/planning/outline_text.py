@@ -1,4 +1,7 @@
-"""Prints what a job reads and sends to the model, as lines of at most 80 columns."""
+"""Prints what a job reads and sends to the model, as lines of at most 80 columns.
+
+A dry run and a plan share these lines: `outline_entries` makes them, and `printed` lays them out.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _WIDTH = 80
-_NAME = 11
-_LONGEST_VALUE = 200
+_NAME = 11  # columns of an entry's name
+_LONGEST_VALUE = 200  # characters
 LONGEST_PROMPT = 2000
-"""A longer prompt, in characters, is shown by its beginning and its end."""
+"""The characters above which only the beginning and the end of a prompt are shown."""
 _SHOWN_IDS = 200
-"""Token ids that are shown of a prompt without a tokenizer."""
+"""The token ids of a prompt that are shown where there is no tokenizer."""
 _REPEATED = re.compile(r"(<\|\w+\|>)\1{3,}", re.ASCII)
-"""The token of an image, which stands there as often as the image has tokens."""
+"""A special token that is repeated, as that of an image is, once for each token of the image."""
 _PICTURE = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\x7f": "␡"}
 """The sign that Unicode has for each control character."""
 SIGNS = {"·", *_PICTURE.values()}
 Entries = Iterable[tuple[str, str]]
-"""Names, and texts of one or several lines."""
+"""Pairs of a name and a text, which may have several lines."""
 
 
 def shown_prompts(outline: Outline) -> Iterator[tuple[str, str]]:
-    """The title and the prompt of each of the first rows that have one."""
+    """The title and the text of the first prompts."""
     for row, request in outline.scan.sample[:SHOWN]:
         name = "" if row.id == str(row.index) else f" ({row.id})"
         text = shown_prompt(request.prompt, outline.opened.model.tokenizer)
@@ -67,9 +70,11 @@ def outline_entries(outline: Outline, model: str) -> Entries:
     yield "strategy", ", ".join([opened.strategy.name, *_settings(config.strategy.options)])
     yield "sampling", _sampling(outline)
     if not isinstance(config.constraint, NoConstraintConfig):
-        of_rows = f"of each row in the column {asdict(config.constraint).get('column')!r}"
-        of_all = config.params.constraint
-        text = of_rows if of_all is None else beginning(of_all.text, _LONGEST_VALUE)
+        row_text = f"of each row in the column {asdict(config.constraint).get('column')!r}"
+        job_constraint = config.params.constraint
+        text = (
+            row_text if job_constraint is None else beginning(job_constraint.text, _LONGEST_VALUE)
+        )
         yield "constraint", f"{config.constraint.kind} {text}"
     if config.output.columns:
         yield "columns", ", ".join(config.output.columns)
@@ -79,7 +84,7 @@ def outline_entries(outline: Outline, model: str) -> Entries:
 
 
 def printed(outline: Outline, entries: Entries) -> str:
-    """The first prompts, and a line or more for each entry."""
+    """The first prompts, followed by the entries, in lines of 80 columns."""
     lines: list[str] = []
     for title, prompt in shown_prompts(outline):
         lines += [title, *_narrow(prompt), ""]
@@ -153,14 +158,15 @@ def _bad(scan: Scan) -> Iterator[str]:
 def _sampling(outline: Outline) -> str:
     """The values that differ from their defaults, and those that matter for every job."""
     sampling = asdict(outline.config.sampling)
-    of_model = sampling_values(sampling, model_sampling(outline.opened.model.path))
+    values = sampling_values(sampling, model_sampling(outline.opened.model.path))
     defaults = {f.name: f.default for f in fields(SamplingConfig)} | {"max_new_tokens": None}
     defaults |= {"seed": None, "n": 1 if sampling["until"] is not None else None}
     chosen = {n: v for n, v in sampling.items() if n not in OFF and v != defaults[n]}
-    return ", ".join([sampling_text(of_model), *_settings(chosen)])
+    return ", ".join([sampling_text(values), *_settings(chosen)])
 
 
 def _settings(values: Mapping[str, Any]) -> Iterator[str]:
+    """The values as `name=value`."""
     for name, value in values.items():
         plain = list(value) if isinstance(value, tuple) else value
         text = repr(plain) if isinstance(plain, str) else str(plain)
@@ -168,7 +174,7 @@ def _settings(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _narrow(prompt: str) -> Iterator[str]:
-    """The lines of a shown prompt, each with its bar."""
+    """The lines of a shown prompt, wrapped; each part keeps the bar of its line."""
     for line in prompt.split("\n"):
         bar, text = (line[:2], line[2:]) if line.startswith("│ ") else ("", line)
         for part in wrapped(text, _WIDTH - 2) or [""]:
@@ -176,10 +182,11 @@ def _narrow(prompt: str) -> Iterator[str]:
 
 
 def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """A prompt as the model reads it, with its special tokens, behind a bar at the left.
+    """A prompt as the model reads it, with its special tokens, after a bar at the left of each
+    line.
 
-    Characters that one does not see have signs (␉ is a tab, · a space at the end of a line), so a
-    backslash is a backslash; a line break is one.
+    Characters that cannot be seen are replaced by signs: ␉ is a tab, · a space at the end of a
+    line. There are no escapes, so a backslash is a backslash.
     """
     if tokenizer is None:
         id_text = " ".join(map(str, ids[:_SHOWN_IDS]))
@@ -196,7 +203,7 @@ def shown_prompt(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _visible(line: str) -> str:
-    """A line of text with signs for characters that are not seen."""
+    """A line of text with signs for characters that cannot be seen."""
     bare = line.rstrip(" ")
     line = bare + "·" * (len(line) - len(bare))
     return "".join(_PICTURE.get(c, c if c.isprintable() else f"<U+{ord(c):04X}>") for c in line)

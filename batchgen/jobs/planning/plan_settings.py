@@ -1,4 +1,5 @@
-"""The settings `plan.KEY=VALUE` of `batchgen plan`. They are no part of a job."""
+"""The settings `plan.KEY=VALUE` of `batchgen plan`. They are not part of the job's
+configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from batchgen.util.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """What a plan is made from besides the job; `batchgen plan --help` says what each key means."""
+    """The settings of a plan; `batchgen plan --help` explains the keys.
+
+    Attributes:
+        like: the folder of an earlier job whose measurements are used.
+        device: the device to plan for; None means that of the job on this machine.
+        most_bad: the share of rows with an error above which a plan has an error.
+    """
 
     like: str | None = None
     device: str | None = None
@@ -27,8 +34,12 @@ class PlanSettings:
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[PlanSettings, list[str]]:
-    """The settings of the plan, and the arguments of the job in their order. ConfigError for a
-    setting that is unknown, of a wrong type or out of range."""
+    """Split the command's arguments into the settings of the plan and the arguments of the job, in
+    their order.
+
+    Raises:
+        ConfigError: a setting is unknown, of a wrong type or out of range.
+    """
     from batchgen.config.groups.config_keys import nearest
     from batchgen.config.groups.convert_value import build
     from batchgen.config.groups.read_value import Unreadable, read_value

@@ -1,4 +1,4 @@
-"""Prints a plan as lines of at most 80 columns."""
+"""Prints the plan of a job as lines of at most 80 columns, for `batchgen plan`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan_text(plan: Plan) -> str:
-    """All that a plan says."""
+    """The whole plan as text."""
     return printed(plan, _entries(plan))
 
 
@@ -26,7 +26,7 @@ def _entries(plan: Plan) -> Entries:
     yield from outline_entries(plan, f"{dtype}, weights {engine.weights_text}")
     yield "memory", _memory(plan)
     if disk is not None:
-        low, likely, bound = (size_text(one) for one in disk.output)
+        low, likely, bound = (size_text(size) for size in disk.output)
         yield "disk", f"{low} to {bound}, likely {likely} of shards; {size_text(disk.free)} free"
     if plan.forecast is not None and plan.answers:
         yield from _time(plan)
@@ -64,7 +64,7 @@ def _time(plan: Plan) -> Entries:
     if plan.price is not None:
         yield "price", _columns(plan.price, lambda value: f"{value:,.2f}")
     if plan.outlook:
-        yield "budget", "\n".join(one.text for one in plan.outlook)
+        yield "budget", "\n".join(item.text for item in plan.outlook)
     assumed = [*expected.assumptions]
     if launcher_text(plan.config) is not None:
         assumed.append("one worker computes all rows")
@@ -73,4 +73,4 @@ def _time(plan: Plan) -> Entries:
 
 
 def _columns(value: Range, text: Callable[[float], str]) -> str:
-    return "".join(f"{text(one):>14}" for one in value)
+    return "".join(f"{text(figure):>14}" for figure in value)

@@ -20,8 +20,13 @@ from batchgen.storage.stores.open_storage import open_storage
 
 @dataclass(frozen=True)
 class PlannedReuse:
-    """The number of answers that will be copied, extrapolated from the rows that were `looked_at`
-    unless these are all rows and the number `is_exact`."""
+    """The number of answers that will be copied from older jobs.
+
+    Attributes:
+        answers: the number of answers.
+        looked_at: the number of rows that were looked up.
+        is_exact: whether these are all rows; otherwise `answers` is extrapolated from them.
+    """
 
     answers: int
     looked_at: int
@@ -30,13 +35,16 @@ class PlannedReuse:
     @property
     def text(self) -> str:
         number = f"{self.answers:,}" if self.is_exact else f"about {self.answers:,}"
-        sample = "" if self.is_exact else f" (reckoned from a sample of {self.looked_at:,} rows)"
+        sample = "" if self.is_exact else f" (estimated from a sample of {self.looked_at:,} rows)"
         return f"{number} answers are copied from older jobs{sample}"
 
 
 def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedReuse | None:
-    """Count the answers that a job will copy from the folders in `output.reuse`; None if it names
-    no folders, or none with rows. Answers that are already in the job's own folder do not count."""
+    """Count the answers that a job will copy from the folders in `output.reuse`.
+
+    Returns None if `output.reuse` names no folder, or only folders without rows. Answers that are
+    already in the job's output folder do not count.
+    """
     if not (folders := config.output.reuse):
         return None
     config, opened = lasting(config, opened), opened.with_fingerprints()
@@ -52,8 +60,10 @@ def planned_reuse(config: JobConfig, opened: OpenedJob, scan: Scan) -> PlannedRe
 
 
 def _copied(config: JobConfig, opened: OpenedJob, scan: Scan, older: OlderJobs) -> int:
-    """The samples of the scan's rows that an older job has, and this one lacks. Where samples begin
-    in waves, these are the ones before the first that is missing."""
+    """Count the samples of the scan's rows that an older job has and this job lacks.
+
+    Where samples begin in waves, only samples before the first missing one count.
+    """
     keys = RowKeys(config, opened.fingerprints, opened.max_model_len)
     stream = stream_of(config.sampling.stream, opened.source.jobs)
     with closing(open_storage(config.output.dir, config.workers)) as storage:

@@ -1,4 +1,5 @@
-"""Makes the plan of a job for `batchgen plan`: in seconds, without loading weights."""
+"""Makes the plan of a job for `batchgen plan`, in seconds and without loading weights
+(`make_plan`)."""
 
 from __future__ import annotations
 
@@ -32,15 +33,16 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
 _COMPARED = 50
-"""The number of prompts that are compared to find their common prefix."""
+"""The most prompts that are compared to find their common prefix."""
 _SAME_SPEED = ("model", "strategy", "engine", "constraint")
 """The groups of the configuration that decide a job's speed."""
 
 
 def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
-    """Find out what a job will read, need and cost. Raises ConfigError if there is nothing to plan.
+    """Find out what a job will read, need and cost. Nothing is written, and no weights are loaded.
 
-    Nothing is written, and no weights are loaded.
+    Raises:
+        ConfigError: the job would be refused before its folder is looked at.
     """
     started = time.perf_counter()
     if settings.device is not None:  # this machine need not have the device of the job's config
@@ -51,6 +53,8 @@ def make_plan(config: JobConfig, settings: PlanSettings) -> Plan:
 
 
 class _Planner:
+    """Makes one plan, and collects its errors and warnings."""
+
     def __init__(self, outline: Outline, settings: PlanSettings) -> None:
         self._outline, self._settings = outline, settings
         self._config, self._opened, self._scan = outline.config, outline.opened, outline.scan
@@ -80,7 +84,7 @@ class _Planner:
             if limit.verdict == "will not suffice"
         )
         return Plan(
-            **{each.name: getattr(outline, each.name) for each in fields(outline)},
+            **{field.name: getattr(outline, field.name) for field in fields(outline)},
             engine=engine,
             memory=memory,
             forecast=expected,
@@ -92,7 +96,8 @@ class _Planner:
         )
 
     def _engine(self, device: Device) -> tuple[EngineEstimate, MemoryPlan | None]:
-        """The engine on a device, and the plan of its memory, or None if it does not fit there."""
+        """The engine on a device, and the plan of its memory; None if the job does not fit
+        there."""
         opened, memory = self._opened, device.memory or None
         four_bits = device.is_gpu and opened.dtype.itemsize == 2
         units = Units(device.fp8, four_bits, opened.dtype)
@@ -106,6 +111,7 @@ class _Planner:
             return engine, None
 
     def _forecast(self, engine: EngineEstimate, memory: MemoryPlan, device: Device) -> Forecast:
+        """Forecast the job on a device."""
         config, scan, settings = self._config, self._scan, engine.settings
         sampling, samples = config.sampling, self._outline.samples
         prompts = [read.request.prompt for read in scan.sample[:_COMPARED]]
@@ -114,7 +120,7 @@ class _Planner:
         equal = takewhile(lambda tokens: len({*tokens}) == 1, zip(*prompts, strict=False))
         prefix = len([*equal]) // block * block
         likely = samples.number.likely
-        # Rows that are still to be answered; bad ones get no answer.
+        # The rows that still need an answer, without those that will have an error.
         rows = self._outline.answers / likely - self._outline.rows * scan.bad_share
         work = Work(
             prompts=scan.lengths,
@@ -135,7 +141,8 @@ class _Planner:
         return forecast(StepCost(engine.sizes, device), work)
 
     def _calibration(self, device: Device) -> Calibration | None:
-        """The measurements of an earlier job, or of the same one so far."""
+        """The measurements of the job `plan.like`, or of earlier attempts of this job; None if
+        there are none."""
         config, like = self._config, self._settings.like
         values = resolved(config)
         same = {group: values[group] for group in _SAME_SPEED}
@@ -150,6 +157,7 @@ class _Planner:
         return seen_in(folder, same, device.is_gpu, config.output.dir)
 
     def _disk(self, expected: Forecast) -> DiskUse:
+        """Estimate the bytes of the output."""
         config, outline = self._config, self._outline
         answers = max(outline.answers + outline.reused, 1)
         return disk_use(
@@ -163,7 +171,8 @@ class _Planner:
         )
 
     def _row_errors(self) -> Iterator[str]:
-        """The plan's errors about rows; a small share of bad rows is only a warning."""
+        """The plan's error about rows, if there is one. A small share of bad rows is only a
+        warning."""
         scan, limit = self._scan, self._settings.most_bad
         text = f"{scan.num_bad:,} of {scan.looked_at:,} rows"
         if scan.looked_at and not scan.sample:

@@ -1,4 +1,5 @@
-"""Checks and prepares what the answers of a job consist of: output columns and constraints."""
+"""Checks the output columns and constraints of a job when it is opened, and makes the compiler of
+constraints. `open_job.py` calls these functions."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ from batchgen.util.errors import ConfigError, mistakes_in
 from batchgen.util.text.text_table import size_text
 
 _USUAL_TOKENS = 500
-"""The tokens of a row, prompt included, for which shard sizes are estimated in a warning."""
+"""The tokens of a row, prompt included, that the estimate of a shard's size takes."""
 _LARGE_SHARD = 2**31
-"""The bytes from which a shard counts as large."""
+"""The bytes from which on a shard counts as large."""
 
 
 def select_columns(columns: Sequence[OutputColumn], names: Collection[str]) -> list[OutputColumn]:
-    """The columns with one of these names."""
+    """The columns whose name is one of `names`."""
     return [column for column in columns if column.name in names]
 
 
@@ -42,7 +43,16 @@ def check_answer_columns(
     of_model: Sequence[OutputColumn],
     architecture: str,
 ) -> None:
-    """Raise ConfigError for columns that neither the strategy nor the model can produce."""
+    """Check that the strategy or the model can produce each of the output columns.
+
+    Args:
+        columns: the names that the job asks for.
+        of_model: the columns that the model declares.
+        architecture: the model's class, for the message.
+
+    Raises:
+        ConfigError: neither of them produces a column.
+    """
     declared = (ENTROPY, *strategy.columns, *of_model)
     known = [*COMMON_COLUMNS, *(column.name for column in declared)]
     for name in columns:
@@ -67,24 +77,27 @@ def check_answer_columns(
 
 
 def large_shards(config: JobConfig, columns: Sequence[OutputColumn]) -> str | None:
-    """The warning that hidden states will make the shards huge; None if they will not,
-    with rows of a few hundred tokens."""
+    """The warning that hidden states will make shards of more than 2 GiB; None if they will not."""
     hidden = [column for column in columns if column.name == HIDDEN_STATES]
-    of_token = sum(column.dtype.itemsize * math.prod(column.tail_shape) for column in hidden)
+    token_bytes = sum(column.dtype.itemsize * math.prod(column.tail_shape) for column in hidden)
     rows = config.output.rows_per_shard * config.sampling.most_samples
-    whole = of_token * rows * _USUAL_TOKENS
-    if whole <= _LARGE_SHARD:
+    shard_bytes = token_bytes * rows * _USUAL_TOKENS
+    if shard_bytes <= _LARGE_SHARD:
         return None
     return (
-        f"{HIDDEN_STATES} takes {size_text(of_token)} a token, so {rows:,} answers of "
-        f"{_USUAL_TOKENS} tokens make a shard of {size_text(whole)}, which memory holds: lower "
-        "output.rows_per_shard, or ask for fewer output.hidden_layers; batchgen plan tells the size"
+        f"{HIDDEN_STATES} takes {size_text(token_bytes)} a token, so {rows:,} answers of "
+        f"{_USUAL_TOKENS} tokens make a shard of {size_text(shard_bytes)}, which memory holds: "
+        "lower output.rows_per_shard, or ask for fewer output.hidden_layers; batchgen plan shows "
+        "the size"
     )
 
 
 def check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Check that `parsed` can find `start_after`, which texts do not show if it has special
-    tokens."""
+    """Check that the column `parsed` can find `constraint.start_after` in the text of an answer.
+
+    Raises:
+        ConfigError: the marker has special tokens, which texts do not show.
+    """
     if PARSED not in config.output.columns or isinstance(config.constraint, NoConstraintConfig):
         return
     marker = config.constraint.start_after
@@ -99,8 +112,11 @@ def check_parsed(config: JobConfig, tokenizer: PreTrainedTokenizerBase | None) -
 
 
 def strictest_params(config: JobConfig, params: RequestParams) -> RequestParams:
-    """The parameters to check before the job starts: with a constraint if rows can have one of
-    their own, since strategies refuse more options for such rows."""
+    """The sampling parameters to check before the job starts.
+
+    If rows can have constraints, these parameters have one, because strategies refuse more options
+    for such rows.
+    """
     if params.constraint is None and not isinstance(config.constraint, NoConstraintConfig):
         return dataclasses.replace(params, constraint=Constraint.make("json", None))
     return params
@@ -109,8 +125,15 @@ def strictest_params(config: JobConfig, params: RequestParams) -> RequestParams:
 def constraint_compiler(
     config: JobConfig, constraint: Constraint | None, model: OpenedModel
 ) -> GrammarCompiler | None:
-    """The compiler for the rows' constraints, which has compiled that of the job; None if there are
-    none, or if only single rows would need one that the model cannot have."""
+    """The compiler of the rows' constraints, which has already compiled the job's constraint.
+
+    Returns:
+        None if no row has a constraint, or if the model cannot have a compiler and only single rows
+        might need it.
+
+    Raises:
+        ConfigError: the job's constraint cannot be enforced.
+    """
     if isinstance(config.constraint, NoConstraintConfig):
         with suppress(ValueError):
             return None if config.sampling.column is None else model.grammar_compiler()

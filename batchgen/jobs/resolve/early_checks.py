@@ -1,7 +1,7 @@
 """Finds common mistakes in a job before torch and the libraries for data are loaded.
 
-Everything is checked again, and more exactly, when the job is opened. Checks that take longer than
-a moment are left to that.
+Everything is checked again, more exactly, when the job is opened. Checks that take longer than a
+moment are left out here. The command calls `check_early` first.
 """
 
 from __future__ import annotations
@@ -28,15 +28,21 @@ from batchgen.util.shorten import some_names
 from batchgen.util.templates.row_templates import RowTemplate
 
 _MOST_BYTES = 8 * 2**20
-"""The size of a file from which on its columns are not read here."""
+"""The bytes of a file above which its columns are not read here."""
 _COMPARED = ("model", "prompt", "sampling", "constraint")
+"""The groups of keys that are compared with the manifest in the output folder."""
 _LATER = ("prompt.date", "sampling.stream", "sampling.until")
-"""Keys of these groups in which a manifest and the configuration differ."""
+"""Keys of these groups that are not compared: the manifest has values that are computed later."""
 
 
 def check_early(config: JobConfig, *, folder: bool) -> None:
-    """Raise ConfigError for a model or a data file that is not there, a column that the file does
-    not have, and, if `folder`, for an output folder with rows of a job with other keys."""
+    """Refuse mistakes that are found at once.
+
+    Raises:
+        ConfigError: a model, a data file or the package of a tracker is missing; a template names a
+            column that the file does not have; or, with `folder`, the output folder has rows of a
+            job with other keys.
+    """
     _check_trackers(config)
     _check_model(config)
     _check_data(config)
@@ -82,6 +88,7 @@ def _check_data(config: JobConfig) -> None:
 
 
 def _templates(config: JobConfig) -> list[tuple[str, str]]:
+    """The templates of the job's prompt by their keys."""
     prompt, templates = config.prompt, []
     if isinstance(prompt, TextPromptConfig):
         templates.append(("prompt.text", prompt.text))
@@ -93,15 +100,15 @@ def _templates(config: JobConfig) -> list[tuple[str, str]]:
 
 
 def _columns(file: Path) -> list[str] | None:
-    """The columns of a file; None where it takes longer to tell."""
+    """The columns of a file; None if reading them would take long or the file is not plain."""
     try:
         if file.stat().st_size > _MOST_BYTES or file.suffix == ".gz":
             return None
         if table_format(file) == "csv":
             with file.open(encoding="utf-8-sig", newline="") as lines:
                 header = next(csv.reader(lines), [])
-            plain = all(name == name.strip() and name.isprintable() and name for name in header)
-            return header if len(header) > 1 and plain else None
+            is_plain = all(name == name.strip() and name.isprintable() and name for name in header)
+            return header if len(header) > 1 and is_plain else None
         if file.suffix != ".jsonl":
             return None
         names: dict[str, None] = {}
@@ -116,13 +123,17 @@ def _columns(file: Path) -> list[str] | None:
 
 
 def check_folder(config: JobConfig, folder: Path) -> None:
-    """Raise ConfigError if a folder on this machine has rows of a job with other keys, or a link
-    instead of a file of its own."""
+    """Check an output folder on this machine.
+
+    Raises:
+        ConfigError: the folder has rows of a job with other keys, or has a link where a file should
+            be.
+    """
     if folder.is_dir():
         refuse_links(folder)
     try:
         if next((folder / "data").glob("part-*.parquet"), None) is None:
-            return  # where no shard is there, rows may be in journals, or none
+            return  # without shards there are at most rows in journals, which are checked later
         manifest = Manifest.read(folder / "manifest.json")
         old = flat(
             {name: manifest.identity[name] for name in _COMPARED if name in manifest.identity}

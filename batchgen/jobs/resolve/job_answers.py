@@ -1,5 +1,5 @@
-"""Chooses how a job separates answers from the model's other text, and the date that prompts
-name."""
+"""Chooses how a job separates answers from the model's other text, and finds the date that prompts
+name. `open_job.py` calls both functions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from batchgen.util.errors import ConfigError, JobError
 
 
 def answers_of(config: JobConfig, model: OpenedModel) -> ReasoningMarkers | HarmonyChannels | None:
-    """Make what separates answers from thoughts and channels; None if the whole text is the answer.
+    """Make the object that separates answers from reasoning and channels.
+
+    Returns:
+        None if the whole text is the answer.
 
     Raises:
-        ConfigError: the job asks for something that does not fit the way its model answers.
+        ConfigError: an option does not fit the way the model answers.
     """
     start, end = config.output.reasoning_start, config.output.reasoning_end
     if end is not None:
@@ -45,7 +48,8 @@ def answers_of(config: JobConfig, model: OpenedModel) -> ReasoningMarkers | Harm
 
 
 def _check_constraint(config: JobConfig) -> None:
-    """Refuse what cannot go with a constraint that holds in the final channel."""
+    """Refuse options that do not fit a constraint on a model with channels, where the constraint
+    holds in the final channel only."""
     if not config.constrained:
         return
     constraint = config.constraint
@@ -67,12 +71,12 @@ def _check_constraint(config: JobConfig) -> None:
 
 
 def day_of(config: JobConfig) -> str:
-    """The day that prompts name, as YYYY-MM-DD: the one on which the job in the folder began, else
+    """The day that prompts name, as YYYY-MM-DD: the day on which the job in the folder began, or
     today."""
     try:
         with closing(open_storage(config.output.dir, config.workers)) as storage:
             old = written_manifest(storage)
-    except (ConfigError, JobError, OSError):  # the folder is told about later
+    except (ConfigError, JobError, OSError):  # the folder is checked later
         old = None
     known = None if old is None else old.identity.get("prompt", {}).get("date")
     return known or today()

@@ -1,4 +1,4 @@
-"""Finds out whether the rows of a job have images, and makes the object that loads them."""
+"""Finds out whether the rows of a job have images, and makes the `RowImages` that loads them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def image_columns(config: JobConfig, model: OpenedModel) -> Collection[str]:
     """The columns of the data set that may hold images.
 
     Raises:
-        ConfigError: the configuration names images, and the model reads none.
+        ConfigError: the configuration names images, and the model does not read images.
     """
     prompt = config.prompt
     if not isinstance(prompt, ChatPromptConfig):
@@ -49,12 +49,15 @@ def image_columns(config: JobConfig, model: OpenedModel) -> Collection[str]:
 
 
 def row_images(config: JobConfig, model: OpenedModel, source: Source) -> RowImages | None:
-    """Make the object that loads the images of the job's rows; None if rows have none, or the model
-    reads none. In the latter case a row with images becomes an error row.
+    """Make the object that loads the images of the job's rows.
+
+    Returns:
+        None if no row has images, or if the model does not read images; then a row with images
+        becomes an error row.
 
     Raises:
-        ConfigError: all conversations have images, and the model reads none; Pillow is not there;
-            or the model's folder does not say how large images may be.
+        ConfigError: all conversations have images and the model reads none; Pillow is not
+            installed; or the model's folder does not say how large images may be.
     """
     prompt, columns = config.prompt, source.features
     if not isinstance(prompt, ChatPromptConfig | OpenAIPromptConfig):
@@ -70,8 +73,8 @@ def row_images(config: JobConfig, model: OpenedModel, source: Source) -> RowImag
     if not any(parts):
         if not isinstance(prompt, ChatPromptConfig):
             return None
-        usual = prompt.image_column is None and prompt.images is None
-        if usual and not any(name in columns for name in USUAL_COLUMNS):
+        uses_default = prompt.image_column is None and prompt.images is None
+        if uses_default and not any(name in columns for name in USUAL_COLUMNS):
             return None
     return RowImages(
         ImageFolder(_root(config.dataset, prompt.image_root)),
@@ -89,8 +92,8 @@ def _reads_text_only(model: OpenedModel) -> str:
 
 
 def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> list[bool]:
-    """Which of the first conversations of the data set have images among the parts of their
-    messages; empty if no column has conversations."""
+    """Whether each of the first conversations of the data set has images among the parts of its
+    messages. Empty if no column has conversations."""
     body = isinstance(prompt, OpenAIPromptConfig)
     column = prompt.body_column if isinstance(prompt, OpenAIPromptConfig) else None
     if isinstance(prompt, ChatPromptConfig):
@@ -99,7 +102,7 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
         return []
     key = "prompt.body_column" if body else "prompt.messages_column"
     path = named_path(key, column, source.features)
-    # If the rows come from a job that still runs, that may not have finished more than one.
+    # A job that still runs may not have finished more than one row.
     rows = islice(source.rows(), 1 if source.follows else _PEEKED)
 
     def messages(value: Any) -> Any:
@@ -121,10 +124,13 @@ def _parts_in(prompt: ChatPromptConfig | OpenAIPromptConfig, source: Source) -> 
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+    """The mappings in a list; empty if the value is not a list."""
+    items = value if isinstance(value, list) else ()
+    return [item for item in items if isinstance(item, Mapping)]
 
 
 def _is_image(part: Mapping[str, Any]) -> bool:
+    """Whether a part of a message is an image, in the form of transformers or of OpenAI."""
     kind = part.get("type")
     if kind is None:
         return any(part.get(name) is not None for name in ("image", "image_url"))
@@ -132,7 +138,7 @@ def _is_image(part: Mapping[str, Any]) -> bool:
 
 
 def _root(dataset: DatasetConfig, image_root: str | None) -> Path | None:
-    """The folder below which rows may name files; None for none."""
+    """The folder below which rows may name image files; None if they may not name files."""
     if image_root is not None:
         root = user_path(image_root, "prompt.image_root")
         if not root.is_dir():

@@ -1,4 +1,7 @@
-"""Opens the model of a job without its weights: configuration, dtype, and digests of its files."""
+"""Opens the model of a job without its weights: configuration, dtype, and digests of its files.
+
+`open_job.py` uses these functions; `answers_depend_on` serves a pipeline before its rows exist.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def open_job_model(config: JobConfig) -> OpenedModel:
-    """The target of a job. Raises ConfigError if it cannot be one."""
+    """Open the target model of a job.
+
+    Raises:
+        ConfigError: the checkpoint or an adapter cannot be used.
+    """
     with mistakes_in("model"):
         group = config.model
         form = (group.load_format, group.quantization, group.kv_cache_dtype)
@@ -34,8 +41,10 @@ def open_job_model(config: JobConfig) -> OpenedModel:
 
 
 def model_sampling(path: Path) -> Mapping[str, float]:
-    """The sampling options that the model in this folder recommends. Empty if the file is damaged;
-    only jobs that ask for these options refuse that."""
+    """The sampling options that the model in this folder recommends.
+
+    Empty if their file is damaged: only jobs that ask for these options refuse such a file.
+    """
     try:
         return recommended(path)
     except ConfigError:
@@ -45,7 +54,7 @@ def model_sampling(path: Path) -> Mapping[str, float]:
 def dtype_and_length(
     config: JobConfig, strategy: Strategy, model: OpenedModel
 ) -> tuple[torch.dtype, int]:
-    """The dtype of weights and activations, and how many tokens a row may have."""
+    """The dtype of weights and activations, and the most tokens of a row."""
     with mistakes_in("engine"):
         dtype = model.dtype(config.model.dtype, config.engine.device)
         longest = config.engine.model_len(model.config.max_position_embeddings)
@@ -55,26 +64,31 @@ def dtype_and_length(
 def model_fingerprints(
     config: JobConfig, model: OpenedModel, others: Mapping[str, OpenedModel], dtype: torch.dtype
 ) -> dict[str, str]:
-    """Digests by name. Every file of the models is read, unless its digest is known from before."""
+    """The digests that the tokens of a job depend on, by name.
+
+    Every file of the models is read, unless its digest is cached.
+    """
     fingerprints = {
         "model": fingerprint_files(model_files(model.path)),
         # `auto` may mean another dtype on another machine, and that gives other tokens.
         "dtype": str(dtype).removeprefix("torch."),
     }
     if (weights := model.weights_text(dtype, config.engine.device)) is not None:
-        fingerprints["weights"] = weights  # of FP8 is computed with only where the device can
+        fingerprints["weights"] = weights  # only some devices multiply in FP8
     fingerprints |= _adapter_fingerprints(config, model)
     for name, other in others.items():
         fingerprints[f"{name}_model"] = fingerprint_files(model_files(other.path))
     if (constraint := config.params.constraint) is not None:
-        # The configuration is compared without the order of keys, in which the row writes them.
+        # The order of a schema's keys decides the order in an answer, but configurations
+        # are compared
+        # without it.
         fingerprints["constraint"] = fingerprint_text(constraint.text)
     return fingerprints
 
 
 def _adapter_fingerprints(config: JobConfig, model: OpenedModel) -> dict[str, str]:
-    """The digests of adapters: of the only one, or of several with their names, whose order that of
-    a grid's rows follows."""
+    """The digests of adapters: one digest, or several with their names. The order of names counts,
+    because the rows of a grid follow it."""
     names = config.model.adapters
     with_template = model.adapter_template
     digests = {
@@ -90,10 +104,13 @@ def _adapter_fingerprints(config: JobConfig, model: OpenedModel) -> dict[str, st
 
 
 def answers_depend_on(config: JobConfig) -> dict[str, str]:
-    """The digests of `OpenedJob.fingerprints` that need no rows. Raises ConfigError for a mistake
-    in model or strategy."""
+    """The part of `OpenedJob.fingerprints` for which no rows are needed.
+
+    Raises:
+        ConfigError: a mistake in model or strategy.
+    """
     strategy, model = build_strategy(config.strategy), open_job_model(config)
     dtype, max_model_len = dtype_and_length(config, strategy, model)
-    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
+    strategy_heads(strategy, model)  # raises an error if the model lacks a head
     others = open_others(strategy, model, max_model_len)
     return model_fingerprints(config, model, others, dtype)

@@ -1,5 +1,5 @@
-"""Fills in how a job's embeddings are pooled, from the checkpoint, where the configuration does not
-say."""
+"""Takes the pooling options of embeddings from the checkpoint where the configuration does not set
+them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from batchgen.util.errors import ConfigError, JobError, mistakes_in
 
 
 def with_pooling(config: JobConfig, path: Path) -> JobConfig:
-    """The configuration with the pooling options of the checkpoint at `path`, if the job writes
-    embeddings and does not set them itself. A folder that was begun without these options continues
-    without them."""
+    """The configuration with the pooling options of the checkpoint at `path`.
+
+    It is unchanged if the job writes no embeddings, sets the options, or continues a folder that
+    was begun without them.
+    """
     output = config.output
     unset = [key for key in ("pooling", "normalise") if getattr(output, key) is None]
     if EMBEDDING not in output.columns or not unset:
@@ -40,14 +42,14 @@ def with_pooling(config: JobConfig, path: Path) -> JobConfig:
 
 
 def _was_begun(config: JobConfig) -> bool:
-    """Whether the job in the folder was begun with these columns, and without what the checkpoint
-    says of them."""
-    if config.output.overwrite:  # the folder may have another model's
+    """Whether the job in the folder was begun with the present configuration, before options of the
+    checkpoint are added."""
+    if config.output.overwrite:  # the folder may hold another job
         return False
     try:
         with closing(open_storage(config.output.dir, config.workers)) as storage:
             old = written_manifest(storage)
-    except (ConfigError, JobError, OSError):  # the folder is told about later
+    except (ConfigError, JobError, OSError):  # the folder is checked later
         return False
     output = json.loads(json.dumps(config_identity(config)["output"]))
     return old is not None and old.identity.get("output") == output

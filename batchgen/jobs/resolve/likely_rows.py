@@ -1,4 +1,5 @@
-"""Estimates from the first rows how many tokens the rows of a job will have."""
+"""Estimates from the first rows how many tokens the rows of a job will have. The engine divides its
+memory by this estimate where layers have a sliding window."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from batchgen.inputs.prompts.row_prompts import Prompt
 if TYPE_CHECKING:
     from batchgen.inputs.dataset.source import Source
 
-_LOOKED_AT = 64
+_LOOKED_AT = 64  # rows
 _LONGER = 4
-"""The factor by which other prompts may be longer than the longest of these."""
+"""The most tokens of a prompt, as a multiple of the longest prompt that was read."""
 
 
 def likely_row_tokens(

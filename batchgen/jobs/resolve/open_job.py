@@ -1,5 +1,8 @@
 """Opens a job: makes all its parts from its configuration, and refuses mistakes before weights
-load."""
+load.
+
+`resolve_job` serves a run; a plan, a dry run and a pipeline call `open_job`.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +72,10 @@ def resolve_job(config: JobConfig) -> OpenedJob:
 def open_job(
     config: JobConfig, promised: Mapping[str, Promise] | None = None, *, wait: bool = False
 ) -> OpenedJob:
-    """Open and check a job without reading its weights. Raises ConfigError for a mistake.
-    `promised` and `wait` are for rows of a job that still runs, see `open_source`."""
+    """Open and check a job without reading its weights; a mistake is a ConfigError.
+
+    `promised` and `wait` are for rows of a job that still runs, see `open_source`.
+    """
     strategy = build_strategy(config.strategy)
     post = post_steps(config.post)
     if (copies := copies_warning(config.sampling.n, config.sampling.temperature)) is not None:
@@ -80,12 +85,12 @@ def open_job(
     context_columns = _context_columns(config, strategy, model)
     compiler = constraint_compiler(config, config.params.constraint, model)
     _check_sampling(config, strategy, model, context_columns)
-    from batchgen.jobs.resolve.job_answers import answers_of  # it loads pyarrow
+    from batchgen.jobs.resolve.job_answers import answers_of  # loads pyarrow
 
     reasoning = answers_of(config, model)
     columns = image_columns(config, model)
-    # Last of what can be refused: it takes seconds to load datasets.
-    source, of_steps = _open_rows(config, model, post, promised, wait, columns)
+    # The checks above come first, because loading datasets takes seconds.
+    source, step_fingerprints = _open_rows(config, model, post, promised, wait, columns)
     _check_scored(config, strategy, source, post)
     images = row_images(config, model, source)
     if images is not None:
@@ -96,14 +101,14 @@ def open_job(
     answer = _answer(config, model, source, max_model_len)
     others = open_others(strategy, model, max_model_len)
     tokenizer, is_scored = model.tokenizer, config.scores_choices
-    of_tokens = output_columns(config.params, strategy, model.config, context_columns)
+    token_columns = output_columns(config.params, strategy, model.config, context_columns)
     job = OpenedJob(
         config=config,
         model=model,
         others=others,
         strategy=strategy,
         context_columns=context_columns,
-        columns=(*of_tokens, *((CHOICE_LOGPROBS, CHOICE_SCORES) if is_scored else ())),
+        columns=(*token_columns, *((CHOICE_LOGPROBS, CHOICE_SCORES) if is_scored else ())),
         compiler=compiler,
         source=source,
         prompt=prompt,
@@ -114,7 +119,7 @@ def open_job(
         dtype=dtype,
         max_model_len=max_model_len,
         bos_id=None if tokenizer is None else tokenizer.bos_token_id,
-        step_fingerprints=of_steps,
+        step_fingerprints=step_fingerprints,
         reasoning=reasoning,
         model_sampling=model_sampling(model.path),
         decode=None if tokenizer is None else partial(decode, tokenizer),
@@ -129,7 +134,7 @@ def open_job(
 def _check_scored(
     config: JobConfig, strategy: Strategy, source: Source, post: Sequence[PostStep]
 ) -> None:
-    """Refuse a score of a column that the output will not have."""
+    """Refuse to score a column that the output will not have."""
     counts = [count.name for count in strategy.counts]
     of_rows = [name for name in config.output.columns if name == CLASS_SCORES]
     check_scored(post, config.score, [*source.schema.names, *counts, *of_rows])
@@ -138,7 +143,8 @@ def _check_scored(
 def _row_tokens(
     config: JobConfig, model: OpenedModel, source: Source, prompt: Prompt, answer: Answer | None
 ) -> tuple[int, int] | None:
-    """The tokens that rows are likely to have, if the model has windows and the rows are there."""
+    """The fewest and the most tokens that rows are likely to have; None if the model has no
+    windows, or the rows do not exist yet."""
     if source.follows or not any(getattr(model.config.family, "layer_windows", ())):
         return None
     return likely_row_tokens(config, source, prompt, answer)
@@ -147,15 +153,18 @@ def _row_tokens(
 def _context_columns(
     config: JobConfig, strategy: Strategy, model: OpenedModel
 ) -> list[OutputColumn]:
-    """Check the strategy and the columns of the job against its model, and return the columns of
-    context scope; prints what the model recommends for sampling."""
+    """Check the strategy and the columns of the job against its model; return its columns of
+    context scope.
+
+    Prints the sampling options that the model recommends.
+    """
     if config.sampling.max_new_tokens:
         advice = recommendation(dataclasses.asdict(config.sampling), model_sampling(model.path))
         if advice is not None:
             print(f"model: {advice}", file=sys.stderr)
     with mistakes_in("strategy"):
         strategy.block_length(model.config)
-    strategy_heads(strategy, model)  # This raises an error if the model lacks one.
+    strategy_heads(strategy, model)  # raises an error if the model lacks a head
     of_model = model_class(model.config.architecture, model.path).declared_columns(model.config)
     context_columns = select_columns(of_model, config.output.columns)
     named = (*of_model, *pooled_columns(model.config))
@@ -199,7 +208,7 @@ def _check_chunks(config: JobConfig, strategy: Strategy, model: OpenedModel) -> 
 def _answer(
     config: JobConfig, model: OpenedModel, source: Source, max_model_len: int
 ) -> Answer | None:
-    """Make what tokenises the given answers of rows that are scored; None if rows generate."""
+    """Make the object that tokenises the answers of rows that are scored; None if rows generate."""
     answer = build_answer(
         config.prompt, model.tokenizer, model.config.vocab_size, source.features, max_model_len
     )
@@ -215,7 +224,7 @@ def _prompt(
     max_model_len: int,
     images: RowImages | None,
 ) -> Prompt:
-    """Make what builds the rows' prompts."""
+    """Make the object that builds the prompts of rows."""
     from batchgen.jobs.resolve.job_answers import day_of  # it loads pyarrow
 
     prompt = build_prompt(
@@ -234,8 +243,8 @@ def _prompt(
 
 
 def _check_constant(config: JobConfig, prompt: Prompt, source: Source) -> None:
-    """Refuse a prompt that is the same for all of several rows, unless that is meant or something
-    else of the request differs."""
+    """Refuse a prompt that is the same for several rows, unless the configuration allows it or
+    something else of the requests differs."""
     prompt_config = config.prompt
     if not isinstance(prompt_config, ChatPromptConfig | TextPromptConfig) or prompt_config.constant:
         return
@@ -246,7 +255,7 @@ def _check_constant(config: JobConfig, prompt: Prompt, source: Source) -> None:
     )
     if any(differs) or config.dataset.kind == "count":
         return
-    rows = list(islice(source.rows(), 2))  # a job that has just begun may have none
+    rows = list(islice(source.rows(), 2))  # a job that is followed may have none yet
     if len(rows) == 2:
         if isinstance(prompt_config, TextPromptConfig):
             key = "text"
@@ -263,15 +272,18 @@ def _open_rows(
     wait: bool,
     images: Collection[str],
 ) -> tuple[Source, Mapping[str, str]]:
-    """The rows after the row steps, with the columns that post steps read, and digests of the files
-    that the steps read."""
+    """Open the rows after the row steps, and check that they have the columns that post steps read.
+
+    Returns:
+        The source of the rows, and digests of the files that the row steps read.
+    """
     from batchgen.evals.graders.build_steps import check_machine
     from batchgen.inputs.row_index.open_rows import behind_steps
     from batchgen.inputs.upstream.open_source import open_source
 
-    of_data = config_identity(config)["dataset"]
+    dataset_identity = config_identity(config)["dataset"]
     data = open_source(config, promised, wait=wait, images=images)
-    source, of_steps = behind_steps(data, config.rows, of_data, model.tokenizer)
+    source, step_fingerprints = behind_steps(data, config.rows, dataset_identity, model.tokenizer)
     scores = [CHOICE_LOGPROBS.name, CHOICE_SCORES.name] if config.scores_choices else []
     check_fields(post, [*source.schema.names, *scores])
     check_machine(post)
@@ -279,4 +291,4 @@ def _open_rows(
         from batchgen.inputs.dataset.grid_source import GridSource  # it loads datasets
 
         source = GridSource(source, config.model.adapters)
-    return source, of_steps
+    return source, step_fingerprints

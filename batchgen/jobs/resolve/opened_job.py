@@ -1,4 +1,5 @@
-"""The implementation of `ResolvedJob` for jobs with models of their own: it builds their engine."""
+"""The implementation of `ResolvedJob` for jobs that load models: it builds their engine. `open_job`
+makes it."""
 
 from __future__ import annotations
 
@@ -49,14 +50,14 @@ class OpenedJob(ResolvedJob):
     Attributes:
         config: the configuration with which it was opened.
         model: the target.
-        others: the strategy's other models that have checkpoints of their own, by name.
+        others: the strategy's other models with checkpoints, by name.
         context_columns: the columns of context scope that the job asks for.
         compiler: compiles the rows' constraints; None if there are none.
         dtype: the dtype of weights and activations.
-        step_fingerprints: versions of the steps of `rows`, and digests of what they read.
+        step_fingerprints: versions of the steps of `rows`, and digests of the files that they read.
         row_tokens: the fewest and the most tokens that rows are likely to have, for models with
-            sliding windows; None for others, and where nobody can know.
-        kept: the weights that jobs of this process load once; None loads them for this job alone.
+            sliding windows; None for other models, or if that cannot be known.
+        kept: the weights that jobs of this process share; None loads them for this job alone.
     """
 
     config: JobConfig
@@ -76,21 +77,21 @@ class OpenedJob(ResolvedJob):
         columns, replays = self.context_columns, self.config.replays
         check_params(params, self.strategy, model.config, model.tokenizer, columns, replays=replays)
         if params.constraint is not None and self.compiler is None:
-            model.grammar_compiler()  # says why there is none
+            model.grammar_compiler()  # raises the reason why there is no compiler
 
     def choices(self, constraint: Constraint | None) -> list[list[int]]:
         """See `ResolvedJob`."""
-        of_job, tokenizer = self.config.constraint, self.model.tokenizer
-        if not isinstance(of_job, ChoiceConstraintConfig) or not of_job.scores:
+        job_constraint, tokenizer = self.config.constraint, self.model.tokenizer
+        if not isinstance(job_constraint, ChoiceConstraintConfig) or not job_constraint.scores:
             return []
         assert tokenizer is not None
-        end = self.model.eos_token_ids[0] if of_job.scores_end else None
+        end = self.model.eos_token_ids[0] if job_constraint.scores_end else None
         encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
         return choice_ids(constraint, encode, end)
 
     def with_fingerprints(self) -> Self:
         """The job with its fingerprints. Every file of the models is read, unless its digest is
-        known from before."""
+        cached."""
         config = self.config
         fingerprints = model_fingerprints(config, self.model, self.others, self.dtype)
         if self.images is not None:
@@ -110,7 +111,8 @@ class OpenedJob(ResolvedJob):
         super().close()
 
     def build_engine(self) -> Engine:
-        """Load the weights of all models and make the engine, unless there is a port."""
+        """The engine of the job: its port of a shared engine if it has one, otherwise a new engine
+        with its weights loaded."""
         return self.load() if self.port is None else self.port()
 
     def load(self) -> LLMEngine:
@@ -126,12 +128,13 @@ class OpenedJob(ResolvedJob):
                     others = recipe.load_others(weights)
             with mistakes_in("engine"):
                 engine = recipe.engine(weights, others, self.compiler, ranks.leader)
-        # How memory is divided decides how many rows run at once.
+        # The user sees how memory is divided, because that decides how many rows run
+        # together.
         print(f"memory: {engine.memory}", file=sys.stderr, flush=True)
         return engine
 
     def _weights(self, recipe: EngineRecipe, parallel: TensorParallel) -> CausalLM:
-        """The target with its weights, which an earlier job may have loaded."""
+        """The target with its weights, which an earlier job of this process may have loaded."""
 
         def load() -> CausalLM:
             weights = recipe.load(parallel)
@@ -144,7 +147,7 @@ class OpenedJob(ResolvedJob):
         if self.kept is None or "model" not in self.fingerprints or parallel.size > 1:
             return load()
         heads = tuple(strategy_heads(self.strategy, model))
-        of_model = (
+        model_key = (
             self.fingerprints["model"],
             config.model,
             self.dtype,
@@ -152,16 +155,16 @@ class OpenedJob(ResolvedJob):
             model.with_vision,
             model.config.hidden_layers,
         )
-        return self.kept.load((*of_model, config.engine.device, config.engine.deterministic), load)
+        return self.kept.load((*model_key, config.engine.device, config.engine.deterministic), load)
 
     def shared(self, others: Sequence[JobConfig]) -> OpenedJob:
-        """The settings of this job's engine if it serves other jobs as well, with the same models,
+        """This job with an engine that also serves the jobs `others`, which have the same models,
         strategy and engine options."""
-        of_model = model_class(self.model.config.architecture, self.model.path)
+        cls = model_class(self.model.config.architecture, self.model.path)
         names = {name for config in others for name in config.output.columns}
-        known = of_model.declared_columns(self.model.config)
+        known = cls.declared_columns(self.model.config)
         context = {column.name for column in self.context_columns}
-        # Whether rows of the others have images is found when they are opened, which may be later.
+        # The other jobs may be opened later, and their rows may have images.
         reads = self.model.config.vision is not None
         model = dataclasses.replace(self.model, with_vision=reads)
         columns = select_columns(known, names | context)

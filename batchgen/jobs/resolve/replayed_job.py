@@ -1,4 +1,5 @@
-"""Checks that a job which replays the answers of another job decodes as that one did."""
+"""Checks that a job which replays the answers of another job decodes with the same settings as that
+job."""
 
 from __future__ import annotations
 
@@ -14,18 +15,21 @@ _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-"""Keys that decide the distribution of a token."""
-_TOKENS_ALIKE = ("fused_commit",)
-"""Options of the strategy that decide how many forwards there are, and no token."""
+"""Keys that decide the probability distribution of a token."""
+_WITHOUT_EFFECT = ("fused_commit",)
+"""Options of the strategy that decide the number of forwards, but not the tokens."""
 
 
 def check_replay(config: JobConfig, jobs: Sequence[ReadJob]) -> bool:
-    """Return whether the jobs whose answers are replayed drew all tokens from the distribution that
-    this job describes. They did not if it is the processed one and a constraint, or a ban of stop
-    ids, took part in that.
+    """Check the settings of the jobs whose answers are replayed.
+
+    Returns:
+        Whether these jobs drew every token from the distribution whose log-probabilities this job
+        writes. They did not if this job writes processed ones, and a constraint or a ban of stop
+        ids changed the distribution then.
 
     Raises:
-        ConfigError: strategy, sampling or the mode of log-probabilities differ.
+        ConfigError: the strategy, the sampling or the mode of log-probabilities differs.
     """
     deciding = _deciding(config_identity(config))
     same = True
@@ -48,7 +52,7 @@ def check_replay(config: JobConfig, jobs: Sequence[ReadJob]) -> bool:
 def _deciding(groups: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide the distributions of a job's tokens, by key."""
     strategy, sampling = groups.get("strategy", {}), groups.get("sampling", {})
-    values = {f"strategy.{key}": v for key, v in strategy.items() if key not in _TOKENS_ALIKE}
+    values = {f"strategy.{key}": v for key, v in strategy.items() if key not in _WITHOUT_EFFECT}
     values |= {f"sampling.{key}": sampling.get(key) for key in _SAMPLING}
     values["output.logprobs_mode"] = groups.get("output", {}).get("logprobs_mode")
     return values

@@ -1,5 +1,7 @@
-"""The interface between resolving a job and running it: an opened and checked job without
-weights."""
+"""The interface between resolving a job and running it: an opened and checked job without weights.
+
+`resolve/opened_job.py` implements it with models; `jobs/run` and `jobs/generation` use it.
+"""
 
 from __future__ import annotations
 
@@ -35,26 +37,28 @@ class ResolvedJob:
         prompt: makes the token ids of a row.
         max_model_len: the most tokens of prompt and answer together.
         columns: the per-token columns that the engine returns for this job's parameters.
-        fingerprints: digests, by name, of what decides the answers besides configuration and data
-            set: the files of the models, the dtype, the constraint.
-        strategy: declares counts per row, which become columns, and lines for the job's summary.
+        fingerprints: digests by name of everything that decides the answers besides the
+            configuration and the data set: the files of the models, the dtype, the constraint.
+        strategy: the decoding strategy; it declares counts of a row and lines of the job's summary.
         bos_id: the id with which the tokenizer begins a text; a prompt that is cut keeps it.
         answer: makes the token ids of the answer that is scored; None if rows generate.
-        pooling, normalise: how embeddings are made: as `output` says, else as the checkpoint says;
-            None if neither does.
-        images: makes the images of rows; None if these have none.
+        pooling, normalise: how embeddings are made, by the configuration or else by the checkpoint;
+            None if neither says.
+        images: loads the images of rows; None if rows have no images.
         reasoning: separates answers from the model's other text; None if the whole text is the
             answer.
-        model_sampling: what the model recommends for sampling, by key.
-        decode: the text of token ids, to show prompts to people; None without a tokenizer.
-        decode_all: the text with special tokens, to show single tokens.
+        model_sampling: the sampling options that the model recommends, by key.
+        decode: turns token ids into text, to show prompts to people; None without a tokenizer.
+        decode_all: the same with special tokens, to show single tokens.
         name: the job's name among those that share an engine; empty for a job alone.
-        port: returns the engine that it shares with other jobs; None for an engine of its own.
-        grades_at_once: whether shards are graded as soon as they are there, because other jobs wait
-            for the grades; only in a folder of this machine.
+        port: returns the job's part of an engine that several jobs share; None if the job builds an
+            engine.
+        grades_at_once: whether shards are graded as soon as they are complete, because other jobs
+            wait for the grades; only in a folder of this machine.
         watch: is called every few seconds while rows are computed; an error that it raises ends the
             job.
-        elsewhere: the attempts of other jobs that share this one's budget, as in metrics.json.
+        elsewhere: returns the attempts of other jobs that share this job's budget, as in
+            metrics.json.
     """
 
     source: Source
@@ -80,44 +84,48 @@ class ResolvedJob:
 
     @property
     def counts(self) -> Sequence[RowCount]:
-        """What the strategy counts for each row."""
+        """The counts of each row that the strategy declares."""
         return () if self.strategy is None else self.strategy.counts
 
     @property
     def by_schedule(self) -> frozenset[str]:
-        """The columns that do not depend on the row alone, see `Strategy.by_schedule`."""
+        """The columns whose values depend on other rows of the batch, see
+        `Strategy.by_schedule`."""
         return frozenset() if self.strategy is None else self.strategy.by_schedule
 
     def build_engine(self) -> Engine:
-        """The engine. This is called last, and only if there are rows to compute."""
+        """Build the engine. This is called last, and only if there are rows to compute."""
         assert self.port is not None
         return self.port()
 
     def check_params(self, params: RequestParams) -> None:
-        """Raise ValueError if parameters of a row cannot be honoured; the message names one."""
+        """Check the sampling parameters of a row.
+
+        Raises:
+            ValueError: an option cannot be honoured; the message names it.
+        """
 
     def choices(self, constraint: Constraint | None) -> list[list[int]]:
-        """The token ids of each choice of a row's constraint, if choices are scored."""
+        """The token ids of each choice of a row's constraint; empty if choices are not scored."""
         return []
 
     @property
     def beside(self) -> Sequence[pa.Field]:
-        """The columns of what rows say beside their text, such as thoughts."""
+        """The columns of the texts that are written besides the answer, such as the reasoning."""
         return () if self.reasoning is None else self.reasoning.fields
 
     @property
     def split(self) -> Callable[[RequestOutput], SplitOutput]:
-        """Makes the function that separates the answer from an output's other text, which becomes
-        the columns `beside` it."""
+        """The function that separates the answer of an output from its other texts, which become
+        the columns `beside`."""
         if self.reasoning is not None:
             return self.reasoning.split
-        from batchgen.storage.shards.output_schema import SplitOutput  # it loads pyarrow
+        from batchgen.storage.shards.output_schema import SplitOutput  # loads pyarrow
 
         return SplitOutput
 
     def contract(self) -> Mapping[str, str]:
-        """The facts, by name, that decide the bits of rows besides models, data and
-        configuration."""
+        """The facts by name that decide the bits of rows besides models, data and configuration."""
         return {}
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""An index in memory from keys of rows to where older jobs have these rows."""
+"""An index in memory from keys of rows to the locations of these rows in older jobs. `row_reuse.py`
+asks it for each new row."""
 
 from __future__ import annotations
 
@@ -12,12 +13,19 @@ from batchgen.jobs.reuse.key_log import Records
 
 _HALVES = np.dtype([("high", ">u8"), ("low", ">u8")])
 BYTES_PER_ROW = 36
-"""The memory for a row of an older job: its key, its location, the checksum of its tokens."""
+"""The bytes of memory for a row of an older job: its key, its location, the checksum of its
+tokens."""
 
 
 class RowLocation(NamedTuple):
-    """The location of a row: the index of its job, its shard, its row and sample index there, and
-    the checksum of its tokens."""
+    """The location of a row in an older job.
+
+    Attributes:
+        job: the index of the job among those that the key index was made of.
+        shard: the number of the shard.
+        row_index, sample_index: the row in the shard.
+        tokens: the checksum of its tokens.
+    """
 
     job: int
     shard: int
@@ -27,12 +35,10 @@ class RowLocation(NamedTuple):
 
 
 class KeyIndex:
-    """The locations of all rows of several jobs, by their keys. Memory holds BYTES_PER_ROW a
-    row."""
+    """The locations of all rows of several jobs, by their keys, in BYTES_PER_ROW bytes a row."""
 
     def __init__(self, jobs: Sequence[Mapping[int, Records]]) -> None:
-        """Make the index from the result of `read_keys` for each job. Of rows with equal keys that
-        of the first job counts."""
+        """Make the index from the result of `read_keys` for each job."""
         parts = [
             (job, shard, records)
             for job, shards in enumerate(jobs)
@@ -56,9 +62,10 @@ class KeyIndex:
         return len(self._high)
 
     def find(self, key: bytes) -> list[RowLocation]:
-        """The locations of the rows with this key, those in the first jobs first."""
+        """The locations of the rows with this key, in the order of the jobs."""
         high, low = int.from_bytes(key[:8]), int.from_bytes(key[8:])
         locations = []
+        # Rows are sorted by the high half of their keys, and by job within equal halves.
         at = int(np.searchsorted(self._high, np.uint64(high)))
         while at < len(self._high) and self._high[at] == high:
             if self._low[at] == low:

@@ -1,11 +1,11 @@
 """The folder `keys` of a job: the key of each finished row, by which later jobs find rows to copy.
 
 Each worker appends to one file for each of its shards, such as `part-00003.5b2f9c01.keys`; the
-second part is the worker's alone. A file is a sequence of records of 36 bytes, little endian:
-`int64 row_index, int32 sample_index, uint32 crc32 of the row's tokens, the key (16 bytes), uint32
-crc32 of the record up to here`. A record is written just after its row went into the journal. So a
-row may be there without a record, or a record without its row; either way the row is computed
-again by a job that could have copied it. The data are not touched.
+second part of the name belongs to the worker. A file is a sequence of records of 36 bytes, little
+endian: `int64 row_index, int32 sample_index, uint32 crc32 of the row's tokens, the key (16 bytes),
+uint32 crc32 of the record up to here`. A record is written just after its row went into the
+journal. So there may be a row without a record, or a record without its row. Either way a later job
+computes the row instead of copying it; the data are right.
 """
 
 from __future__ import annotations
@@ -41,13 +41,17 @@ _NAME = re.compile(r"part-([0-9]{5,})\.[0-9a-f]{8}\.keys")
 
 
 class KeyLog:
-    """One worker's keys of the rows that it has finished."""
+    """Appends the keys of the rows that one worker has finished."""
 
     def __init__(self, storage: Storage, rows_per_shard: int) -> None:
-        """Make the folder. Raises JobError if that cannot be done."""
+        """Make the folder.
+
+        Raises:
+            JobError: the folder cannot be made.
+        """
         self._storage, self._size = storage, rows_per_shard
         self._folder = storage.path / KEYS
-        self._suffix = os.urandom(4).hex()  # of this worker's files
+        self._suffix = os.urandom(4).hex()  # in the names of this worker's files
         self._unsent: set[Path] = set()
         self._next_send = time.monotonic() + SYNC_SECONDS
         try:
@@ -56,7 +60,7 @@ class KeyLog:
             raise _unwritable(self._folder, error) from error
 
     def append(self, rows: Iterable[FinishedRow]) -> None:
-        """Append the keys of rows that were written. Rows without an answer have none."""
+        """Append the keys of rows that were written, except those without an answer."""
         shards: dict[int, list[bytes]] = {}
         for row in rows:
             if row.key is not None and row.failure is None and row.output is not None:
@@ -68,7 +72,8 @@ class KeyLog:
             self.send()
 
     def send(self) -> None:
-        """Upload what was appended, so that other machines see it."""
+        """Upload the records that were appended since the last call, so that other machines see
+        them."""
         self._next_send = time.monotonic() + SYNC_SECONDS
         for path in self._unsent:
             self._storage.upload(path)
@@ -78,7 +83,7 @@ class KeyLog:
         try:
             with path.open("ab", buffering=0) as file:
                 written = file.write(content)
-        except FileNotFoundError:  # the folder is gone: writing to the journal reports that
+        except FileNotFoundError:  # the folder was deleted: writing to the journal reports that
             return
         except OSError as error:
             raise _unwritable(path, error) from error
@@ -89,7 +94,8 @@ class KeyLog:
 
 
 def read_keys(storage: Storage) -> dict[int, Records]:
-    """The records of a job by shard, without incomplete ones; empty if the job kept no keys."""
+    """Read the records of a job by shard, without incomplete records; empty if the job kept no
+    keys."""
     try:
         names = storage.names(storage.path / KEYS)
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +104,7 @@ def read_keys(storage: Storage) -> dict[int, Records]:
     for name in sorted(names):
         if match := _NAME.fullmatch(name):
             content = storage.read(storage.path / KEYS / name)
-            if content is not None:  # else it was deleted just now
+            if content is not None:  # None: deleted just now
                 by_shard.setdefault(int(match[1]), []).append(parsed(content))
     return {shard: np.concatenate(by_shard[shard]) for shard in sorted(by_shard)}
 
@@ -115,11 +121,12 @@ def parsed(content: bytes) -> Records:
 
 
 def tokens_crc(token_ids: Sequence[int], finish_reason: str) -> int:
-    """The checksum by which a record is matched with its row."""
+    """The checksum that shows whether a record belongs to a row with these tokens."""
     return zlib.crc32(np.asarray(token_ids, "<i4").tobytes() + finish_reason.encode())
 
 
 def _record(row_index: int, sample: int, output: RequestOutput, key: bytes) -> bytes:
+    """A record as bytes."""
     crc = tokens_crc(output.token_ids, output.finish_reason)
     record = np.array([(row_index, sample, crc, key, 0)], RECORD).tobytes()[:-4]
     return record + zlib.crc32(record).to_bytes(4, "little")

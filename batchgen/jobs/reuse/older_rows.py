@@ -1,4 +1,5 @@
-"""Reads single rows of an older job, in the form in which the engine would return them."""
+"""Reads single rows of an older job, in the form in which the engine would return them.
+`row_reuse.py` copies them into a new job."""
 
 from __future__ import annotations
 
@@ -31,15 +32,16 @@ from batchgen.storage.shards.output_schema import OutputSchema, SplitOutput
 from batchgen.storage.shards.row_order import row_keys
 from batchgen.util.request_id import RequestId
 
-_OPEN_SHARDS, _KEPT_BATCHES = 4, 4
+_OPEN_SHARDS, _KEPT_BATCHES = 4, 4  # the most that are kept in memory
 _BACK = 64
-"""The number of rows before the wanted one that are read with it, if rows are read backwards."""
-_MADE_ANEW = {
+"""The number of earlier rows that are read together with a row, if rows are asked for backwards."""
+_NOT_COPIED = {
     *("row_id", "row_index", "sample_index", "error", "num_prompt_tokens", "num_generated_tokens"),
     *(PROMPT_TOKEN_IDS, PROMPT_IMAGES, ANSWER_TOKEN_IDS, PARSED),
     *(name for name, *_ in ENOUGH_COLUMNS),
 }
-"""Columns that follow from the request, the other columns, and the row's other samples."""
+"""Columns that are computed from the request, from other columns, or from the row's other
+samples."""
 
 
 class OlderRows:
@@ -53,7 +55,8 @@ class OlderRows:
         self._shards: OrderedDict[int, _ShardRows] = OrderedDict()
 
     def lacking(self) -> str | None:
-        """The name of a column that the job needs and the folder lacks; None if it has all."""
+        """The name of a column that the new job needs and the folder does not have with the same
+        type; None if the folder has all columns."""
         older, new = self._reader.schema, self._schema
         if older is None:
             return None
@@ -66,8 +69,11 @@ class OlderRows:
     def output(
         self, location: RowLocation, request_id: RequestId, request: RowRequest
     ) -> SplitOutput | None:
-        """The row at a location, as the answer to a request; None if there is no row or a different
-        one.
+        """The row at a location, as the output of a request.
+
+        Returns:
+            None if the row is not there, or if its tokens are not those that the location was
+            recorded for.
 
         Raises:
             JobError: the file is damaged.
@@ -104,14 +110,15 @@ class OlderRows:
 
 
 def _read_names(schema: OutputSchema, text_column: str) -> list[str]:
-    """The columns of an older job that are copied, with its name for the text."""
-    unread = _MADE_ANEW | set(schema.passthrough)
+    """The columns of an older job that are copied; the column of the text under the older job's
+    name."""
+    unread = _NOT_COPIED | set(schema.passthrough)
     names = [name for name in schema.arrow.names if name not in unread]
     return [text_column if name == schema.text_column else name for name in names]
 
 
 class _ShardRows:
-    """Single rows of a shard: quick where they are asked for in order, or backwards."""
+    """Reads single rows of a shard; fast if rows are asked for in order, or backwards."""
 
     def __init__(self, reader: JobFolderReader, number: int, names: Sequence[str]) -> None:
         self._reader, self._number = reader, number
@@ -120,7 +127,7 @@ class _ShardRows:
             maxlen=_KEPT_BATCHES
         )
         self._rest: Iterator[pa.RecordBatch] = iter(())
-        self._next = -1  # rows with at least this key come next
+        self._next = -1  # the least key of the rows that `_rest` still yields
 
     def row(self, row_index: int, sample: int) -> pa.RecordBatch | None:
         """One row; None if it is not there."""

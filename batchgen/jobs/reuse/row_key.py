@@ -1,6 +1,6 @@
 """The key of a row: a digest of everything that decides its tokens.
 
-Rows with equal keys have equal tokens, so `row_reuse` copies them from older jobs.
+Rows with equal keys have equal tokens, so `row_reuse.py` copies them from older jobs.
 """
 
 from __future__ import annotations
@@ -31,35 +31,37 @@ _FIRST = frozenset(
         *("ignore_eos", "seed", "logprobs_mode", "constraint"),
     )
 )
-"""Parameters that are in every key, as in version 0.1.0. All others are in a key only if they
-differ from their default, so that keys of older versions stay valid. Nothing is ever added to this
-set."""
+"""Parameters that are in every key, as in version 0.1.0. All other parameters are in a key only if
+they differ from their default, so that keys of older versions stay valid. This set never grows."""
 _DEFAULTS = asdict(RequestParams())
 _OF_ROWS = ("version of ", "rows[")
-"""What the names of fingerprints begin with that are of steps of `rows`: these decide which prompts
-there are, and each key has the prompt itself."""
+"""The beginnings of the names of fingerprints of row steps. These steps decide which prompts there
+are, and a key contains the prompt itself."""
 
 
 class RowKeys:
-    """Makes the keys of a job's rows. Rows of two jobs with one key have the same tokens, text,
-    counts and values per token, as far as both jobs write those."""
+    """Makes the keys of a job's rows.
+
+    Rows of two jobs with equal keys have the same tokens, text, counts and values per token, in the
+    columns that both jobs write.
+    """
 
     def __init__(
         self, config: JobConfig, fingerprints: Mapping[str, str], max_model_len: int
     ) -> None:
-        """Digest the parts that all rows share; `fingerprints` are those of `ResolvedJob`."""
+        """Digest everything that all rows share; `fingerprints` are those of `ResolvedJob`."""
         models = [name for name in fingerprints if name.endswith("_model")]
         groups, output = config_identity(config, models), config.output
         deciding = {
             name: text for name, text in fingerprints.items() if not name.startswith(_OF_ROWS)
         }
-        # A row's own constraint is among its parameters.
+        # The parameters of a row contain its constraint.
         deciding.pop("constraint", None)
-        # So is its adapter, of which the digest counts.
+        # They name its adapter, whose digest is put into the key.
         self._adapter = deciding.pop(OF_ADAPTER, None)
         start = f"{OF_ADAPTER} "
-        of_names = [name for name in deciding if name.startswith(start)]
-        self._adapters = {name.removeprefix(start): deciding.pop(name) for name in of_names}
+        adapter_names = [name for name in deciding if name.startswith(start)]
+        self._adapters = {name.removeprefix(start): deciding.pop(name) for name in adapter_names}
         deciding.pop(OF_ADAPTERS, None)
         for key in ("lora_column", "lora_grid"):
             groups["model"].pop(key, None)
@@ -72,19 +74,19 @@ class RowKeys:
             *(["whole_text"] if output.whole_text else []),
             *([{"hidden_layers": list(output.hidden_layers)}] if output.hidden_layers else []),
         ]
-        if more := {key: v for key, v in groups["engine"].items() if key != "max_model_len"}:
-            shared.append({"engine": more})
+        if engine := {key: v for key, v in groups["engine"].items() if key != "max_model_len"}:
+            shared.append({"engine": engine})
         text = json.dumps(shared, sort_keys=True, ensure_ascii=False)
         self._shared = blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
     def key(self, request: RowRequest) -> bytes:
-        """The key of a request, in whose parameters the seed is the row's own."""
+        """The key of a request whose parameters have the seed of the row's sample."""
         prompt, params, answer, choices, images = request
         digest = blake2b(self._shared, digest_size=KEY_BYTES)
         lora = self._adapter if params.lora is None else self._adapters.get(params.lora)
         digest.update(_params_digest(replace(params, seed=0, lora=lora)))
         digest.update((params.seed % 2**64).to_bytes(8, "little"))
-        # Where one list ends and the next begins counts, and whether there is an answer at all.
+        # Lengths are digested too, so that the boundaries between lists count.
         lists = [] if answer is None else [answer_ids(answer)]
         if isinstance(answer, Trajectory):
             lists += [answer.all_token_ids, answer.all_steps]
@@ -93,8 +95,8 @@ class RowKeys:
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(np.asarray(ids, np.int64).tobytes())
         digest.update(bytes([answer is not None]))
-        for each in images:
-            digest.update(each.image.digest)
+        for row_image in images:
+            digest.update(row_image.image.digest)
         return digest.digest()
 
 

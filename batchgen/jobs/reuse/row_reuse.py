@@ -1,4 +1,8 @@
-"""Copies rows that older jobs have computed with equal keys, and keeps the keys of new rows."""
+"""Copies rows that older jobs have computed with equal keys (`output.reuse`), and keeps the keys of
+new rows.
+
+`Generation` uses a `RowReuse`; a plan counts the rows to copy with `OlderJobs`.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +32,11 @@ class OlderJobs:
     def __init__(
         self, folders: Sequence[str], schema: OutputSchema, *, only_there: bool = False
     ) -> None:
-        """Read the keys in the folders, which are tried in this order; `only_there` leaves out keys
-        of rows that were dropped, which `copy` does not find either.
+        """Read the keys in the folders, which are tried in this order.
 
-        A folder without rows that this job can use is left out, which is said on stderr: one that
-        is no job's, that lacks a column, or that is damaged.
+        A folder is left out, with a warning on stderr, if its rows cannot be used: it is not a
+        job's, lacks a column or is damaged. `only_there` leaves out keys of rows that were dropped;
+        `copy` does not find such rows in any case.
         """
         self._folders: list[tuple[str, OlderRows]] = []
         self._opened: list[Storage] = []
@@ -58,6 +62,7 @@ class OlderJobs:
         return len(self._index)
 
     def close(self) -> None:
+        """Close the folders."""
         for storage in self._opened:
             storage.close()
 
@@ -66,7 +71,8 @@ class OlderJobs:
         return bool(self._index.find(key))
 
     def copy(self, key: bytes, request_id: RequestId, request: RowRequest) -> SplitOutput | None:
-        """What the engine would return for a row; None if no job has it."""
+        """The output of a request, copied from the first job that has a row with this key; None if
+        no job has one."""
         for location in self._index.find(key):
             folder, rows = self._folders[location.job]
             if location.job in self._damaged:
@@ -83,25 +89,26 @@ class OlderJobs:
 
 
 class RowReuse:
-    """The keys of a running job's rows, and those of older jobs."""
+    """The keys of a running job's rows, and the rows of older jobs."""
 
     def __init__(self, keys: RowKeys, log: KeyLog, older: OlderJobs) -> None:
         self._keys, self._log, self._older = keys, log, older
 
     def key(self, request: RowRequest) -> bytes:
-        """The key of a request, in whose parameters the seed is the row's own."""
+        """The key of a request whose parameters have the seed of the row's sample."""
         return self._keys.key(request)
 
     def copy(self, key: bytes, request_id: RequestId, request: RowRequest) -> SplitOutput | None:
-        """What the engine would return for a row; None if no older job has it."""
+        """The output of a request, copied from an older job; None if no older job has a row with
+        this key."""
         return self._older.copy(key, request_id, request)
 
     def keep(self, rows: Sequence[FinishedRow]) -> None:
-        """Keep the keys of rows that were just written."""
+        """Record the keys of rows that were just written."""
         self._log.append(rows)
 
     def close(self) -> None:
-        """Send what was kept, and close the folders."""
+        """Upload the recorded keys, and close the folders."""
         self._log.send()
         self._older.close()
 
@@ -113,7 +120,8 @@ def row_reuse(
     schema: OutputSchema,
     storage: Storage,
 ) -> RowReuse | None:
-    """Make a job's `RowReuse`; None if it neither keeps keys nor copies rows (`output.reuse`)."""
+    """Make a job's `RowReuse`; None if `output.reuse` is null, so that the job neither keeps keys
+    nor copies rows."""
     folders = config.output.reuse
     if folders is None:
         return None
@@ -123,7 +131,7 @@ def row_reuse(
 
 
 def _present_records(reader: JobFolderReader, keys: Mapping[int, Records]) -> dict[int, Records]:
-    """The keys of rows that a job has."""
+    """The records of rows that are in the job's shards."""
     present = {}
     for shard, records in keys.items():
         rows = [row_keys(batch) for batch in reader.shard(shard).batches(KEYS)]
@@ -135,6 +143,7 @@ def _present_records(reader: JobFolderReader, keys: Mapping[int, Records]) -> di
 
 
 def _leave_out(folder: str, why: str) -> None:
+    """Warn that a folder is left out."""
     print(
         f"batchgen: warning: output.reuse: no rows of {folder} are copied: {why}",
         file=sys.stderr,

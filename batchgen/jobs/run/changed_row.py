@@ -1,5 +1,7 @@
-"""Finds the first row of a data set that has changed since a job computed it, for an error
-message."""
+"""Finds the first row of a data set that has changed since a job computed it, for an error message.
+
+The check of the job's folder calls `changed_row` when the digests of the rows differ.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,10 @@ class Rows(Protocol):
 
 
 def changed_row(storage: Storage, source: Rows, first: int, last: int) -> str | None:
-    """Name the first finished row, from index `first` to `last`, that has changed in the data set.
+    """Name the first finished row, from index `first` to `last`, that differs in the data set now.
 
-    None if there is no such row: it is not finished, or differs in columns that are not copied.
+    Returns None if there is no such row: the changed row is not finished, or differs only in
+    columns that are not copied.
     """
     reader = JobFolderReader(storage.path, storage)
     schema = reader.schema
@@ -49,26 +52,29 @@ def changed_row(storage: Storage, source: Rows, first: int, last: int) -> str | 
     row = next(rows, None)
     for shard in reader.shards():
         for batch in reader.shard(shard).batches(schema.names, first_row=first):
-            for done in batch.to_pylist():
-                while row is not None and row.index < done["row_index"]:
+            for finished in batch.to_pylist():
+                while row is not None and row.index < finished["row_index"]:
                     row = next(rows, None)
-                if row is None or row.index > last or done["row_index"] > last:
+                if row is None or row.index > last or finished["row_index"] > last:
                     return None
                 with suppress(RequestError):  # a row that cannot be copied is an error row
                     fields = source.passthrough(row)
                     if PROMPT_IMAGES in schema.names:
                         fields = without_pixels(fields)
-                    if _is_same(done, row, fields, schema):
+                    if _is_same(finished, row, fields, schema):
                         continue
-                    return f"row {row.index} (id {done['row_id']!r})"
+                    return f"row {row.index} (id {finished['row_id']!r})"
     return None
 
 
 def _is_same(
-    done: Mapping[str, Any], row: _Row, fields: Mapping[str, Any], schema: pa.Schema
+    finished: Mapping[str, Any], row: _Row, fields: Mapping[str, Any], schema: pa.Schema
 ) -> bool:
-    if done["row_id"] != row.id:
+    """Whether a finished row has the id and the copied columns that the data set has now."""
+    if finished["row_id"] != row.id:
         return False
     known = [name for name in fields if name in schema.names]
     now = {name: pa.array([fields[name]], schema.field(name).type)[0].as_py() for name in known}
-    return repr(now) == repr({name: done[name] for name in known})  # NaN is NaN
+    return repr(now) == repr(
+        {name: finished[name] for name in known}
+    )  # as texts, because NaN != NaN

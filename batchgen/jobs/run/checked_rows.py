@@ -1,5 +1,7 @@
-"""Prepares what a job needs for each row: its request, its output columns, and the job's
-manifest."""
+"""Prepares what a job needs for each row: its request, its output columns, and the job's manifest.
+
+Runs, plans and dry runs call these functions before they look into the job's folder.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,21 @@ from batchgen.util.errors import ConfigError
 
 
 class CheckedRows(NamedTuple):
-    """The function that makes the request of a row, and the output columns of the job."""
+    """The result of `check_rows`.
+
+    Attributes:
+        request: makes the request of a row.
+        schema: the output columns of the job.
+        where: decides which samples are valid; None without `sampling.until`.
+    """
 
     request: Callable[[Row], RowRequest]
     schema: OutputSchema
-    where: ValidWhere | None  # decides which samples are valid, with `sampling.until`
+    where: ValidWhere | None
 
 
 def check_rows(config: JobConfig, parts: ResolvedJob) -> CheckedRows:
-    """Check what can be checked without the folder, and make what is needed for each row.
+    """Check everything that can be checked without the job's folder.
 
     Raises:
         ConfigError: prompts have no room, the rows lack the column of their constraints or options,
@@ -50,7 +58,7 @@ def check_rows(config: JobConfig, parts: ResolvedJob) -> CheckedRows:
 
 
 def max_rows(config: JobConfig, num_rows: int | None) -> int | None:
-    """How many rows the job has at most; None if that is not known."""
+    """The most rows that the job can have; None if that is not known."""
     return config.dataset.limit if num_rows is None else num_rows
 
 
@@ -60,7 +68,7 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
     parsed, until = None, config.sampling.until
     if PARSED in columns:
         assert isinstance(constraint, (JsonConstraintConfig, JsonSchemaConstraintConfig))
-        # Behind the thoughts the text begins with the JSON.
+        # Where the reasoning is separated, the text begins with the JSON.
         marker = "" if parts.beside else constraint.start_after or ""
         parsed = ParsedColumn.build(config.params.constraint, marker)
     return OutputSchema.build(
@@ -81,12 +89,16 @@ def output_schema(config: JobConfig, parts: ResolvedJob) -> OutputSchema:
 
 
 def _enough(until: UntilConfig) -> Enough:
-    """When a row has enough samples. Raises ConfigError if it never could before it has all."""
+    """The rule by which a row has enough samples.
+
+    Raises:
+        ConfigError: no row could reach the width before it has all its samples.
+    """
     enough = Enough(until.valid, until.most, until.width)
     if enough.fewest > until.most:
         raise ConfigError(
             f"sampling.until.width={until.width:g} needs {enough.fewest:,} samples of a row or "
-            f"more, but sampling.until.most={until.most} ends it before: raise most, or width"
+            f"more, but sampling.until.most={until.most} ends it before that: raise most, or width"
         )
     return enough
 
@@ -94,11 +106,12 @@ def _enough(until: UntilConfig) -> Enough:
 def row_request(
     config: JobConfig, parts: ResolvedJob, *, with_images: bool = True
 ) -> Callable[[Row], RowRequest]:
-    """A function from a row to its prompt and its parameters, which raises RequestError for a row
-    that has none. A prompt is cut or refused so that the longest answer has room: otherwise an
-    answer could end at the model's limit, and nobody would see why.
+    """Make the function from a row to its request, which raises RequestError for a row that cannot
+    have one.
 
-    Without `with_images` only the headers of image files are read, and requests have no images.
+    A prompt is cut or refused so that the longest answer has room. Otherwise an answer could end at
+    the model's limit, and nobody would see why. Without `with_images` only the headers of image
+    files are read, and requests have no images.
 
     Raises:
         ConfigError: the longest answer leaves no room for any prompt.
@@ -116,10 +129,10 @@ def row_request(
             raise row.failure
         params = row_params.sampling(row)
         answer = None if parts.answer is None else parts.answer.of(row)
-        num_behind = params.max_new_tokens if answer is None else len(answer)
+        num_after = params.max_new_tokens if answer is None else len(answer)
         params = row_params.constrained(row, params)
         choices = parts.choices(params.constraint)
-        room = prompt_room(parts.max_model_len, max([num_behind, *map(len, choices)]))
+        room = prompt_room(parts.max_model_len, max([num_after, *map(len, choices)]))
         prompt = parts.prompt
         ids, images = prompt.asked(row) if with_images else (prompt.token_ids(row), [])
         too_long = "error" if images else config.prompt.too_long
@@ -130,8 +143,8 @@ def row_request(
 
 
 def lasting(config: JobConfig, parts: ResolvedJob) -> JobConfig:
-    """The configuration with the values that are fixed when the job starts: how embeddings are
-    pooled, and the date that prompts name."""
+    """The configuration with the values that are fixed when the job first starts: the pooling of
+    embeddings, and the date that prompts name."""
     output = config.output
     if parts.pooling is not None:
         output = replace(output, pooling=parts.pooling)
@@ -148,7 +161,7 @@ def job_manifest(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) ->
     """The manifest of a job as it is requested now, without digests of its rows."""
     config = lasting(config, parts)
     from batchgen.jobs.run.image_files import (
-        content_fingerprint,  # it loads the libraries of the data
+        content_fingerprint,  # loads the libraries for data
     )
 
     fingerprints = parts.fingerprints

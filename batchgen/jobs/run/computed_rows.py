@@ -1,5 +1,5 @@
-"""Computes the unfinished rows of a job: loads the weights and runs `Generation` to the last
-row."""
+"""Computes the unfinished rows of a job: loads the weights and runs `Generation` to the last row.
+`run_job.py` calls `compute_rows`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from batchgen.jobs.run.job_end import JobResult
 from batchgen.storage.costs.cost_recorder import CostRecorder
 
 _GPU_SHARE, _CPU_SHARE = 1.0, 0.2
-"""The time of a decode step of one row over that of a full one."""
+"""The time of a decode step of one row, as a share of the time of a step of a full batch."""
 
 
 def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
-    """Load the weights and compute rows until none is left; the result if a signal came."""
-    yield 0.0  # jobs beside this one are opened before any weights load
+    """Load the weights and compute rows until none is left; then return None. Return the job's
+    result if a signal came or the budget was spent."""
+    yield 0.0  # all jobs that share the engine are opened before any weights load
     if attempt.spending.is_spent:
         return attempt.stopped()
     config, parts, metrics, writer = attempt.config, attempt.parts, attempt.metrics, attempt.writer
@@ -74,19 +75,20 @@ def compute_rows(attempt: JobAttempt) -> Turns[JobResult | None]:
 
 
 def _progress(attempt: JobAttempt, engine: Engine) -> Progress:
-    """The bar of the job, whose score trackers get too."""
+    """Make the display of the job. Trackers get the same score so far."""
     config, parts, metrics = attempt.config, attempt.parts, attempt.metrics
     score = running_score(config, attempt.rows.schema, attempt.folder.path)
     if score is not None:
         metrics.score_so_far = score.mean
-    of_rows = config.sampling.column is not None  # which may have longer answers than the job
+    # Options of rows may allow longer answers than the job's options do.
+    has_row_options = config.sampling.column is not None
     return Progress(
         metrics.attempt.rows_total,
         attempt.writer.resumed,
         config.progress.show,
         parts.decode,
         resumed_errors=metrics.tally.totals.error_rows,
-        longest=parts.max_model_len if of_rows else config.sampling.max_new_tokens,
+        longest=parts.max_model_len if has_row_options else config.sampling.max_new_tokens,
         batch_share=_GPU_SHARE if engine.memory.total is not None else _CPU_SHARE,
         title=parts.name,
         score=score,
@@ -94,16 +96,17 @@ def _progress(attempt: JobAttempt, engine: Engine) -> Progress:
 
 
 def _waves(attempt: JobAttempt) -> EverySample:
-    """Make what decides when the samples of a row begin."""
+    """Make the object that decides when the samples of a row begin."""
     if attempt.rows.where is None:
         return EverySample()
     return SampleWaves(Judge(attempt.rows.where, attempt.config.score), attempt.writer)
 
 
 def _note_engine(attempt: JobAttempt, engine: Engine) -> None:
-    """Record what the answers depend on in writer, metrics and manifest."""
-    # A GPU may round sums differently in batches of another size. So do other numbers of ranks,
-    # which workers on CPUs may have.
+    """Record the properties of the engine that the answers depend on, in writer, metrics and
+    manifest."""
+    # A GPU may round sums differently if the batch has another size, and so does another number of
+    # ranks, in which workers on CPUs may differ.
     options, on_gpu = attempt.config.engine, engine.memory.total is not None
     keeps_bits = options.deterministic if on_gpu else options.tensor_parallel == 1
     exact = keeps_bits and engine.batch_dependence is None

@@ -1,5 +1,5 @@
-"""Grades and scores a job whose rows are all computed, and updates the files that show the
-result."""
+"""Grades and scores a job whose rows are all computed, and updates the files that show the result.
+The end of a job and `batchgen grade` call these functions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 def grade_and_score(
     samples: Samples, config: JobConfig, signals: StopSignals, queue: GradingQueue | None = None
 ) -> Turns[JobScores]:
-    """Grade the rows of a job as its configuration says, and score them, if a step gives marks.
+    """Grade the rows of a job as its configuration says, and score them if a step gives marks.
 
-    Marks of earlier grades that change are named on stderr. Shards that the `queue` is already
-    grading are waited for. If a signal comes first, JobStopped is raised, and what is graded stays.
+    Changes of earlier marks are printed to stderr. Shards that the `queue` is already grading are
+    waited for.
+
+    Raises:
+        JobStopped: a signal came first; the grades so far stay.
     """
     if not config.post:
         return score_job(samples) if config.is_scored else JobScores()
@@ -41,7 +44,7 @@ def grade_and_score(
 
     if queue is not None:
         yield from queue.finish(stop)
-    # It grades what is left, and says what is wrong if the queue has failed.
+    # `make` grades the shards that are left, and reports the error if the queue has failed.
     changes = ChangedMarks()
     try:
         count = samples.grades.make(config.post, text, config.score, stop=stop, changes=changes)
@@ -53,16 +56,18 @@ def grade_and_score(
 
 
 def score_job(samples: Samples) -> JobScores:
-    """The scores of a graded job, if its grades have marks."""
-    # numpy is needed from here on, and not by a job without marks.
+    """The scores of a graded job; without figures if its grades have no marks."""
+    # Loads numpy, which a job without marks does not need.
     from batchgen.evals.scores.job_score import job_scores
 
     return job_scores(samples) if samples.have_marks else JobScores()
 
 
 def save_scores(folder: Path, scores: JobScores, display_name: str | None = None) -> None:
-    """Write scores into metrics.json, and the columns of the grades into README.md if that is still
-    there. `display_name` is what people call the folder."""
+    """Write scores into metrics.json, and the section on grades into README.md if the file exists.
+
+    `display_name` is what people call the folder.
+    """
     from batchgen.evals.scores.job_score import save_score
 
     save_score(folder, scores)
@@ -72,7 +77,7 @@ def save_scores(folder: Path, scores: JobScores, display_name: str | None = None
 
 
 def graded_card(card: str, folder: Path, display_name: str | None = None) -> str:
-    """The data set card with a section about the grades, if the job has some."""
+    """The data set card with a section on the grades, if the job has grades."""
     schema = JobGrades(folder).schema()
     if schema is None:
         return card

@@ -1,4 +1,5 @@
-"""The image files that rows name: their content counts as part of the rows."""
+"""The image files that rows name. Their content counts as part of the rows: a changed image makes
+another data set."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from batchgen.inputs.prompts.row_prompts import Prompt
 from batchgen.util.fingerprint import fingerprint_text
 
 _PEEKED = 16
-"""Rows that are looked at, to find out whether rows name files."""
+"""The rows that are read to find out whether rows name files."""
 
 
 class ImageFiles:
-    """The image files that the rows of a data set name. A row whose images cannot be found counts
-    as one without any, because it becomes an error row anyway."""
+    """The image files that the rows of a data set name.
+
+    A row whose images cannot be found counts as a row without images, because it becomes an error
+    row anyway.
+    """
 
     def __init__(
         self, data: Source, images: RowImages, sources: Callable[[Row], list[ImageSource]]
@@ -31,49 +35,52 @@ class ImageFiles:
 
     @staticmethod
     def of(source: Source, prompt: Prompt) -> ImageFiles | None:
-        """The files of a job's rows; None if the first rows name none."""
+        """The image files of a job's rows; None if the first rows name none."""
         if not isinstance(prompt, ChatPrompt | BodyPrompt) or prompt.images is None:
             return None
         data = source.data
-        if data.follows:  # its rows come from another job, and are not all there
+        if data.follows:  # its rows come from a job that still runs
             return None
         files = ImageFiles(data, prompt.images, prompt.image_sources)
-        some = islice(files._data.rows(), _PEEKED)
-        return files if any(files._of_row(row, file_names) for row in some) else None
+        first_rows = islice(files._data.rows(), _PEEKED)
+        return files if any(files._of_row(row, file_names) for row in first_rows) else None
 
     @property
     def num_ready(self) -> int | None:
-        """How many rows there are; None for a stream."""
+        """The number of rows; None for a stream."""
         return self._data.num_ready
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The rows before `stop` in tables of `size` rows, of which the last one may have fewer,
-        with one more column: the digests of the files that each row names."""
+        """The rows before `stop` in tables of `size` rows; the last table may be shorter. One more
+        column has the digests of the files that each row names."""
         rows, digests = self._data.rows(), self._images.file_digests
         for table in self._data.tables(stop, size):
             digest_rows = [self._of_row(row, digests) for row in islice(rows, table.num_rows)]
             yield table.append_column("\0image files", pa.array(digest_rows, pa.list_(pa.string())))
 
     def stamp(self) -> str:
-        """A digest of names, sizes and times of all files. It says whether their content must be
-        looked at again."""
+        """A digest of names, sizes and times of all files. While it is the same, their content is
+        not read again."""
         stamps = (self._of_row(row, self._images.file_stamps) for row in self._data.rows())
-        return fingerprint_text(*(text for of_row in stamps for text in of_row))
+        return fingerprint_text(*(stamp for row_stamps in stamps for stamp in row_stamps))
 
-    def _of_row(self, row: Row, what: Callable[[Sequence[ImageSource]], list[str]]) -> list[str]:
+    def _of_row(
+        self, row: Row, describe: Callable[[Sequence[ImageSource]], list[str]]
+    ) -> list[str]:
+        """The texts that `describe` makes of the images of a row; empty if they cannot be read."""
         try:
-            return what(self._sources(row))
+            return describe(self._sources(row))
         except (RequestError, OSError):
             return []
 
 
 def content_of(source: Source, prompt: Prompt) -> Source | ImageFiles:
-    """The rows of a job's data set, with the files that they name as their images."""
+    """The rows of a job's data set, together with the image files that they name."""
     return ImageFiles.of(source, prompt) or source.data
 
 
 def content_fingerprint(source: Source, prompt: Prompt) -> str:
-    """The fingerprint of a job's data set, another one where files that rows name may have
+    """The fingerprint of a job's data set. It changes if image files that rows name may have
     changed."""
     data = source.data  # rows that steps choose cannot be counted before the folder is open
     fingerprint = data.fingerprint

@@ -1,4 +1,4 @@
-"""One worker's attempt at a job, from the open folder to its result."""
+"""One worker's attempt at a job, from the open folder to its result. `run_job.py` makes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ from batchgen.util.signals import JobStopped, StopSignals
 
 
 class JobAttempt:
-    """The objects that one worker's run of a job shares, and how the run reports its end."""
+    """The objects that one worker's run of a job shares, and how the run reports its end.
+
+    Attributes:
+        config, parts, rows: the job.
+        folder: its output folder.
+        worker, writer: this process among the job's workers, and the writer of its rows.
+        signals: the signals that stop the job.
+        metrics: the content of metrics.json.
+        spending: how much of the budget is used.
+        todo: the rows to compute.
+    """
 
     def __init__(
         self,
@@ -53,7 +63,7 @@ class JobAttempt:
         self.todo = ShardQueue(parts.source, writer, worker, config.output.rows_per_shard)
 
     def _new_metrics(self) -> Metrics:
-        """The metrics of this attempt; only the first of several workers counts rows of earlier
+        """The metrics of this attempt. Only the first of several workers counts the rows of earlier
         attempts."""
         folder, writer = self.folder, self.writer
         tally = new_tally(self.config, self.parts)
@@ -67,15 +77,16 @@ class JobAttempt:
         self.folder.storage.write(self.folder.path / "config.yaml", job_file_text(config))
 
     def note_read(self) -> None:
-        """Record in the metrics what is known of the jobs whose rows are read."""
+        """Record in the metrics the costs of the jobs whose rows are read, and how many rows each
+        step left."""
         source = self.parts.source
         self.metrics.read_jobs = [cost for job in source.jobs for cost in job.costs]
         self.metrics.funnel = [(left.choice, left.rows) for left in source.data.funnel]
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within the context, save in metrics.json how the job ended, and add to an error which
-        rows are safe."""
+        """A context after which metrics.json says how the job ended. An error gets a note that says
+        which rows are safe."""
         metrics, display_name = self.metrics, self.folder.storage.display_name
         metrics.save("running")
         try:
@@ -86,7 +97,8 @@ class JobAttempt:
         except Exception as error:
             if isinstance(error, FolderLost):
                 raise
-            # The same command would only repeat a mistake that shows when the engine is built.
+            # A mistake that shows when the engine is built gets no note, because the same command
+            # would only repeat it.
             if metrics.attempt.rows or not isinstance(error, (ConfigError, AllRowsFailed)):
                 error.add_note(f"Finished rows are safe. {how_to_resume(display_name)}")
             # On a full disk this fails too. The first error must stay the one that the user sees.

@@ -1,4 +1,7 @@
-"""The end of a job: completed by this worker, by another one, or already complete before."""
+"""The end of a job: completed by this worker, by another worker, or complete before it was started.
+
+Each function returns the `JobResult`, whose message the command prints.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,14 @@ from batchgen.util.signals import StopSignals
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended without an error: complete, with `error_rows` rows that have an error instead
-    of an answer, or stopped by a signal or because its budget `is_spent`."""
+    """How a job ended without an error.
+
+    Attributes:
+        error_rows: the number of rows that have an error instead of an answer.
+        stopped_by: the signal that stopped the job; None if no signal did.
+        message: the text for the user.
+        is_spent: whether the job stopped because its budget is spent.
+    """
 
     error_rows: int
     stopped_by: int | None
@@ -39,7 +48,7 @@ class JobResult:
 
     @property
     def exit_code(self) -> int:
-        """As `batchgen.__main__` describes them."""
+        """The exit code of the command, see `batchgen.__main__`."""
         if self.stopped_by is not None:
             return 128 + self.stopped_by
         if self.is_spent:
@@ -48,22 +57,22 @@ class JobResult:
 
 
 def completed_elsewhere(storage: Storage, parts: ResolvedJob, rows: int) -> JobResult | None:
-    """How the job ended if another worker has completed it, while this one computed `rows` rows;
-    else None."""
+    """The result of a job that another worker has completed; None if none has. This worker has
+    computed `rows` rows."""
     content = storage.read(storage.path / "metrics.json")
-    if content is None:  # no worker has had the time to write it
+    if content is None:  # no worker has written it yet
         return None
-    figures = json.loads(content)
-    if figures["status"] != "complete":
+    metrics = json.loads(content)
+    if metrics["status"] != "complete":
         return None
-    totals = Totals.of(figures)
+    totals = Totals.of(metrics)
     head = f"The job is complete; this worker has computed {rows:,} of its answers.\n"
-    steps = all_steps(figures, _name(storage))
-    copied = figures.get("rows_copied", 0)
+    steps = all_steps(metrics, _name(storage))
+    copied = metrics.get("rows_copied", 0)
     job = JobSummary(
         totals,
-        score=figures.get("score"),
-        adapter_scores=figures.get("adapter_scores", {}),
+        score=metrics.get("score"),
+        adapter_scores=metrics.get("adapter_scores", {}),
         rows_copied=copied,
         costs=steps,
     )
@@ -78,9 +87,11 @@ def complete(
     schema: OutputSchema,
     metrics: Metrics,
 ) -> JobResult:
+    """Complete a job whose rows are all written, graded and scored: write README.md, metrics.json
+    and the report, and delete the journal."""
     storage = folder.storage
     elsewhere = completed_elsewhere(storage, parts, metrics.attempt.rows)
-    if elsewhere is not None:  # this worker was paused, and another has done the same
+    if elsewhere is not None:  # this worker was paused, and another completed the job
         return elsewhere
 
     display_name = storage.display_name
@@ -129,6 +140,8 @@ def _name(storage: Storage) -> str:
 def already_complete(
     config: JobConfig, parts: ResolvedJob, folder: JobFolder, signals: StopSignals
 ) -> Turns[JobResult]:
+    """Grade and score a job that was complete before it was started, and make its report if it is
+    missing or old. No row is computed."""
     storage = folder.storage
     folder.remove_journal()
     wants_report = config.output.report and not is_up_to_date(storage)
@@ -143,8 +156,8 @@ def already_complete(
     message = "This job is complete already; nothing was computed.\n"
     display_name = storage.display_name
     facts = IndexFacts.parse(storage.read(folder.path / ROW_INDEX))
-    figures = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
-    steps = all_steps(figures, _name(storage))
+    metrics = json.loads(storage.read(folder.path / "metrics.json") or b"{}")
+    steps = all_steps(metrics, _name(storage))
     questions = num_questions(folder.manifest, facts)
     job = JobSummary(
         totals,
@@ -159,14 +172,14 @@ def already_complete(
 
 
 def _report(parts: ResolvedJob, folder: JobFolder) -> str | None:
-    """Make the job's report; returns what people call it, None if it could not be made."""
+    """Make the job's report; returns its name for people, or None if it could not be made."""
     display_name = folder.storage.display_name
     path = try_report(folder.path, parts.decode_all, display_name)
     return None if path is None else f"{display_name}/{REPORT}"
 
 
 def _count_shards(config: JobConfig, parts: ResolvedJob, folder: JobFolder) -> Tally:
-    """The counts over all rows of a complete job, as its shards have them."""
+    """Count all rows of a complete job, by reading its shards."""
     tally, storage = new_tally(config, parts), folder.storage
     for path in shard_files(folder.data, storage.names(folder.data)).values():
         tally.add_table(read_columns(storage.parquet(path), tally.columns))
@@ -174,6 +187,7 @@ def _count_shards(config: JobConfig, parts: ResolvedJob, folder: JobFolder) -> T
 
 
 def new_tally(config: JobConfig, parts: ResolvedJob) -> Tally:
+    """An empty tally of the counts that this job's rows have."""
     names = [count.name for count in parts.counts]
     until = config.sampling.until is not None
     channels = any(column.name == CHANNEL for column in parts.beside)

@@ -1,5 +1,5 @@
 """Opens a job's folder for this process: the locked folder, this worker, and the writer of its
-rows."""
+rows. `run_job.py` calls these functions in this order."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ from batchgen.util.errors import FolderLost, JobError
 from batchgen.util.signals import JobStopped
 
 _OPENING_SECONDS, _INDEX_SECONDS = 60.0, 86400.0
-"""How long a worker waits, at least, for the one that opens the folder; the second one is for jobs
-whose steps choose among the rows, which are gone through then."""
+"""How long a worker waits, at least, for the worker that opens the folder. The second time is for
+jobs with row steps, which must go through the whole data set first."""
 
 
 def open_job_folder(config: JobConfig, parts: ResolvedJob, schema: OutputSchema) -> JobFolder:
-    """Lock the job's folder, and make sure that it holds this job or can become it."""
+    """Lock the job's folder, and make sure that it holds this job or can become its folder.
+
+    Raises:
+        ConfigError: the folder holds another job, or rows that have changed in the data set.
+    """
     storage, source = open_storage(config.output.dir, config.workers), parts.source
     data, indexed = source.data, source.data is not source
     data.learn()
@@ -40,7 +44,7 @@ def open_job_folder(config: JobConfig, parts: ResolvedJob, schema: OutputSchema)
         storage.path,
         job_manifest(config, parts, schema),
         lambda stop: rows_digest(content_of(source, parts.prompt), stop),
-        # Rows that steps have chosen cannot be told before the folder is open.
+        # The rows that row steps choose are not known before the folder is open.
         changed_row=_no_row if indexed else partial(changed_row, storage, source),
         overwrite=config.output.overwrite,
         wait=max(_INDEX_SECONDS if indexed else _OPENING_SECONDS, config.workers.stale_after),
@@ -61,12 +65,13 @@ def open_job_folder(config: JobConfig, parts: ResolvedJob, schema: OutputSchema)
 
 
 def _no_row(first: int, last: int) -> None:
-    """A row that has changed is not named."""
+    """Find no changed row; stands in for `changed_row`."""
 
 
 @contextmanager
 def worker_in(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
-    """This process among the workers of the folder, which learn how it ends."""
+    """Be one of the workers of the folder within the context; the others can see how this worker
+    ended."""
     joins, storage = not folder.exclusive, folder.storage
     worker = Worker(folder.path, config.workers, folder.least_worker, storage, joins=joins)
     how: How | None = "failed"
@@ -81,7 +86,7 @@ def worker_in(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
         how = None
         raise
     except (JobError, OSError) as error:
-        # A disk that is full or away would end every worker, whatever the shard.
+        # A full or missing disk ends every worker, so it must not count against the shard.
         how = "failed" if isinstance(error, DamagedFile) else "stopped"
         raise
     finally:
@@ -91,8 +96,11 @@ def worker_in(config: JobConfig, folder: JobFolder) -> Iterator[Worker]:
 def writer_in(
     config: JobConfig, parts: ResolvedJob, folder: JobFolder, schema: OutputSchema, worker: Worker
 ) -> OutputWriter:
-    """The writer of this worker's rows. Raises FolderGone if the others have completed the job
-    meanwhile."""
+    """Make the writer of this worker's rows.
+
+    Raises:
+        FolderGone: the other workers have completed the job meanwhile.
+    """
     source = parts.source
     try:
         return OutputWriter(
@@ -113,7 +121,8 @@ def writer_in(
             raise
         raise FolderGone(str(error.filename)) from None
     except FolderGone:
-        # In a store, which has no folders that could be gone, this worker has left its heartbeat.
+        # An object store has no folders that could be gone, so this worker's heartbeat is left
+        # there.
         if completed_elsewhere(folder.storage, parts, rows=0) is not None:
             folder.remove_journal()
         raise

@@ -32,11 +32,11 @@ from batchgen.storage.stores.open_storage import open_storage
 from batchgen.util.errors import JobError, OpenedAnew
 from batchgen.util.signals import JobStopped, StopSignals
 
-_JOIN_TRIES = 5
+_JOIN_TRIES = 5  # the most times that another process may open the job at the same moment
 
 
 def execute_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
-    """Run a job to its end, or resume one that was stopped or killed.
+    """Run a job to its end, or resume a job that was stopped or killed.
 
     Everything that can be refused is refused before the weights load. A first SIGINT or SIGTERM
     stops the job cleanly, a second one at once.
@@ -45,15 +45,17 @@ def execute_job(config: JobConfig, parts: ResolvedJob) -> JobResult:
         ConfigError: the user made a mistake. No row was computed, unless the mistake is in a later
             row of the data set.
         JobError: the output cannot be written or is damaged. Finished rows are safe.
-        Exception: whatever the engine or the data set raises. Finished rows are safe.
+        Exception: an error of the engine or the data set. Finished rows are safe.
     """
     with StopSignals() as signals, closing(parts):
         return alone(job_turns(config, parts, signals))
 
 
 def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Turns[JobResult]:
-    """The turns of `execute_job`, in which `signals` say when to stop. All that can be refused
-    without the weights is refused in the first turn."""
+    """The turns of `execute_job`, until `signals` say when to stop.
+
+    Everything that can be refused without the weights is refused in the first turn.
+    """
     config = lasting(config, parts)
     try:
         rows = check_rows(config, parts)
@@ -79,8 +81,11 @@ def job_turns(config: JobConfig, parts: ResolvedJob, signals: StopSignals) -> Tu
 def _joined(
     config: JobConfig, parts: ResolvedJob, rows: CheckedRows, stack: ExitStack
 ) -> tuple[JobFolder, Worker]:
-    """The job's folder and this process among its workers, until the stack ends. In a store,
-    another process can open the job anew in the same moment: then this one joins that one."""
+    """Open the job's folder and join its workers, until the stack ends.
+
+    In an object store, another process may open the job at the same moment; then this one tries
+    again and joins it.
+    """
     for tries_left in reversed(range(_JOIN_TRIES)):
         try:
             with ExitStack() as joining:
@@ -95,6 +100,7 @@ def _joined(
 
 
 def _turns(attempt: JobAttempt) -> Turns[JobResult]:
+    """Compute, grade and complete the job, together with the other workers."""
     config, parts, folder, metrics = attempt.config, attempt.parts, attempt.folder, attempt.metrics
     is_done = attempt.todo.is_empty()
     if is_done and metrics.was_complete:
@@ -107,7 +113,7 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
     if folder.exclusive and not is_done:
         card = unfinished_card(folder.storage.display_name)
         folder.storage.write(folder.path / "README.md", card)
-        folder.storage.delete(folder.path / REPORT)  # it would tell of fewer rows
+        folder.storage.delete(folder.path / REPORT)  # it would show fewer rows
     samples = Samples(folder.path, config.score, by=config.model.grid_column)
     at_once, claim = parts.grades_at_once, partial(attempt.worker.claim, GRADING)
     needed = folder.storage.in_place and (at_once or not is_done)
@@ -124,7 +130,8 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
         attempt.writer.finish(attempt.todo.num_rows)
         if parts.source.follows:
             folder.settle(job_manifest(config, parts, attempt.rows.schema))
-            # From now on this is a job over a complete one, to whoever opens it by its folder.
+            # The job that was followed is complete: whoever opens this folder later need not
+            # follow.
             data = replace(config.dataset, follow=False)
             attempt.write_config(replace(config, dataset=data))
             attempt.note_read()
@@ -135,20 +142,22 @@ def _turns(attempt: JobAttempt) -> Turns[JobResult]:
 
 
 def _wait_for_others(attempt: JobAttempt) -> Turns[JobResult | None]:
-    """Wait until this worker is the one that completes the job, which is None, or until another has
-    completed it or a signal came, which is how the job ended for this worker."""
+    """Wait until this worker is to complete the job, and return None.
+
+    Returns the job's result instead if another worker has completed the job, or a signal came.
+    """
     folder, worker = attempt.folder, attempt.worker
     attempt.signals.deferred = True
     attempt.writer.flush()
-    worker.beat()  # the worker that completes the job says what this one has computed
+    worker.beat()  # the worker that completes the job reads this worker's counts there
     _refuse_quarantined(attempt.todo, worker)
     while True:
         is_mine = worker.claim_finish()
-        # After the claim: it is granted, too, where the leases of a complete job are gone.
+        # Look after the claim, which is also granted if the leases of a complete job are gone.
         rows = attempt.metrics.attempt.rows
         elsewhere = completed_elsewhere(folder.storage, attempt.parts, rows)
         if elsewhere is not None:
-            folder.remove_journal()  # the one that completed it may have been killed before
+            folder.remove_journal()  # the worker that completed the job may have been killed first
             return elsewhere
         if is_mine:
             return None
@@ -158,13 +167,13 @@ def _wait_for_others(attempt: JobAttempt) -> Turns[JobResult | None]:
 
 
 def _refuse_quarantined(todo: ShardQueue, worker: Worker) -> None:
-    """End a job in which only shards are left on which workers crashed again and again."""
+    """Raise JobError if the only shards left are those on which workers crashed again and again."""
     lines = []
     ended = worker.quarantined()
     for shard, rows in todo.quarantined_rows().items():
-        some = ", ".join(rows[:20]) + (f" … ({len(rows):,} in all)" if len(rows) > 20 else "")
-        who = ", ".join(map(str, ended.get(shard, ())))
-        lines.append(f"shard {shard} crashed the workers {who}; rows not computed: {some}")
+        shown_ids = ", ".join(rows[:20]) + (f" … ({len(rows):,} in all)" if len(rows) > 20 else "")
+        crashed = ", ".join(map(str, ended.get(shard, ())))
+        lines.append(f"shard {shard} crashed the workers {crashed}; rows not computed: {shown_ids}")
     if lines:
         raise JobError(
             "all other rows are computed, but some are in quarantine:\n  "

@@ -1,4 +1,5 @@
-"""Runs several jobs at the same time in one engine."""
+"""Runs several jobs at the same time in one engine. Pipelines call `run_jobs` for steps that use
+the same model."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ from batchgen.util.signals import JobStopped, StopSignals
 
 @dataclass(frozen=True)
 class SharingJob:
-    """A job that shares an engine with others. `around` wraps its turns and may do more before and
-    after them."""
+    """A job that shares an engine with others.
+
+    Attributes:
+        config, parts: the job.
+        around: wraps the job's turns, and may do more before and after them.
+    """
 
     config: JobConfig
     parts: ResolvedJob
@@ -34,14 +39,20 @@ def run_jobs(
 ) -> dict[str, JobResult]:
     """Run jobs, by their names, to their ends or until a signal; returns how each ended.
 
-    All folders are opened before the weights load. A row's next job is a request like any other:
-    the engine's steps run whatever rows the jobs have at that time. `ended` is called with each job
-    that was completed, and returns further jobs to run in the same engine. An error of one job
-    stops the others cleanly and is raised; a budget that is spent stops them, too, and they are not
-    among the results.
+    All folders are opened before the weights load. The rows of all jobs are requests of one engine,
+    whose steps batch them together.
+
+    Args:
+        build_engine: builds the engine when the first job needs it.
+        ended: is called with each job that was completed, and returns further jobs to run in the
+            same engine.
+
+    Returns:
+        The result of each job. If a budget is spent, the jobs that it stops have no result.
 
     Raises:
-        ConfigError, JobError, Exception: see `run_job`, by the first job that raises one.
+        ConfigError, JobError, Exception: the first error of a job, see `execute_job`. The other
+            jobs are stopped cleanly.
     """
     with StopSignals() as signals, ExitStack() as stack:
         shared = stack.enter_context(closing(SharedEngine(build_engine)))
@@ -72,8 +83,8 @@ def run_jobs(
 def _round(
     running: dict[str, Turns[JobResult]], shared: SharedEngine
 ) -> list[tuple[str, JobResult]]:
-    """Give each job its turn, and then the engine a step; returns the jobs that have ended, which
-    `running` loses."""
+    """Give each job a turn, and then the engine a step. Jobs that have ended are removed from
+    `running` and returned."""
     waits: list[float] = []
     results = []
     for name, turns in list(running.items()):
@@ -93,8 +104,8 @@ def _round(
 
 
 def _stop_all(running: dict[str, Turns[JobResult]]) -> None:
-    """End jobs as a signal would, and keep their rows. What they raise is of no interest beside the
-    reason for which they end."""
+    """End jobs as a signal would, and keep their rows. Errors that they raise are ignored, because
+    another error or the budget is the reason to stop."""
     for turns in running.values():
         with suppress(StopIteration, Exception, JobStopped):
             turns.throw(JobStopped())

@@ -1,4 +1,5 @@
-"""One engine for several jobs: each job gets a port that looks like an engine of its own."""
+"""One engine for several jobs: each job gets a port that looks like an engine used by it alone.
+`run_jobs.py` makes it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class DivisibleEngine(Engine, Protocol):
 
 
 class SharedEngine:
-    """An engine that is built when the first job needs it, and that `step` lets run for all."""
+    """An engine that is built when the first job needs it. `step` runs one step for all jobs."""
 
     def __init__(self, build: Callable[[], DivisibleEngine]) -> None:
         self._build = build
@@ -43,7 +44,7 @@ class SharedEngine:
         self._ports: dict[str, EnginePort] = {}
 
     def port(self, name: str) -> EnginePort:
-        """The engine as the job of this name sees it; the engine is built if it is not there."""
+        """Make the port of the job with this name; build the engine if there is none yet."""
         if self._engine is None:
             self._engine = self._build()
             self._engine.measure_costs()
@@ -59,24 +60,24 @@ class SharedEngine:
 
     @property
     def in_flight(self) -> int:
-        """How many requests are in the engine."""
+        """The number of requests in the engine."""
         return sum(len(port.waiting) for port in self._ports.values())
 
     def step(self) -> None:
-        """Run one step, and hand each output to the job that asked for it."""
+        """Run one step, and give each output to the job that made the request."""
         assert self._engine is not None
         for output in self._engine.step():
             assert isinstance(output.request_id, RequestId)
             self._ports[output.request_id.job].receive(output)
 
     def close(self) -> None:
-        """Stop what works in the background."""
+        """Stop the engine's background work."""
         if self._engine is not None:
             self._engine.close()
 
 
 class EnginePort:
-    """A shared engine as one job sees it: its requests, and of the tokens those of its own.
+    """A shared engine as one job sees it: only with the requests and tokens of this job.
 
     Attributes:
         name: the job's name, which is part of the ids of its requests.
@@ -114,9 +115,9 @@ class EnginePort:
         return goes_on
 
     def begun_lengths(self) -> dict[RequestId, int]:
-        """How many tokens the job's requests have generated; see the engine."""
+        """The number of tokens that each of the job's requests has generated; see the engine."""
         lengths = self._engine.begun_lengths()
-        return {one: lengths[one] for one in self.waiting & lengths.keys()}
+        return {id: lengths[id] for id in self.waiting & lengths.keys()}
 
     def begun(self, request_id: RequestId, start: int = 0) -> Begun | None:
         """What a request of the job has generated; see the engine."""
@@ -129,56 +130,57 @@ class EnginePort:
         self._tokens += len(output.token_ids) - self._begun.pop(output.request_id, 0)
 
     def step(self) -> list[RequestOutput]:
-        """The requests that steps of the engine have finished since the last call."""
+        """The outputs of requests that the engine has finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def measure_costs(self) -> None:
-        """Costs are measured for all jobs since the engine was built."""
+        """Do nothing: the shared engine measures costs since it was built."""
 
     def take_costs(self, *, wait: bool = False) -> list[tuple[Any, float]]:
-        """What the job's own requests cost, see the engine."""
+        """The costs of the job's requests since the last call; see the engine."""
         self._collect_costs(wait)
         costs, self.costs = self.costs, []
         return costs
 
     def close(self) -> None:
-        """Take the requests that are left out of the engine, which goes on for other jobs."""
+        """Remove the job's unfinished requests from the engine, which goes on for other jobs."""
         for request_id in self.waiting:
             self._engine.abort(request_id)
         self.waiting = set()
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of the job's requests, with those of unfinished ones."""
-        before = (self._begun.get(one, 0) for one in self._running_ids)
+        """The tokens that the job's requests have generated, those of unfinished requests
+        included."""
+        before = (self._begun.get(id, 0) for id in self._running_ids)
         return self._tokens + int(self.running_lengths.sum()) - sum(before)
 
     @property
     def _running_ids(self) -> list[RequestId]:
         ids = self._engine.running_ids
-        return [one for one in ids if isinstance(one, RequestId) and one.job == self.name]
+        return [id for id in ids if isinstance(id, RequestId) and id.job == self.name]
 
     @property
     def num_running(self) -> int:
-        """How many of the job's requests run."""
+        """The number of the job's requests that run."""
         return len(self.running_lengths)
 
     @property
     def running_lengths(self) -> npt.NDArray[np.int64]:
-        """How many tokens each of the job's requests that run has generated so far."""
+        """[R] The tokens that each running request of the job has generated so far."""
         ids = self._engine.running_ids
-        is_own = [isinstance(one, RequestId) and one.job == self.name for one in ids]
+        is_own = [isinstance(id, RequestId) and id.job == self.name for id in ids]
         return self._engine.running_lengths[np.array(is_own, np.bool_)]
 
     @property
     def stats(self) -> DataclassInstance:
-        """What the engine has counted for all jobs."""
+        """The counts of the engine over all jobs."""
         return self._engine.stats
 
     @property
     def max_num_seqs(self) -> int:
-        """The most requests that run at the same time, of all jobs."""
+        """The most requests of all jobs together that run at the same time."""
         return self._engine.max_num_seqs
 
     @property

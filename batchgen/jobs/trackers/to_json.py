@@ -1,5 +1,5 @@
 """A tracker that prints the progress as a line of JSON a minute, for programs that batchgen does
-not know."""
+not know (`progress.report_to=json`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Mapping
 
 from batchgen.jobs.trackers.trackers import Run, Tracker
 
-SECONDS = 60.0
+SECONDS = 60.0  # between two lines
 
 
 class _Lines:
+    """Prints the newest values of a run, at most once in SECONDS."""
+
     def __init__(self, run: Run) -> None:
         self._run, self._next = run, 0.0
         self._held: Mapping[str, float] | None = None
@@ -27,7 +29,7 @@ class _Lines:
         self._print()
 
     def _print(self) -> None:
-        """Print what was not printed yet."""
+        """Print the newest values, if they were not printed yet."""
         if self._held is not None:
             line = json.dumps({"run": self._run.name, **self._held})
             print(line, flush=True)

@@ -1,5 +1,8 @@
-"""A tracker that sends the progress to trackio. That keeps it in files on this machine
-(TRACKIO_DIR) unless trackio's environment variables name a Space or a server."""
+"""A tracker that sends the progress to trackio (`progress.report_to=trackio`).
+
+Trackio keeps the values in files on this machine (TRACKIO_DIR), unless its environment variables
+name a Space or a server.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from batchgen.jobs.trackers.trackers import LibraryRun, Run, Tracker
 
 
 def begin(run: Run) -> Tracker:
-    """Begin the run of a job, or continue it if trackio has it. Nothing about the machine is
-    sent."""
+    """Begin the run of a job, or continue it if trackio has it already. No facts about the machine
+    are sent."""
     import trackio
 
     tracked_run = trackio.init(

@@ -1,5 +1,8 @@
-"""A tracker that sends the progress to Weights & Biases. Key and mode come from its own environment
-variables and files (`wandb login`, WANDB_MODE=offline)."""
+"""A tracker that sends the progress to Weights & Biases (`progress.report_to=wandb`).
+
+The key and the mode come from the environment variables and files of wandb (`wandb login`,
+WANDB_MODE=offline).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from batchgen.jobs.trackers.trackers import LibraryRun, Run, Tracker
 
 
 def begin(run: Run) -> Tracker:
-    """Begin the run of a job, or continue it if wandb has it. Nothing is sent about the machine,
-    the command, the code, the packages or the printed output."""
+    """Begin the run of a job, or continue it if wandb has it already.
+
+    Only the progress is sent: nothing about the machine, the command, the code, the packages or the
+    printed output.
+    """
     import wandb
 
     settings = wandb.Settings(
@@ -21,7 +27,7 @@ def begin(run: Run) -> Tracker:
         x_disable_meta=True,
         x_disable_stats=True,
         x_disable_machine_info=True,
-        host="-",  # else it names the machine
+        host="-",  # otherwise wandb sends the machine's name
         x_save_requirements=False,
     )
     tracked_run = wandb.init(

@@ -1,4 +1,7 @@
-"""Reports a job's progress and scores to experiment trackers, without waiting for them."""
+"""Reports a job's progress and scores to experiment trackers, without waiting for them.
+
+The job calls `Trackers.tell` each time it writes metrics.json.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 _WAITING, _END_SECONDS = 16, 10.0
-"""The most reports that wait for a tracker, and how long the end of a job waits for it at most."""
+"""The most reports that wait for a tracker, and the most seconds that the end of a job waits for
+all trackers."""
 SENT = (
     *("rows", "error_rows", "prompt_tokens", "generated_tokens"),
     *("in_flight", "tokens_per_s", "wall_s", "score_so_far"),
@@ -20,8 +24,13 @@ SENT = (
 
 
 class Run(NamedTuple):
-    """A tracker's name for a job: `name` is for people, and `id` stays the same when the job is
-    resumed."""
+    """A job as a tracker knows it.
+
+    Attributes:
+        project: the project that the run belongs to.
+        name: the name for people.
+        id: stays the same when the job is resumed.
+    """
 
     project: str
     name: str
@@ -32,14 +41,15 @@ class Tracker(Protocol):
     """The interface of a tracker. All calls come from one thread."""
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Take some values, by their names."""
+        """Record values by their names."""
 
     def close(self) -> None:
-        """Take no more."""
+        """End the run."""
 
 
 class LibraryRun:
-    """A tracker that is a run of a library, an object with `log` and `finish`."""
+    """A tracker that passes values on to a run of a library, which has the methods `log` and
+    `finish`."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -53,7 +63,7 @@ class LibraryRun:
         self._run.finish()
 
 
-def told_values(metrics: Mapping[str, Any]) -> dict[str, float]:
+def tracked_values(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The part of metrics.json that trackers get: `SENT`, and the values of scores."""
     values: dict[str, float] = {name: metrics[name] for name in SENT if name in metrics}
     scores = {"": metrics.get("score") or {}, **metrics.get("adapter_scores", {})}
@@ -66,7 +76,7 @@ def told_values(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def run_of(project: str, folder: str, metrics: Mapping[str, Any]) -> Run:
-    """The run of the job in a folder, which began with the first attempt in `metrics`."""
+    """The run of the job in a folder. The first attempt in `metrics` decides its id."""
     first = metrics["attempts"][0]
     began = f"{folder} {first['started']} {first.get('host')}"
     digest = blake2b(began.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
@@ -74,9 +84,9 @@ def run_of(project: str, folder: str, metrics: Mapping[str, Any]) -> Run:
     return Run(project, f"{name}-{digest}", digest)
 
 
-class _Beside:
-    """A tracker in a thread of its own. What it cannot take in time is left out, and what it raises
-    ends it with a warning."""
+class _TrackerThread:
+    """A tracker in a thread. Values that it cannot take in time are left out; an error ends the
+    tracker with a warning, and not the job."""
 
     def __init__(self, name: str, begin: Callable[[Run], Tracker]) -> None:
         self._name, self._begin = name, begin
@@ -99,7 +109,7 @@ class _Beside:
         while self._thread.is_alive():
             try:
                 return self._reports.put_nowait(report)
-            except queue.Full:  # the latest values say most
+            except queue.Full:  # drop the oldest values
                 try:
                     self._reports.get_nowait()
                 except queue.Empty:
@@ -114,7 +124,7 @@ class _Beside:
                 tracker.log(values)
             if tracker is not None:
                 tracker.close()
-        except Exception as error:  # a library of others must not end a job
+        except Exception as error:  # an error of a library must not end the job
             self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, why: str) -> None:
@@ -125,32 +135,34 @@ class _Beside:
 
 
 class Trackers:
-    """The trackers of a job, each in a thread of its own."""
+    """The trackers of a job, each in a thread."""
 
     def __init__(self, names: Sequence[str], project: str, folder: str) -> None:
         """Begin the trackers with these names."""
         self._project, self._folder = project, folder
         self._run: Run | None = None
-        # Nothing is loaded here: the libraries may take seconds, or hang.
-        self._beside = [_Beside(name, _beginner(name)) for name in names]
+        # The threads load the libraries, which may take seconds or hang.
+        self._threads = [_TrackerThread(name, _beginner(name)) for name in names]
 
     def tell(self, metrics: Mapping[str, Any]) -> None:
-        """Tell what there is by now, which is the content of metrics.json."""
-        if self._beside:
+        """Report values of `metrics`, the content of metrics.json."""
+        if self._threads:
             self._run = self._run or run_of(self._project, self._folder, metrics)
-            values = told_values(metrics)
-            for one in self._beside:
-                one.tell(self._run, values)
+            values = tracked_values(metrics)
+            for tracker in self._threads:
+                tracker.tell(self._run, values)
 
     def close(self) -> None:
-        """End all of them, and wait for that no longer than a bound says."""
-        for one in self._beside:
-            one.end()
-        for one in self._beside:
-            one.join(_END_SECONDS / len(self._beside))
+        """End all trackers, and wait for them for at most `_END_SECONDS`."""
+        for tracker in self._threads:
+            tracker.end()
+        for tracker in self._threads:
+            tracker.join(_END_SECONDS / len(self._threads))
 
 
 def _beginner(name: str) -> Callable[[Run], Tracker]:
+    """The function `begin` of the module `to_NAME`, which is imported when it is called."""
+
     def begin(run: Run) -> Tracker:
         tracker: Tracker = import_module(f"batchgen.jobs.trackers.to_{name}").begin(run)
         return tracker

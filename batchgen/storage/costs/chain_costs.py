@@ -1,7 +1,8 @@
-"""The cost of a chain of jobs, each of which reads the rows of the one before.
+"""The costs of a chain of jobs, each of which reads the rows of the job before.
 
-metrics.json of a job holds the costs of the jobs whose rows it has read (`read_steps`) and its own
-(`own_cost`). Reports and `batchgen status` show them step by step, and per row that was kept.
+The metrics.json of a job holds the costs of the jobs whose rows it has read (`read_steps`) and the
+cost of the job itself (`own_cost`). Reports and `batchgen status` show them step by step, and per
+row that was kept.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from batchgen.util.duration import duration
 
 @dataclass(frozen=True)
 class JobCost:
-    """The cost of one job of a chain: the seconds that a device computed for it, and the rows that
-    it wrote."""
+    """The cost of one job of a chain.
+
+    Attributes:
+        job: the job's short name.
+        device_s: the seconds that a device computed for it.
+        rows: the rows that it wrote.
+    """
 
     job: str
     device_s: float
@@ -24,29 +30,30 @@ class JobCost:
 
     @property
     def per_row(self) -> float:
+        """Seconds of the device for each row."""
         return self.device_s / max(self.rows, 1)
 
 
-def own_cost(figures: Mapping[str, Any], job: str) -> JobCost | None:
-    """The cost that metrics.json reports of its own job; None if nothing was measured."""
-    seconds = figures.get("device_s")
+def own_cost(metrics: Mapping[str, Any], job: str) -> JobCost | None:
+    """The cost of the job of a metrics.json; None if no time was measured."""
+    seconds = metrics.get("device_s")
     if not isinstance(seconds, int | float) or not seconds:
         return None
-    return JobCost(job, float(seconds), int(figures.get("rows", 0)))
+    return JobCost(job, float(seconds), int(metrics.get("rows", 0)))
 
 
-def read_steps(figures: Mapping[str, Any]) -> list[JobCost]:
-    """The costs that metrics.json reports of the jobs whose rows its job has read, in order."""
+def read_steps(metrics: Mapping[str, Any]) -> list[JobCost]:
+    """The costs, in order, of the jobs whose rows the job of a metrics.json has read."""
     return [
-        JobCost(str(one["job"]), float(one["device_s"]), int(one["rows"]))
-        for one in figures.get("read_jobs") or ()
+        JobCost(str(cost["job"]), float(cost["device_s"]), int(cost["rows"]))
+        for cost in metrics.get("read_jobs") or ()
     ]
 
 
-def all_steps(figures: Mapping[str, Any], job: str) -> list[JobCost]:
-    """The costs of the jobs that were read, each once, followed by that of the job itself."""
-    costs = own_cost(figures, job)
-    return list(dict.fromkeys([*read_steps(figures), *([] if costs is None else [costs])]))
+def all_steps(metrics: Mapping[str, Any], job: str) -> list[JobCost]:
+    """The costs of the jobs that were read, each once, followed by the cost of the job itself."""
+    costs = own_cost(metrics, job)
+    return list(dict.fromkeys([*read_steps(metrics), *([] if costs is None else [costs])]))
 
 
 def as_values(steps: Sequence[JobCost]) -> list[dict[str, Any]]:
@@ -55,7 +62,7 @@ def as_values(steps: Sequence[JobCost]) -> list[dict[str, Any]]:
 
 
 def cost_line(steps: Sequence[JobCost], kept: int, price_per_hour: float | None = None) -> str:
-    """A line with the cost of each step, and of all of them per row that was kept at the end."""
+    """A line with the cost of each step, and with their sum per row that was kept at the end."""
     parts = [f"{step.job} {_seconds(step.device_s)}" for step in steps]
     total = sum(step.device_s for step in steps)
     text = " + ".join(parts) if len(parts) > 1 else _seconds(total)
@@ -71,10 +78,10 @@ def cost_line(steps: Sequence[JobCost], kept: int, price_per_hour: float | None 
 
 
 def price_of(seconds: float, price_per_hour: float) -> str:
-    """The price of so much time of the device, in the currency of `price_per_hour`."""
+    """The price of some seconds of the device, in the currency of `price_per_hour`."""
     return f"{seconds / 3600 * price_per_hour:,.2f}"
 
 
 def _seconds(seconds: float) -> str:
-    """Seconds as people read them, with three digits at least."""
+    """Seconds for people, with three digits."""
     return f"{seconds:,.3g} s" if seconds < 100 else duration(seconds)

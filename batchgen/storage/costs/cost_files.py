@@ -1,11 +1,11 @@
 """The files of a job's folder `cost`: how many seconds of the device each row took.
 
-cost/part-00000.0001.parquet …   row_index, sample_index, seconds: what worker 1 has measured of
-                                 the rows of shard 0
+    cost/part-00000.0001.parquet …   row_index, sample_index, seconds: what worker 1 has measured of
+                                     the rows of shard 0
 
-The seconds of a row that several files name add up, because all that workers have spent on it
+If several files have the same row, its seconds add up, because all that workers have spent on it
 counts. After a kill the seconds since the last save are missing. Rows copied from other jobs have
-none.
+no costs. `cost_recorder.py` writes the files.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SCHEMA = pa.schema(
 )
 _NAME = re.compile(r"part-([0-9]{5,})\.[0-9]{4,}\.parquet")
 Costs = dict[tuple[int, int], float]
-"""Seconds by row_index and sample_index."""
+"""(row_index, sample_index) → seconds."""
 
 
 def cost_path(folder: Path, shard: int, worker: int) -> Path:
-    """The file with what a worker has measured for the rows of a shard."""
+    """The file of the costs that a worker has measured for the rows of a shard."""
     return folder / COST / f"part-{shard:05d}.{worker:04d}.parquet"
 
 
@@ -50,15 +50,22 @@ def cost_files(storage: Storage) -> Iterator[tuple[int, Path]]:
 
 
 def read_costs(storage: Storage, path: Path) -> Costs:
-    """Read one of these files. Raises JobError if it is damaged."""
+    """Read a file of costs.
+
+    Raises:
+        JobError: the file is damaged.
+    """
     table = read_columns(storage.parquet(path), SCHEMA.names)
     keys = zip(*(table[name].to_pylist() for name in KEYS), strict=True)
     return dict(zip(keys, table[SECONDS].to_pylist(), strict=True))
 
 
 def shard_costs(storage: Storage, shard: int) -> Costs:
-    """The seconds of each row of a shard, summed over the workers. Raises JobError for a damaged
-    file."""
+    """The seconds of each row of a shard, summed over the workers.
+
+    Raises:
+        JobError: a file is damaged.
+    """
     costs = Costs()
     for number, path in cost_files(storage):
         if number == shard:
@@ -68,8 +75,11 @@ def shard_costs(storage: Storage, shard: int) -> Costs:
 
 
 def write_costs(storage: Storage, path: Path, costs: Mapping[tuple[int, int], float]) -> None:
-    """Write one of these files as a whole. Raises OSError or JobError, also if its folder is
-    gone."""
+    """Write a file of costs as a whole.
+
+    Raises:
+        OSError, JobError: the file cannot be written, or its folder is gone.
+    """
     keys = sorted(costs)
     columns = [[key[0] for key in keys], [key[1] for key in keys], [costs[key] for key in keys]]
     arrays = [pa.array(values, f.type) for values, f in zip(columns, SCHEMA, strict=True)]

@@ -10,21 +10,21 @@ from batchgen.storage.stores.job_storage import Storage
 from batchgen.util.errors import JobError
 from batchgen.util.request_id import RequestId
 
-SAVE_SECONDS = 30.0
+SAVE_SECONDS = 30.0  # between two saves
 
 
 class CostRecorder:
     """Sums the seconds that one worker measures for each row, and writes them shard by shard.
 
-    Memory holds the shards whose costs changed since the save before the last one. If the files
-    cannot be written, the job goes on without them, because no row depends on its cost.
+    Memory holds the shards whose costs have changed since the last save but one. If the files
+    cannot be written, the job continues without them, because no row depends on its cost.
 
     Attributes:
-        seconds: all that this worker has measured in this attempt.
+        seconds: the sum over all rows in this attempt.
     """
 
     def __init__(self, storage: Storage, rows_per_shard: int, worker: int) -> None:
-        """Make the folder; the job's own is there."""
+        """Make the folder `cost`; the job's folder must exist."""
         self._storage, self._worker = storage, worker
         self._rows_per_shard = rows_per_shard
         self._known: dict[int, Costs] = {}
@@ -35,7 +35,7 @@ class CostRecorder:
 
     def add(self, costs: Iterable[tuple[Hashable, float]]) -> None:
         """Add the seconds of requests to their rows. The scored choices of a row count as part of
-        it."""
+        the row."""
         for request_id, seconds in costs:
             assert isinstance(request_id, RequestId)
             _, row, sample, _ = request_id
@@ -52,7 +52,7 @@ class CostRecorder:
         return time.monotonic() - self._saved >= SAVE_SECONDS
 
     def save(self) -> None:
-        """Write what has changed."""
+        """Write the shards whose costs have changed."""
         self._saved = time.monotonic()
         self._storage.confirm()
         for shard in set(self._known) - self._changed:
@@ -66,10 +66,10 @@ class CostRecorder:
             self._changed.remove(shard)
 
     def _on_disk(self, shard: int) -> Costs:
-        """The costs that this worker, or an earlier attempt with its number, has already
-        written."""
+        """The costs of a shard that this worker, or a worker of an earlier attempt with its number,
+        has written."""
         path = cost_path(self._storage.path, shard, self._worker)
         try:
             return read_costs(self._storage, path) if self._storage.exists(path) else {}
-        except (OSError, JobError):  # a damaged file is written anew
+        except (OSError, JobError):  # a damaged file is replaced
             return {}

@@ -1,4 +1,7 @@
-"""Writes the README.md of a job's folder: a data set card for the hub and for `load_dataset`."""
+"""Writes the README.md of a job's folder: a data set card for the hub and for `load_dataset`.
+
+A running job gets `unfinished_card`, a complete one `dataset_card`; grading adds a section.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ from batchgen.storage.folder.job_summary import JobSummary
 from batchgen.storage.metrics.tally import OUTCOMES, Totals
 from batchgen.util.text.text_table import answers_text
 
-_MOST_SHOWN = 500
+_MOST_SHOWN = 500  # characters of a constraint
 _IN_TABLE = (b"meaning", b"scope", b"dtype", b"shape")
-"""Keys of a field's metadata that the table of columns shows, or that its type says."""
+"""Keys of a field's metadata that the table of columns already shows."""
 _GRADES = "## Grades"
 _HOW_TO_READ = "## How to read it"
 _MADE_FROM = """\
@@ -57,21 +60,23 @@ the job resumes it.
 
 
 def _header() -> str:
-    """The YAML at the beginning of a card, with a mark that no other has.
+    """The YAML at the beginning of a card, with a random mark.
 
-    `load_dataset` keeps rows that it has read by the name of the folder and this header. With equal
-    headers it would give the rows of another job with that name, or those before the job grew.
+    `load_dataset` caches rows under the name of the folder and this header. With equal headers it
+    would return the rows of another job in a folder of the same name, or the rows from before the
+    job grew.
     """
     return CARD_HEADER.format(mark=secrets.token_hex(8))
 
 
 def unfinished_card(folder: str) -> str:
-    """The card of a job that is still running. It makes `load_dataset` look for shards alone, and
-    not take the folder's JSON files for data."""
+    """The card of a job that is still running. Its header makes `load_dataset` read only the
+    shards, and not the folder's JSON files."""
     return "\n".join([_header(), _UNFINISHED.format(folder=folder) + _reading(folder), ""])
 
 
 def _reading(folder: str) -> str:
+    """The section on how to read the rows."""
     card_path = as_cards_say(folder)
     lines = [f"- {name}: `{line}`" for name, line in how_to_read(card_path).items()]
     where = ["In this folder:", ""] if card_path == "." else []
@@ -129,15 +134,20 @@ def dataset_card(
 
 
 def _recommended(sampling: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The sampling options that the model recommends, next to those of the job."""
-    if all(of["model"] is None for of in sampling.values()):
+    """The sampling options that the model recommends, compared with those of the job."""
+    if all(values["model"] is None for values in sampling.values()):
         return []
     return [f"Compared with what the model recommends: {sampling_text(sampling)}"]
 
 
 def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str:
-    """The section about the files in `grades`. Their schema stands beside that of the rows in
-    `data`."""
+    """The section on the files in `grades`.
+
+    Args:
+        schema: the columns of the grades.
+        rows: the names of the columns in `data`.
+        folder: what people call the job's folder.
+    """
     fields = [field for field in schema if field.name not in GRADE_KEYS]
     card_path, keys = as_cards_say(folder), ", ".join(f'"{key}"' for key in GRADE_KEYS)
     rows_at, grades_at = (inside(card_path, name) for name in ("data", "grades"))
@@ -167,7 +177,7 @@ def grades_section(schema: pa.Schema, rows: Collection[str], folder: str) -> str
 
 
 def with_grade_section(card: str, section: str) -> str:
-    """Replace a card's section about grades by this one, or add it."""
+    """Replace the section on grades of a card by this one, or add it."""
     before, _, after = card.partition(_HOW_TO_READ)
     return before.partition(_GRADES)[0] + section + _HOW_TO_READ + after
 
@@ -192,7 +202,7 @@ def _rows(totals: Totals, questions: int | None) -> list[str]:
 
 
 def _steps(job: JobSummary) -> list[str]:
-    """How many rows each of the job's row steps left."""
+    """The number of rows that each of the job's row steps left."""
     facts = job.row_facts
     if facts is None:
         return []
@@ -225,7 +235,7 @@ def _constraint(constraint: Mapping[str, Any], totals: Totals) -> list[str]:
 
 
 def _more(schema: pa.Schema) -> list[str]:
-    """What columns' metadata say that the table does not show."""
+    """The metadata of columns that the table does not show."""
     lines = []
     for field in schema:
         metadata = (field.metadata or {}).items()
@@ -236,5 +246,6 @@ def _more(schema: pa.Schema) -> list[str]:
 
 
 def _meta(field: pa.Field, key: str) -> str:
+    """A value of a field's metadata; empty if it is missing."""
     value: bytes = (field.metadata or {}).get(key.encode(), b"")
     return value.decode()

@@ -26,12 +26,12 @@ dataset_info:
   description: Written by batchgen ({mark}).
 ---
 """
-"""What a README.md begins with, for the hub and `load_dataset`; `mark` says what wrote it."""
+"""The beginning of a README.md, for the hub and `load_dataset`. `mark` identifies the card."""
 
 
 def as_cards_say(folder: str) -> str:
-    """The folder as the code on a card names it: `.`, since the card may have been moved with its
-    folder, or the URL in an object store."""
+    """The folder in the code on a card: `.`, because the card may be moved together with its
+    folder, or the folder's URL in an object store."""
     return folder if is_url(folder) else "."
 
 
@@ -41,13 +41,13 @@ def inside(folder: str, name: str) -> str:
 
 
 def how_to_read(folder: str) -> dict[str, str]:
-    """A line of code for each of the common readers; a folder `.` stands for the working
+    """A line of code for each of the common readers. A folder `.` stands for the working
     directory."""
     data = inside(folder, "data")
     named, files = f'"{folder}"', data
-    if is_url(folder):  # polars takes URLs of files only
+    if is_url(folder):  # polars reads no URLs of folders
         files = f"{data}/*.parquet"
-    if is_url(folder) or folder == ".":  # load_dataset takes neither
+    if is_url(folder) or folder == ".":  # load_dataset reads neither by its name
         named = f'"parquet", data_files="{data}/*.parquet"'
     return {
         "datasets": f'load_dataset({named}, split="train")',
@@ -58,11 +58,11 @@ def how_to_read(folder: str) -> dict[str, str]:
 
 
 def rows_with_grades(grades: Sequence[str], rows: Collection[str], folder: str) -> str:
-    """A query for duckdb that gives the rows of a job with their grades, every column once.
+    """A query for duckdb that returns the rows of a job with their grades, every column once.
 
     Args:
-        grades: the columns of the grades besides the keys. One whose name a column of the rows has,
-            too, gets a prefix; duckdb takes small and capital letters for the same.
+        grades: the columns of the grades besides the keys. A column that the rows have as well gets
+            a prefix; duckdb ignores the case of names.
         rows: the columns of the rows.
     """
     taken = {name.lower() for name in (*rows, *grades)}
@@ -85,7 +85,7 @@ def rows_with_grades(grades: Sequence[str], rows: Collection[str], folder: str) 
 def _in_duckdb(folder: str) -> str:
     """All Parquet files of a folder, as a table in duckdb."""
     shards = "'{}/*.parquet'".format(folder.replace("'", "''"))
-    if "=" in folder:  # duckdb takes such folders for columns
+    if "=" in folder:  # duckdb would read `key=value` in a path as a column
         return f"read_parquet({shards}, hive_partitioning=false)"
     return shards
 

@@ -22,24 +22,26 @@ from batchgen.storage.stores.retry_round import RetryRound
 from batchgen.util.errors import ConfigError, JobError, OpenedAnew
 from batchgen.util.temporary import delete_temporaries
 
-_WITH_SHARDS = (DATA, "grades", "cost")
+_WITH_SHARDS = (DATA, "grades", "cost")  # folders with a file or more for each shard
 
 
 class JobFolder:
-    """An output folder, locked while this object is entered.
+    """An output folder, locked until this object is closed.
 
         README.md  config.yaml  manifest.json  metrics.json  data/part-00000.parquet …
         journal/  leases/  workers/ (only while the job is not complete)  .lock
         grades/part-00000.parquet … (if the job has `post` steps)
-        cost/part-00000.0001.parquet … (what each worker's rows took of the device)
-        report.html (once it is complete)
+        cost/part-00000.0001.parquet … (the device's seconds for each row, by worker)
+        report.html (once the job is complete)
         logs/ (of workers that a launcher has started on other machines)
 
-    The lock is exclusive until `share`, so that others join a job that is ready. They find the same
-    job, or are refused.
+    The lock is exclusive until `share` is called, so that other workers join only when the folder
+    is ready. They must run the same job, or are refused.
 
     Attributes:
-        exclusive: whether no other worker of the job runs. Then the job may change.
+        path: the folder.
+        storage: reads and writes its files.
+        exclusive: whether no other worker of the job runs. Only then may the job change.
         least_worker: the lowest number that a new worker may have.
         is_new: whether this is the job's first attempt.
         manifest: the manifest in the folder.
@@ -64,20 +66,19 @@ class JobFolder:
         A job that has grown is the same job. A folder without finished rows is free for any job.
 
         Args:
-            manifest: that of this job, without digests of its rows, which `digests` computes.
+            manifest: the manifest of this job, without the digests of its rows, which `digests`
+                makes.
             changed_row: names a row of the data set that has changed.
-            overwrite: whether to delete the output of a different job. The same job is always
-                resumed.
+            overwrite: whether to delete the output of a different job.
             wait: seconds to wait for another worker that is opening the folder.
-            exclusive: whether no other worker uses the folder, judged without the lock, which may
-                not reach other machines.
-            follows: whether rows arrive while the job runs, so that more rows are still the same
-                job.
-            lacks_rows: whether rows may arrive later, so that fewer rows are still the same job.
+            exclusive: returns whether no other worker uses the folder, without looking at the lock,
+                which other machines may not see.
+            follows: whether rows arrive while the job runs, so that more rows are the same job.
+            lacks_rows: whether rows may arrive later, so that fewer rows are the same job.
 
         Raises:
             ConfigError: the folder cannot be written, holds foreign files or another job's output,
-                or is in use. Then nothing in it has been changed.
+                or is in use. It has not been changed.
         """
         self.path = path
         self._changed_row, self._row_digests, self._follows = changed_row, digests, follows
@@ -113,14 +114,14 @@ class JobFolder:
         self.close()
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, and close the storage."""
         try:
             self._lock.__exit__()
         finally:
             self.storage.close()
 
     def confirm(self) -> None:
-        """Raise JobError if another process has taken the folder exclusively since this one opened
+        """Raise JobError if another process has locked the folder exclusively since this one opened
         it."""
         self._lock.confirm()
 
@@ -137,16 +138,16 @@ class JobFolder:
         return self.path / "journal"
 
     def remove_journal(self) -> None:
-        """Delete the journal and what workers wrote, which a complete job does not need."""
+        """Delete the journal and the files of workers, which a complete job does not need."""
         for name in ("journal", *OF_WORKERS):
-            # Other workers, which wait for the end, may write a last heartbeat in between.
+            # Other workers that wait for the end may write another heartbeat meanwhile.
             while self.storage.exists(self.path / name):
                 with contextlib.suppress(OSError):
                     self.storage.delete(self.path / name)
 
     def record(self, *more: str, rows: int) -> None:
-        """Write into the manifest's history how the job has grown, if it has, after `rows` finished
-        rows.
+        """Write into the manifest's history that the job has grown, if it has. `rows` is the number
+        of rows that were finished before.
 
         This is called before the first row of the grown job is written.
         """
@@ -172,8 +173,11 @@ class JobFolder:
         self.storage.write(self.path / MANIFEST, manifest.text())
 
     def _join(self, manifest: Manifest, digests: RowDigests) -> None:
-        """Join the job of the workers that have the folder open, or raise ConfigError if it is
-        another job."""
+        """Join the job of the workers that have the folder open.
+
+        Raises:
+            ConfigError: they run another job.
+        """
         written = written_manifest(self.storage)
         if written is None:
             raise self._lock.in_use()
@@ -187,13 +191,15 @@ class JobFolder:
         self.least_worker = 1
 
     def _claim(self, manifest: Manifest, digests: RowDigests, overwrite: bool) -> bool:
+        """Prepare the folder for this job, which is its only user; return whether the job is new
+        there."""
         self._asked = manifest
         self.confirm()
         self.least_worker = self._least_worker()
-        for name in OF_WORKERS:  # of workers that have all ended
+        for name in OF_WORKERS:  # all of these workers have ended
             with contextlib.suppress(OSError):
                 self.storage.delete(self.path / name)
-        # Objects appear whole: in the working folder of a store there are none of these.
+        # An object store has no temporary files, because objects appear as a whole.
         delete_temporaries(self.path, OWN)
         for folder in _WITH_SHARDS:
             delete_temporaries(self.path / folder)
@@ -227,8 +233,8 @@ class JobFolder:
         return is_new
 
     def _least_worker(self) -> int:
-        """A number above those of all workers that have written here. Heartbeats alone do not show
-        them all, because they are deleted when a job ends."""
+        """A number above those of all workers that have written here. Journals are read too,
+        because heartbeats are deleted when a job ends."""
         beats = names_in(self.storage, WORKERS)
         numbers = [number for name in beats if (number := parse_worker(name)) is not None]
         if names := names_in(self.storage, JOURNAL):

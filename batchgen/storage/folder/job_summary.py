@@ -1,6 +1,7 @@
 """Sums up a job, and writes the summary as lines for the terminal.
 
-Reports, the viewer and the data set card render the same `JobSummary`.
+Reports, the viewer and the data set card show the same `JobSummary`; `end_table` is printed at the
+end of a job, and `status_line` by `batchgen status`.
 """
 
 from __future__ import annotations
@@ -31,32 +32,45 @@ if TYPE_CHECKING:
 
 _NOT_BEGUN = "not begun"
 _MANY_CUT = 0.05
-"""The share of rows without an answer from which on a summary says so."""
+"""The share of rows cut before their answer from which on the end of a job remarks on it."""
 
 
 @dataclass(frozen=True)
 class JobSummary:
-    """The figures of a whole job.
+    """The figures of a whole job. Those of a running job may be ten seconds old.
 
-    Those of a running job may be ten seconds old. What a folder does not say is empty, 0 or None.
+    Figures that the folder does not have are empty, 0 or None.
+
+    Attributes:
+        totals: the counts over all rows.
+        status: complete, running, stopped, failed, killed or not begun.
+        attempts: the attempts in metrics.json.
+        score: the score in metrics.json.
+        config: the configuration by group.
+        tokens_per_s: generated tokens per second.
+        wall_s, generate_s: seconds of the job, and those of generating.
+        row_facts: the counts of the row steps.
+        rows_copied: rows copied from older jobs instead of being computed.
+        costs: the costs of the jobs whose rows it has read, and its cost.
+        sampling: each sampling option with the model's recommendation, as in metrics.json.
+        questions: the number of input rows; None if it is not known.
+        adapter_scores: the scores by the adapter's name.
     """
 
     totals: Totals
     status: str = "complete"
     attempts: Sequence[Mapping[str, Any]] = ()
     score: Mapping[str, Any] | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)  # by group
+    config: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_s: float = 0.0
     wall_s: float = 0.0
     generate_s: float = 0.0
     row_facts: IndexFacts | None = None
-    rows_copied: int = 0  # from older jobs, instead of being computed
-    costs: Sequence[JobCost] = ()  # of the jobs whose rows it has read, and its own
-    sampling: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # as metrics.json has it
-    questions: int | None = None  # input rows; None if nobody knows
-    adapter_scores: Mapping[str, Any] = field(default_factory=dict)  # by the adapter's name
+    rows_copied: int = 0
+    costs: Sequence[JobCost] = ()
+    sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    questions: int | None = None
+    adapter_scores: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -67,7 +81,7 @@ class JobSummary:
         name: str = "this job",
         questions: int | None = None,
     ) -> JobSummary:
-        """The summary of a folder, from what metrics.json, config.yaml and manifest.json hold."""
+        """Sum up a folder from the content of its metrics.json, config.yaml and manifest.json."""
         return cls(
             Totals.of(metrics),
             metrics.get("status", _NOT_BEGUN),
@@ -96,26 +110,28 @@ class JobSummary:
 
     @property
     def rows_total(self) -> int | None:
-        """How many rows the job will have when it is complete; None if that is not known."""
+        """The number of rows that the job will have when it is complete; None if that is not
+        known."""
         total: int | None = self.attempt.get("rows_total")
         return total
 
     @property
     def rows_recorded(self) -> int:
-        """The number of unfinished rows whose tokens so far are recorded, by the reports of the
-        last attempt's workers."""
+        """The number of unfinished rows whose tokens so far are recorded, over the workers of the
+        last attempt."""
         session = self.attempt.get("session")
-        last = (one for one in self.attempts if one.get("session") == session)
-        return sum(one.get("rows_recorded", 0) for one in last)
+        last = (attempt for attempt in self.attempts if attempt.get("session") == session)
+        return sum(attempt.get("rows_recorded", 0) for attempt in last)
 
     @property
     def mean_mark(self) -> float | None:
+        """The mean mark of the answers; None without a score."""
         value: float | None = None if self.score is None else self.score["avg"]["value"]
         return value
 
     @property
     def cost(self) -> str | None:
-        """The cost of the jobs up to this one, in all and per row with an answer; None if nothing
+        """The cost of the jobs up to this one, in all and per row with an answer; None if no time
         was measured."""
         kept = self.totals.rows - self.totals.error_rows
         return cost_line(self.costs, kept, self.price_per_hour) if self.costs else None
@@ -132,6 +148,7 @@ class JobSummary:
 
     @property
     def model_name(self) -> str:
+        """The name of the model for people."""
         model = self.group("model")
         return model.get("name") or model.get("path") or "a model"
 
@@ -142,14 +159,16 @@ class JobSummary:
 
 
 def tokens_per_s(attempt: Mapping[str, Any]) -> float:
-    """The speed of an attempt; 0 before it has an engine."""
+    """The generated tokens per second of an attempt; 0 before it has an engine."""
     computed = attempt.get("generated_tokens", 0) - attempt.get("tokens_begun", 0)
     return float(computed / max(attempt.get("generate_s", 0), 1e-3))
 
 
 def status_line(reader: JobFolderReader, name: str) -> str:
-    """A line that says how far a job is, how fast it runs and when it should end; `name` is the
-    folder as the user typed it. Rows of a killed job are counted in its files."""
+    """A line that says how far a job is, how fast it runs and when it should end.
+
+    `name` is the folder as the user typed it. The rows of a killed job are counted in its files.
+    """
     job = JobSummary.of(reader.metrics)
     rows, errors, total = job.totals.rows, job.totals.error_rows, job.rows_total
     if job.status in ("killed", _NOT_BEGUN):
@@ -177,13 +196,15 @@ def status_line(reader: JobFolderReader, name: str) -> str:
 
 def _rows_per_s(attempts: Sequence[Mapping[str, Any]]) -> float:
     """The rows per second of all running workers together."""
-    running = [one for one in attempts if one["status"] == "running" and one["generate_s"]]
-    rows = [(one["rows"] - one.get("rows_copied", 0), one["generate_s"]) for one in running]
-    return sum(float(number / took) for number, took in rows)
+    running = [each for each in attempts if each["status"] == "running" and each["generate_s"]]
+    return sum(
+        float((attempt["rows"] - attempt.get("rows_copied", 0)) / attempt["generate_s"])
+        for attempt in running
+    )
 
 
 def _counted_rows(reader: JobFolderReader) -> tuple[int, int]:
-    """The number of finished rows, and of those with an error."""
+    """The number of finished rows, and the number of those with an error."""
     rows = errors = 0
     if reader.schema is not None:
         for batch in reader.batches(["error"]):
@@ -198,9 +219,10 @@ def end_table(
     """The table at the end of a job: scores; answers; time and cost; files.
 
     Args:
-        job: its attempts are those of the workers that ran at the end, and the last one completed
-            the job; none if it was complete before.
-        strategy: adds lines of its own.
+        job: the summary. Its attempts are those of the workers that ran at the end, and the last
+            one completed the job; it has none if the job was complete before.
+        folder: the job's folder as people call it.
+        strategy: adds lines to the table.
         report: the path or URL of report.html, if it was made.
     """
     totals, attempt = job.totals, job.attempt
@@ -248,8 +270,8 @@ def end_table(
 
 
 def cut_remark(totals: Totals) -> str | None:
-    """A remark for a user whose rows were often cut off before the model began to answer; None if
-    few were."""
+    """A remark for a user if many rows were cut before the model began to answer; otherwise
+    None."""
     cut = sum(totals.cut_in.values()) - totals.cut_in.get("final", 0)
     if cut < _MANY_CUT * totals.rows or not cut:
         return None
@@ -263,8 +285,8 @@ def cut_remark(totals: Totals) -> str | None:
 
 
 def _times(attempts: Sequence[Mapping[str, Any]]) -> list[Line]:
-    """How long the last attempt took, and what its engine kept besides the KV cache; the speed is
-    that of all attempts together, which ran at the same time."""
+    """The time of the last attempt, the memory of recurrent states of its engine, and the speed of
+    all attempts together, which ran at the same time."""
     attempt = attempts[-1]
     seconds = f"{duration(attempt['wall_s'])} ({duration(attempt['generate_s'])} generating)"
     speed = sum(map(tokens_per_s, attempts))
@@ -281,15 +303,15 @@ def _times(attempts: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 
 def _outcomes(counts: Mapping[str, int]) -> str:
-    """How many constrained rows ended in each way that occurred."""
+    """The number of constrained rows that ended in each way."""
     constrained = {n: c for n, c in counts.items() if n not in ("unconstrained", "error")}
     texts = [f"{n} {c:,}" for n, c in constrained.items() if c or n == "satisfied"]
     return f"{', '.join(texts)} of {sum(constrained.values()):,} constrained rows"
 
 
 def until_line(totals: Totals) -> str:
-    """How many rows of a job with `sampling.until` got enough valid samples, and how the others
-    ended."""
+    """The number of rows of a job with `sampling.until` that got enough valid samples, and how the
+    others ended."""
     until = totals.until
     rows = sum(until[name] for name in OUTCOMES)
     text = f"{until['enough']:,} of {counted(rows, 'row')} have enough"

@@ -14,12 +14,12 @@ from batchgen.util.paths import folder_here, is_url, user_folder, user_path
 
 
 def open_job_reader(user_path: str) -> JobFolderReader:
-    """Open a job's folder for reading; OUT/STEP names the folder of a pipeline's step. A job that
-    says it is complete is checked to have all its shards.
+    """Open a job's folder for reading. OUT/STEP names the folder of a pipeline's step.
 
     Raises:
-        ConfigError: the folder is not one of a job; the message names the jobs below it.
-        JobError: a job that says it is complete lacks rows, or a file is damaged.
+        ConfigError: the folder is not a job's; the message names the jobs below it.
+        JobError: metrics.json says that the job is complete, but rows are missing; or a file is
+            damaged.
     """
     if is_url(user_path):
         storage = open_storage(step_folder(user_folder(user_path, "OUT")), WorkersConfig())
@@ -31,6 +31,7 @@ def open_job_reader(user_path: str) -> JobFolderReader:
 
 
 def _open_here(job_path: str) -> JobFolderReader:
+    """Open a folder on this machine."""
     path = Path(step_folder(str(user_path(job_path, "OUT"))))
     try:
         return JobFolderReader(path)
@@ -47,18 +48,24 @@ def _open_here(job_path: str) -> JobFolderReader:
 
 
 def open_folder(user_path: str, verb: str) -> JobFolderReader:
-    """Open a job's folder for a verb that works with local folders alone."""
+    """Open a job's folder for a verb that reads only folders on this machine."""
     return open_job_reader(folder_here(user_path, f"batchgen {verb}"))
 
 
 def refuse_incomplete(reader: JobFolderReader, user_path: str) -> None:
-    """Raise ConfigError for a job that is not complete, with the command that completes it."""
+    """Check that a job is complete.
+
+    Raises:
+        ConfigError: it is not; the message has the command that completes it.
+    """
     status = reader.metrics.get("status")
     if status == "complete":
         return
-    do = f"complete it first: batchgen {user_path.rstrip('/')}/config.yaml output.dir={user_path}"
+    remedy = (
+        f"complete it first: batchgen {user_path.rstrip('/')}/config.yaml output.dir={user_path}"
+    )
     if status == "running":
-        do = f"wait until it is complete (batchgen status {user_path})"
+        remedy = f"wait until it is complete (batchgen status {user_path})"
     elif not reader.storage.in_place:
-        do = "run its command again, which completes it"
-    raise ConfigError(f"the job is not complete ({status_line(reader, user_path)}): {do}")
+        remedy = "run its command again, which completes it"
+    raise ConfigError(f"the job is not complete ({status_line(reader, user_path)}): {remedy}")

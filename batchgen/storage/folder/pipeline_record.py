@@ -1,9 +1,9 @@
-"""The file pipeline.json of a pipeline's folder: the folder in which each step writes, and those of
-its earlier versions.
+"""The file pipeline.json of a pipeline's folder: the folder in which each step writes, and the
+folders of earlier versions of the step.
 
-A step's folder is `OUT/NAME.ADDRESS`. The address is a digest of what the step is made of
-(`batchgen.pipelines.run.addresses`). The file may come from a stranger, so names and addresses that
-could lead out of the pipeline's folder are refused.
+A step's folder is `OUT/NAME.ADDRESS`. The address is a digest of everything that the step depends
+on (`batchgen.pipelines.run.addresses`). The file may come from a stranger, so names and addresses
+that could lead out of the pipeline's folder are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchgen.util.errors import JobError
 FORMAT_VERSION = 1
 RECORD = "pipeline.json"
 PIPELINE_FILE = "pipeline.yaml"
-"""What was run, as a pipeline file."""
+"""A copy of the pipeline file that was run."""
 STEP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,40}")
 _ADDRESS = re.compile(r"[0-9a-f]{10}")
 _STEP_FOLDER = re.compile(rf"({STEP_NAME.pattern})\.({_ADDRESS.pattern})")
@@ -31,7 +31,7 @@ class Version:
 
     Attributes:
         base: the address that follows from configuration, models and parents alone.
-        edition: how often the rows of the data set have changed under this base.
+        edition: the number of times that the rows of the data set have changed under this base.
         parents: the addresses of the steps that it reads, by name.
     """
 
@@ -42,8 +42,12 @@ class Version:
 
 @dataclass(frozen=True)
 class StepVersions:
-    """The versions of a step by address, the oldest first, and the address of the current one, None
-    if the pipeline has no such step any more."""
+    """The versions of a step.
+
+    Attributes:
+        current: the address of the current version; None if the pipeline has no such step any more.
+        versions: the versions by address, the oldest first.
+    """
 
     current: str | None
     versions: Mapping[str, Version]
@@ -56,14 +60,23 @@ class StepVersions:
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """The content of pipeline.json: the steps, each after the steps that it reads."""
+    """The content of pipeline.json.
+
+    Attributes:
+        steps: the steps by name, each after the steps that it reads.
+        format_version: the version of the file's format.
+    """
 
     steps: Mapping[str, StepVersions] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """Read the record of a file. Raises JobError if it is damaged or of another version."""
+        """Parse the content of the file. `name` names the file in the message.
+
+        Raises:
+            JobError: the file is damaged or of another version.
+        """
         try:
             values = json.loads(content)
             if values["format_version"] != FORMAT_VERSION:
@@ -83,7 +96,11 @@ class PipelineRecord:
     def current(self) -> dict[str, str]:
         """The names of the current folders, by step."""
         current = {name: step.current for name, step in self.steps.items()}
-        return {name: step_folder_name(name, at) for name, at in current.items() if at is not None}
+        return {
+            name: step_folder_name(name, address)
+            for name, address in current.items()
+            if address is not None
+        }
 
 
 def step_folder_name(step: str, address: str) -> str:
@@ -92,12 +109,18 @@ def step_folder_name(step: str, address: str) -> str:
 
 
 def step_of(folder: str) -> str | None:
-    """The step whose version has a folder of this name; None for other names."""
+    """The step that a folder of this name belongs to; None if it is not the name of a step's
+    folder."""
     match = _STEP_FOLDER.fullmatch(folder)
     return None if match is None else match[1]
 
 
 def _step(name: str, value: Mapping[str, Any]) -> StepVersions:
+    """The versions of a step from their JSON.
+
+    Raises:
+        ValueError: a name or an address has a wrong form.
+    """
     if not STEP_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a step")
     versions = {}

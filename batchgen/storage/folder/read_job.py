@@ -1,4 +1,8 @@
-"""Reads a job's folder at any time: while the job runs, after it was killed, or when it is done."""
+"""Reads a job's folder at any time: while the job runs, after it was killed, or when it is
+complete.
+
+Everything that reads rows or figures of a job uses `JobFolderReader`; `open_folder.py` opens it.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +42,28 @@ from batchgen.util.shorten import some_names
 from batchgen.util.text.plain_yaml import load_yaml
 
 _OWNER = re.compile(r"pid ([0-9]{1,9}) on (.*), since ")
+"""The text of the lock file of a job on this machine."""
 
 
 class JobFolderReader:
-    """Reads a job's folder, which it neither changes nor locks.
+    """Reads a job's folder without changing or locking it.
 
     Finished rows are in published shards, or in journals until their shard is complete. If a row is
-    in both, the copy that was written last counts. A running job may publish a shard while this
-    class reads, which changes nothing in the result. Methods that read rows raise ConfigError for
-    unknown columns and JobError for damaged files.
+    in both, the copy that was written last counts. The result is the same if a running job
+    publishes a shard during a read. Methods that read rows raise ConfigError for unknown columns
+    and JobError for damaged files.
+
+    Attributes:
+        path: the folder.
+        storage: reads its files.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
-        """Open a folder, or raise ConfigError if it is not one of a job or has links instead of
-        files."""
+        """Open a folder.
+
+        Raises:
+            ConfigError: it is not a job's folder, or has links instead of files.
+        """
         self.path = path
         self.storage = FolderStorage(path) if storage is None else storage
         if self.storage.in_place and path.is_dir():
@@ -72,14 +84,22 @@ class JobFolderReader:
         self._whole: WholeShards | None = None
 
     def check(self) -> None:
-        """Raise JobError for a job that says it is complete and lacks rows; see `check_job`."""
-        manifest = self.manifest  # before the metrics: a job that grows changes these first
+        """Check that a job whose metrics.json says complete has all its rows, see `check_job`.
+
+        Raises:
+            JobError: rows are missing.
+        """
+        manifest = self.manifest  # first, because a job that grows changes its metrics first
         display_name, metrics, facts = self.storage.display_name, self.metrics, self.row_facts
         self._whole = check_job(self.storage, display_name, manifest, metrics, facts)
 
     @property
     def whole(self) -> WholeShards:
-        """The shards of a complete job. Raises ConfigError or JobError as `whole_shards` does."""
+        """The shards of a complete job.
+
+        Raises:
+            ConfigError, JobError: as in `whole_shards`.
+        """
         if self._whole is None:
             display_name = self.storage.display_name
             self._whole = whole_shards(self.storage, display_name, self.metrics.get("rows"))
@@ -89,7 +109,7 @@ class JobFolderReader:
     @property
     def config(self) -> dict[str, Any]:
         """The configuration by group, as in config.yaml, with short names of classes; empty if the
-        job was killed before."""
+        job was killed before it was written."""
         content = self.storage.read(self.path / "config.yaml")
         if content is None:
             return {}
@@ -128,8 +148,8 @@ class JobFolderReader:
     def metrics(self) -> dict[str, Any]:
         """The content of metrics.json; empty if the job was killed before it was written.
 
-        In the file a job that was killed still has the status `running`. Here it is `killed` if the
-        job ran on this machine. The counts may be up to ten seconds old.
+        In the file, a killed job still has the status `running`. Here its status is `killed`, if it
+        ran on this machine. The counts may be up to ten seconds old.
         """
         content = self.storage.read(self.path / "metrics.json")
         if content is None:
@@ -148,7 +168,7 @@ class JobFolderReader:
     @property
     def schema(self) -> pa.Schema | None:
         """The columns of the rows, None if no row is finished."""
-        # The journals first: a shard that is published in between is then found among the shards.
+        # Journals are read first, so that a shard which is published meanwhile is found as a shard.
         for files in self._journals().values():
             for path in files:
                 for batch in self._read_if_there(path) or ():
@@ -158,14 +178,14 @@ class JobFolderReader:
         return None
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-        """The finished rows in the order of the data set, with some columns or all."""
+        """Yield the finished rows in the order of the data set, with some columns or all."""
         for batch in self.batches(columns):
             yield from batch.to_pylist()
 
     def batches(
         self, columns: Sequence[str] | None = None, size: int = BATCH
     ) -> Iterator[pa.RecordBatch]:
-        """The finished rows in batches of about `size` rows, so that memory does not grow."""
+        """Yield the finished rows in batches of about `size` rows; memory does not grow."""
         schema = self.fields(columns)
         if schema is None:
             return
@@ -173,7 +193,8 @@ class JobFolderReader:
             yield from self.shard(number).batches(schema.names, size=size)
 
     def fields(self, columns: Sequence[str] | None = None) -> pa.Schema | None:
-        """The schema of some columns, of all if `columns` is None; None if no row is finished."""
+        """The schema of some columns, or of all if `columns` is None. None if no row is
+        finished."""
         schema = self.schema
         if schema is None or columns is None:
             return schema
@@ -185,7 +206,7 @@ class JobFolderReader:
         return pa.schema([schema.field(name) for name in columns])
 
     def find(self, row_id: str) -> Iterator[dict[str, Any]]:
-        """All finished samples of the row with this id."""
+        """Yield all finished samples of the row with this id."""
         schema = self.schema
         if schema is None:
             return
@@ -211,7 +232,7 @@ class JobFolderReader:
 
     def shards(self) -> list[int]:
         """The numbers of the shards that have finished rows."""
-        # The journals first: what is published in between is then found among the shards.
+        # Journals are listed first, so that a shard which is published meanwhile is not missed.
         numbers = set(self._journals())
         return sorted(numbers | set(self._published()))
 
@@ -226,29 +247,29 @@ class JobFolderReader:
         return 0
 
     def shard(self, number: int) -> ReadShard:
-        """The rows of a shard as they are at this moment.
+        """The rows of a shard as they are now.
 
-        The journal files of a shard are deleted after it is published. So if one disappears while
-        they are read, all is read again; if none does, no row is missing.
+        The journal files of a shard are deleted after the shard is published. So if a journal file
+        disappears during the read, everything is read again.
         """
         while True:
-            written: list[pa.RecordBatch] | None = []
+            journaled: list[pa.RecordBatch] | None = []
             journals = self._journals().get(number, ())
             for path in journals:
                 batches = self._read_if_there(path)
-                written = None if batches is None or written is None else [*written, *batches]
-            if written is not None:
+                journaled = None if batches is None or journaled is None else [*journaled, *batches]
+            if journaled is not None:
                 path = shard_path(self.path / DATA, number)
                 is_there = self.storage.exists(path)
-                if (
-                    not is_there and not journals
-                ):  # a journal without rows: it was begun when the disk was full
+                # A journal without rows is no error: it was begun when the disk was full.
+                if not is_there and not journals:
                     raise JobError(f"{path} is gone, and the folder has no other copy of its rows")
-                return ReadShard(self.storage.parquet(path) if is_there else None, written)
+                return ReadShard(self.storage.parquet(path) if is_there else None, journaled)
 
     @property
     def may_run(self) -> bool:
-        """Whether a worker of the job, or the last holder of its lock, may still be running."""
+        """Whether a worker of the job, or the last process that held its lock, may still be
+        running."""
         beats = (name for name in names_in(self.storage, WORKERS) if parse_worker(name) is not None)
         if any(may_live(self.storage.read(self.path / WORKERS / name)) for name in beats):
             return True

@@ -1,4 +1,4 @@
-"""Reads the rows of one shard of a job that may still be running."""
+"""Reads the rows of one shard of a job that may still be running, for `JobFolderReader`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from batchgen.storage.shards.checked_file import CheckedFile, Source
 from batchgen.storage.shards.row_order import KEYS, RowsInOrder, first_key, row_keys
 
 BATCH = 256
-"""How many rows are in memory at a time."""
+"""The number of rows that are in memory at a time."""
 
 
 class ReadShard:
-    """The rows of one shard as they were when it was opened: `published`, its Parquet file, if
-    there is one, and `written`, the batches of its journals in the order in which they were
-    written."""
+    """The rows of one shard as they were when it was opened."""
 
     def __init__(self, published: Source | None, written: list[pa.RecordBatch]) -> None:
+        """Read the rows of `published`, the shard's Parquet file if there is one, and of `written`,
+        the batches of its journals in the order in which they were written."""
         self._published = published
         self._written = RowsInOrder(written)
 
@@ -34,8 +34,10 @@ class ReadShard:
     def batches(
         self, names: Sequence[str], first_row: int = 0, size: int = BATCH
     ) -> Iterator[pa.RecordBatch]:
-        """The rows in order, each once, in batches of about `size` rows. Row groups before
-        `first_row`, a `row_index`, are not read."""
+        """Yield the rows in order, each once, in batches of about `size` rows.
+
+        Row groups that end before `first_row`, a `row_index`, are not read.
+        """
         first_needed = first_key(first_row)
         start, end = int(np.searchsorted(self._written.keys, first_needed)), len(self._written.keys)
         wanted = [*dict.fromkeys([*names, *KEYS])]
@@ -60,7 +62,8 @@ class ReadShard:
     def _merged(
         self, batch: pa.RecordBatch, names: Sequence[str], start: int, stop: int
     ) -> Iterator[pa.RecordBatch]:
-        """A published batch with the journaled rows that belong into it or replace its rows."""
+        """A published batch merged with the journaled rows from `start` to `stop`, which come
+        between its rows or replace them."""
         if start == stop:
             yield batch.select(names)
             return
@@ -78,7 +81,8 @@ def _groups_from(meta: pq.FileMetaData, first_row: int) -> list[int]:
 
 
 def may_live(heartbeat: bytes | None) -> bool:
-    """Whether the worker of a heartbeat may still be running: nothing says that it has ended."""
+    """Whether the worker with this heartbeat may still be running: it has not reported its end, and
+    its process is not known to be gone."""
     if heartbeat is None:  # the job is complete
         return False
     beat = read_beat(heartbeat)

@@ -1,6 +1,6 @@
-"""Reasons for which a folder cannot be the output folder of a job, or not of this one.
+"""Checks whether a folder can be the output folder of a job, or of this job.
 
-`JobFolder` asks these functions before it writes anything.
+`JobFolder` calls these functions before it writes anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batchgen.storage.stores.manifest import ChangedRow, DifferentJob, Manifest,
 from batchgen.util.errors import ConfigError, JobError
 from batchgen.util.temporary import is_temporary_of
 
-MIN_FREE_BYTES = 32 * 2**20
+MIN_FREE_BYTES = 32 * 2**20  # on the disk of a new job
 
 
 def unusable(storage: Storage, error: OSError | JobError) -> ConfigError:
@@ -50,7 +50,11 @@ def written_manifest(storage: Storage) -> Manifest | None:
 
 
 def refuse_folder(storage: Storage) -> None:
-    """Raise ConfigError for a folder in which no job at all can write. Nothing is changed."""
+    """Check that a job can write in a folder. Nothing is changed.
+
+    Raises:
+        ConfigError: the folder has foreign files, cannot be written or has too little space.
+    """
     is_new = True
     try:
         refuse_foreign_files(storage)
@@ -61,10 +65,12 @@ def refuse_folder(storage: Storage) -> None:
         raise unusable(storage, error) from None
     if not storage.in_place:
         return
-    there = next(path for path in (storage.path, *storage.path.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = next(
+        path for path in (storage.path, *storage.path.absolute().parents) if path.exists()
+    )
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise unusable(storage, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-    usage = shutil.disk_usage(there)
+    usage = shutil.disk_usage(existing)
     if not usage.total:
         raise unusable(storage, JobError("it is not on a disk"))
     if is_new and usage.free < MIN_FREE_BYTES:
@@ -83,11 +89,14 @@ def refuse_other_job(
     *,
     overwrite: bool,
 ) -> list[str]:
-    """Raise DifferentJob for a folder with rows of another job, unless `overwrite` allows to delete
-    it.
+    """Check that a folder does not have rows of another job, unless `overwrite` allows to delete
+    them.
 
     Returns:
         Lines that say how the folder's job differs; none if it is the same job.
+
+    Raises:
+        DifferentJob: the folder has rows of another job.
     """
     differences = stored.differences(requested, digests, changed_row)
     if differences and not overwrite and has_rows(storage):
@@ -96,13 +105,17 @@ def refuse_other_job(
 
 
 def finished_rows(storage: Storage) -> int:
-    """The number of rows up to the last finished one."""
+    """One more than the `row_index` of the last finished row."""
     return JobFolderReader(storage.path, storage).end
 
 
 def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
-    """Raise ConfigError for a data set that ends before a finished row. It has at most `most_rows`
-    rows; None if that is not known."""
+    """Check that the data set does not end before a finished row. It has at most `most_rows` rows;
+    None if that is not known.
+
+    Raises:
+        ConfigError: the data set is shorter.
+    """
     if most_rows is None:
         return
     if (end := finished_rows(storage)) > most_rows:
@@ -114,8 +127,11 @@ def refuse_shrinking(storage: Storage, most_rows: int | None) -> None:
 
 
 def refuse_foreign_files(storage: Storage) -> None:
-    """Raise ConfigError for a folder that has files but no manifest, or that has links: batchgen
-    writes neither."""
+    """Check that all files of a folder can be batchgen's.
+
+    Raises:
+        ConfigError: the folder has files but no manifest, or has links, which batchgen never makes.
+    """
     names = set(storage.names(storage.path))
     if storage.in_place:
         refuse_links(storage.path)

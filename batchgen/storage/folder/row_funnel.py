@@ -15,8 +15,13 @@ FORMAT_VERSION = 1
 
 
 class DroppedRow(NamedTuple):
-    """A row that a row step dropped: its id at that step, the step's index in the key `rows`, and
-    the reason."""
+    """A row that a row step dropped.
+
+    Attributes:
+        id: the id that the row had at that step.
+        step: the step's index in the key `rows`.
+        reason: why it was dropped.
+    """
 
     id: str
     step: int
@@ -25,7 +30,12 @@ class DroppedRow(NamedTuple):
 
 @dataclass
 class StepCount:
-    """How many rows a step read and what became of them; `examples` are some that it dropped."""
+    """The number of rows that a step read, kept, dropped and failed on.
+
+    Attributes:
+        name: the step's index and name.
+        examples: some of the dropped rows.
+    """
 
     name: str
     rows_in: int = 0
@@ -42,8 +52,8 @@ class StepCount:
 
 @dataclass(frozen=True)
 class IndexPart:
-    """The number of rows in a part of the row index, and how many were dropped while it was
-    made."""
+    """A part of the row index: the number of its rows, and of the rows that were dropped while it
+    was made."""
 
     rows: int
     dropped: int
@@ -56,11 +66,12 @@ class IndexFacts:
     Attributes:
         key: a digest of the steps and of the files that they read besides the rows.
         dataset: the fingerprint of the data set.
-        data_rows: how many of its rows are covered.
-        read_rows: how many of them were read; fewer if the steps stop early.
-        rows: the rows of the job.
-        error_rows: those of them in which a step has failed.
+        data_rows: the number of its rows that are covered.
+        read_rows: the number of rows that were read; fewer if the steps stop early.
+        rows: the number of rows of the job.
+        error_rows: the number of these rows in which a step has failed.
         steps: the counts of each step.
+        parts: the parts of the row index.
     """
 
     key: str
@@ -86,7 +97,7 @@ class IndexFacts:
         for step in self.steps:
             if step.examples:
                 lines.append(f"  {step.name} dropped {step.dropped:,} of {step.rows_in:,}:")
-                lines += [f"    {one.id}: {one.reason}" for one in step.examples]
+                lines += [f"    {row.id}: {row.reason}" for row in step.examples]
         return ConfigError("\n".join(lines))
 
     @classmethod
@@ -99,7 +110,7 @@ class IndexFacts:
             if values["format_version"] != FORMAT_VERSION:
                 return None
             steps = [
-                StepCount(**{**step, "examples": [DroppedRow(*one) for one in step["examples"]]})
+                StepCount(**{**step, "examples": [DroppedRow(*row) for row in step["examples"]]})
                 for step in values["steps"]
             ]
             parts = [IndexPart(**part) for part in values["parts"]]

@@ -16,15 +16,17 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
 _WAIT = 3600.0
-"""Seconds to wait for another process that writes the record or the exports."""
+"""Seconds to wait for another process that writes the record or an export."""
 
 
 def step_folder(folder: str) -> str:
-    """The folder that a user means by a path or URL (see `user_folder`). If it is OUT/STEP with OUT
-    a pipeline's folder, that is the current folder of the step; else it is the folder itself.
+    """The folder that a user means by a path or URL (see `user_folder`).
+
+    For OUT/STEP, where OUT is a pipeline's folder, it is the current folder of the step; otherwise
+    the path itself.
 
     Raises:
-        ConfigError: the pipeline has no such step, or a link in its folder.
+        ConfigError: the pipeline has no such step, or its folder has a link.
         JobError: pipeline.json is damaged.
     """
     above, slash, name = folder.rpartition("/")
@@ -45,8 +47,11 @@ def step_folder(folder: str) -> str:
 
 
 def find_record(out: str) -> PipelineRecord | None:
-    """Read pipeline.json of a folder, a path or a URL; None if it has none. Raises ConfigError if
-    something in the folder is a link."""
+    """Read pipeline.json of a folder, given as a path or a URL; None if it has none.
+
+    Raises:
+        ConfigError: the folder has a link.
+    """
     if not is_url(out):
         if not (Path(out) / RECORD).is_file():
             return None
@@ -56,8 +61,12 @@ def find_record(out: str) -> PipelineRecord | None:
 
 
 def refuse_linked(out: Path) -> None:
-    """Refuse a pipeline's folder in which something is a link: a stranger who made it could lead
-    steps and exports to any folder of the user's."""
+    """Check that a pipeline's folder has no links. Whoever made the folder could lead steps and
+    exports to any folder of the user's by a link.
+
+    Raises:
+        ConfigError: something in the folder is a link.
+    """
     with os.scandir(out) as entries:
         if linked := sorted(entry.name for entry in entries if entry.is_symlink()):
             raise ConfigError(
@@ -76,7 +85,11 @@ def read_record(storage: Storage) -> PipelineRecord | None:
 @contextmanager
 def locked_record(storage: Storage) -> Iterator[PipelineRecord]:
     """Read pipeline.json, empty if there is none, and keep other processes from changing it or the
-    exports within the context. Raises ConfigError after waiting an hour for another process."""
+    exports within the context.
+
+    Raises:
+        ConfigError: another process held the lock for an hour.
+    """
     lock = storage.lock(_WAIT)
     try:
         yield read_record(storage) or PipelineRecord()
@@ -85,7 +98,7 @@ def locked_record(storage: Storage) -> Iterator[PipelineRecord]:
 
 
 def is_pipeline(out: str) -> bool:
-    """Whether a folder is a pipeline's, and not a job's."""
+    """Whether a folder is that of a pipeline rather than that of a job."""
     if not is_url(out) and (Path(out) / MANIFEST).exists():
         return False
     return find_record(out) is not None

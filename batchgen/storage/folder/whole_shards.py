@@ -29,7 +29,7 @@ _TYPES = {
     KEYS[1]: pa.int32(),
     "finish_reason": pa.string(),
 }
-"""The columns that every row of a job has, besides its text."""
+"""The types of the columns that every row of a job has, besides its text."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class FinishedShard:
 
     Attributes:
         first: the number of rows in the shards before it.
-        ends: for each of its row groups, the number of rows up to its end.
-        digest: a digest of all that the file holds; None if that would take a pass over all its
-            bytes, as in files of older versions.
+        ends: for each of its row groups, the number of the shard's rows up to the end of the group.
+        digest: a digest of the file's content; None if computing it would take a read of the whole
+            file, as for files of older versions.
     """
 
     first: int
@@ -57,19 +57,20 @@ class WholeShards:
 
     @property
     def total(self) -> int:
-        """How many rows there are, samples and errors included."""
+        """The number of rows, samples and errors included."""
         return self.shards[-1].first + self.shards[-1].ends[-1]
 
 
 def whole_shards(
     storage: Storage, user_path: str, rows: object, said_by: str = "metrics.json"
 ) -> WholeShards:
-    """Read the footers of all shards of a complete job, or of a published set. What lies before the
-    footers is checked when it is read.
+    """Read the footers of all shards of a complete job, or of a published set.
+
+    The data before a footer are checked when they are read.
 
     Args:
         user_path: the folder, as the user typed it.
-        rows: the number of rows that the folder's file `said_by` states; None if no file does.
+        rows: the number of rows that the folder's file `said_by` states; None if no file states it.
 
     Raises:
         ConfigError: there are no shards.
@@ -95,11 +96,12 @@ def whole_shards(
 
 
 def shard_numbers(storage: Storage, user_path: str, count: int | None) -> list[int]:
-    """The numbers of the shards in a folder, which has `count` of them, if that is known.
+    """The numbers of the shards in a folder. `count` is the number of shards that it must have;
+    None if that is not known.
 
     Raises:
-        ConfigError: there are none.
-        JobError: some are missing.
+        ConfigError: there are no shards.
+        JobError: shards are missing.
     """
     numbers = list(shard_files(storage.path / DATA, names_in(storage, DATA)))
     if not numbers:
@@ -122,8 +124,8 @@ def check_job(
     storage: Storage, user_path: str, manifest: Mapping[str, Any], metrics: Mapping[str, Any],
     facts: IndexFacts | None,
 ) -> WholeShards | None:  # fmt: skip
-    """Check the shards of a job that says it is complete, and return them; None for a job that does
-    not.
+    """Check the shards of a job whose metrics.json says complete, and return them; None for another
+    job.
 
     A published copy may lack metrics.json; then the manifest says how many rows there must be. In
     an object store, where files appear whole, only the names of the shards are checked, because
@@ -140,7 +142,7 @@ def check_job(
         return None
     growing, identity = manifest["growing"], manifest["identity"]
     output, samples = identity["output"], growing.get(SAMPLES)
-    rows = None if "rows" in identity else growing.get(ROWS)  # steps leave fewer than there are
+    rows = None if "rows" in identity else growing.get(ROWS)  # row steps leave fewer rows
     rows = rows if facts is None else facts.rows
     rows = None if rows is None else int(rows) * runs_of_row(manifest)
     count = None if rows is None else max(1, -(-int(rows) // int(output["rows_per_shard"])))
@@ -160,7 +162,11 @@ def check_job(
 
 
 def check_job_columns(storage: Storage, schema: pa.Schema, text_column: str) -> None:
-    """Raise DamagedFile unless the rows of a job have the columns that all jobs write."""
+    """Check that the rows of a job have the columns that all jobs write.
+
+    Raises:
+        DamagedFile: a column is missing or has another type.
+    """
     for name, kind in {**_TYPES, text_column: pa.string()}.items():
         if name not in schema.names or schema.field(name).type != kind:
             source = storage.parquet(shard_path(storage.path / DATA, 0))

@@ -28,11 +28,13 @@ class WorkerState:
     """The state of one worker.
 
     Attributes:
-        silent: seconds since its last heartbeat, by the clock of the file system or store.
+        beat: its last heartbeat.
+        silent: seconds since that heartbeat, by the clock of the file system or store.
         state: `running`; `silent` if its heartbeat is old; `gone` if its process has ended without
-            saying so; `unreadable` if its heartbeat cannot be read; else how it ended.
-        shards: those that it has begun and no worker has completed.
-        backups: those of which it computes a copy.
+            reporting it; `unreadable` if its heartbeat cannot be read; otherwise how the worker
+            ended.
+        shards: the shards that it has begun and no worker has completed.
+        backups: the shards of which it computes a copy.
     """
 
     beat: Mapping[str, Any]
@@ -58,8 +60,13 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Status:
-    """The workers of a job, and its shards; `quarantined` maps a shard to the workers that crashed
-    on it."""
+    """The workers and the shards of a job.
+
+    Attributes:
+        workers: the workers by their numbers.
+        done, begun: the number of shards that are complete, and of those in progress.
+        quarantined: shard → the workers that crashed on it.
+    """
 
     workers: list[WorkerState]
     done: int
@@ -68,8 +75,10 @@ class Status:
 
 
 def read_status(storage: Storage, stale_after: float) -> Status:
-    """Read the state of a job's workers; a complete job has none. A worker without a heartbeat for
-    `stale_after` seconds counts as silent."""
+    """Read the state of a job's workers; a complete job has no workers.
+
+    A worker without a heartbeat for `stale_after` seconds counts as silent.
+    """
     board = LeaseTable.of(names_in(storage, LEASES))
     open_shards = {
         shard: epoch
@@ -103,7 +112,7 @@ def read_status(storage: Storage, stale_after: float) -> Status:
 
 
 def _lease(storage: Storage, name: str) -> Lease:
-    """Read a lease; one that cannot be read, or was just deleted, has no owner."""
+    """Read a lease. A lease that cannot be read, or was just deleted, gets the owner 0."""
     return Lease.decoded(storage.read(storage.path / name)) or Lease(0)
 
 
@@ -114,6 +123,7 @@ def _worker(
     shards: list[int],
     backups: list[int],
 ) -> WorkerState:
+    """The state of a worker by its heartbeat."""
     if beat["ended"] is not None:
         attempt = beat.get("attempt", {})
         state = beat["ended"] if attempt.get("status") == "running" else attempt.get("status", "")

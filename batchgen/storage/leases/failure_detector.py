@@ -1,4 +1,5 @@
-"""Tells living workers from dead ones, by their heartbeats (see `lease_protocol.py`)."""
+"""Decides by their heartbeats which workers are alive and which are dead (see
+`lease_protocol.py`)."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ class FailureDetector:
     """Decides whether workers are dead, from the content of their heartbeats and this process's
     clock.
 
-    A worker is dead if it says that it ended, if its process ran on this machine and has ended, or
-    if its heartbeat has not changed for `stale_after` seconds. A worker that was paused is alive
-    again with its next heartbeat. Clocks of other machines are never compared.
+    A worker is dead if its heartbeat reports its end, if its process ran on this machine and has
+    ended, or if its heartbeat has not changed for `stale_after` seconds. A worker that was paused
+    is alive again with its next heartbeat. Clocks of other machines are never compared.
     """
 
     def __init__(
@@ -27,12 +28,17 @@ class FailureDetector:
         clock: Callable[[], float],
         is_gone: Callable[[Mapping[str, Any]], bool],
     ) -> None:
-        """Create a detector; `is_gone` says whether the process behind a heartbeat is known to
-        have ended."""
+        """Create a detector.
+
+        Args:
+            stale_after: seconds without a change after which a worker is dead.
+            clock: returns seconds; never goes back.
+            is_gone: returns whether the process of a heartbeat is known to have ended.
+        """
         self._stale_after = stale_after
         self._clock = clock
         self._is_gone = is_gone
-        self._seen: dict[object, tuple[bytes | None, float]] = {}
+        self._seen: dict[object, tuple[bytes | None, float]] = {}  # last content, and since when
 
     def is_dead(self, worker: int, content: bytes | None) -> bool:
         """Whether a worker is dead, given the present content of its heartbeat."""
@@ -42,8 +48,8 @@ class FailureDetector:
         return self.stands_still(worker, content)
 
     def stands_still(self, what: object, content: bytes | None) -> bool:
-        """Whether the content of an object has not changed for `stale_after` seconds; `what` names
-        it."""
+        """Whether the content of an object has not changed for `stale_after` seconds. `what`
+        identifies the object."""
         now = self._clock()
         last = self._seen.get(what)
         if last is None or last[0] != content:
@@ -52,7 +58,8 @@ class FailureDetector:
         return now - last[1] >= self._stale_after
 
     def how_ended(self, content: bytes | None) -> str | None:
-        """How a worker ended, by its last heartbeat; None if that does not say."""
+        """How a worker ended, by its last heartbeat; None if the heartbeat does not report an
+        end."""
         beat = read_beat(content)
         return None if beat is None else beat["ended"]
 
@@ -72,9 +79,9 @@ def any_lives(
 ) -> bool:
     """Whether any worker of a folder is alive.
 
-    A worker on another machine is alive if its heartbeat changes within `stale_after` seconds. This
-    waits that long, unless the worker has ended cleanly. With `here`, workers on this machine count
-    as well.
+    A worker on another machine is alive if its heartbeat changes within `stale_after` seconds. The
+    call waits that long, unless all workers have ended cleanly. With `here`, workers on this
+    machine count as well.
     """
     names = [worker_name(n) for name in do(Names(WORKERS)) if (n := parse_worker(name))]
     contents = {name: content for name in names if (content := do(Read(name))) is not None}

@@ -29,6 +29,7 @@ from batchgen.storage.leases.store_operations import (
 )
 from batchgen.util.errors import JobError
 
+# Errors of file systems that have no hard links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
@@ -37,12 +38,12 @@ class FolderGone(Exception):
 
 
 class FileStore:
-    """Objects are files, which appear whole or not at all.
+    """A store whose objects are files, which appear whole or not at all.
 
-    A file is written under a temporary name in `workers/` and then linked to its own name, which
-    fails if that exists (link(2)); on NFS, where the answer may be lost, the number of links tells.
-    When the job is complete, `workers/` is deleted: from then on a worker that was paused can
-    change nothing.
+    A file is written under a temporary name in `workers/` and then linked to its name, which fails
+    if that name exists (link(2)). On NFS, where the answer may be lost, the two names are compared
+    instead. When the job is complete, `workers/` is deleted: from then on a worker that was paused
+    can change nothing.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class FileStore:
         """Do nothing: the lock of the folder already decides which process may write."""
 
     def do(self, operation: Operation) -> Any:
-        """Carry out an operation and return its answer.
+        """Carry out an operation and return its answer, see `store_operations.py`.
 
         Raises:
-            FolderGone: the folder of the object is not there.
-            FolderLost: the job's whole folder is not there.
+            FolderGone: the folder of the object does not exist.
+            FolderLost: the job's whole folder does not exist.
             JobError: a file cannot be written or read.
         """
         kind = type(operation).__name__
@@ -89,7 +90,7 @@ class FileStore:
     def _once(self, operation: Operation, path: Path, *, is_again: bool) -> Any:
         match operation:
             case Create(_, payload):
-                if is_again:  # the earlier attempt may have given it its name
+                if is_again:  # the earlier attempt may have linked the temporary file
                     self._temporary(path).unlink(missing_ok=True)
                 return self._create(path, payload) or (is_again and self._same(path, payload))
             case Overwrite(_, payload):
@@ -146,7 +147,7 @@ class FileStore:
 
 
 def _link(source: Path, path: Path, temporary: Path) -> bool:
-    """Give a file one more name, if that name is free; return whether the file has it now."""
+    """Give a file another name, if that name is free; return whether the file has the name now."""
     try:
         os.link(source, path)
     except FileExistsError:
@@ -162,8 +163,8 @@ def _link(source: Path, path: Path, temporary: Path) -> bool:
 def _copy(source: Path, path: Path, temporary: Path) -> bool:
     """Copy instead of linking, on a file system without links.
 
-    A lease is written with one call. A shard is copied and renamed; where two workers do so at
-    once, the second file replaces an equal one.
+    A lease is written with one call. A shard is copied and renamed; if two workers do so at the
+    same time, the second file replaces an equal one.
     """
     if path.parent.name not in (LEASES, WORKERS):
         if path.exists():
@@ -182,6 +183,7 @@ def _copy(source: Path, path: Path, temporary: Path) -> bool:
                 return True
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError:
-            with contextlib.suppress(OSError):  # else it is nobody's until others take it for old
+            # If the file stays, it is a lease without an owner, which others take over in the end.
+            with contextlib.suppress(OSError):
                 path.unlink()
             raise

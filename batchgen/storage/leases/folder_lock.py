@@ -1,4 +1,5 @@
-"""A lock on an output folder: shared by the workers of a job, and held alone to change the job."""
+"""A lock on an output folder: the workers of a job share it, and a process that changes the job
+holds it alone."""
 
 import errno
 import fcntl
@@ -12,18 +13,21 @@ from typing import Self
 from batchgen.storage.leases.patience import patiently
 from batchgen.util.errors import ConfigError, FolderLost
 
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.05  # between two attempts to take the lock
 
 
 class FolderLock:
-    """A lock on a file, which the system drops when the process ends in any way.
+    """A lock on a file, which the system releases when the process ends in any way.
 
-    The lock belongs to the open file (F_OFD_SETLK), so it also holds between threads. Going from an
-    exclusive to a shared lock is one step. `exclusive` says whether nobody else holds it.
+    The lock belongs to the open file (F_OFD_SETLK), so it also holds between threads. It changes
+    from exclusive to shared in one step.
+
+    Attributes:
+        exclusive: whether no other process holds the lock.
     """
 
     def __init__(self, path: Path, *, join: bool = False, wait: float = 0.0) -> None:
-        """Take the lock exclusively, or share it with `join` if it is shared already.
+        """Take the lock exclusively. With `join`, share it if it is already shared.
 
         Args:
             wait: seconds to wait for an exclusive holder, such as a process that opens or grades
@@ -53,7 +57,8 @@ class FolderLock:
         os.pwrite(self._fd, text.encode(), 0)
 
     def in_use(self) -> ConfigError:
-        """Make the error for a process that may not share the folder with its present holders."""
+        """The error for a process that may not share the folder with the processes that hold it
+        now."""
         owner = os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
         return ConfigError(
             f"output.dir={self._path.parent} is in use by another job ({owner or 'unknown'}): wait "
@@ -61,18 +66,22 @@ class FolderLock:
         )
 
     def confirm(self) -> None:
-        """Make sure that the locked folder was not deleted or replaced, or raise `FolderLost`."""
+        """Check that the locked folder was not deleted or replaced.
+
+        Raises:
+            FolderLost: it was.
+        """
         try:
             is_same = patiently(self._path.stat).st_ino == os.fstat(self._fd).st_ino
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-                return  # whoever needs the folder will say so
+                return  # the next access to the folder reports the error
             is_same = False
         if not is_same:
             raise lost(str(self._path.parent))
 
     def share(self) -> None:
-        """Let others share the lock."""
+        """Allow other processes to share the lock."""
         if self.exclusive:
             assert self._lock(fcntl.F_RDLCK)
             self.exclusive = False
@@ -104,7 +113,7 @@ class FolderLock:
 
 
 def lost(display_name: str) -> FolderLost:
-    """Make the error for a folder, called `display_name`, that no longer belongs to this job."""
+    """The error for a folder, called `display_name`, that no longer belongs to this job."""
     return FolderLost(
         f"output.dir={display_name} was deleted or replaced while the job ran: this process has "
         "stopped and writes nothing there. The same command computes again what is missing"

@@ -1,4 +1,4 @@
-"""Makes sure that what was written is on the disk."""
+"""Makes sure that written data are on the disk."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,12 @@ from batchgen.util.errors import JobError
 
 
 def fsync_path(path: Path) -> None:
-    """fsync a file or a folder; a file that was deleted raises FileNotFoundError, a full disk
-    JobError."""
+    """Call fsync(2) on a file or a folder.
+
+    Raises:
+        FileNotFoundError: it was deleted.
+        JobError: the disk is full or fails.
+    """
     try:
         fd = os.open(path, os.O_RDONLY)
         try:

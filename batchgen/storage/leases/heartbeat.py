@@ -15,15 +15,17 @@ from batchgen.storage.leases.store_operations import Operation, Overwrite
 from batchgen.util.errors import JobError
 
 LAUNCHER = "BATCHGEN_LAUNCHER"
-"""The environment variable with the process id of the launcher; the worker ends when that process
+"""The environment variable with the process id of the launcher. The worker ends when that process
 ends."""
 
 
 class Heartbeat:
     """Rewrites `workers/0007.json` every few seconds, in a thread, until the worker ends.
 
-    If the process is paused or its machine is gone, the file stops changing. `facts` are further
-    entries of the file; the main thread replaces the mapping as a whole.
+    If the process is paused or its machine fails, the file stops changing.
+
+    Attributes:
+        facts: more entries of the file; the main thread replaces the whole mapping.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Heartbeat:
                 self._write(None)
 
     def end(self, how: str | None) -> None:
-        """Write into the file how the worker ended, unless that is None, and stop."""
+        """Stop. Write into the file `how` the worker ended, unless that is None."""
         with self._lock:
             if self._ends.is_set():
                 return
@@ -74,8 +76,8 @@ class Heartbeat:
         try:
             self._do(Overwrite(worker_name(self._number), content))
         except (FolderGone, JobError):
-            # The job is complete, or the disk is full or away: the next beat may come through, and
-            # if none does, others take over.
+            # The job is complete, or the disk is full or missing. A later beat may succeed; if none
+            # does, other workers take over.
             pass
 
 
@@ -86,14 +88,14 @@ def encoded(
     ended: str | None,
     facts: Mapping[str, Any],
 ) -> bytes:
-    """The content of a heartbeat; `ended` is `complete`, `stopped`, `failed`, or None while it
-    runs."""
+    """The content of a heartbeat. `ended` is `complete`, `stopped` or `failed`; None while the
+    worker runs."""
     beat = {"worker": number, **identity, "beats": beats, "ended": ended, **facts}
     return json.dumps(beat).encode()
 
 
 def _end_with_launcher() -> None:
-    """Stop this process as Ctrl-C would, if the launcher that started it is gone."""
+    """Stop this process as Ctrl-C would, if its launcher has ended."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher):
         del os.environ[LAUNCHER]

@@ -8,14 +8,15 @@ LEASES, WORKERS, JOURNAL, DATA = "leases", "workers", "journal", "data"
 FINISHED, BEGUN = ".journal", ".begun"
 """The suffixes of journal files with finished rows, and of those with begun rows."""
 FINISH = -1
-"""Stands for a shard number in leases: what comes after all shards, that is grades, scores and the
-card."""
+"""The number, in place of a shard's, of the lease for the work after all shards: grades, scores and
+the card."""
 SESSION = f"{LEASES}/session.json"
-"""The object that identifies the workers that run at the same time; it exists until the job is
+"""The object that identifies the workers that run at the same time. It exists until the job is
 complete."""
 INDEX, GRADING = -2, -3
-"""Stand for shard numbers in leases: the row index of rows that arrive while the job runs, and the
-grading of each shard as soon as it is published, for jobs that follow this one."""
+"""The numbers, in place of a shard's, of two more leases: for the row index of rows that arrive
+while the job runs; and for grading each shard as soon as it is published, for jobs that read this
+one's rows."""
 _NAMES = {FINISH: "finish", INDEX: "rows", GRADING: "grades"}
 _LEASE = re.compile(r"([0-9]{5,}|finish|rows|grades)\.([eb])([0-9]{3,})\.json")
 _MARK = re.compile(r"([0-9]{5,})\.(done|quarantined)\.json")
@@ -23,31 +24,33 @@ _WORKER = re.compile(r"([0-9]{4,})\.json")
 
 
 def lease_name(shard: int, epoch: int, kind: str = "e") -> str:
-    """The lease of a shard (kind e) or of its backup copy (kind b) in an epoch, from 1 on."""
+    """The name of the lease of a shard (kind e) or of its backup copy (kind b) in an epoch; epochs
+    count from 1."""
     return f"{LEASES}/{_shard(shard)}.{kind}{epoch:03d}.json"
 
 
 def mark_name(shard: int, what: str) -> str:
-    """The mark that a shard is `done` or `quarantined`."""
+    """The name of the mark that a shard is `done` or `quarantined`."""
     return f"{LEASES}/{_shard(shard)}.{what}.json"
 
 
 def worker_name(number: int) -> str:
-    """The heartbeat of a worker."""
+    """The name of a worker's heartbeat."""
     return f"{WORKERS}/{number:04d}.json"
 
 
 def published_name(shard: int) -> str:
+    """The name of a published shard."""
     return f"{DATA}/part-{shard:05d}.parquet"
 
 
 def claim_name(shard: int) -> str:
-    """The name of the claim on a shard that is to replace an older one."""
+    """The name of the claim on a shard that is to replace an older shard."""
     return f"{JOURNAL}/part-{shard:05d}.parquet.claim.tmp"
 
 
 def journal_name(shard: int, worker: int) -> str:
-    """The file of a worker's finished rows of a shard, without its folder."""
+    """The name, without its folder, of the file of a worker's finished rows of a shard."""
     return f"part-{shard:05d}.{worker:04d}{FINISHED}"
 
 

@@ -1,20 +1,22 @@
-"""The protocol by which workers share a job's shards. It needs nothing but create-if-absent.
+"""The protocol by which workers share a job's shards. A store needs only create-if-absent for it.
 
 - A worker gets its number by creating `workers/0007.json`. It rewrites that file again and again:
   its heartbeat. No other worker writes it.
-- The owner of a shard is the worker that made its lease of the highest epoch,
+- The owner of a shard is the worker that made the lease of the highest epoch, such as
   `leases/00012.e003.json`. Leases are never changed or deleted while workers run.
 - If the owner of a lease is dead (`FailureDetector`), any worker may make the lease of the next
   epoch and continue from the journals. A worker that was only slow loses nothing but time, because
-  what two workers compute of a row is equal.
-- A shard is published by create-if-absent and then marked as `done`. The second worker to publish
-  compares its shard with the published one.
-- If no shard is left to begin, a worker executes one that another worker has begun speculatively,
-  from its last row backwards (a backup, lease `00012.b001.json`).
-- The crash count of a shard is how many workers ended on it. A shard with a crash is taken alone,
-  so that the next crash is known to be its own; a shard with three crashes is put in quarantine.
+  two workers compute equal rows.
+- A shard is published by create-if-absent and then marked as `done`. If a second worker publishes
+  the same shard, it compares the two.
+- If no shard is left to begin, a worker speculatively computes a shard that another worker has
+  begun, from its last row backwards (a backup, lease `00012.b001.json`).
+- The crash count of a shard is the number of workers that ended on it. A shard with a crash is
+  computed without other rows, so that it is certain which shard caused the next crash. A shard with
+  three crashes is put in quarantine.
 
 Every function here is a generator of operations, which a store carries out (`store_operations.py`).
+`jobs/generation/worker.py` runs them.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from batchgen.storage.leases.store_operations import (
 
 MOST_ENDED = 3
 """The number of crashes after which a shard is quarantined."""
-_WIDEST = 256
+_WIDEST = 256  # the most numbers or shards among which a worker draws after lost races
 _MOST_ASKED = 16
 """The most owners whose heartbeats are checked in one call of `Member.look`."""
 
@@ -61,9 +63,10 @@ class Task:
     """The next task of a worker.
 
     Attributes:
-        kind: `shard`: the missing rows of a shard from the first on. `backup`: those of a shard
-            that another worker has begun, from the last row backwards. `wait`: ask again later.
-            `over`: the job has no more tasks.
+        kind: `shard`: compute the missing rows of a shard, from the first on. `backup`: compute
+            those of a shard that another worker has begun, from the last row backwards. `wait`: ask
+            again later. `over`: the job has no more tasks.
+        shard: the shard; -1 without one.
         ended: the workers whose crashes count for the shard.
     """
 
@@ -78,9 +81,10 @@ def join_workers(
     """Register a new worker; return its number, which is above those of all present workers.
 
     Args:
+        min_number: the least number that the worker may get.
         content: makes the first heartbeat for a number; it must be unique to this worker.
-        draw: draws a random number below its argument, so that workers that join at once do not
-            collide.
+        draw: draws a random number below its argument, so that workers that join at the same time
+            do not collide.
     """
     width = 1
     while True:
@@ -93,11 +97,11 @@ def join_workers(
 
 
 def publish_leased(shard: int, payload: Payload, worker: int, *, replaces: bool) -> Steps[bool]:
-    """Publish a shard unless another worker has done so; return whether the published one equals
+    """Publish a shard unless another worker has done so; return whether the published shard equals
     the payload.
 
-    With `replaces`, the shard takes the place of an older one with fewer rows. Workers then agree
-    on a claim first, because create-if-absent cannot exchange an object.
+    With `replaces`, the shard replaces an older one with fewer rows. Workers then agree on a claim
+    first, because create-if-absent cannot replace an object.
     """
     name = claim_name(shard) if replaces else published_name(shard)
     if not (yield from create(name, payload)):
@@ -113,10 +117,12 @@ class Member:
     """One worker's view of all workers: who owns which shard, and what this worker does next.
 
     Attributes:
+        number: the number of this worker.
+        num_shards: the number of shards of the job; None while it is not known.
         board: the leases when `look` was last called.
         complete: shards that this worker knows to be complete without looking.
-        num_ready: the number of first shards whose input rows have all arrived, while further rows
-            still arrive; None if all rows are there.
+        num_ready: the number of shards, from the first on, whose input rows have all arrived, while
+            further rows still arrive; None if all rows have arrived.
     """
 
     def __init__(self, number: int, watch: FailureDetector, draw: Callable[[int], int]) -> None:
@@ -132,12 +138,12 @@ class Member:
         self._first = 0  # every shard before it is finished
 
     def look(self) -> Steps[None]:
-        """Find out which leases and marks there are. Names seen in an earlier call are not read
-        again: there are two for each shard, and a call for each shard."""
+        """List the leases and marks. Names from an earlier call are not parsed again, because there
+        are two for each shard and a call for each shard."""
         names = frozenset((yield from ask(Names(LEASES))))
         if names >= self._names:
             self.board.add(names - self._names)
-        else:  # some have been deleted
+        else:  # leases have been deleted
             self.board = LeaseTable.of(names)
         self._names = names
 
@@ -155,7 +161,7 @@ class Member:
         return self._first == self.num_shards
 
     def lost(self, shard: int) -> Steps[bool]:
-        """Whether a shard of this worker had been taken over by another one when `look` was last
+        """Whether another worker had taken over a shard of this worker when `look` was last
         called."""
         epoch = self.board.epochs.get(shard, 0)
         if not epoch:
@@ -189,8 +195,8 @@ class Member:
         return Task("over" if self.is_over() else "wait")
 
     def claim(self, what: int) -> Steps[bool]:
-        """Try to become the one worker that does a task for all: FINISH, what comes after all
-        shards; INDEX or GRADING. Return whether this worker does it."""
+        """Try to become the one worker that does a task for all: FINISH, INDEX or GRADING (see
+        `lease_files.py`). Returns whether this worker does it."""
         yield from self.look()
         epoch = self.board.epochs.get(what, 0)
         if epoch:
@@ -207,8 +213,8 @@ class Member:
         return self._watch.is_dead(worker, content)
 
     def _some_begun(self) -> list[int]:
-        """Shards that have been begun and are not finished: all of them, or a random part if they
-        are many, so that many idle workers do not ask for all heartbeats again and again."""
+        """The shards that have been begun and are not finished. If they are many, it is a random
+        part of them, so that many idle workers do not read all heartbeats again and again."""
         end = self._end
         begun = [
             shard
@@ -226,14 +232,15 @@ class Member:
         return self.num_shards if self.num_ready is None else self.num_ready
 
     def _free(self) -> Iterator[int]:
+        """The shards that no worker has begun, in order."""
         end = itertools.count() if self._end is None else range(self._end)
         for shard in itertools.islice(end, self._first, None):
             if shard not in self.board.epochs and not self.is_finished(shard):
                 yield shard
 
     def _begin(self) -> Steps[Task | None]:
-        """Take the first free shard; after each lost race choose among more of the free ones."""
-        self.is_over()  # moves on the index of the first free shard
+        """Take the first free shard. After each lost race, draw among more of the free shards."""
+        self.is_over()  # updates `_first`
         width = 1
         while free := list(itertools.islice(self._free(), width)):
             shard = free[self._draw(len(free))]
@@ -261,14 +268,15 @@ class Member:
         return Task("shard", shard, ended) if is_mine else None
 
     def _is_to_blame(self, shard: int, worker: int) -> Steps[bool]:
-        """Whether a dead worker failed, or died silently, before it had finished one row of the
-        shard."""
+        """Whether a dead worker counts as a crash of the shard: it failed, or it died without a
+        report before it had finished one row of the shard."""
         how = self._watch.how_ended((yield from ask(Read(worker_name(worker)))))
         if how is not None:
             return how == "failed"
         return journal_name(shard, worker) not in (yield from ask(Names(JOURNAL)))
 
     def _claim_backup(self, shard: int) -> Steps[bool]:
+        """Try to make the lease of a shard's backup copy; return whether this worker has it."""
         epoch = self.board.backups.get(shard, 0)
         if epoch:
             lease = yield from self._lease(shard, "b", epoch)
@@ -279,6 +287,7 @@ class Member:
         return (yield from self._make(shard, "b", epoch + 1, Lease(self.number)))
 
     def _make(self, shard: int, kind: str, epoch: int, lease: Lease) -> Steps[bool]:
+        """Try to make a lease; return whether this worker made it."""
         is_mine = yield from create(lease_name(shard, epoch, kind), lease.encoded())
         if is_mine:
             self._leases[shard, kind, epoch] = lease
@@ -287,8 +296,8 @@ class Member:
         return is_mine
 
     def _lease(self, shard: int, kind: str, epoch: int) -> Steps[Lease | None]:
-        """Read an existing lease; None as in `Lease.decoded`. A lease never changes once it can be
-        read, so it is read once."""
+        """Read an existing lease; None as in `Lease.decoded`. A lease does not change once it can
+        be read, so it is read only once."""
         key = (shard, kind, epoch)
         if key not in self._leases:
             lease = Lease.decoded((yield from ask(Read(lease_name(shard, epoch, kind)))))
@@ -298,8 +307,8 @@ class Member:
         return self._leases[key]
 
     def _is_over(self, shard: int, kind: str, epoch: int) -> Steps[bool]:
-        """Whether the worker of a lease is dead. A lease that names no worker is over once it has
-        not changed for as long as a worker may be silent."""
+        """Whether the worker of a lease is dead. A lease that names no worker is over if it has not
+        changed for as long as a worker may be silent."""
         lease = yield from self._lease(shard, kind, epoch)
         if lease is not None:
             return (yield from self.is_dead(lease.worker))

@@ -1,4 +1,5 @@
-"""The content of a lease, and the state of all shards by the names of leases and marks."""
+"""The content of a lease, and a table of the state of all shards. `lease_protocol.py` reads
+both."""
 
 from __future__ import annotations
 
@@ -14,8 +15,12 @@ from batchgen.storage.leases.lease_files import (
 
 @dataclass(frozen=True)
 class Lease:
-    """The content of a lease: the worker that made it, and the workers whose crashes count for its
-    shard."""
+    """The content of a lease.
+
+    Attributes:
+        worker: the worker that made it.
+        ended: the workers whose crashes count for its shard.
+    """
 
     worker: int
     ended: tuple[int, ...] = ()
@@ -25,8 +30,11 @@ class Lease:
 
     @staticmethod
     def decoded(content: bytes | None) -> Lease | None:
-        """Parse a lease. None if it cannot be read, so that its owner is unknown: it is not written
-        completely yet, or its worker died, or found the disk full, while writing it."""
+        """Parse a lease.
+
+        None if it cannot be read, so that its owner is unknown: it is not completely written yet,
+        or its worker died or found the disk full while writing it.
+        """
         try:
             values = json.loads(content or b"")
             return Lease(int(values["worker"]), tuple(map(int, values["ended"])))
@@ -36,11 +44,13 @@ class Lease:
 
 @dataclass
 class LeaseTable:
-    """The state of all shards, as the names in the folder `leases` tell it.
+    """The state of all shards, as the names in the folder `leases` show it.
 
     Attributes:
         epochs: shard → the highest epoch of its leases.
         backups: shard → the highest epoch of its backups.
+        done: the shards that are published.
+        quarantined: the shards that are in quarantine.
     """
 
     epochs: dict[int, int] = field(default_factory=dict)
@@ -50,6 +60,7 @@ class LeaseTable:
 
     @staticmethod
     def of(names: Iterable[str]) -> LeaseTable:
+        """The table of these names."""
         board = LeaseTable()
         board.add(names)
         return board

@@ -25,25 +25,29 @@ from batchgen.storage.leases.store_operations import (
 from batchgen.util.errors import ConfigError, JobError
 
 PATIENCE = 60.0
-"""Seconds for which a request that the store does not answer is repeated."""
-_BLOCK = 8 * 2**20
-_MOST_PAUSE = 5.0
+"""Seconds for which a request is repeated while the store does not answer it."""
+_BLOCK = 8 * 2**20  # bytes that are compared at a time
+_MOST_PAUSE = 5.0  # seconds between two attempts
 T = TypeVar("T")
 
 
 class Objects(Protocol):
     """The requests that an object store must support, each of them atomic.
 
-    FileNotFoundError and FileExistsError are answers, PermissionError and ValueError refusals.
+    FileNotFoundError and FileExistsError are answers; PermissionError and ValueError are refusals.
     After any other OSError the request may have been carried out or not.
     """
 
     def create(self, name: str, content: bytes) -> None:
-        """Make an object. Raises FileExistsError if there is one, and FileNotFoundError if there
-        is no bucket."""
+        """Make an object.
+
+        Raises:
+            FileExistsError: there is one already.
+            FileNotFoundError: there is no bucket.
+        """
 
     def overwrite(self, name: str, content: bytes) -> None:
-        """Write an object, whether or not there is one."""
+        """Write an object, whether it exists or not."""
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """The bytes of an object, or those from `start` up to `end`."""
@@ -52,22 +56,26 @@ class Objects(Protocol):
         """The size of an object in bytes, and when it was written, in seconds since 1970."""
 
     def names(self, folder: str) -> list[str]:
-        """The names of the objects and folders in a folder, without its own path; "" is the
-        topmost."""
+        """The names of the objects and folders in a folder, without its path; "" is the top
+        folder."""
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The sizes in bytes of all objects below a folder, by their names, which begin with it."""
+        """The sizes in bytes of all objects below a folder, by their whole names."""
 
     def delete(self, name: str) -> None:
-        """Delete an object, if it is there."""
+        """Delete an object, if it exists."""
 
 
 class ObjectStore:
-    """Objects below a URL, in any store that has create-if-absent.
+    """A store of objects below a URL, in any object store that has create-if-absent.
 
     On S3, create-if-absent is a PUT with `If-None-Match: *`. A request that failed or was not
-    answered in time may have been carried out all the same. So `create` compares the content of an
-    object that exists with the one that it was to write: equal contents are a success.
+    answered in time may still have been carried out. So if the object exists, `create` compares its
+    content with the content to write; equal contents are a success.
+
+    Attributes:
+        url: the URL.
+        operations: the number of operations of each kind that were carried out.
     """
 
     def __init__(
@@ -78,8 +86,8 @@ class ObjectStore:
         patience: float = PATIENCE,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Create a store over objects, whose requests are repeated for `patience` seconds while
-        they are not answered."""
+        """Create a store. Requests are repeated for `patience` seconds while they are not
+        answered."""
         self.url = url
         self.operations: dict[str, int] = {}
         self._objects = objects
@@ -88,12 +96,11 @@ class ObjectStore:
         self._session: bytes | None = None
 
     def do(self, operation: Operation) -> Any:
-        """Carry out an operation and return its answer, whose type depends on the operation: see
-        `store_operations.py`.
+        """Carry out an operation and return its answer, see `store_operations.py`.
 
         Raises:
             FolderGone: the job is complete.
-            JobError: the store refuses or does not answer, or others have opened the job anew.
+            JobError: the store refuses or does not answer, or others have opened the job again.
         """
         kind = type(operation).__name__
         self.operations[kind] = self.operations.get(kind, 0) + 1
@@ -117,17 +124,17 @@ class ObjectStore:
                 return names
 
     def fence(self, session: bytes) -> None:
-        """From now on, refuse to write data once the object SESSION has other content than this,
-        which means that other workers have opened the job anew."""
+        """Set the session of this worker. From now on data are not written if the object SESSION
+        has other content, which means that other workers have opened the job again."""
         self._session = session
 
     def check_session(self) -> None:
-        """Raise an error unless the session of this worker still goes on; without a session nothing
-        is checked.
+        """Check that the session of this worker still goes on. Without a session nothing is
+        checked.
 
         Raises:
             FolderGone: the job is complete.
-            JobError: others took this worker for dead and opened the job anew.
+            JobError: others took this worker for dead and opened the job again.
         """
         if self._session is None:
             return
@@ -153,25 +160,29 @@ class ObjectStore:
         return True
 
     def overwrite(self, name: str, content: bytes) -> None:
-        """Write an object, whether or not there is one."""
+        """Write an object, whether it exists or not."""
         try:
             self._call("write", name, lambda: self._objects.overwrite(name, content))
         except FileNotFoundError as error:
             raise self._no_bucket(name) from error
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None if it is not there."""
+        """The content of an object; None if it does not exist."""
         try:
             return self._call("read", name, lambda: self._objects.read(name))
         except FileNotFoundError:
             return None
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """The bytes of an object from `start` up to `end`; raises FileNotFoundError."""
+        """The bytes of an object from `start` up to `end`.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         return self._call("read", name, lambda: self._objects.read(name, start, end))
 
     def is_same(self, name: str, payload: Payload) -> bool:
-        """Whether an object has this content; False if it is not there."""
+        """Whether an object has this content; False if it does not exist."""
         if isinstance(payload, bytes):
             return self.read(name) == payload
         try:
@@ -188,19 +199,20 @@ class ObjectStore:
         return True
 
     def names(self, folder: str) -> list[str]:
-        """The names of the objects and folders in a folder, without its own path; empty if there is
-        no such folder."""
+        """The names of the objects and folders in a folder, without its path; empty if there is no
+        such folder."""
         try:
             return self._call("list", folder, lambda: self._objects.names(folder))
         except FileNotFoundError:
             return []
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """The sizes in bytes of all objects below a folder, "" for all, by their names."""
+        """The sizes in bytes of all objects below a folder, by their names. The folder "" has all
+        objects."""
         return self._call("list", folder, lambda: self._objects.sizes(folder))
 
     def exists(self, name: str) -> bool:
-        """Whether there is an object of that name, or one below it."""
+        """Whether there is an object of that name, or an object below it."""
         try:
             self.size(name)
         except FileNotFoundError:
@@ -208,12 +220,16 @@ class ObjectStore:
         return True
 
     def size(self, name: str) -> int:
-        """The size of an object in bytes; raises FileNotFoundError."""
+        """The size of an object in bytes.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         return self._call("read", name, lambda: self._objects.about(name))[0]
 
     def modified(self, name: str) -> float | None:
-        """When an object was written last, in seconds since 1970 by the store's clock; None if it
-        is not there."""
+        """The time at which an object was last written, in seconds since 1970 by the store's clock;
+        None if it does not exist."""
         try:
             return self._call("read", name, lambda: self._objects.about(name))[1]
         except FileNotFoundError:
@@ -226,8 +242,11 @@ class ObjectStore:
                 self._call("delete", name, partial(self._objects.delete, name))
 
     def probe(self, name: str) -> None:
-        """Write a test object of this name; raise ConfigError unless the store can be written and
-        honours create-if-absent."""
+        """Write a test object of this name and delete it again.
+
+        Raises:
+            ConfigError: the store cannot be written, or does not honour create-if-absent.
+        """
         try:
             first = self.create(name, b"1")
             second = self.create(name, b"2")
@@ -242,9 +261,11 @@ class ObjectStore:
             )
 
     def _call(self, action: str, name: str, request: Callable[[], T]) -> T:
-        """Repeat a request until it is answered; FileNotFoundError and FileExistsError are answers.
-        Raises JobError, which says that the `action` failed, if the store refuses it or never
-        answers."""
+        """Repeat a request until it is answered. FileNotFoundError and FileExistsError are answers.
+
+        Raises:
+            JobError: the store refuses the `action`, or does not answer for `patience` seconds.
+        """
         deadline = time.monotonic() + self._patience
         pause = 0.1
         while True:

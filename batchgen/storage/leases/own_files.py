@@ -1,4 +1,4 @@
-"""The names of the files and folders that a job writes in its folder, and the check that none is a
+"""The names of the files and folders that a job writes in its folder, and a check that none is a
 link."""
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from batchgen.util.errors import ConfigError
 
 LOCK = ".lock"
 LOCKS = ".locks"
-"""The locks in an object store; not named `.lock`, so that a downloaded copy is a folder like any
-other."""
+"""The locks in an object store. They are not named `.lock`, so that a downloaded copy is an
+ordinary folder."""
 LOGS = "logs"
 """The output of workers that launchers start on other machines."""
 MANIFEST = "manifest.json"
 ROWS = "rows"
-"""The row index: from which rows of the data set each row of the job comes, if there are row steps.
-"""
+"""The row index: the rows of the data set that each row of the job comes from, if there are row
+steps."""
 ROW_INDEX = "rows.json"
 KEYS = "keys"
-"""The keys of rows by which later jobs find rows to copy (`output.reuse`)."""
+"""The keys of rows, by which later jobs find rows to copy (`output.reuse`)."""
 THUMBNAILS = "thumbnails"
 """Small pictures of the images of rows."""
 OF_WORKERS = (LEASES, WORKERS)
-"""The folders through which workers know of each other while a job runs."""
+"""The folders through which workers coordinate while a job runs."""
 OWN = (
     *(DATA, JOURNAL, "cost", "differing", "grades", *OF_WORKERS, "report.html", ROW_INDEX, ROWS),
     *(KEYS, THUMBNAILS, "README.md", "config.yaml", "metrics.json", MANIFEST),
 )
-"""All that a job ever writes, in the order in which it is deleted. The manifest is the last, so
-that a folder still says whose it is if its deletion was interrupted."""
+"""Everything that a job writes, in the order in which it is deleted. The manifest is last, so that
+a folder whose deletion was interrupted still shows which job it belongs to."""
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a job's folder in which one of the job's own files or folders is a link or a pipe.
+    """Check that none of a job's files and folders is a link or a pipe.
 
     A stranger who made the folder could lead such a link to any file of the user's, which would
-    then be shown, put into the report, or overwritten. The folder itself may be reached by links,
-    and logs may have links to other logs: submitit makes one to the script that it has submitted.
+    then be shown, put into the report, or overwritten. The path of the folder itself may have
+    links. Logs may be links to other logs: submitit links to the script that it has submitted.
 
     Raises:
         ConfigError: there is a link or a pipe.
@@ -66,13 +66,13 @@ def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
 
 
 def _odd(entries: list[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
-    """Yield what is neither a file nor a folder, among some entries of a folder and all below
-    them."""
+    """Yield the entries that are neither a file nor a folder, among some entries of a folder and
+    everything below them."""
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            # A job that goes on deletes its journals; what cannot be read leads nowhere.
+            # A running job may delete its journals meanwhile. A folder that cannot be read is safe.
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 yield from _odd(_entries(entry.path))
         elif not entry.is_file(follow_symlinks=False):
-            if os.path.lexists(entry.path):  # else it was deleted since
+            if os.path.lexists(entry.path):  # otherwise it was just deleted
                 yield entry

@@ -1,5 +1,5 @@
-"""Identifies the process of a worker, so that others on the same machine see at once when it is
-gone."""
+"""Identifies the process of a worker, so that other workers on the same machine notice at once that
+it has ended."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_UNKNOWN = "running"
+_UNKNOWN = "running"  # in place of the start time of a process whose start time is hidden
 
 
 @cache
 def machine() -> str:
-    """A text that is equal for two processes that can see whether the other one runs: they share
-    one boot of a kernel and one numbering of processes. A clone of a running machine differs in its
-    name or in the addresses of its network cards."""
+    """A text that identifies this machine.
+
+    It is equal for two processes that can see whether the other one runs, because they share one
+    boot of a kernel and one numbering of processes. A clone of a running machine differs in its
+    name or in the addresses of its network cards.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         texts = [boot, os.readlink("/proc/self/ns/pid"), socket.gethostname(), *_cards()]
         return " ".join(texts)
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return socket.gethostname()
 
 
@@ -31,7 +34,7 @@ def _cards() -> list[str]:
     """The addresses of the network cards, without those of containers, which come and go."""
     cards = []
     for device in Path("/sys/class/net").glob("*/device"):
-        with contextlib.suppress(OSError):  # it was removed just now
+        with contextlib.suppress(OSError):  # the card was just removed
             cards.append((device.parent / "address").read_text().strip())
     return sorted(cards)
 
@@ -39,8 +42,8 @@ def _cards() -> list[str]:
 def started(pid: int) -> str | None:
     """The start time of a process of this machine, in clock ticks; None if it has ended.
 
-    A process id may be used again, but then with another start time. If the system hides a process
-    of another user, this is `_UNKNOWN`.
+    A process id may be used again, but then with another start time. If the system hides the start
+    time of another user's process, this is `_UNKNOWN`.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -71,6 +74,7 @@ def is_gone(beat: Mapping[str, Any]) -> bool:
 
 
 def _is_there(pid: int) -> str | None:
+    """`_UNKNOWN` if a process runs; None if it has ended."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

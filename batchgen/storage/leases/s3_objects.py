@@ -1,4 +1,4 @@
-"""Sends requests to a bucket of a store that speaks S3."""
+"""Sends requests to a bucket of a store that speaks S3. `connect` opens the store of a URL."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 TIMEOUT = 60.0
-"""Seconds without progress after which a request counts as not answered."""
-_LONGEST = 3600.0
+"""Seconds without progress after which a request counts as unanswered."""
+_LONGEST = 3600.0  # seconds of any request
 _SLOWEST = 2**20
-"""The fewest bytes a second that an upload in one request is expected to take."""
-_LARGE = 8 * 2**20
-_LARGEST_PUT = 5 * 2**30
-_KEEP_KEYS = timedelta(minutes=10)
+"""Bytes per second. An upload in one request is expected to be at least this fast."""
+_LARGE = 8 * 2**20  # bytes from which on the timeout of an upload grows with its size
+_LARGEST_PUT = 5 * 2**30  # bytes
+_KEEP_KEYS = timedelta(minutes=10)  # after which botocore is asked again
 _ANSWER = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 
 
 class S3Objects:
-    """The objects below s3://BUCKET/NAME; see `batchgen.storage.leases.object_store.Objects`."""
+    """The objects below s3://BUCKET/NAME, see `batchgen.storage.leases.object_store.Objects`."""
 
     def __init__(self, url: str) -> None:
-        """Read where the bucket is and with which keys; nothing is sent yet.
+        """Find out where the bucket is and which keys open it. No request is sent yet.
 
         Raises:
-            ConfigError: a package or the keys are missing, or the URL names nothing.
+            ConfigError: a package or the keys are missing, or the URL names no bucket.
         """
         self._bucket, _, self._prefix = url.removeprefix("s3://").partition("/")
         try:
@@ -48,15 +48,19 @@ class S3Objects:
             raise ConfigError(f"{url}: {error}") from None
 
     def create(self, name: str, content: bytes) -> None:
-        """Make an object, or raise FileExistsError. The condition holds for one PUT alone, never
-        for an upload in parts."""
+        """Make an object. The condition holds only for a single PUT, not for an upload in parts.
+
+        Raises:
+            FileExistsError: there is one already.
+            ValueError: the content is too large for one PUT.
+        """
         if len(content) > _LARGEST_PUT:
             raise ValueError(
                 f"it has {len(content) / 2**30:.1f} GiB, and a conditional write to S3 takes at "
                 "most 5 GiB: use a smaller output.rows_per_shard in a new folder"
             )
         store = self._store
-        if len(content) > _LARGE:  # a slow upload still makes progress
+        if len(content) > _LARGE:  # a slow upload needs more time
             store = self._open(timeout=TIMEOUT + len(content) / _SLOWEST)
         with _builtin_errors(name):
             store.put(name, content, mode="create")
@@ -100,14 +104,13 @@ class S3Objects:
             prefix=self._prefix or None,
             config=self._account["config"],
             client_options=self._account["client"] | client,
-            retry_config={"max_retries": 0},  # ObjectStore repeats what is not answered
+            retry_config={"max_retries": 0},  # ObjectStore repeats requests
             credential_provider=self._account["keys"],
         )
 
 
 def connect(url: str) -> ObjectStore:
-    """Open the store that a URL names, with the keys and the endpoint that the AWS tools would
-    use."""
+    """Open the store of a URL, with the keys and the endpoint that the AWS tools would use."""
     return ObjectStore(S3Objects(url), url)
 
 
@@ -115,7 +118,7 @@ def _account() -> dict[str, Any]:
     """The options that obstore needs in addition to environment variables, which it reads itself.
 
     Keys, region, endpoint and certificates in files of the AWS tools, single sign-on and roles of
-    machines are left to botocore, which is only imported for them.
+    machines are left to botocore, which is imported only for them.
 
     Raises:
         ValueError: there are no keys, or files of the AWS tools cannot be read.
@@ -158,7 +161,8 @@ def _account() -> dict[str, Any]:
 
 
 def _keys(session: Any) -> Callable[[], dict[str, Any]]:
-    """A provider of the keys of a botocore session; obstore calls it again when they expire."""
+    """A function that returns the keys of a botocore session. obstore calls it again when they
+    expire."""
     credentials = session.get_credentials()
     if credentials is None:
         raise ValueError(
@@ -180,8 +184,8 @@ def _keys(session: Any) -> Callable[[], dict[str, Any]]:
 
 @contextmanager
 def _builtin_errors(name: str) -> Iterator[None]:
-    """Turn obstore's errors into Python's within the context; a plain OSError means that there was
-    no answer."""
+    """A context that turns obstore's errors into Python's. A plain OSError means that there was no
+    answer."""
     from obstore import exceptions
 
     try:

@@ -2,8 +2,8 @@
 
 A function of the protocol (`lease_protocol.py`) is a generator: it yields operations and is sent
 their answers. So it works with any store, and a test can stop, kill or delay a worker between any
-two operations. A store may leave an operation `Unanswered`: after a request that timed out nobody
-knows whether it was carried out.
+two operations. A store may leave an operation `Unanswered`: after a request that timed out it is
+unknown whether it was carried out.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Payload = bytes | Path
-"""The content for an object: bytes, or a file that nobody changes any more."""
+"""The content for an object: bytes, or a file that is not changed any more."""
 
 
 class Unanswered(Exception):
-    """Thrown into a generator if nobody knows whether the operation that it yielded was carried
+    """Thrown into a generator if it is unknown whether the operation that it yielded was carried
     out."""
 
 
 @dataclass(frozen=True)
 class Create:
-    """Make an object whole, if there is none of that name. Answered by whether it was made."""
+    """Make a whole object, unless there is one of that name. The answer is whether it was made."""
 
     name: str
     payload: Payload
@@ -33,7 +33,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Overwrite:
-    """Make an object whole, over the one that may be there."""
+    """Make a whole object, in place of any older one."""
 
     name: str
     payload: Payload
@@ -41,14 +41,14 @@ class Overwrite:
 
 @dataclass(frozen=True)
 class Read:
-    """Answered by the content of an object, None if there is none."""
+    """Read an object. The answer is its content; None if it does not exist."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Same:
-    """Answered by whether an object has this content; False if there is none."""
+    """Compare an object. The answer is whether it has this content; False if it does not exist."""
 
     name: str
     payload: Payload
@@ -56,14 +56,14 @@ class Same:
 
 @dataclass(frozen=True)
 class Names:
-    """Answered by the names of the objects in a folder, without the folder."""
+    """List a folder. The answer is the names of its objects, without the folder."""
 
     folder: str
 
 
 Operation = Create | Overwrite | Read | Same | Names
 Steps = Generator[Operation, Any, T]
-"""A function of the protocol that ends with a T."""
+"""A function of the protocol whose result is a T."""
 
 
 def ask(operation: Operation) -> Steps[Any]:
@@ -76,10 +76,10 @@ def ask(operation: Operation) -> Steps[Any]:
 
 
 def create(name: str, payload: Payload) -> Steps[bool]:
-    """Make an object unless there is one; returns whether this call made it.
+    """Make an object unless it exists; return whether this call made it.
 
-    An attempt that was not answered may have made it all the same. The content then shows whose it
-    is, so it must be unique to this worker, or equal for all workers.
+    An unanswered attempt may still have made it. The content then shows which worker did, so it
+    must be unique to this worker, or equal for all workers.
     """
     unsure = False
     while True:
@@ -93,7 +93,8 @@ def create(name: str, payload: Payload) -> Steps[bool]:
 
 
 def carry_out(steps: Steps[T], do: Callable[[Operation], Any]) -> T:
-    """Run a function of the protocol; `do` carries out one operation or raises `Unanswered`."""
+    """Run a function of the protocol and return its result. `do` carries out one operation or
+    raises `Unanswered`."""
     try:
         operation = next(steps)
         while True:

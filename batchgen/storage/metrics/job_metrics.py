@@ -1,5 +1,8 @@
-"""The file metrics.json of a job: what each of its attempts did, and the figures of the whole
-job."""
+"""The file metrics.json of a job: what each of its attempts did, and the figures of the whole job.
+
+Each worker keeps a `Metrics` and saves it every few seconds; reports and `batchgen status` read the
+file.
+"""
 
 from __future__ import annotations
 
@@ -29,33 +32,41 @@ Status = Literal["running", "complete", "stopped", "failed", "killed"]
 
 @dataclass
 class Attempt:
-    """One run of the command.
+    """One run of the command, by one worker.
 
     Attributes:
         rows_resumed: output rows that earlier attempts had written.
-        rows_copied: those of its rows that it has copied from older jobs; their tokens are not
+        rows_copied: the number of its rows that were copied from older jobs; their tokens are not
             counted.
-        rows_begun: those of its rows that earlier attempts had begun, and that it went on with.
+        rows_begun: the number of its rows that earlier attempts had begun and this attempt
+            continued.
         tokens_begun: the tokens of `rows_begun` that earlier attempts had generated.
         rows_recorded: unfinished output rows whose tokens so far are recorded, so that a later
             attempt can continue them.
         rows_total: output rows of the whole job; None if that is not known.
         status: how it ended. If it was killed, the file still says `running`, and the next attempt
             changes that to `killed`.
-        rows: output rows that it has computed or copied, with error rows.
+        started: the local time of its start.
+        rows: output rows that it has computed or copied, error rows included.
+        error_rows: the number of these rows that have an error.
+        prompt_tokens, generated_tokens: tokens of its rows.
         wall_s: seconds since the attempt began, including the time to load the weights.
         generate_s: seconds since the engine began.
+        peak_rss_mib: the most memory of the process, in MiB.
         memory: how the engine divides the device's memory, in bytes; empty without an engine.
+        engine: the counts of the engine.
         start_s: seconds until the engine began, mostly the loading of the weights.
-        session: a text that is the same for workers that ran at the same time.
         batch_dependence: why, on this CPU, a token's bits depend on the rest of the batch; None if
             they do not, and on a GPU.
         contract: what decided the bits of its rows besides models, data and configuration, by name,
             such as the type of GPU; empty without an engine.
+        device_s: seconds of device time that the engine's steps took.
+        worker: the number of the worker.
+        session: a text that is the same for workers that ran at the same time.
         images: the images of its rows' prompts, once for each sample.
         image_tokens: the tokens of these images, which count as prompt tokens.
+        host, pid: the machine and the process id.
         devices: the number of devices that share its model.
-        device_s: seconds of device time that the engine's steps took.
     """
 
     rows_resumed: int
@@ -91,24 +102,25 @@ class Attempt:
 class Metrics:
     """The content of metrics.json.
 
-    It is saved while the job runs, so that it has the figures of an attempt that was killed, too.
+    It is saved while the job runs, so that it also has the figures of an attempt that was killed.
     Workers report their figures to each other in heartbeats, and the first worker writes the file.
 
     Attributes:
         attempt: the running attempt.
-        tally: counts of the rows that are finished, those of earlier attempts too.
-        others: what the other workers had reported when this one last looked, in `look` or `save`.
+        tally: counts of all finished rows, those of earlier attempts included.
+        others: the figures that the other workers had reported at the last `look` or `save`.
         in_flight: the number of rows in the engine that are running, not waiting.
         was_complete: whether an earlier attempt completed the job.
         score: the score of the job's marks; None without marks.
         score_so_far: returns the mean of the marks that this worker knows so far, while the job has
             no score; None without marks.
-        adapter_scores: the same of each adapter that rows run with, by its name.
-        funnel: how many answers of other jobs were left after each filter, if it reads any.
-        budget: the used part of the job's budget; None without a budget.
-        timeline: the progress of the job over time; with several workers only that of this one.
+        adapter_scores: the scores of the rows of each adapter, by its name.
+        funnel: the number of answers of other jobs that were left after each filter, if the job
+            reads any.
+        budget: returns the used part of the job's budget; None without a budget.
+        timeline: the progress over time; with several workers only that of this one.
         read_jobs: the costs of the jobs whose rows are read.
-        sampling: values of the group `sampling`, and what the model recommends for each.
+        sampling: values of the group `sampling`, with the model's recommendation for each.
         tell: called with the content of the file whenever this worker has written it.
     """
 
@@ -161,7 +173,7 @@ class Metrics:
 
     @property
     def rows_copied(self) -> int:
-        """How many rows all attempts have copied from older jobs."""
+        """The number of rows that all attempts have copied from older jobs."""
         return sum(attempt.get("rows_copied", 0) for attempt in self._attempts())
 
     @property
@@ -182,7 +194,7 @@ class Metrics:
         self.attempt.start_s = round(self.age, 3)
 
     def report(self) -> None:
-        """Tell the other workers this one's figures, in its next heartbeat."""
+        """Give this worker's figures to the other workers, in its next heartbeat."""
         self._reported = time.monotonic()
         self.attempt.wall_s = round(self._reported - self._started, 3)
         if self._team is not None:
@@ -206,7 +218,7 @@ class Metrics:
             if status != "complete" and not self._team.is_first():
                 return
             self.look()
-            if status != "complete":  # else all rows were counted in the shards
+            if status != "complete":  # a complete job has counted all rows in the shards
                 all_totals += [beat["totals"] for beat in self.others if "totals" in beat]
                 if any(not beat["dead"] for beat in self.others):
                     status = "running"
@@ -224,7 +236,7 @@ class Metrics:
         tokens = sum(attempt["generated_tokens"] for attempt in attempts)
         if begun := sum(attempt.get("rows_begun", 0) for attempt in attempts):
             summary["rows_begun"] = begun
-            summary["tokens_begun"] = sum(one.get("tokens_begun", 0) for one in attempts)
+            summary["tokens_begun"] = sum(attempt.get("tokens_begun", 0) for attempt in attempts)
         if self.rows_copied:
             summary["rows_copied"] = self.rows_copied
         summary["tokens_per_s"] = round(tokens / max(summary["generate_s"], 1e-3), 1)
@@ -258,16 +270,19 @@ class Metrics:
         return all_steps({**cost, "read_jobs": as_values(self.read_jobs)}, job)
 
     def keep(self) -> None:
-        """Write the file again, at the end, unless it says that the job is complete: the first
-        worker may have overwritten it with older figures. A file that another worker completed has
-        more figures than this one, as what the workers told each other is deleted since."""
+        """Write the file again at the end, unless it says that the job is complete.
+
+        The first worker may have overwritten it with figures from before the job was complete. A
+        file of a complete job has more figures than this worker can collect by then, because the
+        files that the workers exchange are deleted.
+        """
         content = self._storage.read(self._path)
         if content is None or json.loads(content)["status"] != "complete":
             write_atomic(self._path, self._text)
             self._storage.upload(self._path)
 
     def _attempts(self) -> list[dict[str, Any]]:
-        """All attempts in their order, those of the other workers too."""
+        """All attempts in their order, those of the other workers included."""
         present = [asdict(self.attempt)]
         is_complete = self.attempt.status == "complete"
         reported = (reported_attempt(beat, is_complete) for beat in self.others)
@@ -279,11 +294,11 @@ class Metrics:
 
 
 def peak_rss_mib() -> float:
-    """The most memory that this process has had so far, in MiB."""
+    """The peak memory of this process so far, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
 
 
 def _device_s(attempts: Sequence[Mapping[str, Any]]) -> float:
     """Seconds of device time of all attempts; attempts of older versions recorded none."""
-    return round(sum(float(one.get("device_s", 0.0)) for one in attempts), 6)
+    return round(sum(float(attempt.get("device_s", 0.0)) for attempt in attempts), 6)

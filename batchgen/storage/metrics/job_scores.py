@@ -12,9 +12,10 @@ class JobScores:
     """The scores that follow from the marks of a job's rows.
 
     Attributes:
-        score: of all rows, see `batchgen.evals.scores.scores.compute_scores`; None without marks,
-            and where rows run with several adapters, of which one score would say nothing.
-        adapters: the same of the rows of each adapter, by its name; empty for other jobs.
+        score: the score of all rows, see `batchgen.evals.scores.scores.compute_scores`; None
+            without marks, and for rows that run with several adapters, because one score would mix
+            these.
+        adapters: the score of the rows of each adapter, by its name; empty for other jobs.
     """
 
     score: Mapping[str, Any] | None = None

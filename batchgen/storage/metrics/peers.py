@@ -7,8 +7,12 @@ from typing import Any, Protocol
 
 
 class Peers(Protocol):
-    """One worker's access to the figures of the others. Workers that run at the same time have the
-    same `session`."""
+    """One worker's access to the figures of the other workers.
+
+    Attributes:
+        number: the number of this worker.
+        session: a text that is equal for workers that run at the same time.
+    """
 
     @property
     def number(self) -> int: ...
@@ -21,18 +25,20 @@ class Peers(Protocol):
         ...
 
     def is_first(self) -> bool:
-        """Whether this worker is the one that writes metrics.json."""
+        """Whether this worker writes metrics.json."""
         ...
 
     def others(self) -> Sequence[Mapping[str, Any]]:
-        """The figures that the others have reported; `dead` and `ended` say whether and how each
-        has ended."""
+        """The figures that the other workers have reported; `dead` and `ended` say whether and how
+        a worker has ended."""
         ...
 
 
 def reported_attempt(beat: Mapping[str, Any], is_complete: bool) -> dict[str, Any] | None:
-    """Another worker's attempt, from its heartbeat; None before the first one. In a complete job,
-    live workers count as complete."""
+    """Another worker's attempt, from its heartbeat; None if the heartbeat has no attempt yet.
+
+    In a complete job, workers that are still alive count as complete.
+    """
     if "attempt" not in beat:
         return None
     attempt = dict(beat["attempt"])
@@ -45,10 +51,10 @@ def reported_attempt(beat: Mapping[str, Any], is_complete: bool) -> dict[str, An
 
 
 def added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over several `Totals`, as plain values."""
+    """Add up several `Totals`, given as plain values."""
     total: dict[str, Any] = {}
-    for one in totals:
-        for name, value in one.items():
+    for figures in totals:
+        for name, value in figures.items():
             if isinstance(value, Mapping):
                 sums = total.setdefault(name, {})
                 for key, count in value.items():
@@ -59,7 +65,8 @@ def added(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def seconds(attempts: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Seconds of all attempts: workers that ran at the same time count as their longest one."""
+    """Add up the seconds of all attempts. Of workers that ran at the same time only the longest
+    counts."""
     longest: dict[Any, float] = {}
     for number, attempt in enumerate(attempts):
         session = attempt.get("session") or number

@@ -1,4 +1,4 @@
-"""Counts over the finished rows of a job."""
+"""Counts over the finished rows of a job, for metrics.json and the summary."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from batchgen.storage.shards.output_schema import FinishedRow
 
 _SAMPLE_INDEX = KEYS[1]
-_CHANNEL = (
-    "channel"  # of batchgen.storage.shards.output_schema, which is not imported: it brings torch
-)
+# A column of batchgen.storage.shards.output_schema, which is not imported because it loads torch.
+_CHANNEL = "channel"
 _CUT = "length"
 OUTCOMES = {
     "satisfied": "complete",
@@ -31,11 +30,11 @@ OUTCOMES = {
     "unconstrained": "without a constraint",
     "error": "without an answer",
 }
-"""How a row of a job with a constraint can end, and what that means."""
+"""The ways in which a row of a job with a constraint can end, and their meanings."""
 
 
 def constraint_outcome(finish_reason: str, satisfied: bool | None) -> str:
-    """The key of OUTCOMES for a row that ended like this."""
+    """The key of OUTCOMES for a row that ended in this way."""
     if finish_reason == "error":
         return "error"
     if satisfied is None:
@@ -50,14 +49,15 @@ class Totals:
     """Counts over all finished rows of a job.
 
     Attributes:
-        finish_reasons: the number of rows for each finish reason.
-        errors: the number of rows for each type of error.
+        rows, error_rows: all rows, and those with an error.
+        finish_reasons: finish reason → the number of rows.
+        errors: type of error → the number of rows.
+        prompt_tokens, generated_tokens: sums over all rows.
         counts: sums of what the strategy counts for each row (`OutputSchema.counts`).
         constraint: the number of rows for each of OUTCOMES; empty if the job has no constraint.
-        until: of published shards, the number of input rows for each of `shards.enough.OUTCOMES`,
+        until: in published shards, the number of input rows for each of `shards.enough.OUTCOMES`,
             and the number of samples that are `valid`; empty without `sampling.until`.
-        cut_in: for each channel the number of rows that ended in it by `length`; empty without
-            channels.
+        cut_in: channel → the number of rows that ended in it by `length`; empty without channels.
     """
 
     rows: int = 0
@@ -72,13 +72,17 @@ class Totals:
     cut_in: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, figures: Mapping[str, Any]) -> Totals:
-        """Read the totals from metrics.json."""
-        return cls(**{f.name: figures[f.name] for f in fields(cls) if f.name in figures})
+    def of(cls, metrics: Mapping[str, Any]) -> Totals:
+        """Read the totals from the content of metrics.json."""
+        return cls(**{f.name: metrics[f.name] for f in fields(cls) if f.name in metrics})
 
 
 class Tally:
-    """Counts finished rows: those of earlier attempts from tables, and new ones as they finish."""
+    """Counts finished rows: those of earlier attempts from tables, and new rows as they finish.
+
+    Attributes:
+        columns: the names of the columns that tables need.
+    """
 
     def __init__(
         self,
@@ -87,8 +91,14 @@ class Tally:
         until: bool = False,
         channels: bool = False,
     ) -> None:
-        """Create counters, with sums of further columns `counts`, for a job that is `constrained`,
-        has `sampling.until`, or whose rows have channels."""
+        """Create counters.
+
+        Args:
+            counts: the columns to sum, besides those of tokens.
+            constrained: whether the job has a constraint.
+            until: whether the job has `sampling.until`.
+            channels: whether rows have channels.
+        """
         self._rows = 0
         self._reasons: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -97,9 +107,9 @@ class Tally:
         self._sums = dict.fromkeys(["num_prompt_tokens", "num_generated_tokens", *counts], 0)
         satisfied = ["constraint_satisfied"] if constrained else []
         self._until = dict.fromkeys([*ROW_OUTCOMES, VALID], 0) if until else {}
-        of_until = [_SAMPLE_INDEX, OUTCOME, VALID] if until else []
+        until_columns = [_SAMPLE_INDEX, OUTCOME, VALID] if until else []
         self._channels, self._cut_in = [_CHANNEL] if channels else [], Counter[str]()
-        known = ["finish_reason", "error", *self._sums, *satisfied, *of_until]
+        known = ["finish_reason", "error", *self._sums, *satisfied, *until_columns]
         self.columns = [*known, *self._channels]
 
     @property
@@ -121,7 +131,7 @@ class Tally:
         )
 
     def add_table(self, table: pa.Table) -> None:
-        """Count rows of the output, of which the table has `columns`."""
+        """Count rows of the output; the table must have `columns`."""
         self._rows += table.num_rows
         for name in self._sums:
             self._sums[name] += pc.sum(table[name]).as_py() or 0
@@ -163,5 +173,6 @@ class Tally:
 
 
 def _count(counts: Counter[str], values: pa.ChunkedArray) -> None:
+    """Count each value of a column."""
     for item in pc.value_counts(values).to_pylist():
         counts[item["values"]] += item["counts"]

@@ -8,7 +8,7 @@ from typing import Any
 
 MOST_POINTS = 240
 _FIRST_INTERVAL = 0.25  # seconds
-_IN_LINE = 6  # points
+_IN_LINE = 6  # points in a line of the file
 Point = tuple[float, int, int]
 """Seconds for which engines have run, finished output rows, and generated tokens."""
 
@@ -16,12 +16,12 @@ Point = tuple[float, int, int]
 class Timeline:
     """At most MOST_POINTS points of a job, about equally far apart in time.
 
-    When there are too many, every second one is dropped, and from then on points come half as
-    often. A job that is resumed in another process keeps the points of the processes before.
+    When there are more, every second point is dropped, and from then on points are added half as
+    often. A job that is resumed in another process keeps the points of the earlier processes.
     """
 
     def __init__(self, points: Sequence[Sequence[float]] = (), rows: int = 0) -> None:
-        """Continue `points`, after `rows` output rows of earlier processes."""
+        """Continue the `points` of earlier processes, which had written `rows` output rows."""
         self._points: list[Point] = [(p[0], int(p[1]), int(p[2])) for p in points]
         last = self._points[-1] if self._points else (0.0, 0, 0)
         self._seconds, self._tokens = last[0], last[2]
@@ -34,13 +34,17 @@ class Timeline:
         return seconds >= self._next
 
     def add(self, seconds: float, rows: int, tokens: int) -> None:
-        """Add a point: seconds of this process's engine, its finished output rows and generated
-        tokens."""
+        """Add a point.
+
+        Args:
+            seconds: since the engine of this process began.
+            rows, tokens: output rows and tokens that this process has finished and generated.
+        """
         self._points.append(
             (round(self._seconds + seconds, 3), self._rows + rows, self._tokens + tokens)
         )
         if len(self._points) > MOST_POINTS:
-            self._points = self._points[::-2][::-1]  # the last one stays
+            self._points = self._points[::-2][::-1]  # the last point stays
             self._interval *= 2
         self._next = seconds + self._interval
 
@@ -51,7 +55,7 @@ class Timeline:
 
 
 def metrics_text(values: Mapping[str, Any]) -> str:
-    """The text of metrics.json: indented JSON, in which the points of `timeline` share lines."""
+    """The text of metrics.json: indented JSON, with several points of `timeline` in a line."""
     rest = {key: value for key, value in values.items() if key != "timeline"}
     text = json.dumps(rest, indent=2, ensure_ascii=False)
     points = [json.dumps(point) for point in values.get("timeline", ())]

@@ -16,7 +16,7 @@ _SCALARS = {"integer": pa.int64(), "number": pa.float64(), "string": pa.string()
 _SCALARS["boolean"] = pa.bool_()
 _ANNOTATIONS = ANNOTATIONS | DEFINITIONS | {"format"}
 """Keywords that do not affect the type of a value."""
-# Keywords that only say which values of their type are allowed.
+# Keywords that only restrict the values of their type.
 _OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
 _OF_ARRAYS = {"items", "minItems", "maxItems"}
 _OF_STRINGS = {"minLength", "maxLength", "pattern"}
@@ -24,55 +24,60 @@ _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "mu
 _BOUNDS = _OF_NUMBERS - {"multipleOf"}
 
 
-_MOST_FIELDS = 2000  # a small schema can describe any number of them through its $refs
+_MOST_FIELDS = 2000  # a small schema can describe any number of fields through its $refs
 _MOST_LEVELS = 100
 
 
 class Inexact(Exception):
-    """Raised if a schema has no exact Arrow type; the message can follow the word "because"."""
+    """A schema has no exact Arrow type. The message can follow the word "because"."""
 
 
 def arrow_type(schema: Any) -> pa.DataType:
-    """The Arrow type of a schema's values, or `Inexact` if no one type holds them.
+    """The Arrow type of a schema's values.
 
     Objects become structs, arrays lists, integers int64 and numbers float64. A field is null where
     an optional property is absent or a value is null.
 
-    An object has no other properties than `properties`, whatever the schema says, because a
+    An object has only the properties in `properties`, whatever the schema says, because a
     constrained row writes no others. An integer without bounds becomes int64, and `ParsedColumn`
-    makes null of a value that is too large. Recursive schemas, values of several types and integers
-    that are bounded beyond 64 bits are `Inexact`.
+    writes null for a value that is too large.
+
+    Raises:
+        Inexact: no one type holds all values: the schema is recursive, allows values of several
+            types, or has integers that are bounded beyond 64 bits.
     """
     return _Typing(schema).type(schema, "", ())
 
 
 class _Typing:
-    """Walks through one schema."""
+    """Walks through one schema. In all methods `at` is the JSON pointer of the part that is
+    visited, for messages."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._fields = 0
 
     def type(self, schema: Any, at: str, refs: tuple[str, ...]) -> pa.DataType:
-        """The type of the part of the schema at a JSON pointer; `refs` are the references on the
-        way there, to notice recursion."""
+        """The type of the part of the schema at the JSON pointer `at`. `refs` are the references
+        that lead there, to notice recursion."""
         if not isinstance(schema, Mapping):
             raise _inexact("may be of any type", at)
         self._fields += 1
         if self._fields > _MOST_FIELDS or at.count("/") > _MOST_LEVELS:
             raise Inexact("it describes too many fields or levels")
         constraints = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-        for key, only in (("$ref", self._ref), ("anyOf", self._any), ("oneOf", self._any)):
+        for key, handler in (("$ref", self._ref), ("anyOf", self._any), ("oneOf", self._any)):
             if key in constraints:
                 if len(constraints) > 1:
                     raise _inexact(f"has other keywords next to {key}", at)
-                return only(constraints[key], f"{at}/{key}", refs)
+                return handler(constraints[key], f"{at}/{key}", refs)
         if "enum" in constraints or "const" in constraints:
             return _of_values(constraints.get("enum", [constraints.get("const")]), at)
         return self._of_type(constraints, at, refs)
 
-    def _of_type(self, said: Mapping[str, Any], at: str, refs: tuple[str, ...]) -> pa.DataType:
-        names = said.get("type", ())
+    def _of_type(self, keywords: Mapping[str, Any], at: str, refs: tuple[str, ...]) -> pa.DataType:
+        """The type of a part with the keyword `type`."""
+        names = keywords.get("type", ())
         names = {names} if isinstance(names, str) else {*names}
         names -= {"null"}
         if names == {"integer", "number"}:
@@ -81,20 +86,20 @@ class _Typing:
             raise _inexact("may be of several types" if names else "names no type", at)
         (name,) = names
         if name == "object":
-            return self._object(said, at, refs)
+            return self._object(keywords, at, refs)
         if name == "array":
-            _only(said, _OF_ARRAYS, at)
-            return pa.list_(self.type(said.get("items"), f"{at}/items", refs))
-        _only(said, _OF_STRINGS | _OF_NUMBERS, at)
-        if name == "integer" and any(abs(said.get(key, 0)) > 2**63 - 1 for key in _BOUNDS):
+            _only(keywords, _OF_ARRAYS, at)
+            return pa.list_(self.type(keywords.get("items"), f"{at}/items", refs))
+        _only(keywords, _OF_STRINGS | _OF_NUMBERS, at)
+        if name == "integer" and any(abs(keywords.get(key, 0)) > 2**63 - 1 for key in _BOUNDS):
             raise _inexact("may be an integer of more than 64 bits", at)
         return _SCALARS[name]
 
-    def _object(self, said: Mapping[str, Any], at: str, refs: tuple[str, ...]) -> pa.DataType:
-        _only(said, _OF_OBJECTS, at)
-        if said.get("additionalProperties", False) is not False:
+    def _object(self, keywords: Mapping[str, Any], at: str, refs: tuple[str, ...]) -> pa.DataType:
+        _only(keywords, _OF_OBJECTS, at)
+        if keywords.get("additionalProperties", False) is not False:
             raise _inexact("may have additional properties", at)
-        properties = said.get("properties", {})
+        properties = keywords.get("properties", {})
         if not properties or "" in properties:  # Parquet has no such structs
             raise _inexact("has no named properties", at)
         return pa.struct(
@@ -105,6 +110,7 @@ class _Typing:
         )
 
     def _ref(self, ref: str, at: str, refs: tuple[str, ...]) -> pa.DataType:
+        """The type of the part that a reference points to."""
         if ref in refs:
             raise _inexact("is recursive", at)
         target = self._root
@@ -119,6 +125,7 @@ class _Typing:
         return self.type(target, at, (*refs, ref))
 
     def _any(self, choices: list[Any], at: str, refs: tuple[str, ...]) -> pa.DataType:
+        """The common type of several choices; null does not count."""
         types = [
             self.type(choice, f"{at}/{i}", refs)
             for i, choice in enumerate(choices)
@@ -130,6 +137,7 @@ class _Typing:
 
 
 def _of_values(values: list[Any], at: str) -> pa.DataType:
+    """The common type of the values of `enum` or `const`."""
     kinds = {type(value) for value in values} - {type(None)}
     if kinds == {str}:
         return pa.string()
@@ -142,8 +150,9 @@ def _of_values(values: list[Any], at: str) -> pa.DataType:
     raise _inexact("may be of several types", at)
 
 
-def _only(said: Mapping[str, Any], allowed: set[str], at: str) -> None:
-    if odd := [key for key in said if key not in allowed and key != "type"]:
+def _only(keywords: Mapping[str, Any], allowed: set[str], at: str) -> None:
+    """Raise Inexact if there is a keyword that is not allowed."""
+    if odd := [key for key in keywords if key not in allowed and key != "type"]:
         raise _inexact(f"has {odd[0]}", at)
 
 

@@ -1,11 +1,11 @@
 """Records of *begun* rows: the tokens that unfinished rows have generated so far.
 
 After a kill the job continues such rows from their records instead of generating them again. Each
-worker appends records to a file of its own, beside its journal file of the shard (`journal.py`). A
-record holds the tokens since the last record of the same row, with their columns. The first record
-of a row in a file always begins with the row's first token, even if the row was continued from
-another worker's records. So each file can be read alone, and of several files the one with the most
-tokens of a row counts.
+worker appends records to a file next to its journal file of the shard (`journal.py`). A record
+holds the tokens since the previous record of the same row, with their columns. The first record of
+a row in a file always begins with the row's first token, even if the row was continued from another
+worker's records. So each file can be read alone. If several files have records of a row, the one
+with the most tokens counts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ _KEY, _START, _TOKENS = "key", "start", "token_ids"
 
 
 class BegunRow(NamedTuple):
-    """One record: the tokens of a sample of a row from the token `start` on. `key` is a digest of
-    the sample's request, so that a changed request does not continue from it."""
+    """One record of a sample of a row.
+
+    Attributes:
+        row_index, sample_index: the sample.
+        key: a digest of the sample's request, so that a changed request does not continue from it.
+        start: the index of the record's first token in the answer.
+        begun: the tokens and their columns.
+    """
 
     row_index: int
     sample_index: int
@@ -56,7 +62,7 @@ def begun_schema(schema: OutputSchema) -> pa.Schema:
 
 
 def _columns(schema: OutputSchema) -> list[OutputColumn]:
-    """The columns that a row has before it has ended."""
+    """The columns that a row has before it ends."""
     return [column for column in schema.columns if column.scope in ("output", "context")]
 
 
@@ -68,10 +74,10 @@ def encode_begun(schema: OutputSchema, rows: Sequence[BegunRow]) -> pa.RecordBat
         KEYS[1]: [row.sample_index for row in rows],
         _KEY: [row.key for row in rows],
         _START: [row.start for row in rows],
-        _TOKENS: id_lists([each.token_ids for each in begun]),
+        _TOKENS: id_lists([record.token_ids for record in begun]),
     }
     for name in schema.counts:
-        values[name] = [each.counts.get(name, 0) for each in begun]
+        values[name] = [record.counts.get(name, 0) for record in begun]
     for column in _columns(schema):
         values[column.name] = column_lists(column, begun)
     written = begun_schema(schema)
@@ -83,8 +89,13 @@ def encode_begun(schema: OutputSchema, rows: Sequence[BegunRow]) -> pa.RecordBat
 
 
 class _Chain(NamedTuple):
-    """The records that one worker wrote of a row: `parts` are batches with an index into each, and
-    `length` is the number of tokens in all."""
+    """The records that one worker wrote of a row.
+
+    Attributes:
+        key: the digest of the request.
+        length: the number of tokens in all records.
+        parts: for each record, its batch and its index in it.
+    """
 
     key: bytes
     length: int
@@ -95,14 +106,22 @@ class BegunRows:
     """The records of one shard. Their values stay in the files, which are memory-mapped."""
 
     def __init__(self, rows: range, retried_before: int = 0) -> None:
-        """Create without records. `rows` are the input rows of the shard. A row that had an error
-        and is computed again does not continue from records of attempts before `retried_before`."""
+        """Create without records.
+
+        Args:
+            rows: the input rows of the shard.
+            retried_before: a row that had an error and is computed again does not continue from
+                records of attempts before this one.
+        """
         self._of_shard, self._retried_before = rows, retried_before
         self._rows: dict[tuple[int, int], dict[int, _Chain]] = {}
 
     def take(self, batch: pa.RecordBatch, attempt: int) -> None:
-        """Add the next records of a file of worker `attempt`. Raises ArrowInvalid if they are
-        damaged."""
+        """Add the next records of a file of the worker `attempt`.
+
+        Raises:
+            ArrowInvalid: the records are damaged.
+        """
         batch.validate(full=True)
         heads = [batch.column(name).to_pylist() for name in (*KEYS, _KEY, _START)]
         lengths = np.diff(batch.column(_TOKENS).offsets.to_numpy())
@@ -121,7 +140,8 @@ class BegunRows:
             chains[attempt] = _Chain(key, length, (*parts, (batch, index)))
 
     def longest(self, opened: OpenShard | None) -> set[int]:
-        """The attempts whose files hold the longest records of some unfinished row."""
+        """The attempts whose files hold the longest records of some unfinished row. `opened` says
+        which rows are unfinished; None: all."""
         numbers = set()
         for (row, sample), chains in self._rows.items():
             if chains and (opened is None or sample in opened.missing(row)):
@@ -137,9 +157,16 @@ class BegunRows:
         *,
         retried: bool,
     ) -> Begun | None:
-        """The tokens that a sample of a row has generated so far: its longest records with the
-        right key. `key` is only called if there are records. `retried` says whether the sample had
-        an error and is computed again. Returns None if there are none."""
+        """The tokens that a sample of a row has generated so far: its longest records with the same
+        key.
+
+        Args:
+            key: returns the key of the sample's request; called only if there are records.
+            retried: whether the sample had an error and is computed again.
+
+        Returns:
+            None if there are no such records.
+        """
         first_attempt = self._retried_before if retried else 0
         attempts = self._rows.get((row_index, sample), {})
         chains = [chain for attempt, chain in attempts.items() if attempt >= first_attempt]
@@ -161,8 +188,7 @@ class BegunRows:
 
 
 class BegunRecords:
-    """Reads and writes the records of all shards of a job. `read` returns the records that all
-    workers have written of a shard."""
+    """Reads and writes the records of all shards of a job."""
 
     def __init__(
         self,
@@ -171,8 +197,10 @@ class BegunRecords:
         read: Callable[[int], BegunRows],
         storage: Storage,
     ) -> None:
+        """Keep records next to the files of a journal. `read` returns the records of a shard by all
+        workers."""
         self._schema, self._journal, self._read, self._storage = schema, journal, read, storage
-        self._rows: dict[int, BegunRows] = {}  # by shard, once one of its rows was asked for
+        self._rows: dict[int, BegunRows] = {}  # shard → its records, once they were read
 
     def drop_superseded(self, complete: Collection[int], opened: Mapping[int, OpenShard]) -> None:
         """Delete the files whose rows are all finished, or have longer records by other
@@ -187,11 +215,11 @@ class BegunRecords:
         self._journal.refresh()
 
     def forget(self, number: int) -> None:
-        """Forget the records of a shard, so that they are read anew when needed."""
+        """Forget the records of a shard, so that they are read again when needed."""
         self._rows.pop(number, None)
 
     def drop(self, number: int) -> list[Path]:
-        """Write no more records of a shard; return the files of this worker."""
+        """Stop to write records of a shard; return this worker's files of it."""
         self.forget(number)
         return self._journal.release(number, BEGUN)
 
@@ -216,13 +244,13 @@ class BegunRecords:
 
     def write(self, number: int, rows: Sequence[BegunRow]) -> None:
         """Append records of rows of a shard. If another worker has deleted the shard's files, its
-        rows are finished and need no records."""
+        rows are finished, and nothing is written."""
         with suppress(JournalGone):
             self._journal.append(number, encode_begun(self._schema, rows), BEGUN)
 
 
 def _values(part: tuple[pa.RecordBatch, int], name: str) -> npt.NDArray[Any]:
-    """The values of a list in a record, one after another."""
+    """The values of a list in a record, flattened."""
     batch, index = part
     values = batch.column(name).slice(index, 1).flatten()
     while pa.types.is_fixed_size_list(values.type):

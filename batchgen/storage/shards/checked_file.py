@@ -1,10 +1,10 @@
-"""Parquet files whose every byte is checked when it is read: shards, and the files in `grades`.
+"""Parquet files of which every byte is checked when it is read: shards, and the files in `grades`.
 
 The pages of a Parquet file have checksums, but its footer and the headers of its pages have none.
 Therefore `seal` adds checksums between the last row group and the footer, where Parquet allows
 extra bytes and other readers skip them: `uint32 crc32` of each column chunk, row group by row
 group, then `uint32 crc32` of the footer, and `_MARK`; all of it little endian. Files of older
-versions have none of this. The checksums of their pages are checked if they have some.
+versions are not sealed; the checksums of their pages are checked, if they have any.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ from batchgen.storage.stores.range_file import RangeFile
 from batchgen.util.errors import JobError
 
 Source = Path | RawIOBase
-"""The source of a file: a path, or a file object whose `str` is its URL (`Storage.parquet`)."""
+"""A file: a path, or a file object whose `str` is its URL (`Storage.parquet`)."""
 _MARK = b"\xb6sums\x01\r\n"
-_END = struct.Struct("<I4s")  # what is behind the footer: its length, and b"PAR1"
-_AT_ONCE = 2**20
-_MOST_AT_END = 64 * 2**10  # what pyarrow reads first, from the end of a file
+_END = struct.Struct("<I4s")  # follows the footer: the footer's length, and b"PAR1"
+_AT_ONCE = 2**20  # bytes that are digested at a time
+_MOST_AT_END = 64 * 2**10  # bytes at the end of a file, which pyarrow reads first
 
 
 class DamagedFile(JobError):
-    """A file of a job that does not hold what was written, or not the rows that it must have."""
+    """A file of a job differs from what was written, or lacks rows."""
 
 
 class CheckedFile:
     """An open Parquet file. What is read from it is exactly what was written.
 
-    All methods raise `DamagedFile`, with the damaged row group, if it is not, and `JobError` if the
-    file cannot be read.
+    All methods raise `DamagedFile`, which names the damaged row group, or `JobError` if the file
+    cannot be read.
+
+    Attributes:
+        schema: the columns.
+        metadata: the content of the footer.
     """
 
     schema: pa.Schema
@@ -78,7 +82,8 @@ class CheckedFile:
         *,
         use_threads: bool = True,
     ) -> Iterator[pa.RecordBatch]:
-        """The rows of some row groups, of all if `groups` is None, at most `size` at a time."""
+        """Yield the rows of some row groups, or of all if `groups` is None, at most `size` at a
+        time."""
         names = None if columns is None else list(columns)
         for group in range(self.metadata.num_row_groups) if groups is None else groups:
             with _damage_reported(self._source, group):
@@ -94,7 +99,7 @@ class CheckedFile:
     def read(
         self, columns: Sequence[str] | None = None, groups: Iterable[int] | None = None
     ) -> pa.Table:
-        """The rows of some row groups, of all if `groups` is None."""
+        """The rows of some row groups, or of all if `groups` is None."""
         names = None if columns is None else list(columns)
         tables = []
         for group in range(self.metadata.num_row_groups) if groups is None else groups:
@@ -118,12 +123,12 @@ class CheckedFile:
         return str(self._source)
 
     def known_digest(self) -> str | None:
-        """The `content_digest` if it is known without a pass over all bytes, else None."""
+        """The `content_digest`, if it is known without reading the whole file; otherwise None."""
         return None if self._sums is None else self.content_digest()
 
     def content_digest(self) -> str:
-        """A digest of what the file holds, 32 hex digits: over the checksums of its chunks, or over
-        all its bytes if it has none."""
+        """A digest of the file's content, 32 hex digits: of the checksums of its chunks, or of all
+        its bytes if it is not sealed."""
         digest = blake2b(str(self.metadata.num_rows).encode(), digest_size=16)
         if self._sums is not None:
             digest.update(b"".join(self._sums))
@@ -134,10 +139,10 @@ class CheckedFile:
         return digest.hexdigest()
 
     def _check_footer(self) -> int | None:
-        """The offset behind the checksums of the chunks; None if the file was not sealed."""
+        """The offset of the end of the chunks' checksums; None if the file was not sealed."""
         size, at_end = self._bytes.size, self._bytes.at_end
         if len(at_end) < _END.size or not at_end.endswith(b"PAR1"):
-            return None  # which pyarrow reports itself
+            return None  # not a Parquet file, which pyarrow reports
         length, _ = _END.unpack(at_end[-_END.size :])
         end_of_sums: int = size - _END.size - length - len(_MARK) - 4
         if end_of_sums >= 0:
@@ -151,12 +156,13 @@ class CheckedFile:
         return None
 
     def _read_sums(self, end: int) -> list[bytes]:
+        """The checksums of the chunks, which end at the offset `end`."""
         count = self.metadata.num_row_groups * self.metadata.num_columns
         content = self._bytes.pread(end - 4 * count, 4 * count)
         return [content[4 * i : 4 * i + 4] for i in range(count)]
 
     def _check(self, group: int, columns: Sequence[str] | None) -> None:
-        """Read the chunks of some columns, compare them with their checksums, and keep them for
+        """Read the chunks of some columns and compare them with their checksums. They are kept for
         pyarrow, which reads them next."""
         self._bytes.held.clear()
         if self._sums is None:
@@ -166,7 +172,7 @@ class CheckedFile:
         for number in range(meta.num_columns):
             chunk = meta.column(number)
             name = chunk.path_in_schema
-            around = accumulate(name.split("."), "{}.{}".format)  # the columns that it may be of
+            around = accumulate(name.split("."), "{}.{}".format)  # the column and its parents
             if wanted is None or not wanted.isdisjoint(around):
                 start, length = _place(chunk)
                 content = self._bytes.held[start] = self._bytes.pread(start, length)
@@ -195,7 +201,7 @@ def seal(path: Path) -> None:
 
 
 def damaged(source: Source, why: str) -> DamagedFile:
-    """Make the error for a shard, or a file of grades, that is damaged; `why` says how."""
+    """The error for a shard, or a file of grades, that is damaged; `why` says how."""
     folder, name = str(source).rpartition("/")[::2]
     job = folder.removesuffix("/grades")
     if job != folder:
@@ -210,7 +216,7 @@ def damaged(source: Source, why: str) -> DamagedFile:
 
 
 def unreadable_file(source: Source, error: OSError) -> JobError:
-    """Make the error for a file that may be intact, but that the system cannot read."""
+    """The error for a file that the system cannot read, although it may be intact."""
     return JobError(
         f"cannot read {source}: {error.strerror or error}. The file itself may be intact: check "
         "the disk or the file server, and run the same command again"
@@ -218,8 +224,13 @@ def unreadable_file(source: Source, error: OSError) -> JobError:
 
 
 class _Bytes(RangeFile):
-    """The bytes of a file for pyarrow; chunks that were just checked come from memory (`held`, by
-    offset)."""
+    """The bytes of a file, as pyarrow reads them. Chunks that were just checked come from memory.
+
+    Attributes:
+        held: offset → the chunk that was read there.
+        size: the bytes of the file.
+        at_end: its last bytes.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -237,7 +248,7 @@ class _Bytes(RangeFile):
         return self.size
 
     def pread(self, start: int, length: int) -> bytes:
-        """Bytes of the file; those at its end are read once."""
+        """Read bytes of the file. The bytes at its end are read from the file only once."""
         if (held := self.held.get(start)) is not None and len(held) == length:
             return held
         if start >= self._end:
@@ -246,7 +257,7 @@ class _Bytes(RangeFile):
 
     def _read_end(self) -> tuple[int, bytes]:
         """The size of the file, and its last bytes."""
-        self._read(0, 0)  # opens it
+        self._read(0, 0)  # opens the file
         size = self._file.seek(0, SEEK_END)
         start = max(0, size - _MOST_AT_END)
         return size, self._read(start, size - start)
@@ -258,12 +269,14 @@ class _Bytes(RangeFile):
         try:
             return _pread(self._file, start, length)
         except OSError:
-            self._file = None  # it is opened anew, which helps if a file server lost the handle
+            self._file = (
+                None  # open the file again next time, in case a file server lost the handle
+            )
             raise
 
 
 def _pread(file: Any, start: int, length: int) -> bytes:
-    """Bytes of a file, fewer only at its end."""
+    """Read bytes of a file; fewer only at its end."""
     file.seek(start)
     content: bytes = file.read(length)
     while len(content) < length and (more := file.read(length - len(content))):
@@ -272,7 +285,7 @@ def _pread(file: Any, start: int, length: int) -> bytes:
 
 
 def _place(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """The first byte of a column chunk, and how many it has."""
+    """The offset of a column chunk, and its bytes."""
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
         start = min(start, chunk.dictionary_page_offset)
@@ -285,7 +298,7 @@ def _sum(content: bytes) -> bytes:
 
 @contextmanager
 def _damage_reported(source: Source, group: int | None = None) -> Iterator[None]:
-    """Make errors within the context name the file and the row group."""
+    """A context in which errors name the file and the row group."""
     where = "" if group is None else f"row group {group}: "
     try:
         yield

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 PROMPT_IMAGES = "prompt_images"
 """The column that lists the images of a row's prompt."""
-_WITHOUT_SCOPE = ("token_ids", "prompt_token_ids")
+_WITHOUT_SCOPE = ("token_ids", "prompt_token_ids")  # per token, without that metadata
 
 
 def is_per_token(field: pa.Field) -> bool:
-    """Whether the column has a value per token, or per choice, instead of one per row."""
+    """Whether a column has a value per token, or per choice, and not one per row."""
     scope = (field.metadata or {}).get(b"scope", b"row")
     return scope != b"row" or field.name in _WITHOUT_SCOPE

@@ -1,9 +1,12 @@
 """Rejection sampling (`sampling.until`): when a row has enough samples, and which of them it keeps.
 
-A row keeps the samples 0…m, where m is the first of these: the sample that makes `valid` samples
-valid, or with `width` the interval of their share so narrow; the `most`-th sample; or one with an
-error from before the engine, which all samples of the row would have. Samples beyond m are not part
-of the result, so the result depends on the samples alone and not on which of them happened to run.
+A row keeps the samples 0…m, where m is the first sample with one of these properties: with it,
+`valid` samples are valid, or the interval of their share is at most `width` wide; it is the
+`most`-th sample; or it has an error from before the engine, which all samples of the row would
+have. Later samples are not part of the result. So the result depends on the samples alone, and not
+on which of them happened to run.
+
+`SampleWaves` begins samples by these rules, and the publisher of a shard drops the others.
 """
 
 from __future__ import annotations
@@ -50,16 +53,22 @@ are filled when the shard is published."""
 FAILED = "failed"
 OUTCOMES = ("enough", "exhausted", FAILED)
 METADATA = b"batchgen.until"
-"""The key in a shard's metadata that says by which `Enough` it was published."""
-_Z = 1.959963984540054
+"""The key in a shard's metadata whose value is the `Enough` by which it was published."""
+_Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
 _SLACK = 1e-9
 """The largest rounding error of a product of two counts."""
 
 
 @dataclass(frozen=True)
 class Enough:
-    """A row is complete with `valid` valid samples, or as soon as the 95% interval of Wilson (1927)
-    of their share is at most `width` wide from end to end, or with `most` samples."""
+    """The rule by which a row has enough samples.
+
+    Attributes:
+        valid: the number of valid samples that is enough; None with `width`.
+        most: the most samples of a row.
+        width: the 95% interval of Wilson (1927) of the share of valid samples is enough if it is at
+            most this wide from end to end; None with `valid`.
+    """
 
     valid: int | None
     most: int
@@ -90,8 +99,10 @@ class Enough:
 
     @property
     def fewest(self) -> int:
-        """The fewest samples that a row can have, errors aside; by `width` they are all valid, or
-        none is, where the interval is z² / (n + z²) wide."""
+        """The fewest samples that a row can have, errors aside.
+
+        By `width` these are all valid, or none is; the interval is then z² / (n + z²) wide.
+        """
         if self.width is None:
             assert self.valid is not None
             return self.valid
@@ -99,10 +110,10 @@ class Enough:
 
     @cached_property
     def _most_mixed(self) -> Floats:
-        """[most]: the largest product of valid and other samples, of n = 1, 2, …, with which the
-        interval is narrow enough; negative for none.
+        """[most] For n = 1, 2, … samples, the largest product of the numbers of valid and other
+        samples for which the interval is narrow enough; negative if it never is.
 
-        With k of n valid its width is 2z / (n + z²) · sqrt(k(n−k)/n + z²/4).
+        With k of n valid, the interval is 2z / (n + z²) · sqrt(k(n−k)/n + z²/4) wide.
         """
         assert self.width is not None
         n = np.arange(1, self.most + 1)
@@ -117,12 +128,12 @@ class Enough:
         return np.asarray(valid * (n - valid) <= self._most_mixed[n - 1])
 
     def num_kept(self, done: Bools, valid: Bools, failed: Bools) -> Ints:
-        """[R] How many samples each row keeps; 0 if that is not known yet.
+        """[R] The number of samples that each row keeps; 0 if that is not known yet.
 
         Args:
-            done: [R, most] which samples are there.
-            valid: [R, most] which of them are valid.
-            failed: [R, most] which of them have an error from before the engine.
+            done: [R, most] whether the sample is computed.
+            valid: [R, most] whether it is valid.
+            failed: [R, most] whether it has an error from before the engine.
         """
         leading = np.logical_and.accumulate(done, axis=1)
         ends = self.is_reached(_so_far(valid, axis=1), self._numbers) | failed
@@ -134,16 +145,19 @@ class Enough:
     def wanted(
         self, done: Bools, valid: Bools, begun: Collection[int], rate: float | None = None
     ) -> list[int]:
-        """The samples of one row to begin now: those that it will keep if each missing sample
-        counts as `rate` valid ones; with None those that it keeps in any case.
+        """The samples of one row to begin now.
+
+        With `rate` None these are the missing samples that the row keeps in any case. Otherwise
+        they are those that it keeps if each missing sample counts as `rate` valid ones.
 
         Args:
-            done: [most] which samples are there.
-            valid: [most] which of them are valid.
-            begun: further samples that are on their way.
+            done: [most] whether the sample is computed.
+            valid: [most] whether it is valid.
+            begun: samples that have begun, and are left out.
         """
         valid_done, open_ = _so_far(valid & done), _so_far(~done)
-        if rate is None:  # the product of two counts is least where all are valid, or none
+        # The interval is narrowest if all open samples are valid, or none is.
+        if rate is None:
             ends = self.is_reached(valid_done, self._numbers)
             ends |= self.is_reached(valid_done + open_, self._numbers)
         else:
@@ -157,13 +171,14 @@ class Enough:
 
 
 def _so_far(flags: Bools, axis: int = 0) -> Ints:
-    """How many flags are set up to each index."""
+    """The number of flags that are set up to each index."""
     counts: Ints = np.cumsum(flags, axis=axis, dtype=np.int64)
     return counts
 
 
 def marks_of(rows: pa.RecordBatch | pa.Table) -> tuple[Bools, Bools]:
-    """[R], [R]: which samples are valid, and which have an error from before the engine."""
+    """[R], [R]: whether each sample is valid, and whether it has an error from before the
+    engine."""
     valid = pc.fill_null(rows[VALID], False).to_numpy(zero_copy_only=False)
     failed = pc.fill_null(pc.equal(rows[OUTCOME], FAILED), False).to_numpy(zero_copy_only=False)
     return valid, failed
@@ -177,8 +192,8 @@ def enough_text(until: Mapping[str, Any]) -> str:
 
 
 class KeptRows:
-    """The rows of a shard without the samples that are not kept, and with the columns that follow
-    from all samples of a row.
+    """The rows of a shard that are kept, with values for the columns that follow from all samples
+    of a row. The publisher of a shard uses it.
 
     Attributes:
         indices: [K] the indices of the kept rows in `RowsInOrder`.
@@ -188,6 +203,8 @@ class KeptRows:
         """Find the kept samples; every row must be complete."""
         marks = rows.table(np.arange(len(rows.keys)), [VALID, OUTCOME])
         valid, failed = marks_of(marks)
+        # A key is the row's index, shifted by 31 bits, and the sample. `group` numbers the input
+        # rows.
         first = np.append(True, np.diff(rows.keys >> 31) != 0)[: len(rows.keys)]
         starts = np.flatnonzero(first)
         group = np.cumsum(first) - 1
@@ -196,6 +213,7 @@ class KeptRows:
         numbers = np.arange(1, len(group) + 1) - starts[group]
         reached = enough.is_reached(so_far - before, np.minimum(numbers, enough.most))
         ends = reached | failed
+        # A sample is kept if no earlier sample of its row ends the row.
         earlier: Ints = np.cumsum(ends) - ends
         self.indices: Ints = np.flatnonzero(earlier == earlier[starts][group])
         kept = group[self.indices]
@@ -208,8 +226,7 @@ class KeptRows:
         self._outcomes = outcomes[kept]
 
     def filled(self, table: pa.Table, at: slice) -> pa.Table:
-        """The table of the kept rows with these indices `at` among them, with their columns
-        filled."""
+        """Fill the columns of a table that has the kept rows `at`."""
         values = {
             OUTCOME: pa.array(OUTCOMES).take(pa.array(self._outcomes[at])),
             NUM_VALID: pa.array(self._valids[at], pa.int32()),

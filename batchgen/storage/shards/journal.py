@@ -3,15 +3,17 @@
 Each worker writes one file for each of its shards, such as `part-00003.0001.journal`. The second
 number is the worker's: a file has one writer, and later workers have higher numbers. A file is a
 sequence of frames: `uint32 length, uint32 crc32, payload`, little endian. The first payload is an
-Arrow IPC schema message, every other one an Arrow IPC record batch. A batch is appended with one
-unbuffered write, so that it survives `kill -9` from then on. Every `SYNC_SECONDS` the storage makes
-what is new safe, so that the loss of the machine costs at most the rows that finished since: files
-in a folder are fsynced; those for an object store, where nothing can be appended, are ended and
-uploaded, and the worker goes on in `part-00003.0001.2.journal`. A reader leaves out an end that
-does not match its length or checksum; no later worker appends to such a file.
+Arrow IPC schema message, every other payload an Arrow IPC record batch. A batch is appended with
+one unbuffered write; from then on it survives `kill -9`.
 
-Beside a worker's file of finished rows may lie one of what it has begun, `part-00003.0001.begun`
-(`begun_rows`). It is made of such frames, too, and nothing is lost with it but time.
+Every `SYNC_SECONDS` the storage makes new batches safe, so that the loss of the machine costs at
+most the rows that finished since. Files in a folder are fsynced. An object store cannot append:
+there a file is ended and uploaded, and the worker continues in `part-00003.0001.2.journal`. A
+reader stops at a frame that does not match its length or checksum; no later worker appends to such
+a file.
+
+Next to a worker's file of finished rows there may be a file of rows that it has begun,
+`part-00003.0001.begun` (`begun_rows.py`). It has the same frames. Losing it costs only time.
 """
 
 import os
@@ -35,12 +37,15 @@ _NAME = re.compile(r"part-([0-9]{5,})\.([0-9]{4,})(?:\.([0-9]+))?(\.journal|\.be
 
 
 class JournalGone(Exception):
-    """Raised if the file to append to was deleted: another worker has published its shard."""
+    """The file to append to was deleted, because another worker has published its shard."""
 
 
 class Journal:
-    """The journal files of a job's folder, with one schema for each kind; `attempt` numbers this
-    worker's own."""
+    """The journal files of a job's folder, as one worker writes and reads them.
+
+    Attributes:
+        attempt: the number of this worker, in the names of its files.
+    """
 
     def __init__(
         self,
@@ -51,10 +56,14 @@ class Journal:
         storage: Storage | None = None,
         begun: pa.Schema | None = None,
     ) -> None:
-        """Start a new attempt in a folder that exists, of which files with `begun` rows have a
-        schema of their own.
+        """Start to write in a folder that exists.
 
-        Its number is `attempt`, or else at least `least_attempt` and above those of all files.
+        Args:
+            schema: the columns of finished rows.
+            least_attempt: if `attempt` is None, the number is at least this one, and above those of
+                all files.
+            attempt: the number of this worker.
+            begun: the columns of the records of begun rows.
         """
         self._storage = FolderStorage(folder.parent) if storage is None else storage
         self._folder = folder
@@ -64,7 +73,7 @@ class Journal:
             attempt = max(least_attempt, 1 + max(attempts_in(self._storage.names(folder))))
         self.attempt = attempt
         self._own: set[Path] = set()
-        # By kind and shard: which file of this worker's is written.
+        # (kind, shard) → the number of this worker's file that is being written.
         self._parts: dict[tuple[str, int], int] = {}
         self._unsynced: set[Path] = set()
 
@@ -73,7 +82,7 @@ class Journal:
         return {kind: journal_files(self._folder, names, kind) for kind in self._schemas}
 
     def delete_unfinished(self) -> None:
-        """Delete what earlier attempts were writing under temporary names when they were killed."""
+        """Delete the temporary files that earlier attempts were writing when they were killed."""
         for name in self._storage.names(self._folder):
             if name.endswith(".tmp"):
                 self._storage.delete(self._folder / name)
@@ -83,14 +92,15 @@ class Journal:
         return set(self._files[kind])
 
     def refresh(self) -> None:
-        """See which files other workers have written or deleted since."""
+        """Note which files other workers have written or deleted since the last call."""
         try:
             self._files = self._journal_files()
         except FileNotFoundError:  # the job is complete
             self._files = {kind: {} for kind in self._schemas}
 
     def files(self, shard: int, *, include_own: bool = False, kind: str = FINISHED) -> list[Path]:
-        """The files of a shard that other workers have written, or all."""
+        """The files of a shard that other workers have written; with `include_own` also those of
+        this worker."""
         return [
             path
             for path in self._files[kind].get(shard, ())
@@ -119,8 +129,9 @@ class Journal:
             assert schema is not None
             data = _frame(schema.serialize()) + data
             flags |= os.O_CREAT
-        # The file is opened anew each time: a job with small shards has more incomplete ones than a
-        # process may have open files.
+        # The file is opened for each batch, because a job with small shards may have more
+        # incomplete
+        # shards than a process may have open files.
         try:
             fd = os.open(path, flags, 0o666)
             try:
@@ -134,20 +145,25 @@ class Journal:
         self._unsynced.add(path)
 
     def read(self, shard: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """All whole batches of finished rows of the shard in the order in which they were written,
-        each with the number of its attempt. They are memory-mapped, so nothing is copied."""
+        """Yield all whole batches of finished rows of the shard in the order in which they were
+        written, each with the number of its attempt. They are memory-mapped, so nothing is
+        copied."""
         for path in self._files[FINISHED].get(shard, ()):
             for batch in self.batches(path):
                 yield journal_worker(path), batch
 
     def batches(self, path: Path) -> Iterator[pa.RecordBatch]:
-        """The whole batches of one file. Raises FileNotFoundError if it was deleted."""
+        """Yield the whole batches of one file.
+
+        Raises:
+            FileNotFoundError: the file was deleted.
+        """
         self._storage.download(path)
         yield from read_file(path, self._schemas[path.suffix])
 
     def sync(self, force: bool = False) -> None:
-        """Make what was appended safe from the loss of the machine, if SYNC_SECONDS have passed or
-        by `force`."""
+        """Make appended batches safe from the loss of the machine, if SYNC_SECONDS have passed or
+        `force` is set."""
         ended = self._storage.flush(self._unsynced, force)
         if ended is None:
             return
@@ -157,7 +173,8 @@ class Journal:
         self._unsynced.clear()
 
     def release(self, shard: int, kind: str = FINISHED) -> list[Path]:
-        """Forget a complete shard and return its files, to be deleted once it is published."""
+        """Forget a complete shard and return its files, which can be deleted once the shard is
+        published."""
         files = self._files[kind].pop(shard, [])
         self._unsynced.difference_update(files)
         return files
@@ -166,7 +183,8 @@ class Journal:
 def journal_files(
     folder: Path, names: Iterable[str], kind: str = FINISHED
 ) -> dict[int, list[Path]]:
-    """From a shard to its journal files of a kind among these names, earlier workers first."""
+    """The journal files of a kind among these names, by shard; those of earlier workers come
+    first."""
     files: dict[int, list[Path]] = {}
     for name in names:
         if (match := _NAME.fullmatch(name)) and match[4] == kind:
@@ -175,8 +193,7 @@ def journal_files(
 
 
 def attempts_in(names: Iterable[str]) -> list[int]:
-    """The numbers of the workers that wrote the journal files of any kind among these names; 0 is
-    there as well."""
+    """The numbers of the workers that wrote the journal files among these names, and 0."""
     return [0, *(int(match[2]) for name in names if (match := _NAME.fullmatch(name)))]
 
 
@@ -186,18 +203,20 @@ def journal_worker(path: Path) -> int:
 
 
 def _place(path: Path) -> tuple[int, int, int]:
-    """The shard, the worker, and which of that worker's files of the shard a journal file is."""
+    """The shard and the worker of a journal file, and its number among the worker's files of the
+    shard."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2]), int(match[3] or 1)
 
 
 def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.RecordBatch]:
-    """The whole batches of one journal file, up to the first torn or damaged frame.
+    """Yield the whole batches of one journal file, up to the first torn or damaged frame.
 
     Raises:
-        FileNotFoundError: it was deleted.
-        JobError: its schema is not `schema`, which None leaves open, or it cannot be read.
+        FileNotFoundError: the file was deleted.
+        JobError: its columns are not those of `schema`, or it cannot be read. None allows any
+            columns.
     """
     try:
         if patiently(path.stat).st_size == 0:  # an empty file cannot be memory-mapped
@@ -222,6 +241,7 @@ def read_file(path: Path, schema: pa.Schema | None = None) -> Iterator[pa.Record
 
 
 def _frames(data: pa.Buffer) -> Iterator[pa.Buffer]:
+    """Yield the payloads of the frames, up to the first damaged one."""
     offset = 0
     while offset + _FRAME.size <= data.size:
         length, checksum = _FRAME.unpack(data.slice(offset, _FRAME.size))

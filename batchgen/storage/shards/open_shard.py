@@ -1,4 +1,5 @@
-"""Which rows of a shard are there while the shard is not complete."""
+"""The state of the rows of a shard that is not complete: which samples are computed, begun or
+missing. `OutputWriter` keeps an `OpenShard` for each open shard."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ class OpenShard:
     """The flags of a shard's rows. A row is done if it need not be computed any more.
 
     Attributes:
-        state_columns: what must be known of a row to tell whether it is done.
-        done: [rows, samples] bool, whether the sample of the row is done.
-        by_others: [rows, samples] bool, which of them other workers have written since
-            this object was made.
-        begun: [rows, samples] bool, which of them this worker has begun.
-        failed: [rows, samples] bool, which of them have an error and are computed again.
-        num_rows: how many input rows make the shard complete; fewer for the last one.
+        state_columns: the columns that decide whether a row is done.
+        done: [rows, samples] bool, whether the sample is done.
+        by_others: [rows, samples] bool, whether another worker has written the sample since this
+            object was made.
+        begun: [rows, samples] bool, whether this worker has begun the sample.
+        failed: [rows, samples] bool, whether the sample has an error and is computed again.
+        num_done: the number of samples that are done.
+        num_rows: the number of input rows of the shard; fewer in the last shard.
     """
 
     state_columns: tuple[str, ...] = (*KEYS, "finish_reason")
@@ -46,19 +48,19 @@ class OpenShard:
 
     @property
     def extent(self) -> Extent:
-        """What the shard holds, once it is complete."""
+        """The size of the shard, once it is complete."""
         return Extent(self.num_rows, self._samples)
 
     def take_published(self, extent: Extent) -> None:
-        """Note that the rows of the published shard are there."""
+        """Note that the rows of the published shard are done."""
         self.done[: extent.rows, : extent.samples] = True
         self.num_done = int(self.done.sum())
 
     def take(
         self, rows: pa.RecordBatch | pa.Table, *, errors_count: bool, attempt: int = 0
     ) -> None:
-        """Note rows that an earlier attempt has written, each over what was known of it. Unless
-        `errors_count`, rows with an error are not done."""
+        """Note rows that an earlier attempt has written; they replace what was noted of the same
+        rows. Unless `errors_count`, rows with an error are not done."""
         done = pc.not_equal(rows["finish_reason"], "error").to_numpy(zero_copy_only=False)
         at = self.indices(rows)
         self.done[at] = done | errors_count
@@ -69,7 +71,7 @@ class OpenShard:
         """Note rows that another worker has written meanwhile."""
         before = self.done.copy()
         self.take(rows, errors_count=errors_count, attempt=attempt)
-        self.done |= before  # what this worker has finished stays so, whatever another one has
+        self.done |= before  # what this worker has finished stays done
         self.num_done = int(self.done.sum())
         self.by_others |= self.done & ~before
 
@@ -89,14 +91,14 @@ class OpenShard:
         self.num_done += len(rows)
 
     def missing(self, row_index: int) -> list[int]:
-        """The samples of a row that are not done; none of a row that the job has no longer."""
+        """The samples of a row that are not done; none for a row that the job no longer has."""
         if row_index - self._first >= len(self.done):
             return []
         done = self.done[row_index - self._first].tolist()
         return [sample for sample, is_done in enumerate(done) if not is_done]
 
     def begin(self, row_index: int) -> list[int]:
-        """The samples of a row that are neither done nor begun; they are begun from now on."""
+        """Mark the samples of a row that are neither done nor begun as begun, and return them."""
         index = row_index - self._first
         taken = (self.done[index] | self.begun[index]).tolist()
         samples = [sample for sample, is_taken in enumerate(taken) if not is_taken]
@@ -107,7 +109,7 @@ class OpenShard:
     def indices(
         self, rows: pa.RecordBatch | pa.Table
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The place of each row in `done`."""
+        """The indices of rows in `done`: [N] of rows and [N] of samples."""
         index, sample = (np.asarray(rows[name].to_numpy(), np.int64) for name in KEYS)
         return index - self._first, sample
 
@@ -121,8 +123,8 @@ class OpenShard:
 class OpenEnoughShard(OpenShard):
     """A shard of a job with `sampling.until`. It is complete when each row has enough samples.
 
-    A sample that two workers have computed counts as the one with the higher number has written it,
-    as it does when the shard is made of their journals: on a GPU the two may differ.
+    If two workers have computed a sample, the result of the one with the higher number counts, as
+    it does when the shard is made from their journals. On a GPU the two results may differ.
     """
 
     state_columns = (*OpenShard.state_columns, VALID, OUTCOME)
@@ -131,8 +133,8 @@ class OpenEnoughShard(OpenShard):
         super().__init__(first_row, rows, enough.most)
         self._enough = enough
         self._valid, self._failed = np.zeros_like(self.done), np.zeros_like(self.done)
-        self._by = np.zeros(self.done.shape, np.int32)  # the attempt that wrote what counts
-        self._kept = np.zeros(rows, np.int64)  # how many samples a row keeps; 0 if that is open
+        self._by = np.zeros(self.done.shape, np.int32)  # the attempt whose sample counts
+        self._kept = np.zeros(rows, np.int64)  # the samples that a row keeps; 0: not known yet
 
     @property
     def is_complete(self) -> bool:
@@ -144,7 +146,7 @@ class OpenEnoughShard(OpenShard):
         return Extent(self.num_rows, self._samples, self._enough, answers)
 
     def take_published(self, extent: Extent) -> None:
-        """The rows are taken one by one, as their numbers of samples differ."""
+        """Do nothing: `take` notes the rows one by one, because their numbers of samples differ."""
 
     def take(
         self, rows: pa.RecordBatch | pa.Table, *, errors_count: bool, attempt: int = 0
@@ -157,8 +159,8 @@ class OpenEnoughShard(OpenShard):
         self._count(np.unique(self.indices(rows)[0]))
 
     def is_by_others(self, row_index: int, sample: int) -> bool:
-        """Whether a sample is not needed any more, as others have written it or the row has enough
-        without it."""
+        """Whether a sample is not needed any more: another worker has written it, or the row has
+        enough without it."""
         has_enough = bool(self._kept[row_index - self._first])
         return has_enough or super().is_by_others(row_index, sample)
 
@@ -173,15 +175,17 @@ class OpenEnoughShard(OpenShard):
         return [] if self._kept[row_index - self._first] else super().missing(row_index)
 
     def wanted(self, row_index: int, begun: Collection[int], *, ahead: bool) -> list[int]:
-        """The samples that a row keeps in any case and lacks; or those that it is likely to keep,
-        `ahead` of what is known, by its own rate of valid samples so far."""
+        """The samples to begin of a row: those that it keeps in any case, or with `ahead` those
+        that it is likely to keep, by its rate of valid samples so far."""
         row = row_index - self._first
         if self._kept[row]:
             return []
         done, valid = self.done[row], self._valid[row]
-        rate, there = None, int(done.sum())
-        if ahead and there:  # the mean of what the rate may be, given what has come (Laplace)
-            rate = (int(valid.sum()) + 1) / (there + 2)
+        rate, num_done = None, int(done.sum())
+        if (
+            ahead and num_done
+        ):  # the expected rate after these samples (rule of succession, Laplace)
+            rate = (int(valid.sum()) + 1) / (num_done + 2)
         return self._enough.wanted(done, valid, begun, rate)
 
     def _mark(
@@ -191,6 +195,8 @@ class OpenEnoughShard(OpenShard):
         failed: npt.NDArray[np.bool_],
         attempt: int,
     ) -> None:
+        """Note whether the samples `at` are valid or have an error, unless a later attempt has
+        written them."""
         newer = self._by[at] <= attempt
         at = at[0][newer], at[1][newer]
         self._by[at] = attempt
@@ -198,7 +204,7 @@ class OpenEnoughShard(OpenShard):
         self._count(np.unique(at[0]))
 
     def _count(self, rows: npt.NDArray[np.int64]) -> None:
-        """Find out how many samples these rows keep, from their flags."""
+        """Compute the number of samples that these rows keep, from their flags."""
         done = self.done[rows]
         self._kept[rows] = self._enough.num_kept(
             done, self._valid[rows] & done, self._failed[rows] & done
@@ -208,7 +214,7 @@ class OpenEnoughShard(OpenShard):
 def open_shard(
     first_row: int, rows: int, samples: int, enough: Enough | None
 ) -> OpenShard | OpenEnoughShard:
-    """The flags of a shard whose rows have `samples` samples, or as many as are `enough`."""
+    """The flags of a shard whose rows have `samples` samples, or as many as `enough` says."""
     if enough is None:
         return OpenShard(first_row, rows, samples)
     return OpenEnoughShard(first_row, rows, enough)

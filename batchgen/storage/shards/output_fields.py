@@ -1,4 +1,5 @@
-"""The fields of the output: their names, types and meanings."""
+"""The fields of the output: their names, types and meanings. `output_schema.py` puts them
+together."""
 
 from collections.abc import Mapping, Sequence
 
@@ -44,17 +45,17 @@ _OF_ANSWERS = {
     TEXT: "empty, as nothing is generated; null on error",
     "finish_reason": "scored or error",
 }
-"""What columns mean where answers are scored."""
+"""The meanings of columns in jobs that score given answers."""
 _OF_READ_ROWS = _OF_ANSWERS | {"finish_reason": "read or error"}
-"""What columns mean where rows are only read."""
+"""The meanings of columns in jobs whose rows are only read, for embeddings or classes."""
 _OF_CHANNELS = {
     TEXT: "the final channel, cut before a stop string; null on error, and if there is none",
     "finish_reason": "stop (in the final channel), tool_call, no_answer (it ended elsewhere), "
     "length, constraint_conflict or error",
 }
-"""What columns mean where rows have channels."""
+"""The meanings of columns in jobs whose answers have channels."""
 REASONING, CHANNEL = "reasoning", "channel"
-"""Columns that `SplitOutput.columns` may have."""
+"""Names of columns in `SplitOutput.columns`."""
 SATISFIED = "constraint_satisfied"
 _SATISFIED = (
     SATISFIED,
@@ -86,17 +87,18 @@ _IMAGES = (
 
 
 def described_field(name: str, type: pa.DataType, meaning: str) -> pa.Field:
-    """A column of the output that says what it means."""
+    """A column of the output with its meaning in its metadata."""
     return pa.field(name, type, metadata={"meaning": meaning})
 
 
 def fields_before() -> list[pa.Field]:
-    """The fields that tell an answer from all others."""
+    """The fields that identify an answer."""
     return [described_field(*column) for column in _BEFORE]
 
 
 def changed_meanings(answers: bool, is_read: bool, extra: Sequence[pa.Field]) -> Mapping[str, str]:
-    """What columns mean that mean something else in most jobs, as `OutputSchema.build` says."""
+    """The meanings, by name, of columns that differ from their meaning in most jobs; see
+    `OutputSchema.build`."""
     if is_read:
         return _OF_READ_ROWS
     if answers:
@@ -107,7 +109,7 @@ def changed_meanings(answers: bool, is_read: bool, extra: Sequence[pa.Field]) ->
 def answer_fields(
     text_column: str, prompt_token_ids: bool, meanings: Mapping[str, str]
 ) -> list[pa.Field]:
-    """The fields that every answer has; `meanings` replaces the usual ones by name."""
+    """The fields that every answer has. `meanings` replaces usual meanings by name."""
     return [
         described_field(text_column if name == TEXT else name, type, meanings.get(name, meaning))
         for name, type, meaning in _AFTER
@@ -124,7 +126,7 @@ def chosen_fields(
     parsed: ParsedColumn | None,
     has_enough: bool,
 ) -> list[pa.Field]:
-    """The fields that only some jobs have, as `OutputSchema.build` says."""
+    """The fields that only some jobs have; see `OutputSchema.build` for the arguments."""
     chosen = (
         (_SATISFIED, constrained),
         (_ANSWER, answers),
@@ -144,8 +146,8 @@ def count_field(count: RowCount) -> pa.Field:
 
 
 def copied_fields(schema: pa.Schema) -> list[pa.Field]:
-    """The fields of what is copied from the data set. The metadata of its whole schema is dropped:
-    it describes the columns of the input alone."""
+    """The fields that are copied from the data set. The metadata of the whole schema is dropped,
+    because it describes only the columns of the input."""
     meaning = {"meaning": AS_GIVEN.decode()}
     return [field.with_metadata(meaning | _strings(field.metadata)) for field in schema]
 
@@ -155,7 +157,7 @@ def _strings(metadata: Mapping[bytes, bytes] | None) -> dict[str, str]:
 
 
 def column_field(column: OutputColumn) -> pa.Field:
-    """The field of a column of values per token, or of one value per row."""
+    """The field of a column with a value per token, or with one value per row."""
     type = pa.from_numpy_dtype(column.dtype)
     for size in reversed(column.tail_shape):
         type = pa.list_(type, size)
@@ -180,9 +182,14 @@ def column_field(column: OutputColumn) -> pa.Field:
 
 
 def check_clashes(columns: Sequence[str], fields: Sequence[pa.Field], text_column: str) -> None:
-    """Refuse columns of the data set that have the name of a column that batchgen writes, of which
-    `fields` are those that jobs choose."""
-    # Also columns that this job leaves out: a name shall mean the same in every output.
+    """Check that no column of the data set has the name of a column that batchgen writes. `fields`
+    are the optional columns of this job.
+
+    Raises:
+        ConfigError: names clash, or `text_column` is the name of another column that batchgen
+            writes.
+    """
+    # Optional columns that this job leaves out count too: a name means the same in every output.
     taken = {name for name, *_ in _BEFORE + _AFTER} | {SATISFIED, PARSED}
     taken |= {field.name for field in fields}
     taken.remove(TEXT)

@@ -1,4 +1,7 @@
-"""The Arrow schema of the output, which is known before the first token, and rows in that form."""
+"""The Arrow schema of the output, and the conversion of finished rows into Arrow.
+
+The schema of a job (`OutputSchema`) is known before the first token. Journals and shards have it.
+"""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -45,19 +48,35 @@ from batchgen.storage.shards.parsed_column import ParsedColumn
 
 
 class SplitOutput(NamedTuple):
-    """An output whose text is the answer alone, and the values of the columns of what it said
-    besides; TEXT is among them, and None, if there is no answer."""
+    """An output whose text is only the answer.
+
+    Attributes:
+        output: the output.
+        columns: the values of the columns for its other texts, such as the reasoning. If there is
+            no answer, TEXT is among them, with None.
+    """
 
     output: RequestOutput
     columns: Mapping[str, Any] = {}
 
 
 class FinishedRow(NamedTuple):
-    """One sample of one row that is finished, with the `fields` that are copied from the data set.
-    A row that never reached the engine has an `error` instead of an `output`. `valid` is whether it
-    fulfils `sampling.until.where`. `extra` are the columns of `SplitOutput`. `images` are what the
-    output says of those of the prompt, None where they are not known. `begun_tokens` is how many of
-    its tokens earlier attempts had generated."""
+    """One finished sample of one row.
+
+    Attributes:
+        row_id, row_index: the row.
+        sample_index: the number of the sample.
+        fields: the columns that are copied from the data set.
+        output: the output of the engine; None if the row never reached the engine.
+        error: why it did not reach the engine.
+        extra: the `columns` of `SplitOutput`.
+        key: the key by which later jobs find the row (`reuse/row_key.py`); None if the job keeps no
+            keys.
+        is_copied: whether the row was copied from an older job instead of being computed.
+        valid: whether the sample fulfils `sampling.until.where`.
+        images: the column of the prompt's images; None if they are not known.
+        begun_tokens: the number of its tokens that earlier attempts had generated.
+    """
 
     row_id: str
     row_index: int
@@ -66,8 +85,8 @@ class FinishedRow(NamedTuple):
     output: RequestOutput | None = None
     error: RequestError | None = None
     extra: Mapping[str, Any] = {}
-    key: bytes | None = None  # `reuse.row_key`, in jobs that keep keys
-    is_copied: bool = False  # from an older job, instead of being computed
+    key: bytes | None = None
+    is_copied: bool = False
     valid: bool | None = None
     images: Sequence[Mapping[str, Any]] | None = None
     begun_tokens: int = 0
@@ -78,22 +97,23 @@ class FinishedRow(NamedTuple):
 
     @property
     def failure(self) -> RequestError | None:
-        """Why the row has no answer, None if it has one."""
+        """Why the row has no answer; None if it has one."""
         return self.error if self.output is None else self.output.error
 
 
 @dataclass(frozen=True)
 class OutputSchema:
-    """The columns of the output.
+    """The columns of a job's output.
 
     Attributes:
-        arrow: the schema of journals and shards. The metadata of a field says what it means.
+        arrow: the schema of journals and shards. The metadata of a field has its meaning.
         passthrough: names of the columns that are copied from the data set.
         columns: the per-token columns, in their order.
         counts: names of the strategy's counts, which are columns too.
+        parsed: the column of parsed JSON; None without it.
         text_column: the name of the column of generated text.
-        beside: names of the columns of what rows say beside their text.
-        enough: when a row has enough samples; None if all rows have the same number.
+        extra: names of the columns of texts besides the answer.
+        enough: the rule by which a row has enough samples; None if all rows have the same number.
     """
 
     arrow: pa.Schema
@@ -122,21 +142,20 @@ class OutputSchema:
         enough: Enough | None = None,
         is_read: bool = False,
     ) -> "OutputSchema":
-        """The schema of a job.
+        """Build the schema of a job.
 
         Args:
+            passthrough: the columns that are copied from the data set.
+            columns, counts: those that the engine returns, and the counts of the strategy.
             prompt_token_ids: whether to write the prompts.
-            extra: the columns of what rows say beside their text, such as thoughts.
             constrained: whether a column says which rows satisfy their constraint.
-            answers: whether rows have given answers, which are scored.
-            replays: whether these are trajectories.
+            extra: the columns of texts besides the answer, such as the reasoning.
+            answers, replays: whether rows have given answers to score, and these are trajectories.
             images: whether rows may have images.
-            enough: when a row has enough samples; None if all rows have the same number.
             is_read: whether rows are only read.
 
         Raises:
-            ConfigError: a column of the data set has the name of a column that batchgen writes, or
-                `text_column` is the name of another such column.
+            ConfigError: a column has the name of another column that batchgen writes.
         """
         meanings = changed_meanings(answers, is_read, extra)
         after = answer_fields(text_column, prompt_token_ids, meanings)
@@ -169,7 +188,7 @@ class OutputSchema:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one generated token takes in all per-token columns together."""
+        """The bytes of one generated token in all per-token columns together."""
         return 4 + sum(
             column.dtype.itemsize * int(np.prod(column.tail_shape))
             for column in self.columns
@@ -177,7 +196,7 @@ class OutputSchema:
         )
 
     def encode(self, rows: Sequence[FinishedRow]) -> pa.RecordBatch:
-        """The rows as one Arrow batch, each column made as one array."""
+        """Convert rows into one Arrow batch, one array for each column."""
         outputs = [row.output for row in rows]
         values: dict[str, Any] = {
             "row_id": [row.row_id for row in rows],
@@ -236,10 +255,10 @@ def _error(error: RequestError | None) -> dict[str, str] | None:
 
 
 def _list_array(lengths: list[int], values: pa.Array) -> pa.Array:
-    """Lists of these lengths, which have the values one after the other."""
+    """An array of lists of these lengths, whose values follow one another in `values`."""
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    # What ListArray.from_arrays makes, in a seventh of its time.
+    # The same as ListArray.from_arrays, in a seventh of its time.
     return pa.Array.from_buffers(
         pa.list_(values.type), len(lengths), [None, pa.py_buffer(offsets)], children=[values]
     )
@@ -247,7 +266,7 @@ def _list_array(lengths: list[int], values: pa.Array) -> pa.Array:
 
 def id_lists(lists: list[list[int]]) -> pa.Array:
     """A column of lists of token ids."""
-    values = array("i")  # it takes a list in a tenth of the time that NumPy takes
+    values = array("i")  # reads a list in a tenth of NumPy's time
     for ids in lists:
         values.fromlist(ids)
     flat = np.frombuffer(values, np.int32) if values else np.empty(0, np.int32)
@@ -255,7 +274,7 @@ def id_lists(lists: list[list[int]]) -> pa.Array:
 
 
 def _row_values(column: OutputColumn, outputs: Sequence[RequestOutput | None]) -> pa.Array:
-    """A column of row scope: for each row a list of a fixed size, null on an error."""
+    """A column of row scope: a list of a fixed size for each row, null on an error."""
     (size,) = column.tail_shape
     failed = [o is None or o.finish_reason == "error" for o in outputs]
     values = np.zeros((len(outputs), size), column.dtype)
@@ -267,13 +286,13 @@ def _row_values(column: OutputColumn, outputs: Sequence[RequestOutput | None]) -
 
 
 def column_lists(column: OutputColumn, outputs: Sequence[RequestOutput | Begun | None]) -> pa.Array:
-    """A per-token column: for each row a list of [num_tokens, *tail] values, empty on an error."""
+    """A per-token column: a list of [num_tokens, *tail] values for each row, empty on an error."""
     arrays = [o.columns[column.name] if o else None for o in outputs]
     present = [values for values in arrays if values is not None]
-    for each in present:
-        assert each.shape[1:] == column.tail_shape, f"{column.name} has shape {each.shape}"
+    for values in present:
+        assert values.shape[1:] == column.tail_shape, f"{column.name} has shape {values.shape}"
     flat = np.concatenate([a.reshape(-1) for a in present]) if present else np.empty(0)
-    values = pa.array(np.ascontiguousarray(flat, column.dtype))
+    items = pa.array(np.ascontiguousarray(flat, column.dtype))
     for size in reversed(column.tail_shape):
-        values = pa.FixedSizeListArray.from_arrays(values, size)
-    return _list_array([0 if each is None else len(each) for each in arrays], values)
+        items = pa.FixedSizeListArray.from_arrays(items, size)
+    return _list_array([0 if values is None else len(values) for values in arrays], items)

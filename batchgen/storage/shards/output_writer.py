@@ -1,4 +1,7 @@
-"""Writes finished rows, which come in any order, and knows which rows of a job are done."""
+"""Writes finished rows, which come in any order, and knows which rows of a job are done.
+
+Each worker of a job has one `OutputWriter` (`jobs/run/join_folder.py` makes it).
+"""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -6,7 +9,6 @@ from pathlib import Path
 from typing import Self
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from batchgen.engine.interface.outputs import Begun
 from batchgen.storage.shards.begun_rows import BegunRecords, BegunRow, begun_schema
@@ -15,36 +17,37 @@ from batchgen.storage.shards.open_shard import OpenEnoughShard, OpenShard
 from batchgen.storage.shards.output_schema import FinishedRow, OutputSchema
 from batchgen.storage.shards.published_shards import PublishedShards
 from batchgen.storage.shards.publisher import Publish, Publisher
-from batchgen.storage.shards.shard_files import Extent, ResumeState, read_columns
+from batchgen.storage.shards.shard_files import Extent, ResumeState
 from batchgen.storage.shards.written_rows import WrittenRows
 from batchgen.storage.stores.folder_storage import FolderStorage
 from batchgen.storage.stores.job_storage import Storage
 from batchgen.storage.stores.retry_round import RetryRound
-from batchgen.util.errors import ConfigError, JobError
+from batchgen.util.errors import JobError
 
-MAX_UNPUBLISHED = 2  # complete shards that wait for the publisher before `write` waits for it
+MAX_UNPUBLISHED = 2  # complete shards that may wait before `write` waits for the publisher
 
 
 class OutputWriter:
-    """Writes the shards of a job, of which other workers may write some at the same time.
+    """Writes the shards of a job, together with the job's other workers.
 
     Shard k holds all samples of the input rows from k·rows_per_shard up to (k+1)·rows_per_shard.
-    Rows go to the journal as they finish. When the last sample of a shard is there, a thread makes
-    the shard from its journal files, which do not change any more. Memory holds one flag for each
-    sample of the shards that are not complete.
+    Rows go to the journal as they finish. When a shard has its last sample, a thread makes the
+    shard from its journal files. Memory holds one flag for each sample of the shards that are not
+    complete.
 
-    A job can grow. Then a published shard lacks rows or samples, or has errors that are computed
-    again; the new rows go to the journal too, and a shard made of both replaces the old one. A row
-    that is there more than once counts as it was written last, so a journal that a kill left beside
-    its shard does no harm.
+    A job can grow. Then new rows of a published shard go to the journal too, and a shard made from
+    both replaces the old one. If a row is there more than once, the copy that was written last
+    counts.
 
-    Workers share the journal's folder, where each has files of its own. `take` reads what all of
-    them have written of a shard, `absorb` what they have written since, and `drop` forgets a shard
-    that another worker has published. Which worker does which shard is not decided here.
+    Workers share the journal's folder. `take` reads what all of them have written of a shard,
+    `absorb` what they have written since, and `drop` forgets a shard that another worker has
+    published. Another module decides which worker computes which shard.
 
     Attributes:
-        resumed: how many samples of rows need no computing, because earlier attempts wrote them.
-        retried: how many error rows this attempt will compute again, if it began a retry round.
+        schema: the columns of the output.
+        resumed: the number of samples that earlier attempts have written.
+        retried: the number of error rows that this attempt computes again, if it began a retry
+            round.
     """
 
     def __init__(
@@ -62,15 +65,15 @@ class OutputWriter:
         publish: Publish | None = None,
         storage: Storage | None = None,
     ) -> None:
-        """Read from shards and journal files what is done.
+        """Read from shards and journal files which rows are done.
 
         Args:
-            data: the folder of the shards, which exists, as does `journal`.
+            data, journal: the folders of shards and of journal files, which exist.
+            samples: the most samples of a row.
             num_rows: the rows of the data set; None if that is not known.
             retry_errors: whether error rows of earlier attempts are computed again.
-            worker: the number of this worker; None for one more than all that were there.
-            older: what the session's first worker found; None for that worker, which puts in order
-                what earlier attempts have left.
+            worker: the number of this worker; None for the next free one.
+            older: the state that the session's first worker found; None for that worker.
             publish: gives shards their names; None renames files.
 
         Raises:
@@ -97,26 +100,26 @@ class OutputWriter:
         self.retried: int | None = None
         if older is None:
             self._journal.delete_unfinished()
-            self.retried = self._begin_round(retry_errors)
+            self.retried = self._written.begin_retries(retry_errors)
         else:
-            self._check_round(retry_errors)
+            self._round.check(retry_errors)
         self._open: dict[int, OpenShard] = {}
         self._dropped: set[int] = set()
         self.resumed = self._resume() if older is None else older.rows
 
     def _resume(self) -> int:
-        """Count what is finished, and publish what is complete."""
+        """Count the samples that are done, and publish the shards that are complete."""
         for shard in sorted(self._journal.shards() | self._round.shards()):
             self._reopen(shard)
-        self._publish_what_has_enough()
+        self._republish_enough()
         rows = self._published.num_done + sum(shard.num_done for shard in self._open.values())
         for number in sorted(self._open):
             self._publish_if_complete(number)
         self._begun.drop_superseded(self.complete_shards, self._open)
         return rows
 
-    def _publish_what_has_enough(self) -> None:
-        """Publish anew the shards that lack nothing since `sampling.until` asks for more."""
+    def _republish_enough(self) -> None:
+        """Publish again the shards whose rows have enough samples by a new `sampling.until`."""
         for number, extent in list(self._published.extents.items()):
             if self.schema.enough is None or self._published.has_all_samples(extent):
                 continue
@@ -130,34 +133,34 @@ class OutputWriter:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Make safe what is written, also where an error ends the job."""
+        """Make written rows safe, also if an error ends the job."""
         self._publisher.close()
         with suppress(JobError) if error is not None else nullcontext():
             self._journal.sync(force=True)
 
     @property
     def older(self) -> ResumeState:
-        """What was there when this worker came."""
+        """The shards and the number of rows that were done when this worker began."""
         return ResumeState(self._published.older, self.resumed)
 
     @property
     def num_rows(self) -> int | None:
-        """The rows of the data set; None while that is not known."""
+        """The number of rows of the data set; None while it is not known."""
         return self._published.num_rows
 
     @property
     def complete_shards(self) -> set[int]:
-        """The shards of which nothing is left to compute, as far as this worker knows."""
+        """The shards in which nothing is left to compute, as far as this worker knows."""
         return self._published.complete() - self._round.shards()
 
     @property
     def num_leading_rows(self) -> int:
-        """How many rows at the start of the data set are published without a gap; a resume skips
+        """The rows at the start of the data set that are published without a gap; a resume skips
         them."""
         return self._published.num_leading_rows
 
     def missing(self, row_index: int) -> list[int]:
-        """The samples of a row that are not done yet. Rows must be asked for in order."""
+        """The samples of a row that are not done yet. Ask for rows in their order."""
         shard, row = divmod(row_index, self._rows_per_shard)
         if (extent := self._published.extents.get(shard)) is not None:
             if row < extent.rows and self._published.has_all_samples(extent):
@@ -168,8 +171,7 @@ class OutputWriter:
         return opened.missing(row_index)
 
     def begin(self, row_index: int) -> list[int]:
-        """The samples of a row of an open shard that are neither done nor begun by this worker;
-        they are begun from now on."""
+        """Mark the samples of a row that are neither done nor begun as begun, and return them."""
         return self._open[self.shard_of(row_index)].begin(row_index)
 
     def shard_of(self, row_index: int) -> int:
@@ -177,8 +179,8 @@ class OutputWriter:
         return row_index // self._rows_per_shard
 
     def wanted(self, row_index: int, begun: Collection[int], *, ahead: bool) -> list[int]:
-        """The samples of a row to begin now, of which others are `begun`: see
-        `OpenEnoughShard.wanted`. There are none in a shard that is not open."""
+        """The samples of a row to begin now, besides those in `begun`; see
+        `OpenEnoughShard.wanted`."""
         opened = self._open.get(self.shard_of(row_index))
         if opened is None:
             return []
@@ -186,13 +188,13 @@ class OutputWriter:
         return opened.wanted(row_index, begun, ahead=ahead)
 
     def set_exact(self, exact: bool, by_schedule: Collection[str]) -> None:
-        """Say whether a row that is computed twice must be the same to the bit, in all columns but
-        those `by_schedule`."""
+        """Set whether a row that is computed twice must have equal bits, in all columns except
+        those of `by_schedule`."""
         self._publisher.exact, self._publisher.by_schedule = exact, by_schedule
 
     def take(self, number: int) -> None:
-        """Find out what all workers have finished of a shard that is to be completed now. If
-        another worker publishes it meanwhile, it is not open afterwards."""
+        """Open a shard that this worker is to complete. It stays closed if another worker publishes
+        it."""
         self._dropped.discard(number)
         self._begun.forget(number)
         self._journal.refresh()
@@ -204,14 +206,13 @@ class OutputWriter:
             self._publish_if_complete(number)
 
     def absorb(self, number: int) -> bool:
-        """Find out what others have finished of an open shard meanwhile; returns whether there was
-        something."""
+        """Read what others have written of an open shard; return whether there was anything."""
         absorbed = self._written.absorb(number, self._open[number])
         self._publish_if_complete(number)
         return absorbed
 
     def others_have_rows(self) -> bool:
-        """Whether another worker has written rows since this one came."""
+        """Whether another worker has written rows since this worker began."""
         return self._written.others_have_rows()
 
     def is_open(self, number: int) -> bool:
@@ -226,7 +227,7 @@ class OutputWriter:
         self._begun.drop(number)
 
     def end_at(self, num_rows: int) -> None:
-        """Learn how many rows the data set has."""
+        """Note the number of rows of the data set."""
         self._published.num_rows = num_rows
         last, rest = divmod(num_rows, self._rows_per_shard)
         if rest and (opened := self._open.get(last)) is not None:
@@ -234,20 +235,18 @@ class OutputWriter:
             self._publish_if_complete(last)
 
     def done_rows(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Some columns of all rows that earlier attempts have done."""
+        """Yield some columns of all rows that earlier attempts have finished."""
         self._publisher.wait(0)
-        for shard, extent in sorted(self._published.extents.items()):
-            if extent.rows:
-                yield read_columns(self._published.source(shard), columns)
-        for shard, opened in sorted(self._open.items()):
-            if (table := self._written.table(shard, columns)) is not None:
-                yield table.filter(pa.array(opened.done[opened.indices(table)])).select(columns)
+        yield from self._written.done_rows(self._open, columns)
 
     def write(self, rows: Sequence[FinishedRow]) -> list[FinishedRow]:
-        """Keep finished rows of any shards, in any order. When this returns, a kill cannot lose
-        them. Returns those that were written: others may have written some meanwhile.
+        """Write finished rows of any shards, in any order. After the return, a kill cannot lose
+        them.
 
         Each sample of each row must come once in a job.
+
+        Returns:
+            The rows that were written; other workers may have written the rest meanwhile.
         """
         written: list[FinishedRow] = []
         by_shard: dict[int, list[FinishedRow]] = {}
@@ -274,38 +273,40 @@ class OutputWriter:
         return written
 
     def begun(self, row_index: int, sample_index: int, key: Callable[[], bytes]) -> Begun | None:
-        """What was recorded of a sample of a row of an open shard that is not done. `key` gives the
-        sample's, by which it is known whether it is still the same."""
+        """The recorded tokens of a sample of a row in an open shard; None if there are none.
+
+        `key` returns the key of the sample's request, which must be that of the record.
+        """
         number = self.shard_of(row_index)
         if (opened := self._open.get(number)) is None:
             return None
         return self._begun.find(number, opened, row_index, sample_index, key)
 
     def write_begun(self, rows: Sequence[BegunRow]) -> None:
-        """Record what rows of open shards have generated so far. A kill does not lose it; what
-        other workers have finished meanwhile needs no record.
+        """Record the tokens that rows of open shards have generated so far, safe from a kill.
 
         Raises:
-            JobError: it cannot be written. Finished rows are safe.
+            JobError: the records cannot be written. Finished rows are safe.
         """
         by_shard: dict[int, list[BegunRow]] = {}
         for row in rows:
             by_shard.setdefault(self.shard_of(row.row_index), []).append(row)
-        for number, of_shard in by_shard.items():
+        for number, shard_rows in by_shard.items():
             if number in self._open:
-                self._begun.write(number, of_shard)
+                self._begun.write(number, shard_rows)
 
     def sync(self) -> None:
-        """Make what was written safe from the loss of the machine, if it is time to."""
+        """Make written rows safe from the loss of the machine, if it is time to."""
         self._journal.sync()
 
     def finish(self, num_rows: int) -> None:
-        """Publish the last shard, once all rows are written.
+        """Publish the last shards, when all rows are written.
 
-        The output of an empty data set is one empty shard, so that it loads and has its columns.
+        The output of an empty data set is one empty shard, so that it can be loaded and has its
+        columns.
 
         Raises:
-            JobError: a file cannot be written, or the shards do not have as many rows.
+            JobError: a file cannot be written, or the shards do not have `num_rows` rows.
         """
         self.end_at(num_rows)
         for number in sorted(self._open):
@@ -338,33 +339,12 @@ class OutputWriter:
         else:
             self._publisher.submit(number, files, extent.num_answers, replaces=number in older)
 
-    def _begin_round(self, wanted: bool) -> int | None:
-        """Begin to compute error rows again, unless an earlier attempt has begun it."""
-        if not wanted:
-            self._round.end()
-        if self._round.is_open or not wanted:
-            return None
-        errors: dict[int, int] = {}
-        for shard in sorted(self._journal.shards() | set(self._published.extents)):
-            if (table := self._written.table(shard, ["finish_reason"])) is not None:
-                errors[shard] = pc.sum(pc.equal(table["finish_reason"], "error")).as_py()
-        self._round.begin([shard for shard, n in errors.items() if n], self._journal.attempt)
-        return sum(errors.values())
-
-    def _check_round(self, wanted: bool) -> None:
-        """Refuse another `retry_errors` than that of the workers that run."""
-        if wanted != self._round.is_open:
-            raise ConfigError(
-                f"output.retry_errors={str(wanted).lower()}: the workers that run in "
-                f"{self._storage.display_name} use another value: wait for them or stop them "
-                "first"
-            )
-
     def _reopen(self, number: int) -> OpenShard:
+        """Open a shard, and read what all workers have written of it."""
         before = self._open.get(number)
         opened = self._open[number] = self._written.open(number)
         if before is not None:
             opened.begun |= before.begun
-        # Rows that this worker still computes from before it lost the shard may be among these.
+        # This worker may still compute some of these rows, from before it lost the shard.
         opened.by_others |= opened.done
         return opened

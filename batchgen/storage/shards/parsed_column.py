@@ -1,4 +1,5 @@
-"""The column `parsed`, which holds the JSON of a row, with types where its schema tells them."""
+"""The column `parsed`, which holds the JSON of an answer, with types if its schema has exact
+types."""
 
 from __future__ import annotations
 
@@ -18,17 +19,18 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class _Misfit(Exception):
-    """Raised for a value that its Arrow type cannot hold as it is."""
+    """A value does not fit into its Arrow type."""
 
 
 @dataclass(frozen=True)
 class ParsedColumn:
-    """How the JSON of a row becomes a value of the column `parsed`.
+    """The column `parsed` of a job.
 
     Attributes:
-        typed: whether the type follows from the job's schema; if not, the column holds JSON text.
+        type: the Arrow type of the column.
+        typed: whether the type follows from the job's schema; otherwise the column holds JSON text.
         meaning: the column's description, for readers of the output.
-        start_after: the text behind whose first occurrence the JSON begins; empty for the start.
+        start_after: the JSON begins after the first occurrence of this text; empty: at the start.
     """
 
     type: pa.DataType
@@ -38,7 +40,8 @@ class ParsedColumn:
 
     @staticmethod
     def build(constraint: Constraint | None, start_after: str) -> ParsedColumn:
-        """The column of a job whose constraint is JSON; None means that each row has its own."""
+        """The column of a job whose constraint is JSON; None if each row has a different
+        constraint."""
         null = "null unless constraint_satisfied"
         try:
             if constraint is None:
@@ -53,15 +56,16 @@ class ParsedColumn:
         return ParsedColumn(type, True, meaning, start_after)
 
     def array(self, outputs: Sequence[RequestOutput | None]) -> pa.Array:
-        """The column's value for each row.
+        """The value of each row.
 
-        It is null where the row has no complete JSON, or a value that does not fit its Arrow type,
-        such as an integer of more than 64 bits or half a surrogate pair.
+        It is null if the row has no complete JSON, or if a value does not fit its Arrow type, such
+        as an integer of more than 64 bits or half a surrogate pair.
         """
         fit = _fit(self.type) if self.typed else None
         return pa.array([self._value(output, fit) for output in outputs], self.type)
 
     def _value(self, output: RequestOutput | None, fit: _Fit | None) -> Any:
+        """The value of one row."""
         if output is None or output.error is not None or not output.constraint_satisfied:
             return None
         text = output.text
@@ -75,8 +79,8 @@ class ParsedColumn:
 
 
 def _fit(type: pa.DataType) -> _Fit:
-    """A function that returns a JSON value as the type holds it, or raises _Misfit. Arrow itself
-    would refuse the whole batch, round the value, or drop a part of it."""
+    """The function that converts a JSON value to the type, or raises _Misfit. Arrow would refuse
+    the whole batch, round the value, or drop a part of it."""
     if pa.types.is_struct(type):
         fits = {field.name: _fit(field.type) for field in type}
         return lambda value: None if value is None else _struct(value, fits)
@@ -102,7 +106,7 @@ def _list(value: Any, fit: _Fit) -> list[Any]:
 
 def _integer(value: Any) -> int:
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # by JSON Schema 1.0 is an integer
+        value = int(value)  # in JSON Schema, 1.0 is an integer
     if type(value) is not int or value not in _INT64:
         raise _Misfit
     return int(value)

@@ -1,8 +1,8 @@
-"""Keeps track of which rows the published shards of a job hold, and which they will hold when the
-job is complete.
+"""Keeps track of the rows that the published shards of a job hold, and of those that they will hold
+when the job is complete.
 
-A *published* shard is a Parquet file in the folder `data`. The output writer asks here which rows
-are missing and which shards are ready.
+A *published* shard is a Parquet file in the folder `data`. `OutputWriter` asks here which rows are
+missing and which shards are complete.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from batchgen.util.errors import JobError
 
 
 class PublishedShards:
-    """The shards that are there, each with its rows.
+    """The published shards of a job.
 
     Attributes:
-        extents: the rows of each published shard, by its number, without shards that were opened
-            again.
-        older: the extents that this worker found when it came.
+        extents: shard → its rows, without shards that were opened again.
+        older: the extents when this worker began.
         num_rows: the rows of the data set; None while that is not known.
     """
 
@@ -43,8 +42,11 @@ class PublishedShards:
         storage: Storage,
         older: ResumeState | None,
     ) -> None:
-        """Read the extents, unless `older` has them. Raises JobError if a shard is damaged or is
-        not of this job."""
+        """Read the extents from the shards, or take them from `older`.
+
+        Raises:
+            JobError: a shard is damaged or is not of this job.
+        """
         self._data = data
         self._schema = schema
         self._rows_per_shard = rows_per_shard
@@ -60,12 +62,12 @@ class PublishedShards:
 
     @property
     def num_done(self) -> int:
-        """How many output rows the published shards hold."""
+        """The number of output rows in the published shards."""
         return sum(extent.num_answers for extent in self.extents.values())
 
     @property
     def num_leading_rows(self) -> int:
-        """How many rows at the start of the data set are done, without a gap."""
+        """The number of rows at the start of the data set that are published without a gap."""
         rows, shard = 0, 0
         while (extent := self.extents.get(shard)) is not None:
             if not self.has_all_samples(extent):
@@ -77,7 +79,7 @@ class PublishedShards:
         return rows
 
     def has_all_samples(self, extent: Extent) -> bool:
-        """Whether the rows of a shard have all their samples."""
+        """Whether the rows of a shard have all samples that the job now asks for."""
         return not extent.rows or (extent.samples, extent.enough) == (self._samples, self._enough)
 
     def complete(self) -> set[int]:
@@ -85,7 +87,7 @@ class PublishedShards:
         return {number for number, extent in self.extents.items() if extent == self.whole(number)}
 
     def whole(self, number: int) -> Extent:
-        """Which rows a shard has when it is complete."""
+        """The extent of a shard when it is complete."""
         rows = self._rows_per_shard
         if self.num_rows is not None:
             rows = max(0, min(rows, self.num_rows - number * rows))
@@ -95,11 +97,11 @@ class PublishedShards:
         return self._storage.exists(shard_path(self._data, number))
 
     def source(self, number: int) -> Source:
-        """What a published shard is read from."""
+        """The file of a published shard."""
         return self._storage.parquet(shard_path(self._data, number))
 
     def has_only_older(self) -> bool:
-        """Whether no shard was published since this worker came."""
+        """Whether no shard was published since this worker began."""
         return self._numbers() <= self.older.keys()
 
     def learn_others(self) -> list[int]:
@@ -114,8 +116,12 @@ class PublishedShards:
         return numbers
 
     def check_complete(self, opened: Collection[int]) -> None:
-        """Raise JobError unless the shards are those of the whole data set and none is `opened`
-        still."""
+        """Check that the shards are those of the whole data set, and that no shard is `opened` any
+        more.
+
+        Raises:
+            JobError: they are not.
+        """
         expected = self._expected()
         if not opened and self.extents == dict(enumerate(expected)):
             return
@@ -129,7 +135,7 @@ class PublishedShards:
         )
 
     def _expected(self) -> list[Extent]:
-        """The rows of each shard of the whole data set; an empty one has one empty shard."""
+        """The extent of each shard of the whole data set. An empty data set has one empty shard."""
         assert self.num_rows is not None
         shards = max(1, -(-self.num_rows // self._rows_per_shard))
         return [self.whole(number) for number in range(shards)]

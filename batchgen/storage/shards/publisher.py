@@ -1,4 +1,5 @@
-"""Makes shards of complete journals and gives them their names, in a thread of its own."""
+"""Makes shards from complete journals and gives them their names, in a thread. `OutputWriter`
+submits them."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ from batchgen.storage.stores.retry_round import RetryRound
 from batchgen.util.errors import JobError
 
 Publish = Callable[[int, Path | None, bool], bool]
-"""Gives a shard its name: from its number, its file under another name, and whether it takes the
-place of an older shard, to whether that file is what the shard holds now. Without a file the shard
-is there already, and it is only noted that nothing is left to do."""
+"""A function that gives a shard its name.
+
+Its arguments are the shard's number; its file under a temporary name; and whether it replaces an
+older shard. It returns whether the published shard equals the file. Without a file, the shard is
+already published, and the function only notes that nothing is left to do.
+"""
 
 
 class Publisher:
@@ -31,7 +35,7 @@ class Publisher:
 
     Attributes:
         exact: whether a row that was computed twice must have equal bits.
-        by_schedule: the names of columns that need not be equal even so.
+        by_schedule: the names of columns that need not be equal in any case.
     """
 
     def __init__(
@@ -61,19 +65,19 @@ class Publisher:
         self._thread.shutdown()
 
     def submit(self, number: int, files: Sequence[Path], rows: int, *, replaces: bool) -> None:
-        """Publish soon a shard with `rows` output rows in journal files.
+        """Publish a shard with `rows` output rows from journal files, later.
 
-        If it `replaces` an older one, rows of that stay unless they are in the files. A shard that
-        another worker has published meanwhile is whole, and is not merged.
+        If it `replaces` an older shard, rows of that shard stay unless they are in the files. A
+        shard that another worker has published meanwhile is complete, and is not merged.
         """
         self._publishing.append(self._thread.submit(self._publish, number, files, rows, replaces))
 
     def note_complete(self, number: int) -> None:
-        """Note that a published shard is as it shall be."""
+        """Note that a published shard needs no change."""
         self._name_file(number, None, False)
 
     def wait(self, limit: int) -> None:
-        """Wait until at most `limit` shards are being published; raise what the thread raised."""
+        """Wait until at most `limit` shards are being published. Raises the thread's errors."""
         while self._publishing and (len(self._publishing) > limit or self._publishing[0].done()):
             self._publishing.pop(0).result()
 
@@ -81,12 +85,13 @@ class Publisher:
         try:
             self._merge(number, files, rows, replaces)
         except (FileNotFoundError, JobError):
-            # Others may have completed the job, while this process was paused: then the folder of
-            # the journal is not there any more, and this shard is published.
+            # If other workers have completed the job while this process was paused, the folder of
+            # the journal is deleted, and this shard is published.
             if self._temporary.exists():
                 raise
 
     def _merge(self, number: int, files: Sequence[Path], rows: int, replaces: bool) -> None:
+        """Write the shard's file, give it its name, and delete the journal files."""
         path = shard_path(self._data, number)
         temporary = self._temporary / f"{path.name}.{self._worker}.tmp"
         copy = self._temporary / f"{path.name}.{self._worker}.old.tmp"
@@ -101,13 +106,13 @@ class Publisher:
             copy.unlink(missing_ok=True)
             return
         count = write_shard(batches, self._schema, path, temporary)
-        if count != rows:  # never publish less than is known to be finished
+        if count != rows:  # never publish fewer rows than are known to be finished
             raise JobError(
                 f"{path.name} would have {count:,} rows and must have {rows:,}: its journal files "
                 f"{', '.join(file.name for file in files)} have changed; run the same command again"
             )
-        # Before the shard has its name: else a kill in between would have its errors, which
-        # were computed again just now, computed once more.
+        # Before the shard gets its name: a kill in between would otherwise make the next attempt
+        # compute the errors again that were just computed again.
         self._round.finished(number)
         same = self._name_file(number, temporary, replaces)
         copy.unlink(missing_ok=True)
@@ -122,14 +127,14 @@ class Publisher:
             self._storage.delete(file)
 
     def _rename(self, number: int, temporary: Path | None, replaces: bool) -> bool:
-        """Publish where no other worker can be."""
+        """Publish without other workers, by renaming the file."""
         if temporary is not None:
             publish_shard(temporary, shard_path(self._data, number))
         return True
 
     def _keep(self, temporary: Path, path: Path) -> None:
-        """Keep a shard that differs from the one that another worker published, and complain of
-        it."""
+        """Handle a shard that differs from the one that another worker has published: keep it and
+        raise JobError if the two had to be equal."""
         if not self.exact:
             print(
                 f"{path.name} was computed twice, with small differences, as can happen on a "

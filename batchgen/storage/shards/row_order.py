@@ -13,18 +13,18 @@ KEYS = ("row_index", "sample_index")
 
 
 def row_keys(batch: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:
-    """[R] A number for each row, larger for rows that come later in the order."""
+    """[R] A number for each row; it is larger for rows that come later in the order."""
     rows, samples = (np.asarray(batch.column(name).to_numpy(), np.int64) for name in KEYS)
     return (rows << 31) | samples
 
 
 def first_key(row_index: int) -> int:
-    """The least of the `row_keys` that samples of an input row can have."""
+    """The least value of `row_keys` that a sample of an input row can have."""
     return row_index << 31
 
 
 class RowsInOrder:
-    """The rows of many batches in order. Of rows with the same key the last one counts.
+    """The rows of many batches in order. If several rows have the same key, the last one counts.
 
     Attributes:
         keys: [R] int64, the `row_keys` of these rows, ascending.
@@ -53,8 +53,11 @@ class RowsInOrder:
         return ordered
 
     def table(self, rows: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> pa.Table:
-        """A copy of some rows: `rows` [K], with K ≥ 1, are indices into `keys`. Batches that hold
-        none of them are not read."""
+        """A copy of some rows.
+
+        `rows` [K], with K ≥ 1, are indices into `keys`. Batches without any of these rows are not
+        read.
+        """
         used, local = np.unique(self._batch_of[rows], return_inverse=True)
         batches = [self._batches[i] for i in used]
         if columns is not None:

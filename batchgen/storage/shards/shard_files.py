@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from batchgen.storage.shards.output_schema import OutputSchema
 
 ROW_GROUP_BYTES = 64 * 2**20
-_ROW_BYTES = 1024  # a guess at what a row takes besides its tokens, to size row groups
+_ROW_BYTES = 1024  # a guess at the bytes of a row besides its tokens, to size row groups
 _NAME = re.compile(r"part-([0-9]{5,})\.parquet")
 
 
@@ -34,8 +34,8 @@ def shard_path(data: Path, shard: int) -> Path:
 
 
 def shard_files(data: Path, names: Iterable[str] | None = None) -> dict[int, Path]:
-    """The published shards of a data folder, in order; `names` is what is in it,
-    if that is known."""
+    """The published shards in a data folder, in order. `names` is the content of the folder, if it
+    is known."""
     sorted_names = sorted(os.listdir(data) if names is None else names)
     matches = ((_NAME.fullmatch(name), name) for name in sorted_names)
     return {int(match[1]): data / name for match, name in matches if match}
@@ -43,13 +43,13 @@ def shard_files(data: Path, names: Iterable[str] | None = None) -> dict[int, Pat
 
 @dataclass(frozen=True)
 class Extent:
-    """Which rows a published shard has: every sample of each of its first input rows.
+    """The rows of a published shard: all samples of its first input rows.
 
     Attributes:
-        rows: how many input rows.
-        samples: how many samples of each; with `enough` at most that number.
-        enough: when a row is complete; None if each row has all `samples`.
-        answers: how many output rows; None for all `samples` of all `rows`.
+        rows: the number of input rows.
+        samples: the samples of each row; with `enough` the most samples.
+        enough: the rule by which a row is complete; None if each row has all `samples`.
+        answers: the number of output rows; None for all `samples` of all `rows`.
     """
 
     rows: int
@@ -59,14 +59,19 @@ class Extent:
 
     @property
     def num_answers(self) -> int:
-        """How many output rows the shard has."""
+        """The number of output rows of the shard."""
         return self.rows * self.samples if self.answers is None else self.answers
 
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What the session's first worker found: the extents of published shards and the number of
-    finished output rows. The other workers read it instead of all shards and journals."""
+    """The state that a session's first worker found. The other workers read it instead of all
+    shards and journals.
+
+    Attributes:
+        extents: shard → its published rows.
+        rows: the number of finished output rows.
+    """
 
     extents: Mapping[int, Extent]
     rows: int
@@ -96,13 +101,12 @@ def _decoded(extent: Mapping[str, Any]) -> Extent:
 def write_shard(
     batches: Sequence[pa.RecordBatch], schema: OutputSchema, path: Path, temporary: Path
 ) -> int:
-    """Write the rows of a complete shard, sorted by (row_index, sample_index); returns their
-    number.
+    """Write the rows of a complete shard, sorted by (row_index, sample_index); return their number.
 
     The file is written and fsynced under the `temporary` name, so that it can be renamed as a
-    whole. It has row groups of about ROW_GROUP_BYTES, one at a time in memory, because the batches
-    are memory-mapped. Its bytes depend on the rows alone, not on how these are spread over the
-    batches.
+    whole. Row groups have about ROW_GROUP_BYTES; only one of them is in memory, because the batches
+    are memory-mapped. The bytes of the file depend on the rows alone, not on how the batches divide
+    them.
     """
     try:
         with pq.ParquetWriter(
@@ -120,8 +124,8 @@ def write_shard(
 
 
 def same_shard_bits(one: Source, other: Source, besides: Collection[str]) -> bool:
-    """Whether two files of a shard have the same bits, besides those of the columns with these
-    names. One row group of each is in memory at a time."""
+    """Whether two files of a shard have equal bits, except in the columns `besides`. One row group
+    of each is in memory at a time."""
     with pq.ParquetFile(one) as first, pq.ParquetFile(other) as second:
         names = [name for name in first.schema_arrow.names if name not in besides]
         return first.num_row_groups == second.num_row_groups and all(
@@ -136,7 +140,7 @@ def _bits(file: pq.ParquetFile, group: int, names: Sequence[str]) -> Sequence[pa
 
 
 def publish_shard(temporary: Path, path: Path) -> None:
-    """Give a shard its name, under which there may be an older one with fewer rows."""
+    """Give a shard its name, which an older shard with fewer rows may have."""
     try:
         temporary.rename(path)
         fsync_path(path.parent)
@@ -145,8 +149,7 @@ def publish_shard(temporary: Path, path: Path) -> None:
 
 
 def mapped_shard(path: Source, schema: OutputSchema, copy: Path) -> list[pa.RecordBatch]:
-    """The rows of a published shard as memory-mapped batches of an Arrow `copy` that is made for
-    them."""
+    """The rows of a published shard as memory-mapped batches of a new Arrow file `copy`."""
     try:
         with (
             CheckedFile(path) as file,
@@ -165,6 +168,7 @@ def mapped_shard(path: Source, schema: OutputSchema, copy: Path) -> list[pa.Reco
 
 
 def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iterator[pa.Table]:
+    """Yield the rows in order, in tables of about ROW_GROUP_BYTES."""
     if not batches:
         return
     rows = RowsInOrder(batches)
@@ -180,7 +184,7 @@ def _row_groups(batches: Sequence[pa.RecordBatch], schema: OutputSchema) -> Iter
 
 
 def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
-    """Which rows a published shard has, as its footer says.
+    """Read the extent of a published shard from its footer.
 
     Raises:
         JobError: the file is damaged, has other columns, or does not begin at `first_row`.
@@ -205,19 +209,23 @@ def shard_extent(path: Source, schema: OutputSchema, first_row: int) -> Extent:
 
 
 def last_row(file: CheckedFile) -> int:
-    """The greatest `row_index` in a shard, -1 if it has no rows."""
+    """The greatest `row_index` in a shard; -1 if it has no rows."""
     return _greatest(file.metadata, file.schema.get_field_index(KEYS[0]))
 
 
 def _greatest(meta: pq.FileMetaData, column: int) -> int:
-    """The greatest value of a column of integers, -1 if there is none."""
+    """The greatest value of a column of integers; -1 if it has no values."""
     groups = (meta.row_group(i) for i in range(meta.num_row_groups))
     chunks = (group.column(column) for group in groups if group.num_rows and column >= 0)
     return max((chunk.statistics.max for chunk in chunks if chunk.is_stats_set), default=-1)
 
 
 def read_columns(path: Source, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a published shard, in this order. Raises JobError if it is damaged."""
+    """Read some columns of a published shard, in this order.
+
+    Raises:
+        JobError: the shard is damaged.
+    """
     with CheckedFile(path) as file:
         table = file.read(columns)
     try:

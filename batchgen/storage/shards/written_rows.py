@@ -1,14 +1,16 @@
-"""What shards and journals hold of rows that are done, also of those of other workers."""
+"""Reads which rows of a shard are done, from shards and from the journals of all workers.
+`OutputWriter` uses it."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchgen.storage.leases.lease_files import BEGUN
 from batchgen.storage.shards.begun_rows import BegunRows
@@ -23,8 +25,8 @@ from batchgen.util.errors import JobError
 
 
 class WrittenRows:
-    """Reads which rows of a shard are done: from the published shard, and from the journal files of
-    all workers, of which each batch is read once."""
+    """Reads which rows of a shard are done, from the published shard and from the journal files of
+    all workers. Each batch of other workers is read once."""
 
     def __init__(
         self,
@@ -38,22 +40,22 @@ class WrittenRows:
         self._published, self._journal, self._round = published, journal, retries
         self._rows_per_shard, self._samples, self._enough = rows_per_shard, samples, enough
         self._at_first = self._journal_files()
-        self._seen: dict[Path, int] = {}  # of files of others: how many batches were taken
+        self._seen: dict[Path, int] = {}  # journal file → the number of batches that were read
 
     def _journal_files(self) -> set[Path]:
         shards = self._journal.shards()
         return {path for shard in shards for path in self._journal.files(shard)}
 
     def others_have_rows(self) -> bool:
-        """Whether another worker has written rows since this one came."""
+        """Whether another worker has written rows since this worker began."""
         self._journal.refresh()
         return not (self._journal_files() <= self._at_first and self._published.has_only_older())
 
     def open(self, number: int) -> OpenShard:
-        """Note what is there of a shard that is not complete, or was complete before.
+        """Read the state of a shard that is not complete, or is to grow.
 
         Raises:
-            FileNotFoundError: another worker publishes the shard just now.
+            FileNotFoundError: another worker is publishing the shard.
         """
         first = number * self._rows_per_shard
         rows = self._published.whole(number).rows
@@ -74,8 +76,8 @@ class WrittenRows:
         return opened
 
     def absorb(self, number: int, opened: OpenShard) -> bool:
-        """Note what others have finished of an open shard meanwhile; returns whether there was
-        something."""
+        """Add to an open shard what other workers have written since the last call; return whether
+        there was anything."""
         self._journal.refresh()
         before, retried_before = opened.num_done, self._round.before(number) or 0
         for path in self._journal.files(number):
@@ -87,13 +89,13 @@ class WrittenRows:
                         batch, errors_count=errors_count, attempt=journal_worker(path)
                     )
                     self._seen[path] = self._seen.get(path, 0) + 1
-            except FileNotFoundError:  # the shard was published just now
+            except FileNotFoundError:  # the shard was just published
                 pass
         return opened.num_done > before
 
     def begun(self, number: int) -> BegunRows:
-        """What all workers have recorded of the rows of a shard that they have begun. A file that
-        cannot be read says nothing: its rows begin again."""
+        """The records of begun rows of a shard, by all workers. A file that cannot be read is left
+        out: its rows begin again."""
         first = number * self._rows_per_shard
         rows = range(first, first + self._rows_per_shard)
         begun = BegunRows(rows, self._round.before(number) or 0)
@@ -103,8 +105,38 @@ class WrittenRows:
                     begun.take(batch, journal_worker(path))
         return begun
 
+    def begin_retries(self, retry_errors: bool) -> int | None:
+        """Begin a retry round, in which the error rows of earlier attempts are computed again.
+
+        Returns the number of these rows; None if an earlier attempt has begun the round. Without
+        `retry_errors`, end the round of earlier attempts, and return None.
+        """
+        if not retry_errors:
+            self._round.end()
+            return None
+        if self._round.is_open:
+            return None
+        errors: dict[int, int] = {}
+        for shard in sorted(self._journal.shards() | set(self._published.extents)):
+            if (table := self.table(shard, ["finish_reason"])) is not None:
+                errors[shard] = pc.sum(pc.equal(table["finish_reason"], "error")).as_py()
+        self._round.begin([shard for shard, n in errors.items() if n], self._journal.attempt)
+        return sum(errors.values())
+
+    def done_rows(
+        self, opened: Mapping[int, OpenShard], columns: Sequence[str]
+    ) -> Iterator[pa.Table]:
+        """Yield some columns of all rows that are done, of published and of `opened` shards."""
+        for number, extent in sorted(self._published.extents.items()):
+            if extent.rows:
+                yield read_columns(self._published.source(number), columns)
+        for number, shard in sorted(opened.items()):
+            if (table := self.table(number, columns)) is not None:
+                yield table.filter(pa.array(shard.done[shard.indices(table)])).select(columns)
+
     def table(self, shard: int, columns: Sequence[str]) -> pa.Table | None:
-        """Some columns of all rows of a shard, each as it was written last; None without rows."""
+        """Some columns of all rows of a shard, each in the copy that was written last; None without
+        rows."""
         names = [*dict.fromkeys([*columns, *KEYS])]
         source = self._published.source(shard) if self._published.exists(shard) else None
         batches = [] if source is None else read_columns(source, names).to_batches()

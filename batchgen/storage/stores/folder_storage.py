@@ -1,4 +1,4 @@
-"""A job's folder on a file system."""
+"""The storage of a job whose folder is on a file system, see `job_storage.Storage`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from batchgen.util.temporary import temporary_name
 
 
 class FolderStorage:
-    """The job's folder is the working folder, on a file system that all workers see."""
+    """Keeps the files of a job in its folder, on a file system that all workers see."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,13 +79,13 @@ class FolderStorage:
         path.mkdir(parents=True, exist_ok=True)
 
     def download(self, path: Path) -> None:
-        """A file is where it is read."""
+        """Do nothing: the file is already where it is read."""
 
     def upload(self, path: Path) -> None:
-        """A file is where it was written."""
+        """Do nothing: the file is already in the job's folder."""
 
     def flush(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
-        """fsync the files. More can be added to them."""
+        """fsync the files. They can be appended to afterwards."""
         now = time.monotonic()
         if not force and now - self._last_sync < SYNC_SECONDS:
             return None
@@ -118,15 +118,16 @@ class FolderStorage:
         return self._lock
 
     def close(self) -> None:
-        """All of it stays."""
+        """Do nothing: the folder stays."""
 
 
 def _delete_folder(path: Path) -> None:
-    """Delete a folder so that all in it is gone at once, unless the disk has no room for that."""
+    """Delete a folder so that everything in it disappears at once, unless the disk has no room for
+    that."""
     gone = temporary_name(path)
     try:
         path.rename(gone)
-    except FileNotFoundError:  # others were faster
+    except FileNotFoundError:  # another process has deleted it
         return
     except OSError:
         gone = path
@@ -134,8 +135,8 @@ def _delete_folder(path: Path) -> None:
 
 
 def names_in(storage: Storage, folder: str) -> list[str]:
-    """The names of what is in a folder of a job; none if it is not there, as a journal is not once
-    the job is complete."""
+    """The names of the entries of a job's folder `folder`; none if it does not exist, as the
+    journal of a complete job."""
     try:
         return storage.names(storage.path / folder)
     except (FileNotFoundError, NotADirectoryError):

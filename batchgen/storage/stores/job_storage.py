@@ -1,4 +1,8 @@
-"""Where the files of a job's folder are kept: in that folder, or in a store that workers share."""
+"""The interface to the place where the files of a job's folder are kept: that folder, or an object
+store that workers share.
+
+`folder_storage.py` and `object_storage.py` implement `Storage`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,11 @@ SYNC_SECONDS = 10.0
 
 
 class Store(Protocol):
-    """What the protocol of the workers runs on; `operations` counts what was
-    carried out, by kind."""
+    """Carries out the operations of the workers' protocol.
+
+    Attributes:
+        operations: kind of operation → how many were carried out.
+    """
 
     operations: dict[str, int]
 
@@ -25,40 +32,44 @@ class Store(Protocol):
         """Carry out an operation and return its answer.
 
         Raises:
-            FolderGone: the job is complete, and what its workers shared is deleted.
+            FolderGone: the job is complete, and the files of its workers are deleted.
             JobError: an object cannot be written or read.
         """
         ...
 
     def fence(self, session: bytes) -> None:
-        """Write from now on only as long as the workers' session has this content.
+        """Write from now on only while the workers' session has this content.
 
-        By this a worker that stood still learns that others have taken the folder since, where
-        there is no lock that the system drops with a process.
+        Where there is no lock that the system releases with a process, a worker that was paused
+        learns by this that others have taken the folder since.
         """
         ...
 
 
 class Lock(Protocol):
-    """A lock on a job's folder; `exclusive` says whether nobody else holds it."""
+    """A lock on a job's folder.
+
+    Attributes:
+        exclusive: whether no other process holds it.
+    """
 
     exclusive: bool
 
     def in_use(self) -> ConfigError:
-        """The error for a process that may not share the folder with its holders."""
+        """The error for a process that may not share the folder with those that hold the lock."""
         ...
 
     def confirm(self) -> None:
-        """Make sure that the lock is still held as it was taken.
+        """Check that the lock is still held as it was taken.
 
         Raises:
-            JobError: another process took it exclusively while this one stood still.
+            JobError: another process took it exclusively while this one was paused.
             FolderLost: the folder was deleted or replaced.
         """
         ...
 
     def share(self) -> None:
-        """Let others share the lock."""
+        """Allow other processes to share the lock."""
         ...
 
     def __exit__(self, *_: object) -> None: ...
@@ -68,13 +79,13 @@ class Storage(Protocol):
     """Keeps the files of a job's folder.
 
     Files are named by their paths in a working folder of this machine. New files are written there,
-    and others can be read there once they were downloaded. Methods that write raise JobError if
-    they cannot.
+    and others can be read there after a download. Methods that write raise JobError if they cannot.
 
     Attributes:
         path: the working folder.
-        shown: what people call the job's folder: its path or its URL.
-        in_place: whether the working folder is the job's, where all that is published appears.
+        display_name: what people call the job's folder: its path or its URL.
+        in_place: whether the working folder is the job's folder, where everything published
+            appears.
     """
 
     @property
@@ -87,27 +98,32 @@ class Storage(Protocol):
     def in_place(self) -> bool: ...
 
     def names(self, folder: Path) -> list[str]:
-        """The names of what is in a folder. Raises FileNotFoundError if it is not there."""
+        """The names of the entries of a folder.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+        """
         ...
 
     def exists(self, path: Path) -> bool:
-        """Whether a file is there."""
+        """Whether a file exists."""
         ...
 
     def size(self) -> int:
-        """How many bytes all files of the job's folder have."""
+        """The bytes of all files of the job's folder."""
         ...
 
     def read(self, path: Path) -> bytes | None:
-        """The content of a small file; None if it is not there."""
+        """The content of a small file; None if it does not exist."""
         ...
 
     def modified(self, path: Path) -> float | None:
-        """When a file was written last, in seconds since 1970; None if it is not there."""
+        """The time at which a file was last written, in seconds since 1970; None if it does not
+        exist."""
         ...
 
     def write(self, path: Path, text: str) -> None:
-        """Make a small file whole, over one that may be there. A worker, which has a `store`,
+        """Write a small file as a whole, in place of an older one. A worker, which has a `store`,
         writes nothing if others have completed the job."""
         ...
 
@@ -116,51 +132,56 @@ class Storage(Protocol):
         ...
 
     def delete(self, path: Path) -> None:
-        """Delete a file or a folder, which may be gone already. To other workers it disappears at
-        once."""
+        """Delete a file or a folder, if it exists. For other workers it disappears at once."""
         ...
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder in which this process is to write files."""
+        """Make a folder in which this process can write files."""
         ...
 
     def download(self, path: Path) -> None:
-        """Have the content of a finished file in the working folder, or raise FileNotFoundError."""
+        """Copy a finished file into the working folder, if it is not there.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
         ...
 
     def upload(self, path: Path) -> None:
-        """Make a file of the working folder one of the job's."""
+        """Make a file of the working folder a file of the job."""
         ...
 
     def flush(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
-        """Make journal files safe from the loss of this machine if it is time to, or at once with
-        `force`.
+        """Make journal files safe from the loss of this machine, if it is time to or with `force`.
 
         Returns:
-            The files to which nothing must be added any more; None if it was not time.
+            The files to which nothing may be appended any more; None if it was not time.
         """
         ...
 
     def parquet(self, path: Path) -> Path | RawIOBase:
-        """What pyarrow can read a Parquet file of the job from."""
+        """The object from which pyarrow reads a Parquet file of the job."""
         ...
 
     def local_copy(self, *, needed: bool = True) -> AbstractContextManager[None]:
-        """Have all that is finished in the working folder, for what reads and adds files there.
+        """A context in which all finished files are in the working folder.
 
-        At the end of the body, what it added or changed becomes the job's. Unless it is `needed`,
-        nothing is done.
+        Files that its body adds or changes become the job's at the end. Without `needed` it does
+        nothing.
         """
         ...
 
     def store(self, owner: str, *, joins: bool) -> Store:
-        """What the workers agree through. `owner` is a text that no other worker has; if no worker
-        `joins`, the folders of workers are made."""
+        """The store through which workers coordinate.
+
+        `owner` is a text that no other worker has. Unless this worker `joins` others, the folders
+        of workers are made.
+        """
         ...
 
     def lock(self, wait: float) -> Lock:
-        """Take the folder's lock exclusively, or share it if it is shared, waiting up to `wait`
-        seconds.
+        """Take the folder's lock exclusively, or share it if it is already shared; wait up to
+        `wait` seconds.
 
         Raises:
             ConfigError: another job holds it, or there are no such locks.
@@ -169,9 +190,9 @@ class Storage(Protocol):
         ...
 
     def confirm(self) -> None:
-        """Make sure that the folder is still the locked one, or raise FolderLost."""
+        """Check that the folder is still the locked one, or raise FolderLost."""
         ...
 
     def close(self) -> None:
-        """Delete what is of no use without this object."""
+        """Delete the files that are useless without this object."""
         ...

@@ -1,4 +1,8 @@
-"""The manifest of an output folder: what decides its content, and how another job differs."""
+"""The manifest of an output folder: everything that decides its content, and how another job
+differs.
+
+The check of a job's folder compares the manifest in it with that of the job (`refused_folder.py`).
+"""
 
 import functools
 import json
@@ -18,25 +22,28 @@ _PACKAGES = ("torch", "transformers", "datasets", "pyarrow", "xgrammar", "triton
 ROWS = "dataset rows"
 """The key in `Manifest.growing` of the number of rows that the job uses."""
 OF_ADAPTER, OF_ADAPTERS = "adapter", "adapters"
-"""Keys of `Manifest.fingerprints`: of an adapter, where its name may follow, and of the names of
-several adapters."""
+"""Keys of `Manifest.fingerprints`: of an adapter, followed by its name if there are several; and of
+the list of their names."""
 SAMPLES = "sampling.n"
 UNTIL_VALID, UNTIL_MOST = "sampling.until.valid", "sampling.until.most"
 UNTIL_WIDTH = "sampling.until.width"
 READ_JOB = "read job"
-"""Begins the keys of `Manifest.fingerprints` about other jobs, whose rows are read."""
+"""The beginning of the keys of `Manifest.fingerprints` for other jobs, whose rows are read."""
 CONTRACT = "contract "
-"""Begins the keys of `Manifest.fingerprints` that decide the bits of rows, and nothing else about
-them: those of jobs with engine.deterministic=true on a GPU."""
+"""The beginning of the keys of `Manifest.fingerprints` that decide only the bits of rows. Jobs with
+engine.deterministic=true on a GPU have them."""
 _DATASET = "dataset"
-_BLOCK = 1000  # rows of a digest; row_digest.py has it too, and would import datasets
-
+_BLOCK = 1000  # rows of a digest; the same as in row_digest.py, whose import would load datasets
 _CONTRACT_KEY = f"fingerprint.{CONTRACT}"
-_GOES_ON = "engine.deterministic=false accepts rows of both"
+_BOTH_ACCEPTED = "engine.deterministic=false accepts rows of both"
 
 
 class DifferentJob(ConfigError):
-    """A folder holds rows of another job; `differences` are lines that say in what it differs."""
+    """A folder holds rows of another job.
+
+    Attributes:
+        differences: lines that describe the differences.
+    """
 
     def __init__(self, folder: str, differences: Sequence[str]) -> None:
         super().__init__(
@@ -48,14 +55,15 @@ class DifferentJob(ConfigError):
 
 
 RowDigests = Callable[[int], list[str] | None]
-"""Digests of some first rows of the data set; `batchgen.inputs.dataset.row_digest` makes them."""
+"""A function that computes digests of the first N rows of the data set
+(`batchgen.inputs.dataset.row_digest`)."""
 ChangedRow = Callable[[int, int], str | None]
-"""A text that names the first row that has changed, from the first to the second number; None if it
-is not known."""
+"""A function that names the first changed row between two row indices; None if it is not known."""
 
 
 def runs_of_row(manifest: Mapping[str, Any]) -> int:
-    """How often each row of a job's data runs: once, or with each of several adapters."""
+    """The number of times that each row of a job's data runs: once, or once with each of several
+    adapters."""
     if manifest["identity"].get("model", {}).get("lora_grid") is not True:
         return 1
     return len(str(manifest["fingerprints"].get(OF_ADAPTERS, "")).split(", "))
@@ -63,25 +71,26 @@ def runs_of_row(manifest: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What decides the content of a job's shards: its identity, its fingerprints, its columns.
+    """Everything that decides the content of a job's shards: its identity, its fingerprints, its
+    columns.
 
-    Two jobs that agree in these and in `growing` write equal shards. A job whose `growing` has
-    become more goes on in the same folder.
+    Two jobs that agree in these and in `growing` write equal shards. A job of which `growing` has
+    increased continues in the same folder.
 
     Attributes:
         identity: the part of the configuration that decides the content, by group and key.
-        fingerprints: digests of what the configuration only points to, such as data set and model.
-        columns: from the name of each output column to its type.
-        growing: what may change while the job goes on, by the name that users know: how many rows
-            and samples there are, and where data set and model lie.
-        row_digests: digests of the rows that the job uses, by which a data set with another
-            fingerprint can be seen to begin with the same rows; None if they are not known.
+        fingerprints: digests of files that the configuration points to, such as data set and model.
+        columns: output column → its type.
+        growing: settings that may change while the job continues, by their keys: the numbers of
+            rows and samples, and the paths of data set and model.
+        row_digests: digests of the rows that the job uses. By them a data set with another
+            fingerprint is recognised if it begins with the same rows. None if they are not known.
         versions: the packages with which the job was started; for people, not compared.
         batch_dependence: why bits of rows computed on a CPU could depend on other rows; None if
             they could not. For people, not compared.
-        history: what has changed since the job was started, the oldest first. Each entry has
-            `when`, `changed` (lines `key: old → new`), `rows` (finished output rows) and
-            `versions`.
+        history: the changes since the job was started, the oldest first. Each entry has `when`,
+            `changed` (lines `key: old → new`), `rows` (finished output rows) and `versions`.
+        format_version: the version of the file's format.
     """
 
     identity: Mapping[str, Any]
@@ -102,21 +111,24 @@ class Manifest:
         columns: Mapping[str, str] | None = None,
         growing: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The manifest of a job as it is now, without `row_digests`, which take a pass over the
-        data set."""
-        # JSON makes lists of tuples: only then does it equal what is read from a file.
+        """The manifest of a job as it is now, without `row_digests`, for which the whole data set
+        must be read."""
+        # JSON turns tuples into lists, so that the identity equals one that is read from a file.
         identity = json.loads(json.dumps(identity))
         return cls(identity, dict(fingerprints), _versions(), columns or {}, growing or {})
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The manifest in a file; see `parse`."""
+        """Read the manifest of a file; see `parse`."""
         return cls.parse(path.read_bytes(), str(path))
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> Self:
-        """The manifest that a file holds. Raises ConfigError if it is none or has another format
-        version."""
+        """Parse the content of a file. `name` names it in messages.
+
+        Raises:
+            ConfigError: the file is not a manifest, or has another format version.
+        """
         try:
             values = json.loads(content)
             version = values["format_version"]
@@ -133,15 +145,15 @@ class Manifest:
         )
 
     def text(self) -> str:
-        """What a file with this manifest holds."""
+        """The content of a file with this manifest."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     def differences(
         self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow = lambda *_: None
     ) -> list[str]:
-        """A line `key: old → new` for every difference by which the content would differ.
+        """A line `key: old → new` for every difference that makes the content differ.
 
-        `digests` returns those of the new manifest's rows, and is called only if they matter;
+        `digests` computes digests of the new manifest's rows, and is called only if they matter.
         `changed_row` names a row that changed.
         """
         olds, news = self._compared(), new._compared()
@@ -178,7 +190,7 @@ class Manifest:
         return [*digests] if stop >= rows else [*digests[: stop // _BLOCK]]
 
     def grown(self, new: "Manifest") -> list[str]:
-        """A line `key: old → new` for everything that may change and has changed."""
+        """A line `key: old → new` for each setting that may change and has changed."""
         olds, news = flat(self.growing), flat(new.growing)
         lines = [
             f"{key}: {olds.get(key, '(not set)')} → {value}"
@@ -211,8 +223,11 @@ class Manifest:
         }
 
     def goes_on(self, new: "Manifest", changed: Sequence[str], rows: int) -> "Manifest":
-        """This manifest with the fingerprints, rows and `growing` of a newer one, and an entry of
-        history: the lines of what has `changed`, after how many finished output `rows`."""
+        """This manifest, updated by the fingerprints, rows and `growing` of a newer one.
+
+        Its history gets an entry with the lines `changed` and the number of output `rows` that were
+        finished before.
+        """
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         entry = {"when": when, "changed": list(changed), "rows": rows, "versions": new.versions}
         return replace(
@@ -230,6 +245,7 @@ class Manifest:
         return replace(self, fingerprints=prints, growing=growing, row_digests=digests)
 
     def _compared(self) -> dict[str, str]:
+        """The values that must be equal in two manifests of the same job, by key."""
         others = {name: text for name, text in self.fingerprints.items() if name != _DATASET}
         columns = {f"column {name}": kind for name, kind in self.columns.items()}
         return flat(with_short_names(self.identity)) | flat(others, "fingerprint.") | columns
@@ -237,7 +253,8 @@ class Manifest:
     def _changed_rows(
         self, new: "Manifest", digests: RowDigests, changed_row: ChangedRow
     ) -> str | None:
-        """How the rows that the job knows have changed in the data set; None if they have not."""
+        """Describe how the rows that the job knows have changed in the data set; None if they have
+        not."""
         before, after = self.fingerprints.get(_DATASET), new.fingerprints.get(_DATASET)
         if before == after:
             return None
@@ -247,7 +264,7 @@ class Manifest:
             return line + ("" if rows is None or now is not None else " (streamed)")
         if rows <= now:
             known = self.row_digests
-        else:  # the last digest of fewer rows is over rows that had no digest of their own
+        else:  # the last digest may be of a shorter block, which has no counterpart
             known = self.row_digests[: now // _BLOCK]
         computed = digests(min(rows, now)) or []
         pairs = zip(known, computed, strict=False)
@@ -270,10 +287,11 @@ class Manifest:
 
 
 def _difference(key: str, old: str, new: str) -> str:
+    """The line for a difference, in words for the keys that users do not know."""
     line = f"{key}: {old} → {new}"
     if key.startswith(_CONTRACT_KEY):
         name = key.removeprefix(_CONTRACT_KEY)
-        return f"contract of the rows' bits, {name}: {old} → {new} ({_GOES_ON})"
+        return f"contract of the rows' bits, {name}: {old} → {new} ({_BOTH_ACCEPTED})"
     if key.startswith("fingerprint.") and key.endswith("model"):
         name = key.removeprefix("fingerprint.")
         return f"{name}: a different model, or its files have changed ({line})"
@@ -301,7 +319,7 @@ def _version(package: str) -> str | None:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """From `group.key` to the JSON text of its value. Values are compared by that text."""
+    """`group.key` → the JSON text of its value, by which values are compared."""
     flattened: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,7 @@
-"""A lock on a job's folder in an object store, where no system drops it when a process ends."""
+"""A lock on a job's folder in an object store, where nothing releases it when a process ends.
+
+`ObjectStorage.lock` takes it when a process opens the job.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,27 @@ _SHARED, _RELEASED = "shared", "released"
 
 
 class ObjectLock:
-    """A lock whose exclusive holders each make one object, `.locks/0003.json`.
+    """A lock for which each exclusive holder makes one object, such as `.locks/0003.json`.
 
-    An exclusive holder rewrites its object again and again, until it shares the lock or gives it
-    back. From then on the heartbeats of the workers tell whether the lock is held. When all workers
-    are dead, the next holder makes the object of the next number.
+    An exclusive holder rewrites its object again and again, until it shares the lock or releases
+    it. From then on the heartbeats of the workers show whether the lock is held. When all workers
+    are dead, the next holder makes the object with the next number.
 
-    Two processes can come at once: one takes the lock because all workers are dead, the other joins
-    because a worker seemed to live. The first makes its object and then looks for workers; the
-    second becomes a worker and then looks for the object (`confirm`). So one of them sees the
-    other, and it is always the second that gives way.
+    Two processes can come at the same time: one takes the lock because all workers are dead, and
+    the other joins because a worker seemed to live. The first makes its object and then looks for
+    workers; the second becomes a worker and then looks for the object (`confirm`). So at least one
+    of them sees the other, and it is always the second that gives way.
+
+    Attributes:
+        exclusive: whether no other process holds the lock.
     """
 
     def __init__(self, store: ObjectStore, config: WorkersConfig, wait: float) -> None:
-        """Take the lock exclusively, or share it if workers live, waiting up to `wait` seconds;
-        ConfigError if it stays taken."""
+        """Take the lock exclusively, or share it if workers live; wait up to `wait` seconds.
+
+        Raises:
+            ConfigError: another process still holds it.
+        """
         self._store = store
         self._config = config
         self._watch = FailureDetector(config.stale_after, time.monotonic, is_gone)
@@ -52,7 +61,7 @@ class ObjectLock:
         self._take(time.monotonic() + wait + config.stale_after)
 
     def in_use(self) -> ConfigError:
-        """The error for a process that may not share the folder with its holders."""
+        """The error for a process that may not share the folder with the lock's holders."""
         owner = "unknown"
         if about := read_beat(self._store.read(_name(self._newest()))):
             owner = f"pid {about.get('pid')} on {about.get('host')}, since {about.get('since')}"
@@ -62,8 +71,11 @@ class ObjectLock:
         )
 
     def confirm(self) -> None:
-        """Make sure that nobody took the lock exclusively since this process took or joined it, or
-        OpenedAnew."""
+        """Check that no process took the lock exclusively since this process took or joined it.
+
+        Raises:
+            OpenedAnew: another process did.
+        """
         if self._newest() != self._number:
             raise OpenedAnew(
                 f"{self._store.url}: another process has just opened the job; run the same "
@@ -71,7 +83,7 @@ class ObjectLock:
             )
 
     def share(self) -> None:
-        """Let others share the lock."""
+        """Allow other processes to share the lock."""
         if self.exclusive:
             self.confirm()
             self._end(_SHARED)
@@ -83,6 +95,7 @@ class ObjectLock:
             self.exclusive = False
 
     def _take(self, until: float) -> None:
+        """Take or share the lock, or raise ConfigError at the time `until`."""
         while True:
             self._number = self._newest()
             content = self._store.read(_name(self._number)) if self._number else None
@@ -101,7 +114,8 @@ class ObjectLock:
                 time.sleep(self._pause)
 
     def _become_alone(self, until: float) -> None:
-        """Wait for processes that join in this moment to give way; forget earlier holders."""
+        """Wait until processes that are just joining give way; delete the objects of earlier
+        holders."""
         try:
             while self._workers_live():
                 if time.monotonic() >= until:
@@ -136,7 +150,7 @@ class ObjectLock:
                 if not self._ends.is_set():
                     try:
                         self._store.overwrite(_name(self._number), self._content(None))
-                    except JobError:  # the next one may come through
+                    except JobError:  # the next beat may succeed
                         continue
 
     def _end(self, how: str) -> None:

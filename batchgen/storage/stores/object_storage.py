@@ -1,4 +1,5 @@
-"""Keeps a job's files in an object store, with a working folder on this machine."""
+"""Keeps a job's files in an object store, with a working folder on this machine; see
+`job_storage.Storage`."""
 
 from __future__ import annotations
 
@@ -36,22 +37,24 @@ from batchgen.storage.stores.range_file import ObjectFile
 from batchgen.util.errors import JobError
 
 _ROOM = 64 * 2**20
-"""What stays free on the disk of the working folder."""
+"""Bytes that stay free on the disk of the working folder."""
 _FOLDERS = (DATA, JOURNAL, LEASES, WORKERS, LOCKS, "grades", "cost", "differing", KEYS, ROWS)
 Stamp = tuple[int, int]
+"""The time of change in nanoseconds, and the bytes, of a file."""
 
 
 class ObjectStorage:
-    """Files are objects; those of the working folder are copies, or on their way.
+    """Keeps the files of a job as objects. Files in the working folder are copies, or wait to be
+    uploaded.
 
-    Rows go to journal files in the working folder. Every SYNC_SECONDS those with new rows are ended
-    and uploaded by a thread, and the first rows of a shard at once. So a worker that dies costs the
-    rows of its last SYNC_SECONDS. Shards are uploaded when they are published, and read in parts
-    where they are, unless all is fetched (`local_copy`).
+    Rows go to journal files in the working folder. A thread uploads them every SYNC_SECONDS, and
+    the first rows of a shard at once; a file that was uploaded is not written any more. So a worker
+    that dies loses the rows of its last SYNC_SECONDS. Shards are uploaded when they are published.
+    They are read in parts from the store, unless everything is downloaded (`local_copy`).
     """
 
     def __init__(self, store: ObjectStore, config: WorkersConfig) -> None:
-        """Create storage over a store; `config` says how workers notice each other."""
+        """Create storage over a store. `config` has the times of the workers' heartbeats."""
         self.display_name = store.url
         self.in_place = False
         self._store = store
@@ -61,7 +64,7 @@ class ObjectStorage:
         for name in (DATA, JOURNAL):
             self.make_folder(self.path / name)
         self._kept: set[str] = set()  # names of journal files that are, or were, objects
-        self._announced: set[str] = set()  # the shards of which rows were sent
+        self._announced: set[str] = set()  # the shards whose first rows were uploaded
         self._last_sync = time.monotonic()
         self._sending: list[Future[None]] = []
         self._changing = threading.Lock()
@@ -70,11 +73,12 @@ class ObjectStorage:
         self._stamps: dict[Path, Stamp] = {}
 
     def names(self, folder: Path) -> list[str]:
-        """The names of objects; in the journal those of files that are still to be sent, too."""
+        """The names of objects in a folder; in the journal also those of files that are not
+        uploaded yet."""
         name = self._name(folder)
         local: set[str] = set()
         if name == JOURNAL and folder.is_dir():
-            # Before the objects are listed: what is sent in between is then found twice.
+            # Before objects are listed, so that a file which is uploaded meanwhile is not missed.
             local = {path.name for path in folder.iterdir()} - self._kept
         return [*local.union(self._store.names(name))]
 
@@ -91,7 +95,7 @@ class ObjectStorage:
         return self._store.modified(self._name(path))
 
     def write(self, path: Path, text: str) -> None:
-        """Make an object and its copy."""
+        """Write an object and its copy in the working folder."""
         with contextlib.suppress(FolderGone):
             self._store.check_session()
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +106,8 @@ class ObjectStorage:
         self._store.overwrite(self._name(path), b"")
 
     def delete(self, path: Path) -> None:
-        """Delete an object or all below a name; those of journal files soon."""
+        """Delete an object or all objects below a name; those of journal files later, in the
+        thread."""
         if path.suffix in (FINISHED, BEGUN):
             path.unlink(missing_ok=True)
             self._submit(lambda: self._store.delete([self._name(path)]))
@@ -114,7 +119,7 @@ class ObjectStorage:
             path.unlink(missing_ok=True)
         name = self._name(path)
         names = [*self._store.sizes(name)] if name in _FOLDERS else [name]
-        # First what tells other workers that the job is complete: without it no lease counts.
+        # SESSION first: without it no lease counts, so other workers see that the job is complete.
         self._store.delete(sorted(names, key=SESSION.__ne__))
 
     def make_folder(self, path: Path) -> None:
@@ -130,7 +135,7 @@ class ObjectStorage:
         self._stamps[path] = _stamp(path)
 
     def flush(self, files: Collection[Path], force: bool) -> Collection[Path] | None:
-        """End journal files and send them."""
+        """End journal files and upload them."""
         self._raise_failure()
         now = time.monotonic()
         shards = {path.name.split(".")[0] for path in files if path.suffix == FINISHED}
@@ -174,14 +179,14 @@ class ObjectStorage:
         return ObjectLock(self._store, self._config, wait)
 
     def confirm(self) -> None:
-        """What is sent is preceded by a look at the session of this worker."""
+        """Do nothing: the session of this worker is checked before each upload."""
 
     def close(self) -> None:
         self._sender.shutdown()
         self._folder.cleanup()
 
     def _name(self, path: Path) -> str:
-        """The name of the object that a path of the working folder stands for."""
+        """The name of the object for a path in the working folder."""
         relative = path.relative_to(self.path).as_posix()
         return "" if relative == "." else relative
 
@@ -212,12 +217,15 @@ class ObjectStorage:
             self._kept.add(path.name)
         try:
             self._store.check_session()
-        except FolderGone:  # others have completed the job, and deleted its journal, just now
+        except FolderGone:  # others have just completed the job and deleted its journal
             self._store.delete([self._name(path) for path in files])
 
     def _fetch_all(self) -> None:
-        """Have all files of the job in the working folder, or raise JobError if
-        there is no room."""
+        """Download all files of the job into the working folder.
+
+        Raises:
+            JobError: there is no room.
+        """
         unneeded = (LOCKS, LEASES, WORKERS)
         sizes = {
             self.path / name: size
@@ -239,7 +247,8 @@ class ObjectStorage:
                 self._download(path)
 
     def _send_changed(self) -> None:
-        """Send what the working folder has that the store has not."""
+        """Upload files of the working folder that the store lacks or has in another version; delete
+        objects whose files were deleted."""
         for folder, _, names in os.walk(self.path):
             top = Path(folder).relative_to(self.path).parts[:1]
             for name in names if top != (JOURNAL,) else ():
@@ -253,20 +262,22 @@ class ObjectStorage:
 
     def _submit(self, work: Callable[[], None]) -> None:
         with self._changing:
-            self._sending = [one for one in self._sending if not one.done() or one.exception()]
+            self._sending = [f for f in self._sending if not f.done() or f.exception()]
             self._sending.append(self._sender.submit(work))
 
     def _raise_failure(self) -> None:
+        """Raise the error of an upload that has failed."""
         with self._changing:
-            done = [one for one in self._sending if one.done()]
-        for one in done:
-            one.result()
+            done = [future for future in self._sending if future.done()]
+        for future in done:
+            future.result()
 
     def _wait(self) -> None:
+        """Wait until everything is uploaded."""
         with self._changing:
             sending, self._sending = self._sending, []
-        for one in sending:
-            one.result()
+        for future in sending:
+            future.result()
 
 
 def _stamp(path: Path) -> Stamp:
@@ -278,12 +289,12 @@ _making = threading.Lock()
 
 
 def _working_folder() -> tempfile.TemporaryDirectory[str]:
-    """A new folder among the temporary files, of which those of processes that are gone go."""
+    """Make a new folder for temporary files, and delete those of processes that have ended."""
     here = f"batchgen-{hashlib.sha256(machine().encode()).hexdigest()[:8]}-"
     with _making:
         for path in Path(tempfile.gettempdir()).glob(f"{here}*"):
             pid, _, since = path.name.removeprefix(here).rpartition("-")[0].partition("-")
-            # Any user may make such names there.
+            # Other users may make files with such names there.
             if pid.isascii() and pid.isdecimal() and started(int(pid)) != since:
                 shutil.rmtree(path, ignore_errors=True)
         return tempfile.TemporaryDirectory(

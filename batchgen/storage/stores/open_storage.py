@@ -1,4 +1,4 @@
-"""Opens what `output.dir` names."""
+"""Opens the storage of the folder or URL in `output.dir`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from batchgen.util.paths import is_url
 
 
 def job_metrics(where: str) -> dict[str, Any] | None:
-    """What metrics.json of the job at `output.dir` holds; None if it is not there."""
+    """The content of metrics.json of the job at `where`, an `output.dir`; None if there is none."""
     with closing(open_storage(where, WorkersConfig())) as storage:
         content = storage.read(storage.path / "metrics.json")
     return None if content is None else json.loads(content)
 
 
 def open_storage(where: str, config: WorkersConfig) -> Storage:
-    """What keeps the files of the job at `output.dir`. Raises ConfigError if a package for its
-    store is missing."""
+    """Open the storage of the job at `where`, an `output.dir`.
+
+    Raises:
+        ConfigError: a package for its store is missing.
+    """
     if is_url(where):
         return ObjectStorage(connect(where), config)
     return FolderStorage(Path(where))

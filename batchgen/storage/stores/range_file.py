@@ -1,4 +1,4 @@
-"""Files of which ranges of bytes are read, such as objects of a store."""
+"""Files of which pyarrow reads ranges of bytes, such as objects of a store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from batchgen.storage.leases.object_store import ObjectStore
 
 
 class RangeFile(RawIOBase):
-    """A file that can be read anywhere. A subclass says how long it is, and reads a range of it."""
+    """A file that can be read at any position. A subclass returns its length, and reads a range of
+    it."""
 
     _at = 0
 
@@ -19,7 +20,8 @@ class RangeFile(RawIOBase):
         raise NotImplementedError
 
     def pread(self, start: int, length: int) -> bytes:
-        """The `length` bytes of the file from `start` on, which do not reach beyond its end."""
+        """The `length` bytes of the file from `start` on; the range does not reach beyond its
+        end."""
         raise NotImplementedError
 
     def readable(self) -> bool:
@@ -53,7 +55,7 @@ class RangeFile(RawIOBase):
 
 
 class ObjectFile(RangeFile):
-    """An object as a file; each read is one request. `str` gives its URL."""
+    """An object as a file. Each read is one request. Its `str` is the object's URL."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store, self._name = store, name

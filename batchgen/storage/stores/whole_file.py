@@ -1,5 +1,5 @@
-"""Writes a file whole: under its name there is never a part of it, whenever the program is killed,
-the disk is full or the power fails."""
+"""Writes whole files: a file never appears incomplete under its name, even if the program is
+killed, the disk is full or the power fails."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from batchgen.util.temporary import temporary_name
 
 @contextmanager
 def whole_file(path: Path, new: str | None = None) -> Iterator[Path]:
-    """A name beside `path` to write under. When the body ends, the file is synced and takes its
-    name; after an error nothing of it is left. Of several processes that write one file, one wins.
+    """A context with a temporary path, next to `path`, to write to.
+
+    When the body ends, the file is synced and gets its name; after an error it is deleted. If
+    several processes write the same file, one of them wins.
 
     Args:
-        new: what the user has named the file by, such as `--out FILE`: then it is a new file, and
-            one that is there, or comes meanwhile, is never overwritten.
+        new: the user's words for a file that must not exist yet, such as `--out FILE`. An existing
+            file is never overwritten then, even if it appears meanwhile.
 
     Raises:
-        ConfigError: a new file is there already, or cannot be made.
+        ConfigError: a new file exists already, or cannot be made.
         JobError: the file cannot be written.
     """
     temporary = temporary_name(path)
@@ -44,7 +46,11 @@ def whole_file(path: Path, new: str | None = None) -> Iterator[Path]:
 
 
 def publish_file(temporary: Path, path: Path) -> None:
-    """Give a file that was written its name. Raises OSError or JobError."""
+    """Sync a file and give it its name.
+
+    Raises:
+        OSError, JobError: that failed.
+    """
     fsync_path(temporary)
     temporary.replace(path)
     fsync_path(path.parent)
@@ -57,7 +63,7 @@ def write_atomic(path: Path, text: str, new: str | None = None) -> None:
 
 
 def _check_new(path: Path, temporary: Path, new: str) -> None:
-    """Refuse a name that is taken or cannot be written, before there is work in it."""
+    """Check that a name is free and can be written, before any work is done for it."""
     if os.path.lexists(path):
         raise _is_there(new)
     try:

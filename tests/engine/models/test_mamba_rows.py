@@ -27,7 +27,7 @@ from tests.support.engine.tiny_models import CONVS, MAMBA
 
 TinyModel = Callable[..., Path]
 MARKS: dict[str, Any] = {"bamba": (), "lfm2": (), "nemotron_h": pytest.mark.thorough}
-"""Of families; the others are slow."""
+"""Cases of families; the others are slow."""
 _ROUTERS = ("mixer.gate", "block_sparse_moe.router", "feed_forward.gate")
 
 

@@ -1,4 +1,7 @@
-"""A parser for answers: lists, relations, sets, quantities, and the expressions in them."""
+"""A parser of answers: lists, relations, sets, quantities, and the expressions in them.
+
+`Answers` makes nodes (`nodes.py`) from tokens; `expressions.py` reads the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -36,22 +39,23 @@ _MONEY = {"$": "$", "€": "€", "£": "£", "¥": "yen", "₹": "₹"}
 
 
 class Answers:
-    """Reads an answer from a cursor."""
+    """Reads an answer from a cursor. Each method reads as much as fits, and raises NotRead for a
+    mistake."""
 
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
         self.expressions = Expressions(cursor, self.bracket)
-        self._colon_is_bar = False  # of a set-builder
+        self._colon_is_bar = False  # whether a colon is the bar of a set-builder
 
     def whole(self) -> Node:
-        """The answer that all tokens say."""
+        """The answer that all tokens make."""
         result = self.listing()
         if not self.cursor.done:
             raise NotRead
         return result
 
     def listing(self, *closing: str) -> Node:
-        """Clauses with commas, semicolons or words between them."""
+        """Read clauses with commas, semicolons or words between them."""
         with self.cursor.deeper():
             groups: list[list[Node]] = [[]]
             joined = ","
@@ -84,7 +88,7 @@ class Answers:
         return None
 
     def clause(self) -> list[Node]:
-        """The answers of a relation or a value: two of them where it has a plus-minus sign."""
+        """Read a relation or a value: two of them if it has a plus-minus sign."""
         start = self.cursor.at
         signs = self._signs_of_clause()
         if not signs:
@@ -96,14 +100,14 @@ class Answers:
                 self.cursor.tokens[at] = Token("sign", "+" if upper else "-", tokens[at].spaced)
             self.cursor.at = start
             answers.append(self.relation())
-            # Digits that commands took apart are one number again.
+            # Restore the tokens, whose numbers reading may have split into digits.
             consumed = self.cursor.at
             self.cursor.tokens = list(tokens)
         self.cursor.at = consumed
         return answers
 
     def _signs_of_clause(self) -> list[int]:
-        """Where the plus-minus signs of the clause that comes next stand."""
+        """The indices of the plus-minus signs in the next clause."""
         depth, signs = 0, []
         for at in range(self.cursor.at, len(self.cursor.tokens)):
             token = self.cursor.tokens[at]
@@ -119,7 +123,7 @@ class Answers:
         return signs
 
     def relation(self) -> Node:
-        """A side, or several with relations between them."""
+        """Read a side, or several with relations between them."""
         sides, names = [self.side()], []
         while self.cursor.next.kind == "sign" and self.cursor.next.text in _RELATIONS:
             names.append(_RELATIONS[self.cursor.take().text])
@@ -127,7 +131,7 @@ class Answers:
         return Relation(tuple(sides), tuple(names)) if names else sides[0]
 
     def side(self) -> Node:
-        """A set with operations, a ratio, a quantity or an expression."""
+        """Read a set with operations, a ratio, a quantity or an expression."""
         if (words := self._name_in_words()) is not None:
             return words
         result = self._ratio()
@@ -137,7 +141,8 @@ class Answers:
         return result
 
     def _name_in_words(self) -> Node | None:
-        """What stands before an equals sign as the name of a value: `Total area`, `p(x)`."""
+        """Read the name of a value before an equals sign: `Total area`, `p(x)`; None if there is
+        none."""
         texts = [self.cursor.peek(ahead) for ahead in range(5)]
         kinds = texts[0].kind, texts[2].kind
         if [token.text for token in texts[1::2]] == ["(", ")"] and texts[4].text == "=":
@@ -202,14 +207,14 @@ class Answers:
         return self.expressions.sum()
 
     def _figure(self) -> Node:
-        """An angle or a triangle by the letters of its points."""
+        """Read an angle or a triangle, named by the letters of its points."""
         name = self.cursor.take().text
         while self.cursor.next.kind == "letter":
             name += " " + self.cursor.take().text
         return Symbol(name)
 
     def _words(self) -> Node:
-        """Words to the end of the clause."""
+        """Read words to the end of the clause."""
         words: list[str] = []
         while self.cursor.next.kind in ("word", "letter", "number"):
             if self.cursor.next.joins:
@@ -218,7 +223,7 @@ class Answers:
         return Words(" ".join(words))
 
     def bracket(self, opening: str) -> Node:
-        """What stands in brackets whose opening one was read."""
+        """Read the content and the closing bracket, after the opening one was read."""
         closing = _CLOSING[opening]
         if self.cursor.accept(*closing):
             if opening == "{set":

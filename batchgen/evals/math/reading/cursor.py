@@ -13,7 +13,12 @@ _END = Token("end of text", "")
 
 
 class Cursor:
-    """Reads tokens from left to right."""
+    """Reads tokens from left to right.
+
+    Attributes:
+        tokens: the tokens of the answer.
+        at: the index of the next token.
+    """
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self.tokens = list(tokens)
@@ -22,11 +27,11 @@ class Cursor:
 
     @property
     def next(self) -> Token:
-        """The token that is read next; one of the kind `end of text` behind the last."""
+        """The token that is read next; after the last token, one of the kind `end of text`."""
         return self.peek()
 
     def peek(self, ahead: int = 0) -> Token:
-        """The token that many behind the next one."""
+        """The token `ahead` places after the next one."""
         index = self.at + ahead
         return self.tokens[index] if index < len(self.tokens) else _END
 
@@ -36,7 +41,11 @@ class Cursor:
         return self.at >= len(self.tokens)
 
     def take(self) -> Token:
-        """The next token, which is read."""
+        """Read the next token.
+
+        Raises:
+            NotRead: there is none.
+        """
         token = self.next
         if token is _END:
             raise NotRead
@@ -48,18 +57,18 @@ class Cursor:
         return self.next.kind == "sign" and self.next.text in texts
 
     def accept(self, *texts: str) -> str | None:
-        """The next token's text, read, if it is one of these signs."""
+        """Read the next token and return its text, if it is one of these signs; otherwise None."""
         return self.take().text if self.is_sign(*texts) else None
 
     def expect(self, *texts: str) -> str:
-        """The next token's text, which must be one of these signs."""
+        """Read the next token, which must be one of these signs, and return its text."""
         text = self.accept(*texts)
         if text is None:
             raise NotRead
         return text
 
     def braced_text(self) -> str:
-        """The texts of the tokens of a group in braces, or of one token, joined and read."""
+        """Read a group in braces, or a single token, and return the joined texts of its tokens."""
         if not self.accept("{"):
             return self.take().text
         parts: list[str] = []
@@ -73,7 +82,11 @@ class Cursor:
 
     @contextmanager
     def deeper(self) -> Iterator[None]:
-        """Count a level of nesting. Raises NotRead if there are too many."""
+        """Count a level of nesting within the context.
+
+        Raises:
+            NotRead: there are too many levels.
+        """
         if self._depth >= _MOST_DEPTH:
             raise NotRead
         self._depth += 1

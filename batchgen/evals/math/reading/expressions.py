@@ -1,4 +1,5 @@
-"""A parser for mathematical expressions: sums, products, powers, functions, brackets."""
+"""A parser of mathematical expressions: sums, products, powers, functions, brackets. `Answers` uses
+it for the arithmetic in answers."""
 
 from __future__ import annotations
 
@@ -28,15 +29,18 @@ _PERCENT = ("percent", "percentage", "pct")
 
 
 class Expressions:
-    """Reads expressions from a cursor; `bracket` reads from behind an opening bracket to its
-    closing one."""
+    """Reads expressions from a cursor.
+
+    Each method reads as much as fits, and raises NotRead for a mistake. `bracket` reads the content
+    and the closing bracket, after the opening one.
+    """
 
     def __init__(self, cursor: Cursor, bracket: Callable[[str], Node]) -> None:
         self.cursor = cursor
         self._bracket = bracket
 
     def sum(self) -> Node:
-        """Terms with plus and minus between them."""
+        """Read terms with plus and minus between them."""
         with self.cursor.deeper():
             terms = [self._signed_term()]
             while self.cursor.is_sign("+", "-"):
@@ -53,7 +57,7 @@ class Expressions:
         return Call("negate", (term,)) if negative else term
 
     def _term(self) -> Node:
-        """Factors with signs between them, or none."""
+        """Read factors, with or without signs between them."""
         result = self._power()
         while True:
             if sign := self.cursor.accept("*", "/"):
@@ -74,13 +78,13 @@ class Expressions:
     def _starts_factor(self, before: Node) -> bool:
         """Whether a factor follows without a sign."""
         token = self.cursor.next
-        if token.kind == "number":  # `2 3` is no product
+        if token.kind == "number":  # `2 3` is not a product
             return not isinstance(before, Number) and not self._ends_with_number()
         if token.kind in ("letter", "function"):
             return True
         if token.kind != "sign":
             return False
-        if token.text in ("(", "{"):  # `10 (units)` is no product
+        if token.text in ("(", "{"):  # `10 (units)` is not a product
             return self.cursor.peek(1).kind != "word"
         return token.text in ("frac", "sqrt", "pi", "infty", "binom", *_FENCES)
 
@@ -88,12 +92,12 @@ class Expressions:
         return self.cursor.at > 0 and self.cursor.tokens[self.cursor.at - 1].kind == "number"
 
     def _power(self) -> Node:
-        """A factor with its exponents and what else stands behind it."""
+        """Read a factor with its exponents and other signs after it."""
         with self.cursor.deeper():
-            return self._behind(self._factor())
+            return self._with_suffixes(self._factor())
 
-    def _behind(self, result: Node) -> Node:
-        """A factor with the signs behind it: `^2`, `!`, `%`, degrees."""
+    def _with_suffixes(self, result: Node) -> Node:
+        """Read the signs after a factor: `^2`, `!`, `%`, degrees."""
         while True:
             if self._accept_degrees():
                 result = Call(self._kind_of_degrees(), (result,))
@@ -112,7 +116,7 @@ class Expressions:
                 return result
 
     def _accept_degrees(self) -> bool:
-        """Whether a sign of degrees follows, raised or not, which is then read."""
+        """Read a sign of degrees, raised or not; return whether there was one."""
         for signs in (["degree"], ["^", "degree"], ["^", "{", "degree", "}"]):
             if [self.cursor.peek(ahead).text for ahead in range(len(signs))] == signs:
                 self.cursor.at += len(signs)
@@ -120,14 +124,14 @@ class Expressions:
         return False
 
     def _kind_of_degrees(self) -> str:
-        """The name of the operation: degrees of temperature have a letter behind their sign."""
+        """The name of the operation. A letter after the sign means degrees of temperature."""
         if self.cursor.next.kind == "letter" and self.cursor.next.text in ("C", "F"):
             if self.cursor.peek(1).kind == "end of text":
                 return "°" + self.cursor.take().text
         return "degree"
 
     def _argument(self) -> Node:
-        """What a command takes: a group in braces, or one digit, letter or command."""
+        """Read the argument of a command: a group in braces, or one digit, letter or command."""
         if self.cursor.is_sign("{"):
             return self._group()
         if self.cursor.accept("-"):
@@ -181,7 +185,8 @@ class Expressions:
         raise NotRead
 
     def _symbol(self, name: str) -> Node:
-        """A variable with its subscript and primes; the value of a function such as `f(x)`."""
+        """Read a variable with its subscript and primes, or the value of a function such as
+        `f(x)`."""
         if self.cursor.accept("_"):
             name += "_" + self.cursor.braced_text()
         while self.cursor.is_sign("'"):
@@ -195,7 +200,7 @@ class Expressions:
         return Symbol(name)
 
     def _function(self, name: str) -> Node:
-        """A function's name with its exponent, subscript and argument."""
+        """Read the exponent, subscript and argument of a function."""
         if name == "sqrt":
             return self._square_root()
         if name == "cbrt":
@@ -267,7 +272,7 @@ class Expressions:
                 row = []
             elif self.cursor.next.kind != "end":
                 self.cursor.expect("&")
-        if not rows or len({len(one) for one in rows}) > 1:
+        if not rows or len({len(items) for items in rows}) > 1:
             raise NotRead
         return Matrix(tuple(rows))
 

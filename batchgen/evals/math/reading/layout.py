@@ -1,5 +1,5 @@
-r"""Removes from an answer's text what only affects the layout: `\left`, thin spaces, dollar
-signs."""
+r"""Removes markup from an answer's text that only affects the layout: `\left`, thin spaces, dollar
+signs. `tidy` is called before an answer is parsed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.evals.math.reading.spellings import usual
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _PLAIN = re.compile(r"[A-Za-z0-9+/%()\[\]=<>,. -]*")
-"""Texts with nothing that lays them out but spaces."""
+"""Texts without markup; spaces are allowed."""
 _SPACES = re.compile(" +")
 _RAISED = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _LOWERED = re.compile(r"[₀-₉]+")
@@ -89,7 +89,8 @@ def _vulgar(match: re.Match[str]) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    """The text without delimiters of formulas; a dollar sign that opens none stays, as money."""
+    """The text without delimiters of formulas. A dollar sign that opens no formula stays, as
+    money."""
     bare = len(re.findall(r"(?<!\\)\$", text))
     if bare % 2 == 1 and re.search(r"(?<!\\)\$\s*[\d.]", text):
         text = re.sub(r"(?<!\\)\$(?=\s*[\d.])", r"\\$", text, count=1)

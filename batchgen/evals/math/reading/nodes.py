@@ -1,4 +1,4 @@
-"""The nodes of a parsed mathematical answer."""
+"""The nodes of a parsed mathematical answer, which the parser makes and `normal_forms.py` reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A rational number, exactly as it was written."""
+    """A rational number with the exact value that was written."""
 
     value: Fraction
 
@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Based:
-    """A number that is written in a base which is named, such as `101_2`."""
+    """A number whose base is written, such as `101_2`."""
 
     digits: str
     base: int
@@ -41,7 +41,9 @@ class Quantity:
     """A value with a unit of measure (`18 cm^2`), or of money (`$18`).
 
     Attributes:
-        size: how many of the unit are one of what is meant: 60 for minutes, as unit `s`.
+        value: the value as it was written.
+        unit: the base unit.
+        size: the size of the written unit in base units: 60 for minutes, with `s` as the unit.
     """
 
     value: Node
@@ -50,13 +52,13 @@ class Quantity:
 
     @property
     def measured(self) -> Node:
-        """The value in terms of the unit."""
+        """The value in base units."""
         return self.value if self.size == 1 else Call("*", (Number(self.size), self.value))
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Text that is no mathematics, such as a name."""
+    """Text that is not mathematics, such as a name."""
 
     text: str
 
@@ -70,7 +72,8 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Bracketed:
-    """Items in brackets: a point, a vector, an interval (by its two brackets) or a set (`{`)."""
+    """Items in brackets: a point, a vector, an interval (its two brackets say which) or a set
+    (`{`)."""
 
     opening: str
     items: tuple[Node, ...]
@@ -105,7 +108,7 @@ class Builder:
 class Relation:
     """A chain of sides with relations between them, such as `0 < x <= 1`.
 
-    The relations are `=`, `!=`, `<`, `<=`, `>`, `>=`, `~` (about), `in`, or another's command.
+    The relations are `=`, `!=`, `<`, `<=`, `>`, `>=`, `~` (about), `in`, or the name of a command.
     """
 
     sides: tuple[Node, ...]
@@ -135,11 +138,11 @@ Node = (
 
 
 class NotRead(Exception):
-    """The text is no mathematics that is understood here."""
+    """The text is not mathematics that is understood here."""
 
 
 CONSTANTS = frozenset(("pi", "e", "i", "oo"))
-"""Names of symbols that are no variables."""
+"""Names of symbols that are not variables."""
 
 
 def variables_of(node: Node) -> set[str]:

@@ -13,7 +13,7 @@ NUMBERS = {word: number for number, word in enumerate(_ONES)} | {
 
 
 def number_in_words(text: str) -> int | None:
-    """The number that words say in small letters, such as `twenty one`; None if they say none."""
+    """The number that words in lower case state, such as `twenty one`; None if they state none."""
     match text.split():
         case [word] if word in NUMBERS:
             return NUMBERS[word]

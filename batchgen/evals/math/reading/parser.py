@@ -1,4 +1,4 @@
-"""Parses an answer's text into nodes; the entry point of this package."""
+"""Parses the text of an answer into nodes. `read` is the entry point of this package."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from batchgen.evals.math.reading.tokens import Token, tokens_of
 
 
 def read(text: str, thousands: bool = True) -> Node:
-    """The answer that a tidy text says. Raises NotRead if it is none. `thousands` says whether
-    `1,000` is one number."""
+    """Parse a tidy text. `thousands` says whether `1,000` is one number.
+
+    Raises:
+        NotRead: the text is not an answer that is understood.
+    """
     tokens = tokens_of(text, thousands)
     if not tokens:
         raise NotRead
@@ -24,13 +27,16 @@ def _read(tokens: list[Token]) -> Node:
 
 
 def _choice(tokens: list[Token]) -> Node | None:
-    """A letter in parentheses and, perhaps, the choice's text behind it."""
+    """The letter of a choice, possibly followed by its text; None if the answer does not begin with
+    one."""
     texts = [token.text for token in tokens[:3]]
     if tokens[0].kind == "letter" and tokens[0].text.isupper() and len(tokens) > 1:
-        ended = texts[1] == ")" or (texts[1] in (".", ":") and len(tokens) > 2 and tokens[2].spaced)
-        if ended and tokens[2:3] != [] and tokens[2].kind == "letter" and not tokens[2].quoted:
+        is_label = texts[1] == ")" or (
+            texts[1] in (".", ":") and len(tokens) > 2 and tokens[2].spaced
+        )
+        if is_label and tokens[2:3] != [] and tokens[2].kind == "letter" and not tokens[2].quoted:
             return None
-        if ended:
+        if is_label:
             return _choice_of(texts[0], tokens[2:])
         return None
     if len(texts) < 3 or (texts[0], texts[2]) != ("(", ")") or tokens[1].kind != "letter":

@@ -1,4 +1,4 @@
-"""Rewrites variant LaTeX spellings to the usual one."""
+"""Rewrites variant LaTeX spellings to the usual one, before an answer is split into tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REWRITTEN = (
 
 
 def usual(text: str) -> str:
-    """The text with the usual spelling of what may be spelled in several ways."""
+    """The text with the usual spelling of every construct that has several."""
     if text.isdigit():
         return text
     if "\\" in text:
@@ -49,12 +49,12 @@ def usual(text: str) -> str:
 
 def _unit_fraction(match: re.Match[str]) -> str:
     above, below = match.groups()
-    known = above in UNITS and below in UNITS and match[0].count("{") == match[0].count("}")
-    return rf" {above}/{below}" if known else match[0]
+    is_unit = above in UNITS and below in UNITS and match[0].count("{") == match[0].count("}")
+    return rf" {above}/{below}" if is_unit else match[0]
 
 
 def _system(match: re.Match[str]) -> str:
-    """The equations of a system, with commas between them; a matrix stays."""
+    """The equations of a system, with commas between them. A matrix stays as it is."""
     if match[1] in ("array", "matrix") and not match[0].startswith("\\{"):
         return match[0]
     rows = re.split(r"\\\\", match[2].replace("&", " "))

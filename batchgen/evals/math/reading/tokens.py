@@ -1,4 +1,5 @@
-"""Splits an answer's text into tokens: numbers, letters, words, commands and signs."""
+"""Splits the text of an answer into tokens: numbers, letters, words, commands and signs.
+`parser.py` calls `tokens_of`."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _STRUCTURE = set(
     "langle rangle degree le ge ne approx in equiv to cong sim parallel perp notin subset "
     "subseteq implies iff mid cup cap setminus emptyset reals pm mp".split()
 )
-"""Commands that the grammar knows; any other one is a letter, such as `\\alpha`."""
+"""Commands that the grammar knows. Any other command is a letter, such as `\\alpha`."""
 _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox|operatorname\*?|hbox)\s*(?=\{)")
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"
 _GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])(?:\.[0-9]+)?"
@@ -61,10 +62,11 @@ class Token:
     r"""A token of an answer.
 
     Attributes:
-        kind: `number`, `letter` (a variable), `word`, `function`, `begin`, `end` or `sign` (all
-            else, commands without their backslash included).
-        spaced: whether white space stands before it.
-        quoted: whether it stands in `\text{…}` or the like.
+        kind: `number`, `letter` (a variable), `word`, `function`, `begin`, `end` or `sign`
+            (everything else, with commands without their backslash).
+        text: its text.
+        spaced: whether there is white space before it.
+        quoted: whether it is in `\text{…}` or the like.
     """
 
     kind: str
@@ -79,7 +81,11 @@ class Token:
 
 
 def tokens_of(text: str, thousands: bool = True) -> list[Token]:
-    """The tokens of a tidy text. Raises NotRead if they are too many, or a brace is not closed."""
+    """The tokens of a tidy text.
+
+    Raises:
+        NotRead: there are too many, or a brace is not closed.
+    """
     tokens = _tokens(text, thousands)
     if len(tokens) > MOST_TOKENS:
         raise NotRead
@@ -120,7 +126,7 @@ def _tokens(
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the brace that opens at a place is closed."""
+    """The index of the brace that closes the one at `start`."""
     depth = 0
     for at in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[at], 0)
@@ -137,7 +143,9 @@ def _read(match: re.Match[str], spaced: bool, quoted: bool, previous: Token | No
         letters = match["letters"]
         if quoted and len(letters) == 1 and letters in UNITS and _is_value(previous, letters):
             return [Token("word", letters, spaced, quoted)]
-        if previous is None and not quoted and len(letters) == 2 and letters in UNITS:  # of nothing
+        if (
+            previous is None and not quoted and len(letters) == 2 and letters in UNITS
+        ):  # no value comes before it
             return [Token("letter", letter, spaced) for letter in letters]
         return _letters(letters, spaced, quoted)
     if match["begin"]:
@@ -164,7 +172,7 @@ def _read(match: re.Match[str], spaced: bool, quoted: bool, previous: Token | No
 
 def _letters(letters: str, spaced: bool, quoted: bool) -> list[Token]:
     """Letters without a backslash: a function, a word, or variables one after another."""
-    # Without a backslash these are minutes and, in a text, seconds.
+    # Without a backslash, `min` means minutes and, in \text, `sec` means seconds.
     is_time = letters == "min" or (quoted and letters == "sec")
     if letters in FUNCTIONS and not is_time:
         return [Token("function", letters, spaced, quoted)]
@@ -183,14 +191,14 @@ def _letters(letters: str, spaced: bool, quoted: bool) -> list[Token]:
 
 
 def _is_value(token: Token | None, letter: str) -> bool:
-    """Whether a token ends a value, behind which a letter in a text is a unit."""
+    """Whether a token ends a value, so that a letter after it, in \text, is a unit."""
     if token is None:
         return False
     return token.kind == "number" or (letter.islower() and token.text in ("}", ")", "pi"))
 
 
 def _chinese(letters: str, spaced: bool, quoted: bool) -> list[Token]:
-    """A Chinese word; ten thousand of something is a word of its own."""
+    """A Chinese word. A number such as ten thousand, at its start, is another word."""
     if letters[0] in SCALES and len(letters) > 1:
         first = Token("word", letters[0], spaced, quoted)
         return [first, Token("word", letters[1:], quoted=quoted)]
@@ -198,13 +206,13 @@ def _chinese(letters: str, spaced: bool, quoted: bool) -> list[Token]:
 
 
 def _letter(letter: str) -> str:
-    """The name of a variable: `alpha` for the Greek letter."""
+    """The name of a variable: `alpha` for the Greek letter, otherwise the letter."""
     kind, _, name = unicodedata.name(letter, "").rpartition(" LETTER ")
     return {"GREEK SMALL": name.lower(), "GREEK CAPITAL": name.capitalize()}.get(kind, letter)
 
 
 def _is_word(letters: str) -> bool:
-    """Whether bare letters are a word rather than a product of variables."""
+    """Whether letters without a backslash are a word rather than a product of variables."""
     if (
         letters in UNITS
         or letters.lower() in SCALES

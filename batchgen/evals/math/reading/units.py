@@ -1,4 +1,5 @@
-"""Units of measure and of money: their spellings, and their sizes in base units."""
+"""Units of measure and of money: their spellings, and their sizes in base units. `units_behind.py`
+reads units with `unit_of`."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ _OF_OTHERS = {
 
 
 def _names() -> dict[str, str]:
-    """The short name of each unit as people write it."""
+    """Spelling of a unit → its short name."""
     names: dict[str, str] = {}
     for short, others in _OTHERS.items():
         for word in (short, *others.split()):
@@ -73,7 +74,7 @@ def _names() -> dict[str, str]:
 
 
 def _sizes() -> dict[str, tuple[str, Fraction]]:
-    """Each unit in terms of the one that others of its kind are measured by."""
+    """Short name of a unit → its base unit, and its size in base units."""
     sizes = {short: (short, Fraction(1)) for short in UNITS.values()}
     for symbol in _PREFIXED.values():
         for prefix, power in _POWERS_OF_TEN.items():
@@ -87,18 +88,19 @@ def _sizes() -> dict[str, tuple[str, Fraction]]:
 UNITS = _names()
 _SIZES = _sizes()
 LETTERS = frozenset((*"mgLlsJNWVAhK", "Omega"))
-"""Units of one letter: bare, they may as well be variables."""
+"""Units of one letter, which may also be variables."""
 _SHORTHANDS = {"mph": ["mi", "/", "h"], "kph": ["km", "/", "h"], "kmh": ["km", "/", "h"]}
 _IGNORED = frozenset("{}()*.·")
 _WORDS_FOR_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cubed": 3}
 
 Unit = tuple[str, Fraction]
-"""A unit's name, of units by which their kinds are measured, and how many of it are one."""
+"""The product of base units, such as `m s^-1`, and the size of a unit in it."""
 
 
 def unit_of(words: list[str]) -> Unit | None:
-    """The unit that words say, such as `square cm`, `m / s`, `km per hour` or `cm ^ 2`: its factors
-    with their powers, in order (`m s^-1`); empty for `units`; None if a word is no unit."""
+    """The unit that words name, such as `square cm`, `m / s`, `km per hour` or `cm ^ 2`, with its
+    factors and their powers in order (`m s^-1`). Empty for `units`; None if a word is not a
+    unit."""
     words = [part for word in words for part in _SHORTHANDS.get(word, _chinese(word))]
     factors: list[tuple[str, int]] = []
     sign, coming, at = 1, 1, 0
@@ -131,7 +133,7 @@ def unit_of(words: list[str]) -> Unit | None:
 
 
 def reduced(factors: Iterable[tuple[str, int]]) -> Unit:
-    """The unit that is the product of powers of units, which have their short names."""
+    """The product of powers of units, which are given by their short names."""
     powers: dict[str, int] = {}
     size = Fraction(1)
     for short, power in factors:
@@ -139,13 +141,14 @@ def reduced(factors: Iterable[tuple[str, int]]) -> Unit:
         powers[base] = powers.get(base, 0) + power
         size *= number**power
     if powers.get("unit") == 1:
-        del powers["unit"]  # "18 units" says no more than 18
+        del powers["unit"]  # "18 units" means 18
     named = sorted((name, power) for name, power in powers.items() if power)
     return " ".join(name if power == 1 else f"{name}^{power}" for name, power in named), size
 
 
 def _chinese(word: str) -> list[str]:
-    """A unit's word, apart from the word for its power before it."""
+    """The word of a unit, divided into the word for its power, if it begins with one, and the
+    rest."""
     for prefix, power in (("平方", "square"), ("立方", "cubic")):
         if word.startswith(prefix):
             return [power, word.removeprefix(prefix)]

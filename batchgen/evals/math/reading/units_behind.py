@@ -1,4 +1,4 @@
-"""Parses what follows a number: its unit of measure, or the things that it counts."""
+"""Parses the words after a number: its unit of measure, or the things that it counts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from batchgen.evals.math.reading.cursor import Cursor
 from batchgen.evals.math.reading.units import Unit, unit_of
 
 _LONGEST_UNIT = 24  # tokens
+# Words that do not name things that can be counted.
 _NO_THINGS = {
     "or", "so", "more", "less", "than", "times", "half", "least", "most", "not", "mod", "base",
     "of", "to", "is", "are", "between", "if", "when", "where", "about", "except", "point", "pm",
@@ -20,7 +21,8 @@ _NO_THINGS = {
 
 
 def unit_behind(cursor: Cursor, counted: bool) -> Unit | None:
-    """The unit behind a value, or None; with `counted` also words that name things (`18 eggs`)."""
+    """Read the unit after a value; None if there is none. With `counted`, words that name things
+    are read too (`18 eggs`)."""
     if cursor.next.kind not in ("word", "letter") and not _begins_unit(cursor):
         return None
     if not counted and cursor.next.text == "in":  # `x in [1, 2]`
@@ -41,7 +43,7 @@ def _begins_unit(cursor: Cursor) -> bool:
 
 
 def _end_of_words(cursor: Cursor) -> int:
-    """Where what may belong to a unit ends."""
+    """The index after the last token that may belong to a unit."""
     end, depth, allowed = cursor.at, 0, {"^", "/", "{", "}", "*", "-", ".", "(", ")"}
     for end in range(cursor.at, len(cursor.tokens) + 1):
         if end == len(cursor.tokens):
@@ -59,7 +61,8 @@ def _end_of_words(cursor: Cursor) -> int:
 
 
 def _things(cursor: Cursor) -> str:
-    """Words that name what is counted (`18 eggs per day`), which are read; empty if none follow."""
+    """Read words that name the things that are counted (`18 eggs per day`); empty if none
+    follow."""
     rest = cursor.tokens[cursor.at :]
     words = []
     for token in rest:

@@ -12,7 +12,7 @@ from batchgen.evals.math.reading.tokens import Token
 
 
 def read_number(cursor: Cursor, token: Token, argument: Callable[[], Node]) -> Node:
-    """The number that begins with a token; `argument` reads what a command takes."""
+    """The number that begins with a token. `argument` reads the argument of a command."""
     if cursor.is_sign("_"):
         return _based(cursor, token)
     if cursor.is_sign(".") and cursor.peek(1).text == "overline":  # `3.\overline{3}`
@@ -21,13 +21,14 @@ def read_number(cursor: Cursor, token: Token, argument: Callable[[], Node]) -> N
     if "." in token.text:
         if cursor.is_sign("overline"):
             return _repeating(cursor, token.text)
-    elif (fraction := _fraction_behind(cursor, argument)) is not None:
+    elif (fraction := _fraction_after(cursor, argument)) is not None:
         return Number(Fraction(token.text) + fraction)
     return Number(Fraction(token.text))
 
 
 def digit(cursor: Cursor) -> Node:
-    """The first digit of the next number, which is what a command takes; all of it behind `^`."""
+    """Read the first digit of the next number, as a command does for its argument; after `^`, read
+    the whole number."""
     token = cursor.next
     if (cursor.at and cursor.peek(-1).text == "^") or len(token.text) == 1 or "." in token.text:
         return Number(Fraction(cursor.take().text))
@@ -36,7 +37,7 @@ def digit(cursor: Cursor) -> Node:
 
 
 def _repeating(cursor: Cursor, text: str) -> Node:
-    r"""A decimal whose last digits repeat: `0.1\overline{6}`."""
+    r"""Read a decimal whose last digits repeat: `0.1\overline{6}`."""
     cursor.expect("overline")
     digits = cursor.braced_text()
     if not digits.isdecimal():
@@ -46,8 +47,9 @@ def _repeating(cursor: Cursor, text: str) -> Node:
     return Number(Fraction(text.rstrip(".")) + repeated)
 
 
-def _fraction_behind(cursor: Cursor, argument: Callable[[], Node]) -> Fraction | None:
-    r"""The fraction behind a whole number with which it is a mixed one (`1\frac12`, `3 1/2`)."""
+def _fraction_after(cursor: Cursor, argument: Callable[[], Node]) -> Fraction | None:
+    r"""Read the fraction that makes a whole number a mixed one (`1\frac12`, `3 1/2`); None if none
+    follows."""
     start, tokens = cursor.at, list(cursor.tokens)
     parts: list[Node] = []
     if cursor.accept("frac"):

@@ -1,7 +1,7 @@
 """Runs in the sandbox: loads /program.py, and answers the calls of the testing code
 (`testing_code.py`) over standard input and output.
 
-The program sees neither: for it, both are /dev/null. Each request is answered by ["ok", value] or
+The program sees neither of them: it gets /dev/null. The answer to a request is ["ok", value] or
 ["raised", names of the exception's classes, its text].
 """
 
@@ -18,7 +18,7 @@ from batchgen.evals.programs.inside.limits import begin, text_of
 
 
 class Program:
-    """The loaded program, and its objects that the other side knows by number."""
+    """The loaded program, and those of its objects that the testing code knows by a number."""
 
     def __init__(self) -> None:
         self._module = ModuleType("program")
@@ -32,7 +32,7 @@ class Program:
         exec(code, self._module.__dict__)
 
     def names(self) -> list[Any]:
-        """The names that the program defines: [name, module's name or null, value]."""
+        """The names that the program defines, as lists [name, module's name or null, value]."""
         values: list[Any] = []
         for name, value in list(self._module.__dict__.items()):
             if name.startswith("__"):
@@ -42,7 +42,7 @@ class Program:
         return values
 
     def do(self, what: str, *forms: Any) -> Any:
-        """Do one thing with decoded values, and return the encoded result."""
+        """Do one operation with encoded values, and return the encoded result."""
         if what == "load":
             self.load()
             return self.names()
@@ -83,7 +83,7 @@ def raised(error: BaseException) -> list[Any]:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until there are none left."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
@@ -97,6 +97,6 @@ def main() -> None:
             return
         try:
             answer = ["ok", program.do(*request)]
-        except BaseException as error:  # SystemExit of a program too
+        except BaseException as error:  # a program may also raise SystemExit
             answer = raised(error)
         copied_values.send_message(answers, answer)

@@ -1,9 +1,9 @@
 """Encodes the values that a program and its testing code exchange between two sandboxes.
 
-A value is JSON: null, true, a number without a point and a text are themselves, all others a list
-of a letter and its parts. Nothing that a frame holds is ever run. What has no such form stays where
-it is, and the other side gets its number. This file imports nothing of batchgen: it runs in a
-sandbox.
+A value becomes JSON: null, true, an integer and a text are themselves; all others are a list of a
+letter and parts. No code in a message is ever run. A value without such a form stays in its
+sandbox, and the other side gets a number for it. This file imports nothing of batchgen, because it
+runs in a sandbox.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TEXTS: Mapping[str, Callable[[str], Any]] = {
     "F": Fraction,
 }
 MOST_BYTES = 64 << 20
-"""Bytes of a frame."""
+"""The most bytes of a message."""
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> Any:
-    """The JSON form of a value. Subclasses go as what they are made of: a Counter as a dict.
+    """The JSON form of a value. Subclasses become their base type: a Counter becomes a dict.
 
     Args:
         refer: called for a value without a form; returns its number.
@@ -49,7 +49,7 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
         return ["d", [[encode(k, refer), encode(v, refer)] for k, v in value.items()]]
     for kind, letter in _LETTERS.items():
         if isinstance(value, kind):
-            return [letter, [encode(each, refer) for each in value]]
+            return [letter, [encode(item, refer) for item in value]]
     if isinstance(value, range):
         return ["r", value.start, value.stop, value.step]
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
@@ -58,10 +58,10 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
 
 
 def decode_value(form: Any, referred: Callable[[int], Any]) -> Any:
-    """The value of a JSON form; `referred` makes one of a number.
+    """The value of a JSON form. `referred` returns the value of a number.
 
     Raises:
-        ValueError, TypeError: it is no such form.
+        ValueError, TypeError: it is not such a form.
     """
     if not isinstance(form, list):
         if isinstance(form, (float, dict)):
@@ -69,7 +69,7 @@ def decode_value(form: Any, referred: Callable[[int], Any]) -> Any:
         return form
     letter, *parts = form
     if letter in _LISTS:
-        return _LISTS[letter](decode_value(each, referred) for each in parts[0])
+        return _LISTS[letter](decode_value(item, referred) for item in parts[0])
     if letter == "d":
         return {decode_value(k, referred): decode_value(v, referred) for k, v in parts[0]}
     if letter in _TEXTS:
@@ -84,7 +84,7 @@ def decode_value(form: Any, referred: Callable[[int], Any]) -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Write a message, which is JSON."""
+    """Write a message, any JSON value."""
     data = json.dumps(message).encode()
     if len(data) > MOST_BYTES:
         raise ValueError(f"a value of {len(data)} bytes is too large")
@@ -93,7 +93,12 @@ def send_message(file: IO[bytes], message: Any) -> None:
 
 
 def receive_message(file: IO[bytes]) -> Any:
-    """Read a message. Raises EOFError at the end, and ValueError if it is none."""
+    """Read a message.
+
+    Raises:
+        EOFError: there is none.
+        ValueError: it is damaged.
+    """
     head = file.read(8)
     size = int.from_bytes(head, "big")
     if len(head) < 8:

@@ -1,4 +1,4 @@
-"""Prints the files of the interpreter that runs it, which a sandbox needs, as JSON.
+"""Prints, as JSON, the files of the interpreter that runs it; a sandbox needs them.
 
     python -I describe.py DISTRIBUTION…
 
@@ -16,8 +16,7 @@ from typing import Any
 
 
 def describe_interpreter(names: list[str]) -> dict[str, Any]:
-    """The interpreter's files, and the folders and files of distributions by what they are called
-    there."""
+    """The interpreter's files, and the top folders and files of some distributions: name → path."""
     paths: dict[str, str] = {}
     versions: dict[str, str] = {}
     missing: list[str] = []

@@ -1,4 +1,4 @@
-"""Sets the limits of a process in the sandbox, before anything else runs. It imports nothing of
+"""Sets the limits of a process in the sandbox, before any other code runs. It imports nothing of
 batchgen."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 from typing import Any
 
 _MANY = 64
-"""Files and threads."""
+"""The most files, and the most threads."""
 
 
 def begin() -> dict[str, Any]:
-    """Limit this process for good, by the JSON object of the first argument, and let it import
-    packages. Returns that object."""
+    """Limit this process permanently by the JSON object in the first argument, and let it import
+    packages. Returns the object."""
     options: dict[str, Any] = json.loads(sys.argv[1])
     sys.argv[1:] = []
     seconds = options["cpu_seconds"]
@@ -31,12 +31,12 @@ def begin() -> dict[str, Any]:
     for limit, values in limits.items():
         resource.setrlimit(limit, values)
     sys.path[:] = [path for path in sys.path if path != options["here"]] + ["/packages"]
-    site.setquit()  # exit() and quit(), which come with a module that is not loaded here
+    site.setquit()  # defines exit() and quit(), because the module `site` is not run here
     sys.set_int_max_str_digits(0)
     return options
 
 
 def text_of(path: str) -> str:
-    """What a file of the sandbox holds."""
+    """The text of a file in the sandbox."""
     with open(path, encoding="utf-8", errors="surrogatepass") as file:
         return file.read()

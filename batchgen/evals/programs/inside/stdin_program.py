@@ -1,7 +1,8 @@
-"""Runs /program.py as a script that reads standard input and writes standard output.
+"""Runs /program.py in the sandbox, as a script that reads standard input and writes standard
+output.
 
-It ends with 0, with 1 after an error, whose last line is the last of standard error, or as the
-program ends it.
+The exit code is 0, or 1 after an error, which is the last line of standard error; or that with
+which the program ends itself.
 """
 
 from __future__ import annotations
@@ -21,4 +22,4 @@ def main() -> None:
     try:
         exec(code, sys.modules["__main__"].__dict__)
     except SystemExit:
-        pass  # with any code: what counts is the output
+        pass  # with any code, as only the output counts

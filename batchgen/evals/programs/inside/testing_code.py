@@ -1,10 +1,10 @@
 """Runs /tests.py against a program in another sandbox, which it reaches over standard input and
-output, and writes the verdict to the file descriptor that the options name.
+output, and writes the verdict to the file descriptor in the options.
 
-What the program defines is there for the tests under the same names. Values come as copies, made by
-this process; other objects, functions among them, stay with the program and are represented here.
-A verdict is a JSON list: ["passed"], ["wrong", text], ["crash", text], ["lost"] if the program is
-gone, or ["unsupported", text] if the tests cannot be run this way.
+The tests can use the names that the program defines. Values are copies, made by this process; other
+objects, such as functions, stay with the program and are represented by `Remote`. A verdict is a
+JSON list: ["passed"], ["wrong", text], ["crash", text], ["lost"] if the program has ended, or
+["unsupported", text] if the tests cannot be run this way.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from batchgen.evals.programs.inside.limits import begin, text_of
 
 
 class Lost(BaseException):
-    """The program has ended, or says what is no answer."""
+    """The program has ended, or its answer is damaged."""
 
 
 class UnsupportedValue(BaseException):
-    """The tests give the program an object that has no copy."""
+    """The tests pass an object to the program that cannot be copied."""
 
 
 class Raised(Exception):
-    """What the program raised; its class is also the builtin class of that name."""
+    """An exception of the program. Its class is also a subclass of the builtin class of that
+    name."""
 
 
 class Remote:
-    """An object of the program. It equals only itself: to compare it would be to ask the program
+    """An object of the program. It equals only itself, because a comparison would ask the program
     for the verdict."""
 
     __slots__ = ("_link", "_number")
@@ -76,19 +77,20 @@ class Remote:
 
 
 class Link:
-    """The way to the program."""
+    """The connection to the program."""
 
     def __init__(self, requests: IO[bytes], answers: IO[bytes]) -> None:
         self._requests, self._answers = requests, answers
         self._remotes: dict[int, Remote] = {}
 
     def ask(self, what: str, *values: Any) -> Any:
-        """What the program answers; raises what it raised."""
+        """Return the program's answer to a request, or raise the exception that the program
+        raised."""
         forms = [copied_values.encode(value, self._number) for value in values]
         return copied_values.decode_value(self._asked([what, *forms]), self._remote)
 
     def load(self) -> dict[str, Any]:
-        """Let the program run, and return what it defines, without names of builtins."""
+        """Run the program, and return the names that it defines, without names of builtins."""
         namespace: dict[str, Any] = {}
         for name, module, form in self._asked(["load"]):
             if not isinstance(name, str) or hasattr(builtins, name):
@@ -124,7 +126,7 @@ class Link:
 
 
 def _exception(names: list[Any], text: str) -> Exception:
-    """An exception like that of the program."""
+    """An exception of the same class and text as the program's."""
     for name in names:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -137,6 +139,7 @@ def _exception(names: list[Any], text: str) -> Exception:
 
 
 def _verdict(link: Link, source: str) -> list[str]:
+    """Run the tests and return the verdict."""
     try:
         namespace = link.load()
         code = compile(source, "/tests.py", "exec")

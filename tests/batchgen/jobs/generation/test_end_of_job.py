@@ -187,8 +187,8 @@ def test_who_deleted_the_leases_and_died_is_not_waited_for(
 
 
 class _Paused:
-    """Of the workers, the first to come to a function stands still there, without a heartbeat,
-    until `is_over`."""
+    """The first worker that comes to a function stands still there, without a heartbeat, until
+    `is_over`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch, self._beat = monkeypatch, Heartbeat.beat

@@ -21,8 +21,8 @@ def test_as_many_as_are_asked_for() -> None:
     ("complete", "samples", "number", "says"),
     [
         (0, 0, Range(2, 5, 8), "2 to 8 samples of each row, as their number is unknown"),
-        (10, 30, Range(3, 3, 3), "3.0 samples of each row, as of the 10 that are complete"),
-        (10, 90, Range(8, 8, 8), "8.0 samples of each row, as of the 10 that are complete"),
+        (10, 30, Range(3, 3, 3), "3.0 samples of each row, the mean of the 10 that are complete"),
+        (10, 90, Range(8, 8, 8), "8.0 samples of each row, the mean of the 10 that are complete"),
     ],
 )
 def test_what_was_measured_or_anything_possible(
