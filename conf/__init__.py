@@ -1,1 +1,1 @@
-"""Hydra reads the yaml files of this package (`pkg://batchgen.conf`)."""
+"""The package of the Hydra configuration files (`pkg://batchgen.conf`). It has no code."""

@@ -1,6 +1,6 @@
 """Readers of the files that `batchgen export --to kd-packed` and `--to rl` write.
 
-They need numpy and pyarrow alone, and are meant to be copied into a trainer.
+They need only numpy and pyarrow, and are meant to be copied into a trainer.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 
 
 class TeacherRow(NamedTuple):
-    """A prompt of P tokens, an answer of T tokens, and K likely tokens at each of the answer's."""
+    """A prompt of P tokens, an answer of T tokens, and the K most likely tokens at each of the
+    answer's positions."""
 
     prompt: np.ndarray  # [P] int32
     answer: np.ndarray  # [T] int32

@@ -1,8 +1,9 @@
-"""Compiles the kernels of a piece of work in several threads, before the work is done.
+"""Compiles the Triton kernels of a piece of work in several threads, before that work runs.
 
-A kernel is compiled by its first launch, one after another in one thread. Here the work is gone
-through once without a device: its launches say which variants it needs, and these are compiled side
-by side. Triton keeps them in memory and on disk, where the real launches find them.
+Usually a kernel is compiled by its first launch, one kernel after another in one thread. Within
+`compiling_ahead`, code is run once without a device: its launches are only recorded, each recorded
+variant is compiled in a pool of threads, and nothing is launched. Triton keeps the results in
+memory and on disk, where the real launches find them. The engine calls this at its start.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import triton
 from torch import Tensor
 
 _ahead: ContextVar[_Variants | None] = ContextVar("_ahead", default=None)
-"""Where the launches of this thread go; None if they are launched."""
+"""The variants that launches of this thread are recorded in; None: launches run as usual."""
 _FEWEST_KERNELS = 12
-"""An engine needs more kernels than this."""
+"""An engine leaves more compiled kernels than this in Triton's cache."""
 _redirected = threading.Lock()
-"""Held while `KernelInterface` is changed."""
+"""Held while `KernelInterface.__getitem__` is replaced."""
 
 
 def can_compile_ahead() -> bool:
-    """Whether Triton compiles here, and in several threads at once, which it has a mode for."""
+    """Return whether Triton compiles here, and has the mode that compiles in several threads."""
     return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
 
 
@@ -43,11 +44,12 @@ def have_compiled() -> bool:
 
 @contextmanager
 def compiling_ahead(threads: int, start_thread: Callable[[], object]) -> Iterator[None]:
-    """Compile the kernels that this thread launches within the context, and launch none.
+    """Compile the kernels that this thread launches within the context, without launching them.
 
-    Only dtypes, addresses and numbers matter: tensors may be on the device `meta`. `threads`
+    Only dtypes, addresses and numbers matter, so tensors may be on the device `meta`. `threads`
     kernels are compiled at once, and each thread calls `start_thread` first. The context ends when
-    all is compiled. An error of the compiler is left to the launch that needs the kernel.
+    all kernels are compiled. A compiler error is dropped here: it is raised by the real launch of
+    that kernel.
     """
     launch: Callable[[Any, Any], Callable[..., object]] = triton.KernelInterface.__getitem__
 
@@ -68,14 +70,14 @@ def compiling_ahead(threads: int, start_thread: Callable[[], object]) -> Iterato
 
 
 class _Variants:
-    """The variants of kernels that are compiled or will be."""
+    """The kernel variants that are compiled or being compiled."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
         self._seen: set[Hashable] = set()
 
     def add(self, kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Let a thread compile the variant that this launch needs, unless one does already."""
+        """Compile the variant that this launch needs in a thread, unless it was added before."""
         names, constants = _parameters(kernel)
         plain = getattr(kernel, "do_not_specialize", ())
         unaligned = getattr(kernel, "do_not_specialize_on_alignment", ())
@@ -104,7 +106,8 @@ def _parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _specialised(value: Any, by_value: bool, by_alignment: bool) -> Hashable:
-    """Return what the compiler notices in a value that is no constant: 1, or a multiple of 16."""
+    """Return what the compiler specialises on in a value that is not a constant: whether it is 1,
+    or a multiple of 16."""
     by_alignment = by_alignment and by_value
     if isinstance(value, Tensor):
         return value.dtype, by_alignment and value.data_ptr() % 16 == 0

@@ -1,5 +1,5 @@
-"""What the launches of kernels must know of a device: how many programs it runs at once, and how
-much shared memory a program may have."""
+"""Properties of a device that kernel launches need: how many programs it runs at once, and how much
+shared memory a program may have."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ _INTERPRETED_PROGRAMS = 8
 
 
 def device_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
-    """Return how many programs a persistent kernel is launched with."""
+    """Return the number of programs to launch a persistent kernel with."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
     return _multiprocessors(device) * per_multiprocessor
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return the most shared memory that a program may have on a GPU, in bytes."""
+    """Return the most shared memory that one program may have on this GPU, in bytes."""
     properties = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program may have 227 KiB of shared memory, as on Hopper and the large Blackwell."""
+    """Return whether a program may have 227 KiB of shared memory, as on Hopper and the large
+    Blackwell GPUs."""
     return shared_bytes(device) >= 227 * 1024
 
 

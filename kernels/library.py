@@ -1,10 +1,9 @@
-"""Keeps cuBLAS, the library of matrix products on GPUs, from adding up a product in another order
-when a batch has another number of rows.
+"""Makes cuBLAS sum a product in the same order at every number of rows. An engine with the setting
+`deterministic` calls this, so that a row has the same bits in any batch.
 
-cuBLAS cuts the sum of a product with few columns where rows are few, and adds the parts in its
-workspace. Without room for parts, and asked not to cut, cuBLASLt adds along K in one order
-(measured for 30 shapes of five models, `docs/benchmarks/determinism.md`). An engine with the
-setting `deterministic` needs this, so that a row has the same bits in any batch.
+For a product with few rows and few columns cuBLAS cuts the sum along K (split-K), and adds the
+parts in its workspace. Without room for parts, and with a preference against cutting, cuBLASLt sums
+along K in one order (measured for 30 shapes of five models, `docs/benchmarks/determinism.md`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from torch import Tensor
 
 _ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 160,
          192, 255, 256, 257, 384, 511, 512, 513, 768, 1000, 1023, 1024, 1025)  # fmt: skip
-"""The numbers of rows that are tried. The library changes its ways where rows are few."""
+"""The numbers of rows that `first_unsteady` tries. cuBLAS changes its algorithms where rows are
+few."""
 _MOST_ROWS = 2048
 WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """The environment variables that torch reads at the first product of a process, and their values: 8
@@ -26,9 +26,9 @@ workspaces of 16 KiB each."""
 
 
 def keep_one_order() -> None:
-    """Let the library's products of this process add along K in one order.
+    """Make the cuBLAS products of this process sum along K in one order.
 
-    This must come before the first product on a GPU; `first_unsteady` finds out whether it did.
+    Call this before the first product on a GPU; `first_unsteady` checks whether it took effect.
     """
     os.environ.update(WORKSPACES)
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -45,8 +45,11 @@ class Product(NamedTuple):
 
 
 def first_unsteady(products: Iterable[Product], device: torch.device) -> str | None:
-    """Find a product whose rows have other bits at another number of rows, as words; None if each
-    has one order. It takes less than a second for each."""
+    """Return a description of the first product whose rows' bits depend on the number of rows, or
+    None.
+
+    Each product takes less than a second.
+    """
     for product in products:
         draws = torch.Generator(device).manual_seed(0)
         x = torch.randn((_MOST_ROWS, product.depth), generator=draws, device=device)

@@ -1,5 +1,4 @@
-"""Says which row each of several tokens or tiles belongs to, on the host, from the number that each
-row has."""
+"""`row_indices`: maps tokens or tiles to their rows on the host, given how many each row has."""
 
 from __future__ import annotations
 
@@ -8,13 +7,13 @@ from torch import Tensor
 
 
 def row_indices(counts: Tensor) -> Tensor:
-    """Return each index of `counts` [B] int64, on the host, as often as its entry says.
+    """Return each index i of `counts` [B] int64 repeated counts[i] times, in order, on the host.
 
-    This is `torch.repeat_interleave(counts)`, which asks all threads of the CPU for help however
-    little there is to do. With 64 cores and four such processes that took 10 ms, where this takes
-    20 µs, and the GPU waited.
+    The result equals `torch.repeat_interleave(counts)`, which uses all threads of the CPU even for
+    little work. With 64 cores and four such processes that took 10 ms, during which the GPU was
+    idle; this function takes 20 µs.
     """
     ends = counts.cumsum(0)
     total = int(counts.sum())
-    # How many rows have ended when each token comes.
+    # The number of rows that end at or before each token.
     return torch.bincount(ends, minlength=total + 1)[:total].cumsum(0)

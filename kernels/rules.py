@@ -1,26 +1,26 @@
-"""What decides the bits of a row on a GPU: the rule book that kernels and layers read.
+"""`BitRules`: the choices of kernels and layers that decide the bits of a row on a GPU.
 
-A sum in floating point depends on its order. Matrix instructions add along K in one order whatever
-the tile is, so tiles decide nothing. These choices do:
+A floating-point sum depends on its order. Matrix instructions add along K in one order whatever the
+tile, so tile sizes do not matter. These choices do:
 
-- where the context of a query is cut into splits (`Splits`), and how many queries a program of
-  decode attention has;
-- which form of an operation reads a token: that of a prefill or that of a decode step. A prefill
-  takes the prefill's form even if each of its rows has one token; whether tokens that were
-  generated are read again in the form that read them first is a rule (`BitRules.replay`);
+- where a query's context is cut into splits (`Splits`), and how many queries a program of decode
+  attention has;
+- whether a token is computed by the prefill's or the decode step's form of an operation. A prefill
+  uses the prefill's form even if each of its rows has one token. Whether generated tokens that are
+  computed again use the form that computed them first is a rule (`BitRules.replay`);
 - whether latent attention expands the latents of a prompt;
-- prefills end at no place inside an image whose tokens see each other, and each of these tokens
+- prefills never end inside an image whose tokens attend to each other, and each of these tokens
   reads the same keys wherever its part of the prefill begins;
 - chunks of recurrent layers begin at absolute multiples of 64, and their states are written back
-  each `FOLDED` tokens behind the prompt, in any batch;
-- where the library (`kernels/library.py`) and products of weights in FP8 and 4 bits
-  (`BitRules.cut_sums`) cut a sum. Products of adapters cut it by the layer's in features alone,
-  and add the parts in their order, under any rule;
-- whether weights in 4 bits are dequantised for a step of many tokens. What kernels multiply by has
-  the same values, but for NVFP4, which is exact in products and rounded where it is dequantised:
-  its experts never are, and its linear layers are not under `BY_ROW`.
+  every `FOLDED` tokens after the prompt, in any batch;
+- where cuBLAS (`kernels/library.py`) and the products of weights in FP8 and 4 bits
+  (`BitRules.cut_sums`) cut a sum. Adapters' products cut it by the layer's input features alone and
+  add the parts in their order, under any rule;
+- whether 4-bit weights are dequantised for a step of many tokens. Both forms multiply by the same
+  values, except for NVFP4, which is exact in products and rounded where it is dequantised. So NVFP4
+  experts are never dequantised, and NVFP4 linear layers are not under `BY_ROW`.
 
-`BY_BATCH` may choose what is fastest for a batch. Under `BY_ROW` a choice depends on the row and on
+`BY_BATCH` chooses what is fastest for a batch. Under `BY_ROW` a choice depends on the row and on
 the shapes of the model alone, so a row has the same bits in every batch.
 """
 
@@ -30,38 +30,38 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 VERSION = 2
-"""To be raised with every change of a rule below, or of a kernel, that changes bits under
-`BY_ROW`."""
+"""The version of the bits under `BY_ROW`. Raise it with every change of a rule below, or of a
+kernel, that changes them."""
 
 FOLDED = 8
-"""Tokens that a recurrent layer's step folds into the state at once on a GPU, when as many wait. A
-state is as large as some eighty records, and reading it in each step but writing it in every eighth
-saves most of the writes."""
+"""Pending records that a recurrent layer's step folds into the state at once on a GPU. A state is
+as large as some eighty records, so reading it in every step but writing it in every eighth saves
+most of the writes."""
 
 MOST_SPLITS = 32
 """The most splits of a row under any rule."""
 _SHORT_SPLIT, _LONG_SPLIT = 512, 2048
 _ENOUGH_PROGRAMS = 128
-"""The number of (row, KV head) pairs that fill a GPU."""
+"""Pairs of a row and a KV head that fill a GPU."""
 _EQUAL_QUERIES = 32
-"""Up to this number of queries, tokens times heads of a group, a query has the same bits in any
-program of decode attention."""
+"""The number of queries (tokens times heads of a group) up to which a query has the same bits in
+any program of decode attention."""
 
 
 _LEAST_STEPS = 4
-"""Steps of a sum below which cutting it costs more than it brings."""
+"""Steps of a sum's part below which cutting costs more than it saves."""
 _MOST_PARTS = 8
 
 
 def num_parts(tiles: int, steps: int, programs: int) -> int:
-    """Choose in how many parts the sums of a product, of `steps` steps, are cut: for up to
-    `programs` programs where there are few tiles."""
+    """Return the number of parts into which a product of `tiles` tiles cuts its sums of `steps`
+    steps, so that at most `programs` programs run."""
     return max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_PARTS))
 
 
 class Splits(NamedTuple):
-    """How the context of a row is cut for decode attention: into splits of `tokens` tokens, or, of
-    a long context, into `max_splits` equal ones."""
+    """How decode attention cuts the context of a row: into splits of `tokens` tokens, or, if that
+    would be more than `max_splits`, into `max_splits` equal ones."""
 
     tokens: int
     max_splits: int
@@ -69,31 +69,31 @@ class Splits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BitRules:
-    """How freely an operation chooses by the batch that it is given."""
+    """How far the choices of an operation may depend on the batch."""
 
-    # Batches of few rows have short splits, which fill the GPU and cost a combination.
+    # Batches of few rows have short splits, which fill the GPU but must be combined.
     short_splits: bool
-    # The most splits of a row with one query; and of latent attention, whose partial results are
-    # larger, in batches of few rows and of many.
+    # The most splits of a row with one query. Latent attention, whose partial results are larger,
+    # has limits of its own: for batches of few rows and of many.
     most_splits: int
     most_latent_splits: tuple[int, int]
     splits_by_width: bool  # rows of several queries have fewer splits, to save memory
-    # Several queries of a row are divided among programs in which each has the bits that it has
-    # alone. Latents are read once more for each, and so are windows, which begin elsewhere.
+    # Several queries of a row are divided among programs, such that each has the bits that it has
+    # alone. Latents, and sliding windows, which begin elsewhere, are read again for each piece.
     divide_queries: bool
-    # Latents of a prompt are expanded always, or only where that is faster.
+    # Whether a prompt's latents are always expanded, or only where that is faster.
     expand_all_latents: bool
     wide_latent_tiles: bool  # latent decode attention has larger tiles for some numbers of rows
-    # Tokens of a row behind its prompt are read in the form of a decode step whenever they are read
-    # again: after a preemption, and to be scored.
+    # Tokens after a row's prompt are always computed in the form of a decode step, also when they
+    # are computed again: after a preemption, and for scoring.
     replay: bool
-    # Sums of products of weights in FP8 and in 4 bits are cut where there are few tiles. In FP8
-    # uncut ones have the bits of the library's, which rounds them before they are added to a
-    # residual. Weights in 4 bits are not dequantised for the library if sums are not cut.
+    # Sums of products of FP8 and 4-bit weights are cut where there are few tiles. Uncut sums in FP8
+    # have the bits of the library's product, which rounds before the addition to a residual. If
+    # sums are not cut, 4-bit weights are not dequantised for the library either.
     cut_sums: bool
 
     def splits(self, rows: int, kv_heads: int, width: int) -> Splits:
-        """Choose how contexts are cut for `rows` rows of `width` queries."""
+        """Choose how contexts are cut in a step of `rows` rows of `width` queries."""
         few = self._are_few(rows, kv_heads)
         limit = self.most_splits
         if self.splits_by_width and not few:
@@ -101,11 +101,11 @@ class BitRules:
         return Splits(_SHORT_SPLIT if few else _LONG_SPLIT, limit)
 
     def has_splits(self, room: int) -> bool:
-        """Whether contexts of at most `room` tokens may have several splits."""
+        """Return whether contexts of at most `room` tokens may have several splits."""
         return room > (_SHORT_SPLIT if self.short_splits else _LONG_SPLIT)
 
     def latent_splits(self, rows: int, width: int) -> Splits:
-        """Choose how contexts are cut for latent attention."""
+        """Choose how latent attention cuts contexts in a step of `rows` rows of `width` queries."""
         few = self._are_few(rows, 1)
         limit = self.most_latent_splits[0 if few else 1]
         if self.splits_by_width:
@@ -113,12 +113,13 @@ class BitRules:
         return Splits(_SHORT_SPLIT if few else _LONG_SPLIT, limit)
 
     def takes_wide_tiles(self, items: int, programs: int) -> bool:
-        """Whether latent decode attention of `items` pairs of a row and a group of heads takes the
-        tiles that are faster if each of `programs` programs has one or two."""
+        """Return whether latent decode attention takes the wide tiles, which are faster if each of
+        `programs` programs has one or two items. An item is a pair of a row and a group of
+        heads."""
         return self.wide_latent_tiles and _ENOUGH_PROGRAMS <= items <= programs
 
     def pieces(self, width: int, group: int, room: int, *, window: bool) -> int:
-        """Choose into how many pieces the `width` causal queries of a row are divided, where
+        """Return into how many pieces the `width` causal queries of a row are divided, where
         `group` heads read the same keys, of at most `room` tokens."""
         if not self.divide_queries:
             return 1
@@ -128,7 +129,7 @@ class BitRules:
         return width // max(n for n in range(1, width + 1) if not width % n and n <= limit)
 
     def latent_pieces(self, width: int) -> int:
-        """`pieces` for latent attention."""
+        """Return the number of pieces for latent attention, as `pieces` does."""
         return width if self.divide_queries else 1
 
     def _are_few(self, rows: int, kv_heads: int) -> bool:

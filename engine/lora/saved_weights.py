@@ -14,8 +14,8 @@ from batchgen.engine.lora.layer_lora import ChoosesProduct, LoRAState, packed_pr
 class SavedWeights:
     """The weights [N, K] that some adapters use instead of the layer's weight.
 
-    Adapters are numbered from 1. So are slots, in which the device holds the weights of the
-    adapters that rows may currently use; slot 0 is for tokens without an adapter (see `LoRAState`).
+    Adapters and slots are numbered from 1. A slot holds, on the device, the weight of an adapter
+    that rows may currently use; slot 0 is for tokens without an adapter (see `LoRAState`).
 
     Args:
         weights: the weights of each adapter, on the host; None for an adapter that uses the

@@ -87,9 +87,9 @@ class RankProcesses:
         self._gpu = device == "cuda"
         self._reason: str | None = None
         self._closed = False
-        self._since: float | None = None
+        self._since: float | None = None  # when the step began; None between steps
         self._stepping: int | None = None  # the thread that runs the step
-        self._left = threading.Event()
+        self._left = threading.Event()  # set when the step or the start has ended or failed
         store = serve_store()
         message = _pickled((size, store.port, device, recipe))
         self._finalizer = weakref.finalize(self, _end, self._processes, self._connections)

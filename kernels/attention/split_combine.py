@@ -1,8 +1,9 @@
 """Combines the results of splits in decode attention, in Triton.
 
-A long context is cut into *splits*, which programs compute in parallel (`decode.py`). Each leaves a
-partial result and the logarithm of the sum of its weights; the results of a query are then averaged
-by these sums.
+A long context is cut into *splits*, which programs compute in parallel (`decode.py`). Each split
+yields a partial result and the logarithm of the sum of its softmax weights. `combine_splits` then
+averages a query's partial results, weighted by these sums. The module also has small Triton
+functions that the decode kernels share.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from batchgen.kernels.attention.decode_plan import DecodePlan
 from batchgen.kernels.rules import MOST_SPLITS
 
 SCALED_BY = tl.constexpr(256.0)
-"""A factor for the softmax weights of values in FP8. They are multiplied by it besides the scales
-of the values, which are about 1/448, so that the products do not become too small for float16. Sums
-are divided by it again."""
+"""A factor for the softmax weights of FP8 values. Weights are multiplied by the values' scales,
+which are about 1/448, so without the factor they could be too small for float16. Sums are divided
+by it again."""
 _COMBINE_ELEMENTS = 4096
-"""Elements of partial results that the combination loads at a time."""
+"""Elements of partial results that the kernel loads at a time."""
 
 
 def partial_results(
     plan: DecodePlan, groups: int, queries: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Allocate room for results of splits [P, queries, size] and the logarithms of their weights
-    [P, queries], P being 0 if no row can have several splits.
+    """Allocate the partial results of splits [P, queries, size] and the logarithms of their sums of
+    weights [P, queries]. P is 0 if no row can have several splits.
 
-    Programs compute `groups` groups of heads apart, each with `queries` queries of a row.
+    `groups` groups of heads have separate programs, each for `queries` queries of a row.
     """
     count = len(plan.units) * groups if plan.max_splits > 1 else 0
     device = plan.units.device
@@ -45,7 +46,8 @@ def combine_splits(
     groups: int,
     sinks: Tensor | None = None,
 ) -> None:
-    """Write the results of the rows that have several splits to out [B · W, num_heads, size].
+    """Combine the splits of rows that have several, and write the results to `out` [B · W,
+    num_heads, size]; other rows are not changed.
 
     `partial` and `log_sums` are from `partial_results`, filled; `groups` counts the groups of
     consecutive heads. `sinks` are those of `paged_attention`.
@@ -68,7 +70,7 @@ def combine_splits(
 
 @triton.jit
 def capped_score(score, CAP: tl.constexpr):
-    """Return cap · tanh(score / cap) for scores times log₂ e, as is the cap here."""
+    """Return cap · tanh(score / cap) with cap = CAP · log₂ e, for scores multiplied by log₂ e."""
     cap: tl.constexpr = CAP * 1.4426950408889634
     # tanh(x) = 1 - 2 / (1 + exp(2x)), whose exponential may overflow to infinity, or vanish.
     return cap - 2 * cap / (1 + tl.exp(score * (2 / cap)))
@@ -76,8 +78,8 @@ def capped_score(score, CAP: tl.constexpr):
 
 @triton.jit
 def sink_share(sinks, heads, mask, log_sum):
-    """Return what share of a softmax its tokens keep beside a sink: sigmoid(log_sum - sink), where
-    `log_sum` is the logarithm of the tokens' weights to the base of 2."""
+    """Return the share of a softmax that remains for the tokens if there is an attention sink:
+    sigmoid(log_sum - sink), with `log_sum` the base-2 logarithm of the tokens' sum of weights."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32) * LOG2_E
     return 1.0 / (1.0 + tl.exp2(sink - log_sum))
@@ -89,8 +91,8 @@ def _combine_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program averages the splits of one token for the heads of one KV head, if it has
-    several."""
+    """Each program averages the splits of one token for one group of heads; it does nothing if the
+    token's row has one split."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token // WIDTH
@@ -106,7 +108,7 @@ def _combine_kernel(
         mask = (split < number)[:, None] & (member < GROUP)[None, :]
         all_sums = tl.load(log_sums + offsets, mask=mask, other=-float("inf"))
         top = tl.max(all_sums, 0)
-        # Padding has no split, and sums that are all NaN have no maximum: 0 avoids -inf - -inf.
+        # 0 avoids -inf - -inf for padding, which has no split, and for sums that are all NaN.
         top = tl.where(top == -float("inf"), 0.0, top)
         total = tl.sum(tl.exp2(all_sums - top[None, :]), 0)
         real = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -134,22 +136,26 @@ def _combine_kernel(
 
 @triton.jit
 def byte_of_words(words, INDEX: tl.constexpr, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return byte INDEX of int32 words, FP8, in `dtype`, or in float32 for the interpreter."""
+    """Return byte INDEX of int32 words of FP8 values, converted to `dtype` (float32 for the
+    interpreter)."""
     values = ((words >> (8 * INDEX)) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     return values.to(tl.float32 if INTERPRETED else dtype)
 
 
 @triton.jit
 def float16_excess(largest):
-    """Return what queries whose largest magnitudes are `largest` are divided by before products in
-    float16 with FP8: 1, or more so that they become 32768 at most."""
+    """Return the divisor for queries with the maximum magnitudes `largest`, before float16 products
+    with FP8 keys: 1, or whatever brings the magnitudes down to 32768."""
     return tl.maximum(largest / 32768.0, 1.0)
 
 
 @triton.jit
 def converted_apart(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Convert values of FP8 to `dtype`, float16 or float32, before they are brought to the layout
-    of a product. Triton moves no conversion past what may have effects."""
+    """Convert FP8 values to `dtype`, float16 or float32, before a product's layout conversion.
+
+    The conversion to float16 is assembly marked as having side effects, because Triton moves no
+    layout conversion past such an operation.
+    """
     if INTERPRETED or dtype == tl.float32:
         converted = values.to(dtype)
     else:

@@ -1,4 +1,7 @@
-"""Dequantises weights: weights in 4 bits become 16-bit floats in memory, in Triton."""
+"""Dequantises 4-bit weights to 16-bit floats in GPU memory, in Triton.
+
+`experts.py` and `linear.py` call it for large batches, which are multiplied in 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ _ROWS = 128
 
 
 def dequantise_panels(weight: FourBitPanels) -> Tensor:
-    """Compute the panels [E, K/64, N, 64] of the weights in 16 bits (`moe/tiled_layout.py`)."""
+    """Compute the weights in 16 bits as panels [E, K/64, N, 64], the layout of
+    `moe/tiled_layout.py`."""
     experts, panels, rows, _ = weight.words.shape
     device = weight.words.device
     out = torch.empty((experts, panels, rows, PANEL), dtype=weight.dtype, device=device)
@@ -52,7 +56,7 @@ def _dequantise(
     words_ptr, scales_ptr, out_ptr, rows, panels, panel_stride, row_stride,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program unpacks some rows of two panels of an expert."""
+    """Each program unpacks some rows of two adjacent panels of one expert."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     step = tl.program_id(1)
     expert = tl.program_id(2).to(tl.int64)

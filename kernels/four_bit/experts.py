@@ -1,5 +1,8 @@
-"""Chooses how experts with weights in 4 bits are computed, and computes them: in 4 bits by Triton
-kernels, or dequantised."""
+"""`FourBitExperts`: the weights of an MoE layer's experts in 4 bits, and their products.
+
+Small batches are multiplied in 4 bits by the Triton kernels of `grouped_product_triton.py`. For
+large batches the weights are dequantised and multiplied in 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,20 @@ from batchgen.kernels.moe.moe_tiles import MoETiles, tiles_of_panels
 
 
 class FourBitExperts(NamedTuple):
-    """`ExpertWeights` in 4 bits, multiplied by tokens in the dtype of the panels as if they were
-    dequantised."""
+    """The `ExpertWeights` whose values have 4 bits. Results are those of the dequantised weights,
+    in the dtype of the panels."""
 
     gate_up: FourBitPanels  # [E, 2·I, H]
     down: FourBitPanels  # [E, H, I]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """E, H and I."""
+        """The number of experts E, the hidden size H and the inner size I."""
         return self.down.sizes
 
     def tiles(self, num_slots: int) -> FourBitTiles | MoETiles:
-        """Look up how to cut the products of this many slots: tiles of `moe` say that weights are
-        dequantised before."""
+        """Look up how to cut the products of this many slots into tiles. `MoETiles` mean that the
+        weights are dequantised before the product."""
         experts, layout = self.sizes[0], self.down.layout
         return four_bit_tiles(num_slots, experts, layout) or tiles_of_panels(num_slots, experts)
 
@@ -47,7 +50,7 @@ class FourBitExperts(NamedTuple):
         epilogues: Epilogues,
         parts: Tensor,
     ) -> None:
-        """Compute both products, as `ExpertWeights.multiply` says."""
+        """Compute both products, as described at `ExpertWeights.multiply`."""
         gate_up, down = self
         (experts, hidden, inner), k = self.sizes, weights.shape[1]
         assert gate_up.sizes == (experts, 2 * inner, hidden)
@@ -71,6 +74,6 @@ class FourBitExperts(NamedTuple):
             pairs.add_down_(parts, activated, weights)
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
-        """Compute `grouped_mlp` in PyTorch, as plainly as it can be written."""
+        """Compute `grouped_mlp` in PyTorch with dequantised weights."""
         wide, narrow = (dequantise_reference(panels).to(x.dtype) for panels in self)
         return grouped_mlp_reference(x, wide, narrow, ids, weights, epilogues)

@@ -1,12 +1,12 @@
-"""How a GPU keeps weights of e2m1 values, MXFP4 and NVFP4: in the words of `panels.py`.
+"""The GPU layout of e2m1 weights, MXFP4 and NVFP4, in the words of `panels.py`.
 
-MXFP4: a word of scales has those of 128 columns of a row, from the lowest byte on, with 126 added:
-the exponents of bfloat16 by which unpacked values are multiplied.
+MXFP4: a word of scales holds the four scales of 128 columns of a row, the first in the lowest byte.
+126 is added to each: these are the bfloat16 exponents that unpacked values are multiplied by.
 
-NVFP4: a word of scales has those of the four groups of a panel's row, from the lowest byte on. A
-byte holds 3 bits of mantissa and 5 of exponent, so that every number of e4m3 is a normal one; its
-exponent is 10 larger than that of the scale. A last word of each row has its factor as a float32,
-times 2**8, because unpacked values are multiplied by 2**-8 times their scales.
+NVFP4: a word of scales holds the four scales of a panel's row, the first in the lowest byte. A byte
+has 3 bits of mantissa and 5 of exponent, so that every e4m3 number is a normal one; its exponent is
+10 larger than that of the scale. One more word per row holds the row's factor as a float32, times
+2**8, because unpacked values are multiplied by 2**-8 times their scales.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from batchgen.kernels.moe.tiled_layout import PANEL
 MXFP4 = Layout("mxfp4", MXFP4_GROUP, torch.bfloat16)
 NVFP4 = Layout("nvfp4", NVFP4_GROUP, torch.bfloat16)
 LARGEST_SCALE = 128
-"""The largest scale of MXFP4, 2, of which the exponent of bfloat16 that the kernels multiply by
-exists."""
+"""The largest MXFP4 scale, a factor of 2, that kernels can multiply by: a larger one has no
+bfloat16 exponent after the shift by 126."""
 _MXFP4_BIAS = 126
 _NVFP4_BIAS, _NVFP4_POWER = 10, 8
 _SIGN_BITS = (15, 12, 14, 13)
 _FIRST_BITS = (6, 3, 9, 0)
-"""Where the sign and the other three bits of the four values in half a word are."""
+"""The bit positions of the sign and of the other three bits, for the four values in half a word."""
 
 
 def takes_fp4(dtype: torch.dtype, *widths: int) -> bool:
-    """Whether tokens of this dtype are multiplied by weights of these widths K in e2m1: bfloat16,
-    if panels divide the widths."""
+    """Return whether tokens of this dtype can be multiplied by e2m1 weights with these numbers of
+    columns K: bfloat16, and each K a multiple of a panel's 64 columns."""
     return dtype == torch.bfloat16 and all(width % PANEL == 0 for width in widths)
 
 
@@ -69,7 +69,7 @@ def mxfp4_words(weight: MXFP4Weight) -> tuple[Tensor, Tensor]:
 
 
 def unpack_mxfp4(panels: FourBitPanels) -> MXFP4Weight:
-    """Return the weights [E, N, K] that were laid out."""
+    """Return the weights [E, N, K] that `mxfp4_words` laid out."""
     values = _values(panels)
     exponents = _bytes_of_words(panels.scales) - _MXFP4_BIAS
     scales = exponents[..., : 2 * values.shape[-1] // MXFP4_GROUP]
@@ -98,7 +98,7 @@ def nvfp4_words(weight: NVFP4Weight) -> tuple[Tensor, Tensor]:
 
 
 def unpack_nvfp4(panels: FourBitPanels) -> NVFP4Weight:
-    """Return the weights [E, N, K] that were laid out."""
+    """Return the weights [E, N, K] that `nvfp4_words` laid out."""
     scale_bytes = _bytes_of_words(panels.scales[:, :-1])
     scales = torch.ldexp((scale_bytes & 7) / 8 + 1, (scale_bytes >> 3) - _NVFP4_BIAS)
     scales = scales.masked_fill(scale_bytes == 0, 0).to(torch.float8_e4m3fn)
@@ -107,7 +107,7 @@ def unpack_nvfp4(panels: FourBitPanels) -> NVFP4Weight:
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Lay out codes from `codes_of_lanes` as words [K/64, N, 8]."""
+    """Lay out codes, as `codes_of_lanes` returns them, as words [K/64, N, 8]."""
     halves = torch.zeros_like(codes[:, :, :, 0])
     for step, (sign, first) in enumerate(zip(_SIGN_BITS, _FIRST_BITS, strict=True)):
         of_step = codes[:, :, :, step]

@@ -1,11 +1,12 @@
-"""Weights of e2m1 values: a sign, 2 bits of exponent, 1 of mantissa; ±0, 0.5, 1, 1.5, 2, 3, 4, 6.
+"""4-bit weights of e2m1 values, as checkpoints have them: one sign bit, 2 bits of exponent, 1 of
+mantissa. The values are ±0, 0.5, 1, 1.5, 2, 3, 4 and 6.
 
-MXFP4 (OCP Microscaling Formats 1.0, 2023): each 32 neighbours of a row share a scale, 2**(s - 127)
-with a byte s (e8m0).
+MXFP4 (OCP Microscaling Formats 1.0, 2023): every 32 adjacent columns of a row share the scale 2**(s
+- 127), where s is a byte (e8m0).
 
-NVFP4: each 16 neighbours of a row share a scale in FP8 (e4m3), and a weight has one factor in
-float32. compressed-tensors publishes what divides (`weight_global_scale`), ModelOpt what multiplies
-(`weight_scale_2`).
+NVFP4: every 16 adjacent columns of a row share a scale in FP8 (e4m3), and the whole weight has one
+float32 factor. compressed-tensors publishes the factor's reciprocal (`weight_global_scale`),
+ModelOpt the factor itself (`weight_scale_2`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
-"""Values of a row that share a scale."""
+"""Columns of a row that share a scale."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 """The values of the codes 0 to 15."""
@@ -26,7 +27,7 @@ _NAN_SCALE = 255
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0
 """The largest values of e2m1 and of e4m3."""
 _PIECE = 2**24
-"""Values that are dequantised at once, which bounds what is needed besides the result."""
+"""The most values that are dequantised at once. It bounds the memory needed besides the result."""
 
 
 class MXFP4Weight(NamedTuple):
@@ -45,9 +46,9 @@ class MXFP4Weight(NamedTuple):
         """Compute the weight [..., N, K] in this dtype, or into `out`, which may be strided and on
         another device.
 
-        All values are exact in float32 and bfloat16, but those beyond their range become ±inf,
-        which needs a scale of 253 or 254. The scale 255 is NaN, whatever the code. float16 rounds
-        what is subnormal there, and has ±inf above 65504.
+        float32 and bfloat16 represent all values exactly, except those beyond their range (scales
+        253 and 254), which become ±inf. Scale 255 means NaN, whatever the code. float16 rounds
+        values that are subnormal in it, and values above 65504 become ±inf.
         """
         if out is None:
             out = torch.empty(self.shape, dtype=dtype, device=self.values.device)
@@ -61,8 +62,9 @@ class NVFP4Weight(NamedTuple):
 
     values: Tensor  # [..., N, K/2] uint8, as in `MXFP4Weight`
     scales: Tensor  # [..., N, K/16] float8_e4m3fn
-    # [..., N, K/16], equal within a row; mostly expanded from one. In float64, in which a
-    # reciprocal is exact enough for a product to have the bits of the quotient in float32.
+    # [..., N, K/16], equal within a row; usually expanded from one value. Kept in float64:
+    # multiplying by a float64 reciprocal gives the same float32 bits as dividing by the published
+    # value.
     factors: Tensor
 
     @property
@@ -77,8 +79,7 @@ class NVFP4Weight(NamedTuple):
         return NVFP4_GROUP
 
     def dequantise(self) -> Tensor:
-        """Compute the weight [..., N, K] in float32: codes times scales times the factor, of which
-        the last two are multiplied first."""
+        """Compute the weight [..., N, K] in float32 as code · (scale · factor)."""
         table = torch.tensor(VALUES, device=self.values.device)
         codes: Tensor = table[unpack_codes(self.values).int()].unflatten(-1, (-1, NVFP4_GROUP))
         scales = (self.scales.double() * self.factors).float()
@@ -87,7 +88,7 @@ class NVFP4Weight(NamedTuple):
 
 
 def _pieces(out: Tensor, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Cut along the leading axes until a piece has few values."""
+    """Split along the leading axes until each piece has at most _PIECE values."""
     if out.ndim > 2 and out.numel() > _PIECE:
         for parts in zip(out, values, scales, strict=True):
             yield from _pieces(*parts)
@@ -103,8 +104,11 @@ def _dequantised(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _times_power(values: Tensor, exponents: Tensor) -> Tensor:
-    """Multiply float32 values [..., K] by 2**exponents [..., K/32], to groups [..., K/32, 32]: in
-    two steps, because not all these powers are numbers of float32."""
+    """Multiply float32 values [..., K] by 2**exponents [..., K/32], and return groups [..., K/32,
+    32].
+
+    Two multiplications are made, because 2**exponent itself may be outside the range of float32.
+    """
     groups: Tensor = values.unflatten(-1, (-1, MXFP4_GROUP))
     first = exponents // 2
     for part in (first, exponents - first):
@@ -113,23 +117,23 @@ def _times_power(values: Tensor, exponents: Tensor) -> Tensor:
 
 
 def unpack_codes(values: Tensor) -> Tensor:
-    """Turn bytes [..., K/2] into codes [..., K] uint8, those of bits 0-3 first."""
+    """Unpack bytes [..., K/2] into codes [..., K] uint8; bits 0-3 are the first code of a byte."""
     codes: Tensor = torch.stack((values & 15, values >> 4), -1)
     return codes.flatten(-2)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Turn codes [..., K] uint8 into bytes [..., K/2]."""
+    """Pack codes [..., K] uint8 into bytes [..., K/2]."""
     pairs: Tensor = codes.unflatten(-1, (-1, 2))
     low, high = pairs.unbind(-1)
     return low | (high << 4)
 
 
 def quantise_mxfp4(weight: Tensor) -> MXFP4Weight:
-    """Round a weight [..., N, K] of finite values to MXFP4.
+    """Quantise a weight [..., N, K] of finite values to MXFP4.
 
-    The largest value of a group gets the largest exponent of e2m1, as the standard says, so values
-    may be cut to 6 times the scale. Ties go to the code with an even mantissa. A group of zeros has
+    As the standard says, a group's largest value gets the largest exponent of e2m1, so values may
+    be clamped to 6 times the scale. Ties go to the code with an even mantissa. A group of zeros has
     the least scale.
     """
     wide = weight.float()
@@ -141,9 +145,9 @@ def quantise_mxfp4(weight: Tensor) -> MXFP4Weight:
 
 
 def quantise_nvfp4(weight: Tensor) -> NVFP4Weight:
-    """Round a weight [..., N, K] of finite values to NVFP4.
+    """Quantise a weight [..., N, K] of finite values to NVFP4.
 
-    The largest value of the weight gets the largest code and the largest scale; ties go to the code
+    The largest value of the weight gets the largest code and the largest scale. Ties go to the code
     with an even mantissa.
     """
     groups = weight.float().unflatten(-1, (-1, NVFP4_GROUP))
@@ -157,7 +161,8 @@ def quantise_nvfp4(weight: Tensor) -> NVFP4Weight:
 
 
 def _nearest(groups: Tensor) -> Tensor:
-    """Round values [..., G, group] to the nearest of e2m1: bytes [..., K/2] of two codes each."""
+    """Round values [..., G, group] to the nearest e2m1 codes, and return bytes [..., K/2] of two
+    codes each."""
     table = torch.tensor(_MAGNITUDES, device=groups.device)
     bounds, size = (table[1:] + table[:-1]) / 2, groups.abs().contiguous()
     # At a bound between two codes, one search yields the lower and one the upper.

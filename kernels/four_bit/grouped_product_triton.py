@@ -1,10 +1,11 @@
-"""The two products of experts in 4 bits with 16-bit tokens, in Triton, in the tiles of `moe`.
+"""The two matrix products of MoE experts with 4-bit weights and 16-bit tokens, in Triton, on the
+tiles of `moe`. `FourBitExperts.multiply` calls both.
 
-Weights are the left operand of the matrix instruction, which takes them from the registers in which
-they are unpacked, so only 4 bits of a weight are read from memory and none of the 16 is written
-there. Steps are of two panels, 128 columns, whose scales are in one word. Rows of tokens past a
-tile's end are zeros that are not read, because with few tokens they would be most of what is read
-besides the weights.
+Weights are the left operand of the matrix instruction, because that operand may come from
+registers, where the weights are unpacked. So only 4 bits per weight are read from memory, and
+nothing is written back. A step takes two panels, 128 columns, because one word of scales covers
+them. Rows past a tile's end are zeros and are not read: with few tokens they would be most of the
+traffic besides the weights.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def four_bit_gate_up(
     epilogues: Epilogues = PLAIN,
     added: Tensor | None = None,  # [T·k, parts · I], in the order of slots
 ) -> None:
-    """Compute silu(gate·x) · (up·x) of every slot in float32, or what `epilogues` say, into `out`
-    in sorted order. Adapters have `added` to the products before the gate."""
+    """Compute silu(gate·x) · (up·x) of every slot in float32, or the function that `epilogues`
+    name, into `out` in sorted order. `added` is what adapters add to the products before the
+    gate."""
     inner = out.shape[1]
     limit, slope = epilogues.clamped or (None, None)
     grid = (alignment.most_tiles * triton.cdiv(inner, tiles.block_n),)
@@ -129,7 +131,7 @@ def _gate_up_tile(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     index = first + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
-    # Rows of weights past the last one are others, whose results are not written.
+    # Rows past the last one wrap to other rows of the weight; their results are not written.
     row = column % inner
     is_slot = index < end
     slot = tl.load(slots_ptr + tl.minimum(index, end - 1))

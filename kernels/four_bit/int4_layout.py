@@ -1,10 +1,10 @@
-"""How a GPU keeps weights in int4: in the words of `panels.py`.
+"""The GPU layout of int4 weights, in the words of `panels.py`.
 
-In the halves of a word, a value of the i-th step of 8 columns has the bits 4·i to 4·i + 3, so one
-shift and one mask yield two codes where 16-bit floats have the last bits of their mantissa.
+In each half of a word, the value of the i-th step of 8 columns has bits 4·i to 4·i + 3. So one
+shift and one mask move two codes to the last bits of the mantissas of two 16-bit floats.
 
-A word of scales has what a group of a row is multiplied by: its scale as a 16-bit float in the low
-half, and what is added to the codes before in the high one (`unpack_triton.py`).
+A word of scales holds two 16-bit floats for one group of a row: the scale in the low half, and in
+the high half the number that is added to the codes before the multiplication (`unpack_triton.py`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from batchgen.kernels.four_bit.panels import (
 from batchgen.kernels.moe.tiled_layout import PANEL
 
 GROUPS = (128, 64, 32)
-"""Columns that share a scale in panels; larger groups repeat theirs."""
+"""The group sizes, in columns, that panels support. Weights with larger groups repeat their
+scales."""
 _MINUS_MAGIC = {torch.bfloat16: 0xC300, torch.float16: 0xE400}
-"""The bits of -128 and of -1024. Their last four bits are those of the ones of an integer."""
+"""The bits of -128 in bfloat16 and of -1024 in float16. In both, adding n to the last four bits
+subtracts n from the number."""
 _STEPS = 4
 
 
 def int4_layout(dtype: torch.dtype, columns: int, group: int) -> Layout | None:
-    """Return how a weight with this K and these groups is kept, for tokens of this dtype; None if
-    it cannot be kept in int4."""
+    """Return the layout of a weight with K columns and this group size, for tokens of this dtype;
+    None if int4 panels do not support it."""
     if dtype not in _MINUS_MAGIC or columns % PANEL:
         return None
     size = next(
@@ -63,7 +65,7 @@ def int4_words(weight: Int4Weight, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def unpack_int4(panels: FourBitPanels) -> Int4Weight:
-    """Return the weights [E, N, K] that were laid out."""
+    """Return the weights [E, N, K] that `int4_words` laid out."""
     halves = lanes_of_words(panels.words)
     codes = torch.stack([(halves >> (4 * step)) & 15 for step in range(_STEPS)], -3)
     groups = panels.scales.transpose(1, 2)

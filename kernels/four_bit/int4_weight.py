@@ -1,8 +1,8 @@
-"""Weights of 4-bit integers with a scale and a zero point for each group, as AWQ, GPTQ and
+"""Weights of 4-bit integers with a scale and a zero point per group, as AWQ, GPTQ and
 compressed-tensors publish them.
 
-A value is (code - zero) · scale with a code and a zero point from 0 to 15. Some neighbours of a
-row, mostly 128, share scale and zero point.
+A value is (code - zero) · scale, with the code and the zero point from 0 to 15. A group is a number
+of adjacent columns of a row, usually 128, that share scale and zero point.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _STEPS = 7.5
 
 
 class Int4Weight(NamedTuple):
-    """A weight [..., N, K] in int4; each K/G neighbours of a row are a group."""
+    """A weight [..., N, K] in int4, as checkpoints have it. K/G adjacent columns of a row are a
+    group."""
 
     values: Tensor  # [..., N, K/2] uint8: two codes each, the one of the lower column in bits 0-3
     scales: Tensor  # [..., N, G] in any floating-point dtype
@@ -46,8 +47,8 @@ class Int4Weight(NamedTuple):
         return weight
 
     def regrouped(self, group: int) -> Int4Weight:
-        """Return this weight with smaller groups, which repeat their scale; `group` divides that
-        of this one."""
+        """Return this weight with smaller groups by repeating scales and zero points. `group`
+        divides the present group size."""
         times = self.group // group
         if times == 1:
             return self
@@ -56,8 +57,8 @@ class Int4Weight(NamedTuple):
 
 
 def quantise_int4(weight: Tensor, group: int) -> Int4Weight:
-    """Round a weight [..., N, K] of finite values to int4 symmetrically, with groups of a number of
-    columns and scales in the weight's dtype."""
+    """Quantise a weight [..., N, K] of finite values to int4 symmetrically, with `group` columns
+    per group and scales in the weight's dtype."""
     groups = weight.float().unflatten(-1, (-1, group))
     largest = groups.abs().amax(-1) / _STEPS
     scales = torch.where(largest > 0, largest, 1.0).to(weight.dtype)

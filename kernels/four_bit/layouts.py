@@ -1,7 +1,8 @@
-"""Lays out weights in 4 bits as the panels that kernels read, and turns panels back into weights,
-for all kinds of 4-bit values (int4, MXFP4, NVFP4).
+"""Packs 4-bit weights of every format (int4, MXFP4, NVFP4) into the panels that kernels read, and
+unpacks panels into weights.
 
-A *panel* is 64 columns of a weight, which stand together in memory (`panels.py`).
+This is the entry to `int4_layout.py` and `fp4_layout.py`. A *panel* is 64 adjacent columns of a
+weight, stored contiguously (`panels.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from batchgen.kernels.four_bit.int4_weight import Int4Weight
 from batchgen.kernels.four_bit.panels import Code, FourBitPanels, Layout
 
 GroupedWeight = Int4Weight | NVFP4Weight
-"""Weights of linear layers and of experts: three tensors [..., N, ·] whose columns are cut where
-groups end."""
+"""4-bit weights that both linear layers and experts may have: three tensors [..., N, ·], which are
+cut along columns only at the ends of groups."""
 FourBitWeight = GroupedWeight | MXFP4Weight
 
 
 def layout_of(code: Code, dtype: torch.dtype, columns: int, group: int) -> Layout | None:
-    """Return how a weight with this K and these groups is kept for tokens of this dtype; None if
-    it cannot be kept in 4 bits."""
+    """Return the layout of a weight with K columns and this group size, for tokens of this dtype;
+    None if 4-bit kernels do not support it."""
     if code == "int4":
         return int4_layout(dtype, columns, group)
     layout = MXFP4 if code == "mxfp4" else NVFP4
@@ -41,9 +42,10 @@ def layout_of(code: Code, dtype: torch.dtype, columns: int, group: int) -> Layou
 
 
 def pack_panels(weight: FourBitWeight, into: FourBitPanels) -> None:
-    """Lay out weights [E, N, K], one expert after another, on the device of `into`.
+    """Pack weights [E, N, K] into the panels `into`, one expert after another, on the device of
+    `into`.
 
-    Raises ValueError if kernels cannot multiply by a scale.
+    Raises ValueError if a scale is outside the range of the kernels.
     """
     device = into.words.device
     if isinstance(weight, Int4Weight):
@@ -56,14 +58,14 @@ def pack_panels(weight: FourBitWeight, into: FourBitPanels) -> None:
 
 
 def _words(weight: FourBitWeight, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Lay out the weight [N, K] of one expert: words, and words of scales."""
+    """Pack the weight [N, K] of one expert: return its words and its words of scales."""
     if isinstance(weight, Int4Weight):
         return int4_words(weight, layout)
     return nvfp4_words(weight) if isinstance(weight, NVFP4Weight) else mxfp4_words(weight)
 
 
 def unpack_panels(panels: FourBitPanels) -> FourBitWeight:
-    """Return the weights [E, N, K] that were laid out."""
+    """Return the weights [E, N, K] that `pack_panels` packed."""
     code = panels.layout.code
     if code == "int4":
         return unpack_int4(panels)

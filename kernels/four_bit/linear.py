@@ -1,4 +1,5 @@
-"""The matrix product of rows and a weight in 4 bits, as linear layers compute it."""
+"""The matrix product of rows with a 4-bit weight, as linear layers call it: on a CPU, by Triton
+kernels, or dequantised with cuBLAS."""
 
 from __future__ import annotations
 
@@ -44,16 +45,21 @@ def four_bit_linear(
 def four_bit_linear_parts(
     x: Tensor, weight: FourBitPanels, rules: BitRules = BY_BATCH
 ) -> Tensor | None:
-    """Compute x·Wᵀ as P > 1 partial sums [P, M, N] in float32, if the sums along K are cut. To add
-    these up takes a launch, which a caller saves if its next kernel does it. None if sums are not
-    cut, or weights are dequantised: then call `four_bit_linear`."""
+    """Compute x·Wᵀ as P > 1 partial sums [P, M, N] in float32, if the product is cut along K
+    (split-K).
+
+    Adding the parts up takes a launch, which a caller saves if its next kernel adds them. Returns
+    None if the sums are not cut or the weight is dequantised: then call `four_bit_linear`.
+    """
     if not x.is_cuda or is_dequantised(len(x), rules):
         return None
     return four_bit_linear_parts_triton(x, weight, four_bit_linear_tiles(len(x), rules))
 
 
 def is_dequantised(rows: int, rules: BitRules) -> bool:
-    """Whether weights are dequantised for a product of this many rows, and cuBLAS multiplies. It
-    may add in another order than our kernel. So this is never done under `BY_ROW`, where the number
-    of rows in a batch must not change the bits of a row."""
+    """Return whether a product of this many rows dequantises its weight and is computed by cuBLAS.
+
+    cuBLAS may sum in another order than our kernel. So this is never done under `BY_ROW`, where a
+    row's bits must not depend on the number of rows in the batch.
+    """
     return rules.cut_sums and rows > MOST_ROWS

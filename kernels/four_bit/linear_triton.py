@@ -1,7 +1,7 @@
-"""The product of rows and a weight in 4 bits, in Triton.
+"""The matrix product of rows with a 4-bit weight, in Triton. `linear.py` calls it.
 
-As in the products of experts, weights are the left operand. Where there are few tiles the sums are
-cut (split-K): programs write parts of them, and a second launch adds these up in their order.
+As in the products of experts, weights are the left operand. Where there are few tiles, the sums are
+cut along K (split-K): programs write partial sums, and a second launch adds them up in their order.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def four_bit_linear_triton(
 def four_bit_linear_parts_triton(
     x: Tensor, weight: FourBitPanels, tiles: FourBitLinearTiles
 ) -> Tensor | None:
-    """Compute x·Wᵀ in one launch, as parts [P, M, N] float32 with P > 1; None if the sums are not
-    cut."""
+    """Compute x·Wᵀ in one launch as partial sums [P, M, N] float32 with P > 1; None if the sums are
+    not cut."""
     _, width, depth = weight.sizes
     rows = len(x)
     splits = tiles.num_splits(rows, width, depth) if rows else 1
@@ -68,7 +68,7 @@ def _multiply(
     bias: Tensor | None = None,
     add: bool = False,
 ) -> None:
-    """Compute the product, or its parts [splits, M, N] without a bias."""
+    """Compute the product, or its `splits` partial sums [splits, M, N], which have no bias."""
     (one, width, depth), rows = weight.sizes, len(x)
     assert one == 1 and x.shape[1] == depth and out.shape[-2:] == (rows, width)
     assert x.dtype == weight.dtype and x.stride(1) == out.stride(-1) == 1

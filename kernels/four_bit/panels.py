@@ -1,17 +1,17 @@
-"""Weights in 4 bits in the layout that kernels read: words in panels, whatever their codes are.
+"""`FourBitPanels`: 4-bit weights in the layout that kernels read, the same for all formats.
 
-A weight [N, K] is cut into panels of 64 columns, as `moe/tiled_layout.py` has them. A row of a
-panel is 8 words of 32 bits. Word 2c + g, for c = 0 … 3 and g = 0, 1, holds the values of 8 columns
-of the panel:
+A weight [N, K] is cut into panels of 64 columns, as in `moe/tiled_layout.py`. A row of a panel is 8
+words of 32 bits. Word 2c + g, for c = 0 … 3 and g = 0, 1, holds the values of these 8 columns of
+the panel:
 
     32·g + 8·s + 2·c + h,  s = 0 … 3,  h = 0 in the word's low 16 bits and h = 1 in the high ones
 
-A matrix instruction multiplies 16 columns, and four lanes of a warp share a row of it: lane c holds
-its columns 2c, 2c + 1, 2c + 8 and 2c + 9. Those are the columns of words 2c and 2c + 1. So a lane
-loads 8 bytes for a row of a panel, and no value has to move to another lane.
+A matrix instruction multiplies 16 columns, and four lanes of a warp share a row: lane c holds
+columns 2c, 2c + 1, 2c + 8 and 2c + 9. These are the columns of words 2c and 2c + 1. So a lane loads
+8 bytes for a row of a panel, and no value moves to another lane.
 
-At which bits of its half a value stands, and what a word of scales holds, differs between codes:
-see `int4_layout.py` and `fp4_layout.py`. `unpack_triton.py` reads both.
+The bits of a value within its half word, and the contents of a word of scales, depend on the
+format: see `int4_layout.py` and `fp4_layout.py`. `unpack_triton.py` reads both.
 """
 
 from __future__ import annotations
@@ -29,36 +29,39 @@ Code = Literal["int4", "mxfp4", "nvfp4"]
 WORD_VALUES = 8
 """Values in a word."""
 PANEL_WORDS = PANEL // WORD_VALUES
-"""Words of a row of a panel."""
+"""Words per row of a panel."""
 STEP_COLUMNS = 128
-"""Columns of two panels, which a step of the products reads."""
+"""Columns of two panels, which the product kernels take per step."""
 _WORD_BYTES = 4
 
 
 class Layout(NamedTuple):
-    """The code of weights in 4 bits: what a kernel must know of them besides their sizes."""
+    """The format of 4-bit weights: all that a kernel must know besides their sizes."""
 
     code: Code
     group: int  # columns that share a scale
     dtype: torch.dtype  # of the tokens that the weights are multiplied by
 
     def scale_rows(self, columns: int) -> int:
-        """Count the words of scales that a row of this many columns has: for int4 one per group,
-        for MXFP4 one for 128 columns, for NVFP4 one for each panel and one for the factor of the
-        row."""
+        """Return the number of words of scales per row of this many columns.
+
+        int4 has one word per group, MXFP4 one per 128 columns, NVFP4 one per panel and one for the
+        row's factor.
+        """
         if self.code == "int4":
             return columns // self.group
         return -(-columns // STEP_COLUMNS) if self.code == "mxfp4" else columns // PANEL + 1
 
     @property
     def value_bytes(self) -> float:
-        """Bytes of a value, with the bytes of a group's scale divided among the group."""
+        """Bytes per value, including its share of the bytes of its group's scale."""
         scale = _WORD_BYTES if self.code == "int4" else 1
         return _WORD_BYTES / WORD_VALUES + scale / self.group
 
 
 class FourBitPanels(NamedTuple):
-    """Weights [E, N, K] in 4 bits as kernels read them; 64 and the group divide K."""
+    """Weights [E, N, K] in 4 bits as kernels read them. K is a multiple of 64 and of the group
+    size."""
 
     words: Tensor  # [E, K/64, N, 8] int32
     scales: Tensor  # [E, S, N] int32; S from `Layout.scale_rows`
@@ -77,20 +80,20 @@ class FourBitPanels(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int | str]:
-        """The constants that kernels are compiled with."""
+        """The constants of the weight's format that kernels are compiled with."""
         return {"CODE": self.layout.code, "GROUP": self.layout.group}
 
     def rows(self, start: int, end: int) -> FourBitPanels:
-        """View some rows of all experts."""
+        """Return a view of the rows [start, end) of all experts."""
         return self._replace(words=self.words[:, :, start:end], scales=self.scales[..., start:end])
 
     def experts(self, start: int, end: int) -> FourBitPanels:
-        """View some experts."""
+        """Return a view of the experts [start, end)."""
         return self._replace(words=self.words[start:end], scales=self.scales[start:end])
 
 
 def empty_panels(sizes: Sequence[int], layout: Layout, *, device: torch.device) -> FourBitPanels:
-    """Make room for weights [E, N, K]; 64 and the group divide K."""
+    """Allocate panels for weights [E, N, K]. K is a multiple of 64 and of the group size."""
     experts, rows, columns = sizes
     assert columns % PANEL == columns % layout.group == 0
     words = (experts, columns // PANEL, rows, PANEL_WORDS)
@@ -110,13 +113,14 @@ def codes_of_lanes(values: Tensor) -> Tensor:
 
 
 def words_of_lanes(halves: Tensor) -> Tensor:
-    """Join halves of words, int32 [N, K/64, 2, 4, 2] with axes row, panel, g, c and h, to words
-    [K/64, N, 8]."""
+    """Join half words, int32 [N, K/64, 2, 4, 2] with axes row, panel, g, c and h, into words [K/64,
+    N, 8]."""
     words = halves[..., 0] | (halves[..., 1] << 16)
     return words.permute(1, 0, 3, 2).flatten(-2)
 
 
 def lanes_of_words(words: Tensor) -> Tensor:
-    """Undo `words_of_lanes` for words [E, K/64, N, 8]: return halves [E, N, K/64, 2, 4, 2]."""
+    """Split words [E, K/64, N, 8] into half words [E, N, K/64, 2, 4, 2], the inverse of
+    `words_of_lanes`."""
     lanes = words.unflatten(-1, (4, 2)).permute(0, 2, 1, 4, 3)
     return torch.stack((lanes & 0xFFFF, (lanes >> 16) & 0xFFFF), -1)

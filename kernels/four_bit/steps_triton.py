@@ -1,5 +1,5 @@
-"""Functions of Triton kernels that multiply weights in 4 bits by tokens and add up the products.
-Linear layers and experts share them."""
+"""Triton functions that multiply 4-bit weights by tokens and accumulate the products. The kernels
+of linear layers and of experts call them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def load_tokens(
     source, is_slot, panel, panels,
     HALF: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Load a panel's columns of tokens, transposed [64, BLOCK_M], zeros past the tile's end. Unless
-    EVEN, the second HALF of a step may be past the last panel and is zeros, too."""
+    """Load a panel's columns of tokens, transposed to [64, BLOCK_M], with zeros past the tile's
+    end. Unless EVEN, the second HALF of a step may be past the last panel; it is zeros, too."""
     mask = is_slot[:, None]
     if HALF == 1 and not EVEN:
         column = panel * _PANEL + tl.arange(0, _PANEL)
@@ -37,7 +37,7 @@ def add_panel(
     HALF: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, BLOCK_M] + a panel's weights · x, where x comes from `load_tokens`."""
+    """Return acc [ROWS, BLOCK_M] + (a panel's weights) · x, with x from `load_tokens`."""
     if HALF == 1 and not EVEN:
         word = panel * _WORDS + tl.arange(0, _WORDS)
         mask = (word < panels * _WORDS)[None, :]
@@ -54,10 +54,11 @@ def add_steps(
     CODE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
     EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, BLOCK_M] + weights · tokens over the steps of 128 columns from `begin` to `end`.
+    """Return acc [ROWS, BLOCK_M] + weights · tokens, over the steps of 128 columns from `begin` to
+    `end`.
 
-    `words` [ROWS, 8] and `scales` [ROWS] point to what the first panel has of the program's rows,
-    of `rows` in all; `x_source` [BLOCK_M, 64] to the first columns of tokens.
+    `words` [ROWS, 8] and `scales` [ROWS] point to the program's rows in the first panel; the weight
+    has `rows` rows. `x_source` [BLOCK_M, 64] points to the tokens' first columns.
     """
     for step in tl.range(begin, end):
         of_step = load_scales(scales, 0, step, panels - 1, rows, CODE, GROUP)

@@ -1,5 +1,5 @@
-"""Tables that say how products of weights in 4 bits are cut into tiles: nothing is tried at
-start."""
+"""Tables of tile sizes for the products of 4-bit weights. They were tuned in advance: an engine
+tries nothing at its start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from batchgen.kernels.rules import BitRules, num_parts
 
 
 class FourBitProductTiles(NamedTuple):
-    """How one of the two products is cut, and what the kernel is compiled with."""
+    """The tile of one of an expert's two products, and the options that its kernel is compiled
+    with."""
 
     block_n: int  # rows of weights of a tile; in the first product of gate and of up each
     num_warps: int
@@ -20,7 +21,7 @@ class FourBitProductTiles(NamedTuple):
 
 
 class FourBitTiles(NamedTuple):
-    """How both products are cut."""
+    """The tiles of both products."""
 
     block_m: int  # slots of a tile
     gate_up: FourBitProductTiles
@@ -28,8 +29,8 @@ class FourBitTiles(NamedTuple):
 
 
 MOST_SLOTS = 512
-"""The most slots of an expert, on average, for which weights stay in 4 bits. With more of them a
-layer is dequantised for each forward, and multiplied as one in 16 bits."""
+"""The most slots per expert, on average, for which weights are multiplied in 4 bits. Above it a
+layer is dequantised in each forward and multiplied in 16 bits."""
 
 TABLE = (
     (2.0, FourBitTiles(16, FourBitProductTiles(64, 4, 4), FourBitProductTiles(64, 4, 4))),
@@ -53,11 +54,11 @@ TABLE = (
 
 
 def four_bit_tiles(num_slots: int, num_experts: int, layout: Layout) -> FourBitTiles | None:
-    """Look up how to cut the products of this many slots; None if the weights are to be
-    dequantised. How slots are routed is not known on the host.
+    """Look up the tiles for this many slots; None: dequantise the weights.
 
-    Experts in NVFP4 never are: rounded to bfloat16 they would have other values than in steps of
-    few tokens.
+    Only the average number of slots per expert counts, because the host does not know the routing.
+    NVFP4 experts are never dequantised: rounded to bfloat16, their values would differ from those
+    in steps of few tokens.
     """
     if num_slots > MOST_SLOTS * num_experts and layout.code != "nvfp4":
         return None
@@ -65,7 +66,7 @@ def four_bit_tiles(num_slots: int, num_experts: int, layout: Layout) -> FourBitT
 
 
 class FourBitLinearTiles(NamedTuple):
-    """How the product of rows with one weight is cut, and what the kernel is compiled with."""
+    """The tile of a linear layer's product, and the options that its kernel is compiled with."""
 
     block_m: int  # rows of tokens of a tile
     block_n: int  # rows of weights of a tile
@@ -74,21 +75,22 @@ class FourBitLinearTiles(NamedTuple):
     programs: int = 0  # sums are cut into up to this many where tiles are few; 0 never
 
     def num_splits(self, rows: int, width: int, depth: int) -> int:
-        """In how many parts the sums of a product [rows, depth] × [width, depth]ᵀ are cut."""
+        """Return into how many parts the sums of a product [rows, depth] × [width, depth]ᵀ are
+        cut."""
         tiles = -(-rows // self.block_m) * -(-width // self.block_n)
         return num_parts(tiles, -(-depth // STEP_COLUMNS), self.programs)
 
 
 MOST_ROWS = 512
-"""The most rows that are multiplied by weights in 4 bits. For more of them a weight is dequantised,
-and the library multiplies."""
+"""The most rows that are multiplied by a weight in 4 bits. For more rows the weight is dequantised
+and cuBLAS multiplies."""
 LINEAR = (
     (16, FourBitLinearTiles(16, 64, 4, 4, programs=528)),
     (32, FourBitLinearTiles(32, 64, 4, 4, programs=528)),
     (64, FourBitLinearTiles(64, 64, 4, 3, programs=396)),
     (math.inf, FourBitLinearTiles(128, 128, 8, 3, programs=132)),
 )
-"""(The most rows, tiles.)"""
+"""(The most rows, tiles)."""
 
 
 def four_bit_linear_tiles(rows: int, rules: BitRules) -> FourBitLinearTiles:

@@ -1,21 +1,22 @@
-"""Turn 4-bit weights into 16-bit floats in registers, in Triton.
+"""Unpacks 4-bit weights to 16-bit floats in registers, in Triton. The product kernels call
+`load_scales`, `unpack_panel` and `times_factors`.
 
-A word holds two 16-bit halves, and each operation works on the two values in them
-(`fp4_layout.py`, `int4_layout.py` describe the layouts).
+A word holds two 16-bit halves, and each operation works on one value in each half. `fp4_layout.py`
+and `int4_layout.py` describe the layouts.
 
-int4: the lowest bit of the mantissa of 128 in bfloat16, and of 1024 in float16, has the value 1. So
+int4: the lowest mantissa bit of 128 in bfloat16, and of 1024 in float16, has the value 1. So
 writing a code (0 to 15) into the low bits of that number's mantissa gives number + code. Adding
 -(number + zero point) leaves the exact integer code - zero point, and one multiplication by the
 scale rounds once.
 
-MXFP4: a code is e2m1. Shifts and masks move its sign, exponent and mantissa to where bfloat16 has
-its sign, the last two bits of its exponent and the first bit of its mantissa. That is the value
-times 2**-126 (subnormal for ±0.5). Multiplying by scale · 2**126, a power of two, restores it;
-nothing is rounded.
+MXFP4: a code is e2m1. Shifts and masks move its sign, exponent and mantissa to the sign, the last
+two exponent bits and the first mantissa bit of bfloat16. The result is the value times 2**-126
+(subnormal for ±0.5). Multiplying by scale · 2**126, a power of two, restores the value; nothing is
+rounded.
 
-NVFP4: as MXFP4, but the factor is scale · 2**118, where the scale is e4m3: its bits are the scale's
-byte shifted, plus a constant. A code has 2 significant bits and a scale 4, so the product is exact.
-The missing 2**8 is part of each row's own factor, which `times_factors` multiplies sums by.
+NVFP4: as MXFP4, but the factor is scale · 2**118 with an e4m3 scale: its bits are the scale's byte
+shifted, plus a constant. A code has 2 significant bits and a scale 4, so the product is exact. The
+missing 2**8 is part of each row's own factor, by which `times_factors` multiplies the sums.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _SIGNS = tl.constexpr(-0x7FFF8000)
 _REST = tl.constexpr(0x01C001C0)
 _ALL = tl.constexpr(-0x7FFF8000 | 0x01C001C0)
 _POWERS = tl.constexpr(0x00800080)
-"""What turns an exponent into two powers of two."""
+"""Multiplying by it turns an exponent into a pair of bfloat16 powers of two."""
 _TWICE = tl.constexpr(0x00100010)
-"""What turns a byte of a scale into the last bits of exponents and the first ones of mantissas."""
+"""Multiplying by it copies a scale's byte to both halves, as the last exponent bits and the first
+mantissa bits."""
 _EXPONENTS = tl.constexpr(0x75807580)
 """235 in both exponents: 127 - 10 of `fp4_layout.py`, and 118."""
 
@@ -63,7 +65,7 @@ def load_scales(source, offset, step, last, stride, CODE: tl.constexpr, GROUP: t
         word = tl.load(source + step * stride + offset)
         scales = (word, word, word, word)
     else:
-        # Behind the last panel weights are multiplied by zeros, whatever they are.
+        # Past the last panel weights are multiplied by zeros, so any scale will do.
         low = source + step * 2 * (64 // GROUP) * stride + offset
         high = source + tl.minimum(step * 2 + 1, last) * (64 // GROUP) * stride + offset
         first, third = tl.load(low), tl.load(high)
@@ -99,8 +101,9 @@ def unpack_panel(
 def times_factors(sums, scales, panels, stride, CODE: tl.constexpr):
     """Multiply sums [ROWS, …] of products by each row's factor, which only NVFP4 has.
 
-    `scales` [ROWS] points to the scales of the rows in the first panel; the factors lie behind
-    those of the last one."""
+    `scales` [ROWS] points to the scales of the rows in the first panel. The factors follow those of
+    the last panel.
+    """
     if CODE == "nvfp4":
         factors = tl.load(scales + panels * stride).to(tl.float32, bitcast=True)
         sums = sums.to(tl.float32) * factors[:, None]
@@ -122,7 +125,8 @@ def _in_columns(step_0, step_1, step_2, step_3):
 
 @triton.jit
 def _unpack_int4(words, first, second, DTYPE: tl.constexpr, ROWS: tl.constexpr):
-    """Unpack a panel whose two groups of 32 columns have these words of scales [ROWS]."""
+    """Unpack a panel; `first` and `second` [ROWS] are the words of scales of its two halves of 32
+    columns."""
     IS_BF16: tl.constexpr = DTYPE == tl.bfloat16
     MAGIC: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
     ONES: tl.constexpr = 0x3F803F80 if IS_BF16 else 0x3C003C00
@@ -147,7 +151,7 @@ def _unpack_int4(words, first, second, DTYPE: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _with_codes(words, MAGIC: tl.constexpr):
-    """(words & 0x000F000F) | MAGIC in one instruction; some assemblers make two of it."""
+    """Return (words & 0x000F000F) | MAGIC in one instruction. Some assemblers would emit two."""
     codes = tl.full(words.shape, 0x000F000F, tl.int32)
     return tl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r",
@@ -191,7 +195,7 @@ def _fma(a, b, c, IS_BF16: tl.constexpr):
 
 @triton.jit
 def _unpack_mxfp4(words, scales, HALF: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Unpack a panel; `scales` [ROWS] has those of 128 columns."""
+    """Unpack a panel to weights; `scales` [ROWS] holds the scales of its step of 128 columns."""
     groups = tl.join((scales >> (16 * HALF)) & 0xFF, (scales >> (16 * HALF + 8)) & 0xFF)
     powers = tl.broadcast_to((groups * _POWERS).reshape([ROWS, 1, 2]), [ROWS, 4, 2])
     bits = _code_bits(words, ROWS)
@@ -201,9 +205,10 @@ def _unpack_mxfp4(words, scales, HALF: tl.constexpr, ROWS: tl.constexpr, INTERPR
 
 @triton.jit
 def _unpack_nvfp4(words, scales, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Unpack a panel; `scales` [ROWS] has those of its four groups of 16 columns.
+    """Unpack a panel; `scales` [ROWS] holds the scales of its four groups of 16 columns.
 
-    The weights are still without their rows' factors, and 2**-8 times too small."""
+    The weights still lack their rows' factors, and are 2**-8 times too small.
+    """
     first = _of_lanes(_scale_bits(scales, 0), _scale_bits(scales, 16), ROWS)
     second = _of_lanes(_scale_bits(scales, 8), _scale_bits(scales, 24), ROWS)
     bits = _code_bits(words, ROWS)
@@ -213,13 +218,13 @@ def _unpack_nvfp4(words, scales, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _scale_bits(scales, SHIFT: tl.constexpr):
-    """Turn a byte of words into a pair of bfloat16, 2**118 times a scale each."""
+    """Turn one byte of each word into a pair of bfloat16 numbers, each 2**118 times the scale."""
     return ((scales >> SHIFT) & 0xFF) * _TWICE + _EXPONENTS
 
 
 @triton.jit
 def _code_bits(words, ROWS: tl.constexpr):
-    """Turn words [ROWS, 8] of e2m1 values into pairs of bfloat16, 2**-126 times the values."""
+    """Turn words [ROWS, 8] of e2m1 codes into pairs of bfloat16, 2**-126 times the values."""
     words = words.reshape([ROWS, 4, 2])  # of four lanes, in two groups
     steps_0 = words & _ALL
     steps_1 = (words << 3) & _ALL
@@ -230,7 +235,8 @@ def _code_bits(words, ROWS: tl.constexpr):
 
 @triton.jit
 def _scaled_codes(bits, powers, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Multiply pairs of bfloat16 [ROWS, 2, 4, 4] by others, to values [ROWS, 64]."""
+    """Multiply pairs of bfloat16 [ROWS, 2, 4, 4] by the pairs `powers`, and return values [ROWS,
+    64]."""
     if INTERPRETED:
         low = (bits << 16).to(tl.float32, bitcast=True) * (powers << 16).to(
             tl.float32, bitcast=True
@@ -239,8 +245,8 @@ def _scaled_codes(bits, powers, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
             tl.float32, bitcast=True
         )
     else:
-        # -0 is added, which changes nothing, because GPUs before Hopper have no product of pairs
-        # without a sum.
+        # -0 is added, which changes nothing: GPUs before Hopper only have a fused multiply-add for
+        # pairs.
         both = _fma(bits, powers, tl.full(bits.shape, _SIGNS, tl.int32), True)
         low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)

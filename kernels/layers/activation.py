@@ -1,4 +1,7 @@
-"""Gates: between the two projections of an MLP, and of attention's output."""
+"""Activation functions and gates: between the two projections of an MLP, and on attention's output.
+
+Each function runs a Triton kernel on a GPU and a PyTorch reference on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from torch import Tensor
 from batchgen.kernels.layers.elementwise import expm1, silu, softplus, times_sigmoid
 
 GateFunction = Literal["silu", "gelu"]
-"""The function of an MLP's gate: SiLU, or GELU as it is approximated by tanh."""
+"""The activation of a gated MLP: SiLU, or GELU in its tanh approximation."""
 ExpertFunction = Literal["silu", "gelu", "relu2"]
-"""The function of an expert: that of its gate, or max(x, 0)² without a gate."""
+"""The activation of an expert: that of its gate, or max(x, 0)² in experts without a gate."""
 PlainFunction = Literal["relu2", "xielu"]
-"""The function of an MLP without a gate: max(x, 0)², or xIELU (`xielu`)."""
+"""The activation of an MLP without a gate: max(x, 0)², or xIELU (`xielu`)."""
 _TWICE_ROOT = 1.5957691216057308
-"""2 · √(2/π), of GELU's approximation."""
+"""2 · √(2/π), a constant of GELU's approximation."""
 _CHUNK = 1024
-"""Columns that a program computes: its 128 threads make one 16-byte access each per operand, if
-elements have 2 bytes."""
+"""Columns per program: each of its 128 threads makes one 16-byte access per operand, if elements
+have 2 bytes."""
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -66,8 +69,8 @@ def xielu(x: Tensor, shape: Tensor) -> Tensor:
     """Compute xIELU of each value (Huang & Schlag 2024, arXiv 2411.13010), in float32:
     p·x² + b·x where x > 0, and n·(exp(min(x, e)) - 1 - x) + b·x elsewhere.
 
-    `shape` [4] float32 holds p and n as checkpoints do, before softplus(p) and b + softplus(n),
-    then b and e. The result has x's dtype.
+    `shape` [4] float32 holds p, n, b and e. As in checkpoints, p and n are stored before the
+    transformations softplus(p) and b + softplus(n). The result has x's dtype.
     """
     wide = x.float()
     alpha_p, alpha_n = softplus(shape[:2])
@@ -86,7 +89,8 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def mul_sigmoid(values: Tensor, gate: Tensor) -> Tensor:
-    """Compute values · sigmoid(gate) of [T, D] in float32; gate's last axis is contiguous."""
+    """Compute values · sigmoid(gate) [T, D] in float32, and return it in the values' dtype. gate's
+    last axis is contiguous."""
     run = mul_sigmoid_triton if values.is_cuda else mul_sigmoid_reference
     return run(values, gate)
 

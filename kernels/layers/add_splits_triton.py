@@ -1,5 +1,5 @@
-"""Adds up the partial results of matrix products whose sums were cut into parts (split-K), in
-Triton."""
+"""Adds up the partial sums of a split-K matrix product, in Triton. The product kernels of quantised
+linear layers call it as their second launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 1024
-"""Columns that a program adds up."""
+"""Columns per program."""
 
 
 def add_splits(

@@ -1,5 +1,8 @@
-"""Writes values of tokens into a plane of the paged cache. A *plane* holds one value for each KV
-slot, such as an output column; keys and values are written elsewhere (`attention/qkv.py`)."""
+"""Writes values of tokens into a plane of the paged cache.
+
+A *plane* holds one value for each KV slot, such as an output column. Keys and values are not
+planes: `attention/qkv.py` writes them.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 _VALUES = 512
-"""Values that a program writes."""
+"""Values per program."""
 
 
 def write_plane(plane: Tensor, slots: Tensor, values: Tensor) -> None:
     """Store the values [T, *tail] of T tokens at their KV slots [T] int64 of plane [N, *tail].
 
-    Each entry of the plane is contiguous, but entries may be apart, as a layer's are; its dtype can
-    hold the values. If a slot occurs twice, any of its values may stay.
+    Each entry of the plane is contiguous, but the stride between entries may be larger, as in one
+    layer's view. The plane's dtype must be able to hold the values. If a slot occurs twice, either
+    of its values may remain.
     """
     run = write_plane_triton if plane.is_cuda else write_plane_reference
     run(plane, slots, values)

@@ -1,11 +1,12 @@
-"""Chooses a CPU matrix product that gives a row the same bits in any batch, by trying each one.
+"""Chooses, for each weight, a CPU matrix product that gives a row the same bits in any batch.
 
-The result of a library depends on the CPU, the dtype, the shape and the number of threads, and no
-library promises anything. `linear` computes only a few shapes, so all of them can be tried.
+Libraries promise nothing here: the order of summation depends on the CPU, the dtype, the shape and
+the number of threads. `linear` computes only a few shapes, so all of them can be tried when weights
+are loaded (`choose_product`).
 
-The trial uses sums that cancel: a row is followed by its own mirror image with the opposite sign
-(`_opposite`), and the weight is symmetric (`_mirrored`), so the exact result is zero. What comes
-out is rounding alone, and any other order of summation changes it.
+The trial uses sums that cancel. The second half of each row is its first half reversed, with the
+opposite sign (`_opposite`), and the weight is symmetric (`_mirrored`), so the exact result is zero.
+The computed result is rounding error alone, and another order of summation changes it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from torch import Tensor
 from batchgen.kernels.layers.linear import MOST_ROWS, ROW_MULTIPLE, linear, pack_weight
 
 _LARGE_WEIGHT = 2**23
-"""Values of a weight for which pieces of half as many rows keep every core busy, and are tried in
-half the time."""
+"""Values of a weight from which on products of half as many rows keep every core busy, and take
+half the time to try."""
 
 _SMALL_WEIGHT = 2**17
-"""Values. A product of oneDNN takes 30 microseconds before it begins, so up to this size plain
-products are the faster ones at any number of rows (AMD EPYC, 1 and 2 threads)."""
+"""Values of a weight up to which plain products are faster at any number of rows, because a oneDNN
+product takes 30 microseconds before it begins (AMD EPYC, 1 and 2 threads)."""
 
 
 class CPUProduct(NamedTuple):
-    """How products with weights of one shape are computed."""
+    """How products with one weight are computed on a CPU."""
 
     packed: bool  # with the weight from `pack_weight`
     most_rows: int | None  # for `linear`; None: no way keeps bits, so the fastest is taken
@@ -37,9 +38,9 @@ class CPUProduct(NamedTuple):
 
 def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
     """Find the fastest way to compute x·Wᵀ + b in which a row's bits do not depend on other rows,
-    with torch's present threads.
+    with torch's present number of threads.
 
-    If the fastest way is right, that costs as much as a product of 800 rows (350 with a large
+    If the fastest way qualifies, this takes the time of a product of 800 rows (350 with a large
     weight).
     """
     if weight.dtype != torch.float32:
@@ -57,9 +58,10 @@ def choose_product(weight: Tensor, bias: Tensor | None) -> CPUProduct:
 
 
 def few_keep_bits(weight: Tensor, product: CPUProduct) -> bool:
-    """Whether a row of x·Wᵀ has the same bits when fewer than ROW_MULTIPLE rows are not filled up.
+    """Return whether a row of x·Wᵀ keeps its bits if batches of fewer than ROW_MULTIPLE rows are
+    not padded to that multiple.
 
-    It costs as much as a product of 300 rows.
+    This takes the time of a product of 300 rows.
     """
     if product.most_rows is None:
         return False
@@ -87,7 +89,7 @@ def _mirrored(weight: Tensor) -> Tensor:
 
 
 def _ways(weight: Tensor) -> Iterator[tuple[bool, int, Tensor]]:
-    """Yield (packed, most_rows, the weight in that layout), the fastest way first."""
+    """Yield the candidates (packed, most_rows, the weight in that layout), the fastest first."""
     packed, size = pack_weight(weight), weight.numel()
     layouts = [(False, weight)]
     if packed is not weight:
@@ -101,8 +103,9 @@ def _ways(weight: Tensor) -> Iterator[tuple[bool, int, Tensor]]:
 def product_keeps_bits(
     product: Callable[[Tensor], Tensor], in_features: int, dtype: torch.dtype, most_rows: int
 ) -> bool:
-    """Whether a row of the product [T, in_features] → [T, N] has the same bits at each multiple of
-    ROW_MULTIPLE rows up to most_rows, wherever it stands."""
+    """Return whether a row of the product [T, in_features] → [T, N] has the same bits at every
+    batch size up to most_rows that is a multiple of ROW_MULTIPLE, and at every place in the
+    batch."""
     x = _opposite(most_rows + ROW_MULTIPLE, in_features).to(dtype)
     few = torch.cat([product(rows) for rows in x.split(ROW_MULTIPLE)])
     shifts = range(1, ROW_MULTIPLE, 2)
@@ -123,6 +126,7 @@ def _opposite(rows: int, columns: int) -> Tensor:
 
 
 def _numbers(rows: int, columns: int) -> Tensor:
-    """[rows, columns] float32 in (−0.5, 0.5) without a pattern that a sum could be exact for."""
+    """Make numbers [rows, columns] float32 in (−0.5, 0.5), without a pattern that would make sums
+    exact."""
     number = torch.arange(rows * columns).view(rows, columns) % 65521
     return (number * number * 40503 % 65521).float() / 65521 - 0.5

@@ -1,11 +1,11 @@
-"""Functions of single values, whose result on a CPU depends on the value alone.
+"""Elementwise functions whose result on a CPU depends on the value alone.
 
-PyTorch computes many functions on a CPU a vector at a time. What is left over at the end of each
-thread's share it computes value by value, with another exp, whose last bit may differ. So a token's
-bits would depend on where it stands in the batch, and on the number of threads. The functions here
-do not have that: they either hand PyTorch whole vectors only, or are made of torch.exp and
-torch.log1p, which compute all values alike. tests/kernels/layers/test_elementwise.py measures which
-functions do, and fails where kernels, engine or strategies call another one.
+PyTorch computes many functions on a CPU one vector at a time. The rest at the end of each thread's
+share it computes value by value, with another implementation of exp, whose last bit may differ. So
+a token's bits would depend on its place in the batch and on the number of threads. The functions
+here avoid that: they either give PyTorch whole vectors only, or consist of torch.exp and
+torch.log1p, which treat all values alike. tests/kernels/layers/test_elementwise.py measures which
+functions do, and fails where kernels, engine or strategies call another function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 _VECTOR = 256
 """Values; a multiple of what PyTorch computes at a time on every CPU, in every dtype."""
 _PIECE = 64 * _VECTOR
-"""Values of a call: few enough that PyTorch does not divide them among threads."""
+"""Values per call: few enough that PyTorch does not divide them among threads."""
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def _in_vectors(function: Callable[..., object], x: Tensor) -> Tensor:
-    """Apply a function of single values, which writes into `out`, to x, in pieces that are whole
-    vectors of one thread."""
+    """Apply an elementwise function, which writes into `out`, to x in pieces that are whole vectors
+    and run in one thread."""
     flat = x.reshape(-1)
     if surplus := -len(flat) % _VECTOR:
         flat = F.pad(flat, (0, surplus))

@@ -1,4 +1,4 @@
-"""The lookup of token embeddings in a table."""
+"""The lookup of token embeddings: of a whole table, or of one rank's share of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 1024
-"""Columns that a program copies."""
+"""Columns per program."""
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
@@ -25,9 +25,10 @@ def embedding_reference(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def embedding_share(ids: Tensor, weight: Tensor, first: int) -> Tensor:
-    """Look up ids [T] in a table of which `weight` [V, D] holds V rows, from row `first` on.
+    """Look up ids [T] in a share of a table: `weight` [V, D] holds V of its rows, from row `first`
+    on.
 
-    Return [T, D], with zeros for ids of rows that are not there.
+    Return [T, D], with zeros for ids whose rows are not in the share.
     """
     run = embedding_share_triton if weight.is_cuda else embedding_share_reference
     return run(ids, weight, first)

@@ -1,9 +1,9 @@
-"""Matrix products with weights.
+"""Matrix products with 16- and 32-bit weights, whose rows do not depend on batch mates on a CPU.
 
-A library may sum a row's terms in another order at another number of rows, so that batch mates
-change a row's last bits. On a CPU `linear` therefore computes few shapes: multiples of ROW_MULTIPLE
-rows up to `most_rows`. `cpu_product` tries them when weights are loaded, and chooses a layout and a
-`most_rows` that keep a row's bits.
+A library may sum a row's terms in another order at another number of rows, so batch mates would
+change a row's last bits. On a CPU `linear` therefore computes only few shapes: multiples of
+ROW_MULTIPLE rows up to `most_rows`. `cpu_product` tries these shapes when weights are loaded, and
+chooses a layout and a `most_rows` that keep a row's bits.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from torch import Tensor
 from batchgen.kernels.layers.narrow_linear_triton import MOST_COLUMNS, narrow_linear
 
 ROW_MULTIPLE = 16
-"""On a CPU `linear` fills up to such a number of rows. Callers that do so once for many products
-save it the copies."""
+"""On a CPU `linear` pads its rows to a multiple of this number. A caller that pads once for many
+products saves copies."""
 MOST_ROWS = 128
-"""Rows of one product on a CPU, unless fewer are needed. At 64 rows and above, products in pieces
-are as fast as whole ones (AMD EPYC)."""
+"""The most rows of one CPU product, unless `choose_product` found a smaller limit. From 64 rows on,
+products in pieces are as fast as whole ones (AMD EPYC)."""
 _PACKED_FOR = 64
-"""Rows that oneDNN lays a weight out for; other numbers run as fast on it."""
+"""The number of rows that oneDNN optimises a weight's layout for. Other numbers run as fast on
+it."""
 
 
 def pack_weight(weight: Tensor) -> Tensor:
     """Return a weight [N, K] in the layout that `linear` is fastest with on its device.
 
-    On a CPU in float32 that is oneDNN's, 1.3 to 1.8 times as fast at 64 rows (AMD EPYC, 2 threads).
-    Elsewhere, and where oneDNN does not take it, the weight is returned as it is.
+    On a CPU in float32 that is oneDNN's layout, 1.3 to 1.8 times as fast at 64 rows (AMD EPYC, 2
+    threads). On other devices, and where oneDNN does not support the weight, it is returned
+    unchanged.
     """
     if weight.is_mkldnn or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return weight
@@ -49,10 +51,11 @@ def linear(
     *,
     pad_few: bool = True,  # fill up fewer than ROW_MULTIPLE rows as well
 ) -> Tensor:
-    """Compute x·Wᵀ + b for x [T, K].
+    """Compute x·Wᵀ + b [T, N] for x [T, K].
 
-    On a CPU a row's bits depend on the row alone, if `cpu_product.choose_product` found most_rows
-    for this weight, and pad_few is true or `cpu_product.few_keep_bits`.
+    On a CPU a row's bits depend on the row alone if `most_rows` is what
+    `cpu_product.choose_product` found for this weight, and if `pad_few` is true or
+    `cpu_product.few_keep_bits` holds.
     """
     rows = len(x)
     if not rows:
@@ -80,7 +83,7 @@ def add_linear_(
 ) -> Tensor:
     """Add x·Wᵀ + b to residual [T, N] in place and return it.
 
-    On a GPU the product adds before it is rounded, which saves a pass over both.
+    On a GPU one kernel multiplies and adds before it rounds, which saves a pass over both operands.
     """
     if not x.is_cuda:
         return residual.add_(linear(x, weight, bias, most_rows))

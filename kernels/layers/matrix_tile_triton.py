@@ -1,5 +1,5 @@
-"""Loads tiles of the operands of matrix products, in Triton: by the copy engine of a GPU (TMA), or
-by addresses."""
+"""A Triton function that loads tiles of a matrix product's operands, by the GPU's copy engine (TMA)
+or by addresses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def load_tile(
     source, first_row, row, k, depth,
     EVEN_K: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCK_K columns of a matrix [rows, depth] from column k on, zeros past the last.
+    """Load columns k … k + BLOCK_K - 1 of a matrix [rows, depth], with zeros past the last column.
 
-    Rows are those from `first_row` on if TMA, else first_row + row. EVEN_K: BLOCK_K divides the
-    depth.
+    With TMA the rows are those from `first_row` on, otherwise first_row + row. EVEN_K: BLOCK_K
+    divides the depth.
     """
     if TMA:
         tile = source.load([first_row, k])

@@ -1,7 +1,7 @@
-"""Products with a weight of few rows, as of routers and gates, in Triton.
+"""Matrix products with narrow weights, as those of routers and gates, in Triton.
 
-A library has several orders of the sum for them, and takes one or another by the number of rows.
-Here a row's sum has one order.
+For such shapes a library has several orders of summation and chooses one by the number of rows.
+This kernel always sums a row in the same order.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_COLUMNS = 63
-"""The most rows of a weight, columns of the result, that are computed here."""
+"""The most rows of a weight (columns of the result) that this kernel computes."""
 _ROWS = 16
 """Rows of a tile."""
 _DEPTH = 256
-"""The elements of a row that are multiplied at once."""
+"""Elements of a row per step of the sum."""
 
 
 def narrow_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute x·Wᵀ + b [T, N] for x [T, K] and W [N, K] with N < 64, added up in float32, in this
-    dtype or that of x. The last axes are contiguous."""
+    """Compute x·Wᵀ + b [T, N] for x [T, K] and W [N, K] with N < 64.
+
+    Sums are in float32, the result in `dtype` or else x's dtype. The last axes are contiguous.
+    """
     (rows, depth), width = x.shape, len(weight)
     assert width <= MOST_COLUMNS and weight.shape[1] == depth
     assert x.stride(1) == weight.stride(1) == 1

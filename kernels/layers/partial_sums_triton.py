@@ -1,6 +1,5 @@
-"""A function of Triton kernels that adds up partial results of a row, such as those of a token's
-experts, in a fixed order. Kernels that read the sum call it, so the sum needs no launch of its own.
-"""
+"""A Triton function that adds up partial results of a row, such as those of a token's experts, in a
+fixed order. The kernel that needs the sum calls it, so the sum takes no launch of its own."""
 
 from __future__ import annotations
 
@@ -13,13 +12,12 @@ def sum_parts(
     parts_ptr, part_stride, row_stride, ids_ptr, experts, shared_ptr, gate_ptr, row, exists, column,
     mask, size, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up columns of rows in float32, in the order of the parts: part p of row r stands at
-    parts[p · part_stride + r · row_stride].
+    """Return the sum of the parts of rows in float32, in the order of the parts.
 
-    Parts whose expert ids[r, p] is not below `experts` are left out, if there are `ids`. What a
-    shared expert adds (`SharedPart`) comes last. `row` int64, `column` int32 and `mask` (which
-    values there are) broadcast together; `exists` masks rows, None for all; `size` is a row's
-    length.
+    Part p of row r starts at parts[p · part_stride + r · row_stride]. If there are `ids`, parts
+    whose expert ids[r, p] is not below `experts` are left out. The result of a shared expert
+    (`SharedPart`) is added last. `row` int64, `column` int32 and `mask` (which values exist)
+    broadcast together; `exists` masks rows, None for all; `size` is a row's length.
     """
     source = parts_ptr + row * row_stride + column
     total = tl.zeros(mask.shape, tl.float32)

@@ -17,9 +17,9 @@ _TILE = 1024
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
     """Compute x / sqrt(mean(x²) + eps) · weight over the last axis, which is contiguous.
 
-    x has up to three axes; weight [D] has its dtype or float32. Mean and division are in float32,
-    the product with the weight in the weight's dtype: models were trained with either rounding.
-    With `centred` x is x - mean(x), in float32.
+    x has up to three axes; weight [D] is float32 or has x's dtype. Mean and division are in
+    float32. The product with the weight is in the weight's dtype, because models were trained with
+    either rounding. With `centred`, x - mean(x) takes the place of x (LayerNorm).
     """
     run = rms_norm_triton if x.is_cuda else rms_norm_reference
     return run(x, weight, eps, centred=centred)
@@ -37,10 +37,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, centred: bool =
 def rms_norm_of_sum(
     x: Tensor, parts: Tensor, shared: SharedPart | None, weight: Tensor, eps: float
 ) -> Tensor:
-    """Add partial sums [P, T, D] to rows x [T, D], and normalise these as `rms_norm` does.
+    """Add partial sums [P, T, D] to rows x [T, D] in place, and return the rows normalised by
+    `rms_norm`.
 
-    x is overwritten with x + Σ_p parts_p + shared, computed in float32 in the order of the parts
-    and rounded once. The last axes are contiguous.
+    x becomes x + Σ_p parts_p + shared, computed in float32 in the order of the parts and rounded
+    once. The last axes are contiguous.
     """
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps, parts, shared)
@@ -49,7 +50,8 @@ def rms_norm_of_sum(
 
 
 def add_parts_reference(x: Tensor, parts: Tensor, shared: SharedPart | None) -> None:
-    """Add to rows what `rms_norm_of_sum` adds, in PyTorch."""
+    """Add the parts and the shared expert's result to x in place, as `rms_norm_of_sum` does, in
+    PyTorch."""
     total = parts.sum(0, dtype=torch.float32)
     if shared is not None:
         total += shared.gated()
@@ -108,7 +110,8 @@ def _rms_norm(
     parts_row, num_rows, inner, size, eps,
     PARTS: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises ROWS rows; parts are added to x[r // inner, r % inner] before."""
+    """Each program normalises ROWS rows. Parts, if any, are first added to x[r // inner, r %
+    inner]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < size)

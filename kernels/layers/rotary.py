@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate each pair (x[i], x[i + D/2]) of heads q, k [T, heads, D] by the i-th angle of its
-    token.
+    """Rotate each pair (x[i], x[i + D/2]) of the heads of q and k [T, heads, D] by the i-th angle
+    of its token.
 
-    `cos_sin` [T, R] float32 has the R/2 cosines, then the R/2 sines, with R ≤ D; pairs after the
-    last angle stay. The arithmetic is float32, the result in the dtype of q and k.
+    `cos_sin` [T, R] float32 has the R/2 cosines, then the R/2 sines, with R ≤ D. Pairs after the
+    last angle are not rotated. The arithmetic is in float32, the results in the dtype of q and k.
     """
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     if missing := (q.shape[-1] - cos_sin.shape[-1]) // 2:

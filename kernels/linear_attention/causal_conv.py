@@ -1,4 +1,4 @@
-"""Causal depthwise convolution, whose last inputs are kept for each row.
+"""Causal depthwise convolution over the tokens of each row, with the last inputs kept as a state.
 
 Channel c of token t becomes silu(Σ_i weight[c, i] · x[t − (K − 1) + i, c] + bias[c]), or the sum
 itself without SiLU. The K − 1 inputs before a row's first token are the *window* in its state slot,
@@ -33,15 +33,16 @@ def causal_conv_step(
     *,
     with_silu: bool = True,
 ) -> Tensor:
-    """Convolve the W tokens of each of B rows, x [B · W, C] row by row; return [B · W, C] of x's
-    dtype.
+    """Convolve the W tokens of each of B rows, x [B · W, C] row by row.
 
     Args:
-        weight: [C, K]; tap K − 1 is for the token itself.
+        weight: [C, K]; tap K − 1 multiplies the token itself.
         bias: [C].
         window: [S, K − 1, C], the windows of all slots, the oldest input first; written in place.
-        records: [R, N, C], the rings of all slots; x is written behind the pending records.
+        records: [R, N, C], the rings of all slots; x is written after the pending records.
         rows: the rows' slots, and which of their records are pending.
+
+    Returns [B · W, C] in x's dtype.
 
     Window and records have x's dtype. A slot's window, the records and the last axis of x are
     contiguous.
@@ -59,11 +60,11 @@ def causal_conv_prefill(
     *,
     with_silu: bool = True,
 ) -> Tensor:
-    """Convolve the tokens of each row, x [T, C] row by row; return [T, C] of x's dtype.
+    """Convolve all tokens of each row, x [T, C] row by row; return [T, C] in x's dtype.
 
-    Other tensors are as for `causal_conv_step`. The last K − 1 inputs of a row are written to the
-    window of its slot, and those before each of its snapshots to the snapshot's slot. Snapshots
-    need not end a chunk.
+    Other arguments are those of `causal_conv_step`. The last K − 1 inputs of a row are written to
+    the window of its slot, and the K − 1 inputs before each of its snapshots to the snapshot's
+    slot. Snapshots need not end a chunk.
     """
     run = causal_conv_prefill_triton if x.is_cuda else causal_conv_prefill_reference
     return run(x, weight, bias, window, rows, with_silu=with_silu)
@@ -82,11 +83,12 @@ def causal_conv_step_reference(
     """`causal_conv_step` in PyTorch."""
     slots, taps = rows.slots, weight.shape[1]
     pending, ring, new = rows.ring_entries(records.shape[1])
-    # [B, K − 1 + N, C]: the window, the pending records, and records that mean nothing.
+    # [B, K − 1 + N, C]: the window, the pending records, and unused records.
     inputs = torch.cat([window[slots], records[slots[:, None], ring]], dim=1)
 
     def last_inputs(count: Tensor) -> Tensor:
-        """The K − 1 inputs [B, K − 1, C] before and with pending record `count` [B], from 1 on."""
+        """Return the K − 1 inputs [B, K − 1, C] that end with pending record `count` [B], counted
+        from 1."""
         index = count[:, None] + torch.arange(taps - 1, device=x.device)
         return inputs.gather(1, index[:, :, None].expand(-1, -1, x.shape[1]))
 
@@ -124,8 +126,8 @@ def causal_conv_prefill_reference(
 
 
 def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, with_silu: bool) -> Tensor:
-    """Convolve inputs [B, K − 1 + W, C] to [B, W, C] in float32, adding taps in the order of
-    the tokens."""
+    """Convolve inputs [B, K − 1 + W, C] to [B, W, C] in float32, summing taps in the order of
+    tokens."""
     taps, inputs, weight = weight.shape[1], inputs.float(), weight.float()
     width = inputs.shape[1] - (taps - 1)
     total = inputs[:, :width] * weight[:, 0]

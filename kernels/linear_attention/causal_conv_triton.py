@@ -1,4 +1,5 @@
-"""The causal convolution in Triton: one launch for a decode step, two for a prefill."""
+"""The causal convolution of `causal_conv.py` in Triton: one launch for a decode step, two for a
+prefill."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from batchgen.kernels.linear_attention.chunks_triton import row_of_chunk, tokens
 from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
 
 _STEP_BLOCK = 256
-"""Channels that a program of a step takes: one 16-byte access of 2-byte elements per thread of a
+"""Channels per program of a decode step: one 16-byte access of 2-byte elements per thread of a
 warp."""
 _BLOCK = 256
-"""Channels of a program of a prefill."""
+"""Channels per program of a prefill."""
 _TOKENS = 8
-"""Tokens of a chunk that such a program loads and computes at once."""
+"""Tokens that a prefill program loads and computes at once."""
 
 
 def causal_conv_step_triton(
@@ -53,7 +54,8 @@ def causal_conv_prefill_triton(
     *,
     with_silu: bool = True,
 ) -> Tensor:
-    """`causal_conv_prefill` in two launches: the tokens, then the windows that they have read."""
+    """Compute `causal_conv_prefill` in two launches: the tokens first, then the windows that they
+    read."""
     channels, taps = weight.shape
     assert x.stride(1) == 1 and window[0].is_contiguous() and rows.starts.is_contiguous()
     out = rows.empty(x.shape, x.dtype)
@@ -84,8 +86,9 @@ def _conv_step(
     """Each program convolves BLOCK channels of one row for its WIDTH tokens.
 
     A tap reads one of the step's own tokens, or before these a pending record, or before these the
-    window. The step's tokens become records; a full group of pending ones is folded into the
-    window."""
+    window. The step's tokens become records. A full group of pending records is folded into the
+    window.
+    """
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     channel = (tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK))[None, :]
     slot = tl.load(slots_ptr + row)
@@ -129,7 +132,7 @@ def _conv_step(
 def _before(
     window, records, first, offsets, mask, channels, TAPS: tl.constexpr, RING: tl.constexpr
 ):
-    """The inputs at places of the window, behind which the pending records stand."""
+    """Return the inputs at offsets in the window followed by the pending records."""
     recorded = offsets >= TAPS - 1
     kept = tl.load(window + offsets * channels, mask=mask & (offsets < TAPS - 1), other=0.0)
     record = records + (first + tl.maximum(offsets - (TAPS - 1), 0)) % RING * channels

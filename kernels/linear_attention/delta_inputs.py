@@ -1,5 +1,5 @@
-"""The inputs and the stored records of the gated delta rule (`delta_rule.py`), and of Mamba2's
-rule, which is the same without erasing."""
+"""The inputs and the records of the gated delta rule (`delta_rule.py`), and of Mamba2's rule, which
+is the same without erasing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 NORM_EPS = 1e-6
-"""What is added to the squared length of queries and keys when they are normalised."""
+"""Added to the squared length of queries and keys before they are normalised."""
 
 
 class DeltaInputs(NamedTuple):
     """T tokens, as the projections and the convolution leave them. The last axes are contiguous.
 
     q and k are divided by sqrt(Σx² + 1e-6), and q by sqrt(dk) as well. Each key head serves nv / nk
-    value heads that stand one behind the other. The decay is d = exp(−exp(a_log) · softplus(a +
-    dt_bias)), the writing strength β = sigmoid(b).
+    adjacent value heads. The decay is d = exp(−exp(a_log) · softplus(a + dt_bias)), the writing
+    strength β = sigmoid(b).
 
-    Without b the rule is Mamba2's: q and k are taken as they are, and β = softplus(a + dt_bias).
+    Without b the rule is Mamba2's: q and k are not normalised, and β = softplus(a + dt_bias).
     """
 
     qkv: Tensor  # [T, 2 · nk · dk + nv · dv]: nk heads of q, nk of k, nv of v
@@ -35,7 +35,8 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaRecords(NamedTuple):
-    """The state deltas of decode steps: contiguous float32 rings of N tokens for R slots."""
+    """What decode steps did to the state: contiguous float32 rings of N tokens for each of R
+    slots."""
 
     update: Tensor  # [R, N, nv, dv], u of each token
     key: Tensor  # [R, N, nk, dk], the normalised keys

@@ -1,8 +1,9 @@
 """The chunked form of the gated delta rule and of Mamba2's in Triton, in two launches.
+`delta_prefill` in `delta_rule.py` calls it.
 
-The first computes what a chunk's tokens do to each other, for all chunks at once. The second goes
-through each row's chunks and carries the state. With K, Q [64, dk] the raw keys and queries of a
-chunk, V [64, dv] its values and S the state before it, it computes
+The first launch computes the interactions of tokens within each chunk, for all chunks at once. The
+second goes through each row's chunks in order and carries the state. With K, Q [64, dk] the raw
+keys and queries of a chunk, V [64, dv] its values and S the state before it, the second computes
 
     U = T·(V − c ∘ K·Sᵀ)
     O = r ∘ Q·Sᵀ + P·U
@@ -12,7 +13,7 @@ where T = (I + A)⁻¹·diag(β) solves for the updates U (the UT transform), P 
 queries and keys with the decays between them, and c, r and w [64] contain decays and norms of keys
 and queries. So the factors K, Q and V are the convolution's result without another rounding.
 
-Mamba2's rule has U = V: its β stands in P and w instead, and neither T nor c is computed.
+Mamba2's rule has U = V: its β is part of P and w, and neither T nor c is computed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows
 
 
 class PrefillTiles(NamedTuple):
-    """How the launches are divided into programs of a scan, and of one chunk of one head."""
+    """Tile sizes and compiler options of the two launches."""
 
     block_v: int  # value channels of a program of the scan
     scan_warps: int
@@ -43,22 +44,22 @@ class PrefillTiles(NamedTuple):
 
 _FEW = PrefillTiles(block_v=32, scan_warps=4, scan_stages=3, chunk_warps=4, chunk_registers=168)
 _MANY = _FEW._replace(block_v=64)
-"""The fastest on an H200 (heads of 128 channels) for programs that do not fill the GPU and that do,
-with equal bits; they need 174 and 190 KB of shared memory. With one stage and 16-bit factors Triton
-3.6 makes wrong code for Hopper."""
+"""The fastest tiles on an H200 (heads of 128 channels): `_FEW` if the programs do not fill the GPU,
+`_MANY` if they do. Both give the same bits; they need 174 and 190 KB of shared memory. With one
+stage and 16-bit factors Triton 3.6 generates wrong code for Hopper."""
 _FLOAT32 = PrefillTiles(block_v=16, scan_warps=4, scan_stages=1, chunk_warps=8)
-"""For factors of 4 bytes, of which fewer fit into shared memory."""
+"""For 4-byte factors, of which fewer fit into shared memory."""
 _WIDE = _FEW._replace(scan_stages=2)
-"""For keys of more than 128 channels: 164 KB with 256."""
+"""For keys of more than 128 channels; 256 channels need 164 KB."""
 _MANY_PROGRAMS = 96
-"""This many programs of 64 channels keep most of a GPU's multiprocessors busy."""
+"""Programs of 64 channels that keep most of a GPU's multiprocessors busy."""
 
 
 def choose_tiles(
     programs: int, key_dim: int, dtype: torch.dtype, device: torch.device
 ) -> PrefillTiles:
-    """Choose the tiles of a prefill, which `programs` programs of 64 value channels would go
-    through, for keys of this size and factors of products of this dtype."""
+    """Choose the tiles of a prefill by the number of programs of 64 value channels, the size of a
+    key head, and the dtype of the products' factors."""
     if dtype == torch.float32:
         return _FLOAT32
     if device.type == "cuda" and not has_large_shared_memory(device):
@@ -73,7 +74,7 @@ def delta_prefill_triton(
 ) -> Tensor:
     """Compute `delta_prefill` in two launches.
 
-    16-bit factors are multiplied as they are. Those in float32 are split into three parts each,
+    Factors of 16 bits are multiplied directly. float32 factors are split into three parts each,
     whose products have nearly the accuracy of float32.
     """
     _, value_heads, value_dim, key_dim = state.shape
@@ -192,11 +193,12 @@ def _delta_chunks(
 
 @triton.jit
 def _inverse_of_one_plus(system, i, j, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """(I + A)⁻¹ for a matrix A [64, 64] that is zero on and above its diagonal.
+    """Return (I + A)⁻¹ for a matrix A [64, 64] that is zero on and above its diagonal.
 
-    Diagonal blocks of 2, 4, … rows are solved first: [[L, 0], [E, M]]⁻¹ is [[L⁻¹, 0], [−M⁻¹·E·L⁻¹,
-    M⁻¹]]. No element exceeds 1, since each is a product of keys with keys from which others were
-    taken out. So float16, as precise as tf32, does for factors unless the model is in float32.
+    Diagonal blocks of 2, 4, … rows are inverted in turn: [[L, 0], [E, M]]⁻¹ is [[L⁻¹, 0],
+    [−M⁻¹·E·L⁻¹, M⁻¹]]. No element exceeds 1, since each is a product of normalised keys from which
+    other keys were removed. So float16, as precise as tf32, is enough for factors unless the model
+    is in float32.
     """
     factor: tl.constexpr = tl.float16 if PRECISION is None else tl.float32
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, system, 0.0)
@@ -233,7 +235,7 @@ def _delta_scan(
     key_column = KEY_HEADS * KEY_DIM + query_column
     value_column = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
 
-    # The state lies across: [BLOCK_K, BLOCK_V].
+    # The state is transposed: [BLOCK_K, BLOCK_V].
     position, slot = tl.load(positions_ptr + start).to(tl.int32), tl.load(slots_ptr + row)
     tile = head * (VALUE_DIM * KEY_DIM) + value[None, :] * KEY_DIM + channel[:, None]
     in_tile = is_key[:, None] & is_value[None, :]

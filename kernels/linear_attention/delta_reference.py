@@ -15,8 +15,8 @@ from batchgen.kernels.linear_attention.delta_inputs import NORM_EPS, DeltaInputs
 from batchgen.kernels.linear_attention.state_rows import CHUNK, PrefillRows, StepRows
 
 _CACHE_BYTES = 2 * 2**20
-"""Bytes of states that are worked on at a time: with 243 rows of 64 KiB at once a step took twice
-as long."""
+"""Bytes of states that a step works on at a time, so that they stay in the CPU's cache. With 243
+rows of 64 KiB at once, a step took twice as long."""
 
 
 class _Tokens(NamedTuple):
@@ -30,7 +30,8 @@ class _Tokens(NamedTuple):
 
 
 def _prepare(inputs: DeltaInputs, state: Tensor) -> _Tokens:
-    """Split and normalise; every value depends on its own token alone, in bits too."""
+    """Split the inputs and normalise q and k. Every value depends on its own token alone, to the
+    bit."""
     _, value_heads, value_dim, key_dim = state.shape
     values = value_heads * value_dim
     keys = (inputs.qkv.shape[1] - values) // 2
@@ -57,7 +58,8 @@ def _unit(x: Tensor) -> Tensor:
 def delta_step_reference(
     inputs: DeltaInputs, state: Tensor, records: DeltaRecords, rows: StepRows
 ) -> Tensor:
-    """`delta_step` in PyTorch, for few rows at a time, whose states stay in a CPU's cache.
+    """Compute `delta_step` in PyTorch, a few rows at a time, so that their states stay in a CPU's
+    cache.
 
     A row's bits on a CPU depend on the row alone.
     """
@@ -106,15 +108,15 @@ def _changed(decayed: Tensor, update: Tensor, key: Tensor) -> Tensor:
 
 
 def _repeat(key: Tensor, repeats: int) -> Tensor:
-    """[B, nk, dk] → [B, nv, dk]."""
+    """Repeat key heads for their value heads: [B, nk, dk] → [B, nv, dk]."""
     return key.repeat_interleave(repeats, dim=1)
 
 
 def delta_prefill_reference(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tensor:
-    """`delta_prefill` in PyTorch, row by row and chunk by chunk.
+    """Compute `delta_prefill` in PyTorch, row by row and chunk by chunk.
 
-    All chunks are filled up to 64 tokens with tokens that change nothing, so that all products have
-    one shape, and a row's bits on a CPU depend on the row alone.
+    Every chunk is padded to 64 tokens with tokens that change nothing. So all products have one
+    shape, and a row's bits on a CPU depend on the row alone.
     """
     tokens = _prepare(inputs, state)
     out, first = torch.zeros_like(tokens.value), 0
@@ -143,8 +145,8 @@ def _run_chunk(tokens: _Tokens, state: Tensor, erases: bool) -> tuple[Tensor, Te
     """Compute the outputs [n, nv, dv] of n ≤ 64 tokens, and the state [nv, dv, dk] after them.
 
     A chunk's updates solve (I + A)·U = β·(V − decayed K·Sᵀ), where A below its diagonal is β_i
-    (k_i·k_j) times the decay from j to i. Both terms are solved before the state is known. They are
-    β·V if the rule does not erase.
+    (k_i·k_j) times the decay from j to i. Both terms are solved for before the state is known. If
+    the rule does not erase, the updates are β·V.
     """
     count, repeats = len(tokens.query), state.shape[0] // tokens.key.shape[1]
     query, key, value, log_decay, beta = (_filled(x) for x in tokens)
@@ -175,5 +177,6 @@ def _run_chunk(tokens: _Tokens, state: Tensor, erases: bool) -> tuple[Tensor, Te
 
 
 def _filled(x: Tensor) -> Tensor:
-    """[n, …] → [64, …] with zeros, in memory of its own, which begins where an allocation does."""
+    """Pad [n, …] with zeros to [64, …], in a new allocation, so that its alignment is always the
+    same."""
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, CHUNK - len(x))).clone()

@@ -1,8 +1,8 @@
 """The gated delta rule token by token over rows of any length, on a CPU.
 
-When a row has lost its state, tokens that decode steps have read must go through that form of the
-recurrence again, because the chunked form rounds otherwise. Where steps leave records pending, as
-on a GPU, they are read by steps (`delta_step`).
+When a row has lost its state, the tokens that decode steps computed must be computed again token by
+token, because the chunked form rounds differently. Where steps leave records pending, as on a GPU,
+decode steps recompute them (`delta_step`) and this module is not used.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from batchgen.kernels.linear_attention.delta_reference import delta_step_referen
 from batchgen.kernels.linear_attention.state_rows import PrefillRows, StepRows
 
 _WIDTH = 64
-"""The most tokens of a step."""
+"""The most tokens per decode step."""
 
 
 def delta_replay(inputs: DeltaInputs, state: Tensor, rows: PrefillRows) -> Tensor:
-    """Run the tokens of each row from the state in its slot, or from zeros, one by one.
+    """Run the tokens of each row one by one, from the state in its slot or from zeros.
 
-    Tensors are as for `delta_prefill`; the rows have no snapshots. Outputs and states have the bits
-    of steps that read these tokens and fold each.
+    Arguments are those of `delta_prefill`; the rows have no snapshots. Outputs and states have the
+    bits of decode steps that fold every token's record at once.
     """
     assert rows.snapshots is None
     _, value_heads, value_dim, key_dim = state.shape

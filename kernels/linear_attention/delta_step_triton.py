@@ -1,24 +1,29 @@
-"""A decode step of the gated delta rule and of Mamba2's in Triton (`delta_rule.py`). A *record* is
-what one token does to the state; to *fold* records is to add them to the state that is kept.
+"""A decode step of the gated delta rule and of Mamba2's in Triton. `delta_step` in `delta_rule.py`
+calls it.
 
-The last records of a row are not folded to compute its tokens. If S is the state that has all
-records but these and u_e, k_e and d_e are what these tokens and the step's own did, then token t,
-its own entry included, has the state
+A *record* is what one token adds to the state; to *fold* records is to add them to the stored
+state. A token is computed from the state S and from its *entries*, the records that are not folded
+yet, its own included. With u_e, k_e and d_e the update, key and decay of entry e, the token's state
+is
 
-    G·S + Σ_e g_e · u_e ⊗ k_e,    G = Π d_i over all,    g_e = Π d_i over the entries behind e,
+    G·S + Σ_e g_e · u_e ⊗ k_e,
+    G = Π d_i over all entries,    g_e = Π d_i over the entries after e.
 
-so what it makes of its key k and its query q is
+So the value that the state recalls for the token's key k, the update u, and the output o for its
+query q are
 
-    found = G·S·k + Σ_e g_e (k_e·k) u_e,    u = β · (v − found),    o = G·S·q + Σ_e g_e (k_e·q) u_e.
+    recalled = G·S·k + Σ_e g_e (k_e·k) u_e,
+    u = β · (v − recalled),
+    o = G·S·q + Σ_e g_e (k_e·q) u_e.
 
 Mamba2's rule has u = β · v, for which no state is read, and adds D · v to o.
 
-The first launch computes what does not depend on states: G, and the factors before each u_e. A
-program of the second holds some value channels of one head's state in registers. It reads them
-once, and writes them back only behind every `fold`-th token: the traffic of states is what the time
-is made of. A step of several tokens folds in registers where it passes such a token. So a token's
-entries are always those since the last such token, in one order, and neither drafts nor what became
-of them change a bit.
+The first launch computes what does not depend on states: G, and the factors of each u_e. A program
+of the second launch holds some value channels of one head's state in registers. It reads them once,
+and writes them back only after every `fold`-th token, because the traffic of states takes most of
+the time. A step of several tokens that passes such a token folds in registers. So a token's entries
+are always those since the last multiple of `fold` tokens, in one order, and neither drafts nor
+their rejection change a bit.
 """
 
 from __future__ import annotations
@@ -36,18 +41,18 @@ from batchgen.kernels.linear_attention.state_rows import StepRows
 
 
 class StepTiles(NamedTuple):
-    """How the state of a head is divided."""
+    """How a head's state is divided among programs and threads."""
 
     block_v: int  # value channels of a program
-    # Threads that share a value channel: fewer exchange less to sum over the key channels, and hold
-    # more keys each.
+    # Threads that share a value channel. Fewer threads exchange less to sum over the key channels,
+    # but each of them holds more keys.
     lanes: int
     num_warps: int
 
 
 TILES = StepTiles(block_v=32, lanes=8, num_warps=1)
 _MOST = 4096
-"""Values of a state that a program of one warp keeps in registers."""
+"""The most values of a state that a program of one warp can keep in registers."""
 
 
 def delta_step_triton(
@@ -57,7 +62,7 @@ def delta_step_triton(
     rows: StepRows,
     tiles: StepTiles = TILES,
 ) -> Tensor:
-    """`delta_step` in two launches."""
+    """Compute `delta_step` in two launches."""
     _, value_heads, value_dim, key_dim = state.shape
     _, ring, key_heads, _ = records.key.shape
     tokens, batch, share = len(inputs.qkv), len(rows.slots), value_heads // key_heads
@@ -105,7 +110,8 @@ def _prepare_step(
     RING: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     ENTRIES: tl.constexpr, FOLD: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one key head of one row, and writes its keys and decays to the records."""
+    """Each program takes one key head of one row, and writes the step's keys and decays to the
+    records."""
     row, key_head = (tl.program_id(0) // KEY_HEADS).to(tl.int64), tl.program_id(0) % KEY_HEADS
     slot = tl.load(slots_ptr + row)
     pending = tl.minimum(tl.maximum(tl.load(pending_ptr + slot), 0), RING)
@@ -123,8 +129,8 @@ def _prepare_step(
     share: tl.constexpr = VALUE_HEADS // KEY_HEADS
     share_index = tl.arange(0, SHARE)
     head, is_head = key_head * share + share_index, share_index < share
-    # The decays behind each entry, and of all entries together: multiplied one by one, so that they
-    # are the same whether their tokens are of this step or of earlier ones.
+    # The product of the decays after each entry, and of all decays. They are multiplied one by one,
+    # so that the bits are the same whether the tokens are of this step or of earlier ones.
     since = tl.zeros([SHARE, ENTRIES], tl.float32)
     whole = tl.full([SHARE], 1.0, tl.float32)
     for e in tl.static_range(FOLD - 1):
@@ -138,7 +144,7 @@ def _prepare_step(
     a_log = tl.load(a_log_ptr + head, mask=is_head, other=0.0)
     dt_bias = tl.load(dt_bias_ptr + head, mask=is_head, other=0.0)
     for j in range(width):
-        # Entries that are folded by now give way.
+        # Entries that have been folded by now are dropped.
         begins = waiting == FOLD
         waiting = tl.where(begins, 0, waiting)
         keys = tl.where(begins, 0.0, keys)
@@ -184,7 +190,8 @@ def _prepare_step(
 
 @triton.jit
 def _over_keys(state, vector):
-    """S·x: the sum over the key channels of [GROUPS, BLOCK_V, SPAN] · [GROUPS, SPAN]."""
+    """Return S·x, the sum over key channels, of a state [GROUPS, BLOCK_V, SPAN] and a vector
+    [GROUPS, SPAN]."""
     return tl.sum(tl.sum(state * vector[:, None, :], axis=0), axis=1)
 
 
@@ -200,9 +207,9 @@ def _delta_step(
     """Each program takes BLOCK_V value channels of one head of one row.
 
     Tiles of the state have the axes [GROUPS, BLOCK_V, SPAN]; the key channel is group · SPAN + the
-    last index. Loaded as [GROUPS · BLOCK_V, SPAN], they have the last axis and value channels in
-    the threads of a warp and the groups in registers, so sums over key channels are mostly within
-    threads.
+    last index. They are loaded as [GROUPS · BLOCK_V, SPAN], which spreads the last axis and the
+    value channels over the threads of a warp and keeps groups in registers. So sums over key
+    channels are mostly within threads.
     """
     block = tl.program_id(0) % BLOCKS
     head = tl.program_id(0) // BLOCKS % VALUE_HEADS
@@ -285,7 +292,7 @@ def _fold(
         VALUE_HEADS * VALUE_DIM, KEY_HEADS * KEY_DIM, VALUE_HEADS,
     )  # fmt: skip
     for j in range(count):
-        # The next record is on its way while this one is folded.
+        # Load the next record while this one is folded.
         more = tl.where(j + 1 < count, 1, 0)
         ahead = _load_record(
             updates, keys, decays, ring + (first + j + more) % RING,
@@ -302,7 +309,8 @@ def _load_token(
     keys, queries, values, gates, factors, record, token, is_key, is_value, qkv_stride,
     key_stride, VALUE_HEADS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Load k, q [GROUPS, SPAN], v [BLOCK_V], β, G and the factors [ENTRIES] before each u."""
+    """Load k and q [GROUPS, SPAN], v [BLOCK_V], β, G and the factors [ENTRIES] of the entries'
+    updates."""
     key = tl.load(keys + record * key_stride, mask=is_key, other=0.0)
     query = tl.load(queries + token * key_stride, mask=is_key, other=0.0)
     v = tl.load(values + token * qkv_stride, mask=is_value, other=0.0).to(tl.float32)
@@ -315,7 +323,7 @@ def _load_token(
 def _load_record(
     updates, keys, decays, record, is_value, is_key, update_stride, key_stride, decay_stride
 ):
-    """u [BLOCK_V], k [GROUPS, SPAN] and d of a pending record."""
+    """Load u [BLOCK_V], k [GROUPS, SPAN] and d of a pending record."""
     update = tl.load(updates + record * update_stride, mask=is_value, other=0.0)
     key = tl.load(keys + record * key_stride, mask=is_key, other=0.0)
     return update, key, tl.load(decays + record * decay_stride)

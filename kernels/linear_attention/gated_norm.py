@@ -1,5 +1,5 @@
-"""RMS norm per head and SiLU of a gate, in both orders: what follows the gated delta rule, and
-Mamba2's."""
+"""RMS norm per head combined with the SiLU of a gate: norm first, as after the gated delta rule, or
+gate first, as after Mamba2's rule."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ _TILE = 1024
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight · x / sqrt(mean(x²) + eps) · silu(gate), with the mean over each head.
 
-    All is computed in float32 and rounded once, to [T, H · D] in x's dtype. x is [T, H, D],
-    contiguous; gate [T, H · D], the last axis contiguous; weight [D].
+    Everything is computed in float32 and rounded once, to [T, H · D] in x's dtype. x is [T, H, D],
+    contiguous; gate is [T, H · D], the last axis contiguous; weight is [D].
     """
     run = gated_rms_norm_triton if x.is_cuda else gated_rms_norm_reference
     return run(x, gate, weight, eps)
 
 
 def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Compute weight · y / sqrt(mean(y²) + eps) of y = x · silu(gate), the mean over each head.
+    """Compute weight · y / sqrt(mean(y²) + eps) of y = x · silu(gate), with the mean over each
+    head.
 
-    Without a weight the result is y. Tensors are as for `gated_rms_norm`, the weight [H · D].
+    Without a weight the result is y. Arguments are those of `gated_rms_norm`, but the weight is [H
+    · D].
     """
     run = norm_of_gated_triton if x.is_cuda else norm_of_gated_reference
     return run(x, gate, weight, eps)
@@ -81,7 +83,7 @@ def _gated_rms_norm(
     x_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, count, heads, size, eps,
     GATE_FIRST: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes MANY of the `count` heads of all tokens."""
+    """Each program computes MANY heads; `count` is the number of heads of all tokens together."""
     index = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (index < count) & (column < size)

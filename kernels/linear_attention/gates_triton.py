@@ -1,5 +1,5 @@
-"""Functions of Triton kernels that compute a token's decay and writing strength in the gated delta
-rule (`delta_rule.py`)."""
+"""Triton functions that compute a token's decay and writing strength in the gated delta rule
+(`delta_rule.py`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import triton.language as tl
 
 @triton.jit
 def log_decay_of(a, a_log, dt_bias):
-    """−exp(a_log) · softplus(a + dt_bias), accurate for small results too."""
+    """Return −exp(a_log) · softplus(a + dt_bias), accurate for small results too."""
     return -tl.exp(a_log) * time_step_of(a, dt_bias)
 
 
 @triton.jit
 def time_step_of(a, dt_bias):
-    """softplus(a + dt_bias), which is Mamba2's writing strength."""
+    """Return softplus(a + dt_bias), the writing strength of Mamba2's rule."""
     x = a.to(tl.float32) + dt_bias
     power = tl.exp(tl.minimum(x, 20.0))
     # log(1 + p) as log(u) · p / (u − 1) with u = 1 + p, so that the rounding of u cancels.
@@ -26,5 +26,5 @@ def time_step_of(a, dt_bias):
 
 @triton.jit
 def strength_of(b):
-    """sigmoid(b)."""
+    """Return sigmoid(b), the writing strength of the gated delta rule."""
     return 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))

@@ -1,9 +1,10 @@
-"""Which rows an operation of linear attention reads, and where their states are.
+"""`StepRows` and `PrefillRows`: the rows that an operation of linear attention computes, and the
+slots of their states.
 
-The operations keep a state per row in *state slots*. Slot 0 is scratch: rows that pad a batch have
-it, and what is written there is never read. A *record* is what one token of a decode step does to
-the state. Records are kept in a ring beside it, and are *folded* into the state later, several at
-once.
+The operations keep one state per row in *state slots*. Slot 0 is scratch: rows that pad a batch use
+it, and nothing reads what is written there. A *record* is what one token of a decode step does to
+the state. A slot keeps records in a ring, and a later step *folds* several of them into the state
+at once.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens of a chunk. Chunks begin at absolute multiples of it, so that a prefill which is cut at
-such a multiple has the bits of one that is not cut."""
+"""Tokens per chunk. Chunks begin at absolute positions that are multiples of it, so a prefill that
+is cut at such a position has the bits of one that is not cut."""
 
 
 class StepRows(NamedTuple):
-    """The B rows of a decode step, each with W tokens that stand one behind the other.
+    """The B rows of a decode step, each with W consecutive tokens.
 
-    A step does not change the state beyond the tokens accepted before it. What those do to the
-    state stands in the slot's records, a ring of N: the pending ones from `first[slot]` on, the
-    oldest first. The step runs its W tokens, and writes their records behind, which needs pending +
-    W ≤ N. Of the pending ones it folds the oldest into the state, `fold` at a time as long as that
-    many are left, and writes the state back; the caller must then count them as folded. So a token
-    is always computed from the state behind a multiple of `fold` tokens of decode steps and the
-    records since, whatever the widths of the steps are."""
+    A step does not know which of its own tokens will be accepted, so it never folds them. What
+    earlier tokens did to the state is in the slot's records, a ring of N: the pending records from
+    `first[slot]` on, the oldest first. The step runs its W tokens and writes their records after
+    the pending ones, so pending + W ≤ N must hold.
+
+    The step also folds the oldest pending records into the state, `fold` at a time while that many
+    remain, and writes the state back. The caller must then count these records as folded. So a
+    token is always computed from the state after a multiple of `fold` tokens of decode steps and
+    from the records since, whatever the widths of the steps are.
+    """
 
     slots: Tensor  # [B] int64, the rows' state slots
     pending: Tensor  # [R] int32, read on the device; clamped to 0 … N
@@ -36,10 +40,11 @@ class StepRows(NamedTuple):
     fold: int
 
     def ring_entries(self, ring: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Find the B rows' records in rings of N, as int64.
+        """Return the B rows' places in rings of N records, as int64.
 
-        Returns the numbers of pending records [B], the indices of all records in the ring from the
-        oldest pending one on [B, N], and those of the W new records [B, W].
+        Returns:
+            The numbers of pending records [B]; the ring indices of all records from the oldest
+                pending one on [B, N]; the ring indices of the W new records [B, W].
         """
         pending = self.pending[self.slots].long().clamp(0, ring)
         first = self.first[self.slots].long()[:, None]
@@ -49,14 +54,15 @@ class StepRows(NamedTuple):
 
 
 class PrefillRows(NamedTuple):
-    """The B rows of a prefill, whose T tokens stand one row behind the other.
+    """The B rows of a prefill, whose T tokens are concatenated row by row.
 
     A row whose first token has position 0 starts from zeros, whatever its slot holds. Any other row
     starts from the state in its slot, whose records must have been folded. The state after the
-    row's last token is written to its slot. A row without tokens leaves its slot as it is.
+    row's last token is written to its slot. A row without tokens leaves its slot unchanged.
 
-    Snapshots are copies of the state that a row leaves: after how many of its tokens, and in which
-    slot. That number must end a chunk of 64, counted from position 0, or the row; 0 is unused.
+    Snapshots are copies of a row's state: each is the number of the row's tokens after which to
+    copy, and the slot to copy to. The tokens up to there must end at a multiple of 64 positions, or
+    at the row's end. A number of 0 means no snapshot.
     """
 
     slots: Tensor  # [B] int64, the rows' state slots
@@ -72,16 +78,18 @@ class PrefillRows(NamedTuple):
         return tuple(self.starts.diff().tolist())
 
     def most_chunks(self) -> int:
-        """Return a bound on the chunks of all rows: each may have a part of one at both ends."""
+        """Return a bound on the number of chunks of all rows: each row may have a partial chunk at
+        both ends."""
         return len(self.positions) // CHUNK + 2 * len(self.slots)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Make a tensor for values of all tokens; zeros if some may belong to no row."""
+        """Allocate a tensor for all tokens; it is zeros if some tokens may belong to no row."""
         make = torch.zeros if self.query_lens is None else torch.empty
         return make(shape, dtype=dtype, device=self.positions.device)
 
     def wanted(self, row: int) -> dict[int, list[int]]:
-        """Map numbers of tokens of this row to the slots that want the state after them."""
+        """Map each number of this row's tokens after which the state is copied to the slots that it
+        is copied to."""
         slots: dict[int, list[int]] = {}
         if self.snapshots is not None:
             for tokens, slot in self.snapshots[row].tolist():

@@ -1,9 +1,9 @@
-"""The thin products of adapters beside those of experts.
+"""The low-rank products that adapters (LoRA) add to the products of MoE experts.
 
-Each token has an adapter and goes through several experts, for each of which the adapter has
-factors of its own. A slot here is one of the k choices of a token, as in `moe`, and an adapter slot
-has the factors of E experts. Slots are sorted by pairs of an adapter and an expert, so that one
-launch computes the products of all pairs.
+Each token has an adapter and goes through several experts, and an adapter has its own factors for
+each expert. A slot here is one of the k choices of a token, as in `moe`, and an adapter slot has
+the factors of E experts. Slots are sorted by pairs of adapter and expert, so that one launch
+computes the products of all pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchgen.kernels.lora.lora_triton import add_lora_triton_
 from batchgen.kernels.moe.moe_align_triton import Alignment, moe_align
 
 _SLOTS = 256
-"""Slots of a program."""
+"""Slots per program."""
 
 
 class ExpertFactors(NamedTuple):

@@ -1,6 +1,7 @@
-"""The thin products of low-rank adapters beside a linear layer: y += B·(A·x) (Hu et al. 2021).
+"""The low-rank products that adapters (LoRA, Hu et al. 2021) add to a linear layer: y += B·(A·x).
 
-Tokens of one forward may have different adapters, or none.
+`add_lora_` is the entry point; linear layers call it. Tokens of one forward may have different
+adapters, or none.
 """
 
 from __future__ import annotations
@@ -20,27 +21,29 @@ Product = Callable[[Tensor], Tensor]
 
 
 class LoRAPart(NamedTuple):
-    """The output features of a linear layer that have an adapter of their own: all of them, or
-    those of one projection of a merged layer."""
+    """The output features of a linear layer that one pair of factors adds to: all of them, or those
+    of one projection of a merged layer."""
 
     start: int  # the first feature
     size: int  # how many there are
 
 
 class StackedFactors(NamedTuple):
-    """The factors of all adapters of one linear layer with P parts. Adapters of a lower rank than
-    R, and those that leave a part alone, have zeros."""
+    """The factors of all adapters of one linear layer with P parts, stacked by adapter slot.
+
+    Adapters with a rank below R are padded with zeros, and so are parts without an adapter.
+    """
 
     down: Tensor  # A, [slots, P · R, in_features]
     up: Tensor  # B times the adapter's scale, [slots, out_features, R]
-    # [blocks, 3] int32: the output features in blocks of at most BLOCK_N of one part, each with its
-    # first feature, the one behind its last, and where the part's ranks begin.
+    # [blocks, 3] int32: the output features in blocks of at most BLOCK_N of one part. A block has
+    # its first feature, the one after its last, and the index of the part's first rank.
     blocks: Tensor
     multiple: int = 1  # divides the first two, and is at most 8: 16 bytes of outputs of 16 bits
 
 
 def output_blocks(parts: Sequence[LoRAPart], rank: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return the `blocks` and the `multiple` of `StackedFactors` with this rank R."""
+    """Return `blocks` and `multiple` of `StackedFactors` for the rank R."""
     blocks = [
         (first, min(first + BLOCK_N, part.start + part.size), index * rank)
         for index, part in enumerate(parts)
@@ -66,10 +69,10 @@ def add_lora_(
     products: Sequence[Sequence[LoRAProducts]],
 ) -> Tensor:
     """Add B·(A·x) of each token's adapter to `out` [T, out_features] in place, for x [T,
-    in_features], and return it.
+    in_features], and return `out`.
 
-    `products` are those of each slot, which a CPU computes with: there a token's bits depend on
-    the token and its adapter alone, if those of the products do.
+    `products` has those of each adapter slot; only a CPU uses them. On a CPU a token's bits depend
+    on the token and its adapter alone, if the products' own results do.
     """
     if tokens.alignment is not None:
         return add_lora_triton_(out, x, tokens.alignment, *stacked)
@@ -84,10 +87,14 @@ def add_lora_(
 def add_lora_columns_(
     out: Tensor, ids: Tensor, tokens: LoRATokens, stacked: StackedFactors
 ) -> Tensor:
-    """Add B times column ids [T] int64 of A of each token's adapter to `out` [T, out_features] in
-    place, and return it: what `add_lora_` does for x that has a one there, and zeros."""
+    """Add B · A[:, id] for each token's column id (`ids` [T] int64) and adapter to `out` [T,
+    out_features] in place, and return `out`.
+
+    This is `add_lora_` for one-hot rows x, as an embedding needs it.
+    """
     down, up, blocks, multiple = stacked
-    # Tokens without an adapter read that of the last slot, and nothing is added to them.
+    # Tokens without an adapter (slot 0) read the factors of the last slot; the result is masked
+    # out.
     hidden = down[tokens.slots - 1, :, ids].float()
     if tokens.alignment is not None:
         hidden = hidden.unsqueeze(0)
@@ -101,7 +108,7 @@ def add_lora_columns_(
 
 
 def add_lora_reference_(out: Tensor, x: Tensor, slots: Tensor, stacked: StackedFactors) -> Tensor:
-    """Compute what `add_lora_` does from the stacked factors, with sums in float32."""
+    """Compute `add_lora_` from the stacked factors, with sums in float32, in PyTorch."""
     down, up, blocks, _ = stacked
     rank = up.shape[2]
     for token, slot in enumerate(slots.tolist()):

@@ -1,5 +1,5 @@
-"""Which adapter each token of a forward has, and the order of the tokens sorted by adapter, which
-all layers share."""
+"""The adapter of each token of a forward, and the order of the tokens sorted by adapter. All layers
+of a forward share it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from torch import Tensor
 from batchgen.kernels.moe.moe_align_triton import Alignment, moe_align
 
 BLOCK_M = 16
-"""Tokens of one adapter that a program computes at once."""
+"""Tokens of one adapter per program."""
 _WIDE_BLOCK_M, _MANY_TOKENS = 64, 512
-"""`BLOCK_M` of forwards of at least that many tokens, where factors would be read too often."""
+"""`BLOCK_M` in forwards of at least `_MANY_TOKENS` tokens, where smaller tiles would read the
+factors too often."""
 
 
 class LoRATokens(NamedTuple):
     """The adapters of the T tokens of a forward."""
 
     slots: Tensor  # [T] int64, the token's adapter slot; 0: the model without an adapter
-    # The tokens that have an adapter, sorted by it, with slot s under s − 1; None on a CPU.
+    # The tokens that have an adapter, sorted by it; adapter slot s has the group s − 1. None on a
+    # CPU.
     alignment: Alignment | None
 
 
 def lora_tokens(slots: Tensor, num_slots: int) -> LoRATokens:
-    """Sort tokens by their adapter slots [T] int64, of which there are `num_slots` besides 0. On a
-    GPU nothing waits for the host, so a CUDA graph may contain it."""
+    """Sort tokens by their adapter slots [T] int64, which are 0 to `num_slots`.
+
+    Nothing waits for the host, so a CUDA graph may contain this.
+    """
     if slots.device.type == "cpu":
         return LoRATokens(slots, None)
     return LoRATokens(slots, sorted_tokens(slots, num_slots))

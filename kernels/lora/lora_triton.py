@@ -1,10 +1,10 @@
-"""The thin products of adapters in Triton: one launch for A, one for B, whatever the number of
-adapters.
+"""The low-rank products of adapters in Triton: one launch for A, one for B, whatever the number of
+adapters. `lora.py` and `expert_lora.py` call it.
 
-Sums over the in features are split into SPLITS parts, which are added up in their order. For few
-tokens each part has programs of its own, because few programs would else read all of x, and the
-second launch adds the parts up. For many tokens one program computes all parts of its tokens, and
-the second launch reads their sum alone. So a token's sums have one order, whatever the batch.
+Sums over the input features are cut into _SPLITS parts, which are added up in their order. With few
+tokens each part has programs of its own, because otherwise few programs would read all of x; the
+second launch then adds the parts up. With many tokens one program computes all parts of its tokens,
+and the second launch reads only their sum. So a token's sums have one order, whatever the batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from batchgen.kernels.moe.moe_align_triton import TILE_ARGUMENTS, Alignment
 from batchgen.kernels.moe.slot_tile_triton import tile_of_program
 
 BLOCK_N = 256
-"""Output features of a program, which reads its tokens' hidden values once for all of them."""
+"""Output features per program. A program reads its tokens' hidden values once for all of them."""
 _SPLITS = 8
-"""Parts of the sums over the in features."""
+"""Parts that the sums over the input features are cut into."""
 _BLOCK_K = 128
 _BLOCK_R = 64
-"""Ranks of a program of the first launch, of all parts of a layer."""
+"""Ranks per program of the first launch, counted over all parts of a layer."""
 _ONE_PROGRAM = 2048
-"""Tokens from which on a program computes all parts of a sum. By bytes: with rank 16 a program of
-the second launch moves 64 KiB of results of 64 tokens, and reads 4 KiB of sums or 32 of parts."""
+"""Tokens from which on one program computes all parts of a sum. With rank 16 a program of the
+second launch moves 64 KiB of results for 64 tokens; it reads 4 KiB of sums, or 32 KiB of parts."""
 
 
 def add_lora_triton_(
@@ -41,11 +41,11 @@ def add_lora_triton_(
     rows: Tensor | int = 1,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Add B·(A·x) of each token's adapter to `out` [T, N] in place for x [T, K]; the factors are
-    those of `StackedFactors`, with a rank that is a power of 2 from 16 on.
+    """Add B·(A·x) of each token's adapter to `out` [T, N] in place for x [T, K], and return `out`.
 
-    Token t reads row t // `rows` of x, or the one that `rows` [T] int32 names. What is added is
-    multiplied by its weight [T] float32 if there are `weights`.
+    The factors are those of `StackedFactors`, with a rank that is a power of 2 from 16 on. Token t
+    reads row t // `rows` of x, or row `rows`[t] if `rows` is a tensor [T] int32. With `weights` [T]
+    float32, each token's addition is multiplied by its weight.
     """
     hidden = _hidden(len(out), x, alignment, down, up.shape[2], rows)
     return add_hidden_triton_(out, hidden, alignment, up, blocks, multiple, weights)
@@ -54,7 +54,8 @@ def add_lora_triton_(
 def _hidden(
     count: int, x: Tensor, alignment: Alignment, down: Tensor, rank: int, rows: Tensor | int
 ) -> Tensor:
-    """Compute A·x in one part, or in several that are to be added up: [parts, T, P · R] float32."""
+    """Compute A·x as one part, or as several parts that must be added up: [parts, T, P · R]
+    float32."""
     depth, ranks = x.shape[1], down.shape[1]
     assert x.stride(1) == 1 and rank >= 16 and rank & (rank - 1) == 0
     splits = min(_SPLITS, triton.cdiv(depth, _BLOCK_K))
@@ -83,7 +84,7 @@ def add_hidden_triton_(
     multiple: int = 1,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Add B times the sum of the parts of hidden values to `out`, as `add_lora_triton_` does."""
+    """Add B times the sum of the parts of `hidden` to `out`, as `add_lora_triton_` does."""
     (planes, count, ranks), (_, width, rank) = hidden.shape, up.shape
     assert out.stride(1) == 1 and hidden.is_contiguous()
     block_m = alignment.block_m
@@ -106,8 +107,8 @@ def _down(
     COLUMNS: tl.constexpr, ALL_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes sums of A·x for one tile of tokens and some ranks: a part of them, over
-    `share` in features, or all parts and what they add up to."""
+    """Each program computes A·x for one tile of tokens and some ranks: one part of the sums, over
+    `share` input features, or with ALL_PARTS all parts and their sum."""
     is_none, adapter, first, end = tile_of_program(
         tile_experts_ptr, tile_firsts_ptr, tile_ends_ptr, num_tiles_ptr, COLUMNS
     )
@@ -174,7 +175,7 @@ def _up(
         n = begin + first_n + tl.arange(0, STEP_N)
         row = tl.minimum(n, last - 1)[:, None] * RANK
         target = out_ptr + token[:, None] * out_stride + n[None, :]
-        # What needs no other value is loaded first, and waits for none.
+        # Loads that depend on no other load come first.
         before = tl.load(target, mask=there & (n < last)[None, :], other=0.0)
         total = tl.zeros([BLOCK_M, STEP_N], tl.float32)
         for start in tl.static_range(0, RANK, BLOCK_R):
@@ -192,14 +193,16 @@ def _up(
 
 @triton.jit
 def _added(source, plane, PLANES: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Add up the parts of hidden values, `plane` apart, and round them to DTYPE."""
+    """Add up the parts of hidden values, whose planes are `plane` elements apart, and round the sum
+    to DTYPE."""
     hidden = tl.load(source)
     for index in tl.static_range(1, PLANES):
         hidden += tl.load(source + index * plane)
     if INTERPRETED:
         return hidden.to(DTYPE).to(tl.float32)
-    # Else Triton would bring each part to the layout of the product by itself, and each load would
-    # wait for the one before it: it moves no conversion past what may have effects.
+    # Convert explicitly: otherwise Triton would convert each part to the product's layout
+    # separately, and each load would wait for the one before, because Triton moves no conversion
+    # past operations that may have side effects.
     hidden = tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [hidden], dtype=tl.float32, is_pure=False, pack=1
     )

@@ -1,5 +1,5 @@
-"""The sizes that the kernels of absorbed latent attention (`absorbed_triton.py`) are compiled and
-launched with: splits, tiles, warps and stages."""
+"""Tile sizes, splits and compiler options of the kernels of absorbed latent attention
+(`absorbed_triton.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchgen.kernels.rules import BitRules
 
 @dataclass(frozen=True, slots=True)
 class AbsorbedConfig:
-    """Sizes of the kernels; num_stages and programs_per_sm change no bit of the result."""
+    """Sizes of the kernels. num_stages and programs_per_sm do not affect the bits of the result."""
 
     queries: int  # the most queries, tokens times heads, of one program
     block_n: int  # cached tokens of a tile
@@ -23,12 +23,13 @@ class AbsorbedConfig:
 
 
 _WIDE = AbsorbedConfig(64, 64, num_warps=4, num_stages=3, programs_per_sm=1)
-"""The sizes for batches of one or two units per program, with twice as much in flight: 65 against
-78 µs for 256 rows of 250 to 1,170 tokens (H200). It needs 164 KiB of shared memory."""
+"""Sizes for batches of one or two units per program, with twice as many loads in flight: 65 against
+78 µs for 256 rows of 250 to 1,170 tokens (H200). They need 164 KiB of shared memory."""
 
 
 def decode_span(num_heads: int, width: int, itemsize: int) -> int:
-    """Return how many heads a decode step's program takes, a divisor of all; 0 if none fits."""
+    """Return the number of heads per program of a decode step, a divisor of num_heads; 0 if `width`
+    queries do not fit."""
     max_rows = absorbed_config(64, itemsize).queries // width
     return max(
         (n for n in range(1, num_heads + 1) if not num_heads % n and n <= max_rows), default=0
@@ -36,7 +37,8 @@ def decode_span(num_heads: int, width: int, itemsize: int) -> int:
 
 
 def decode_config(q: Tensor, queries: int, items: int, rules: BitRules) -> AbsorbedConfig:
-    """Choose sizes for a decode step with `items` pairs of a row and a program's group of heads."""
+    """Choose sizes for a decode step. `items` counts pairs of a row and a program's group of
+    heads."""
     config = absorbed_config(queries, q.itemsize)
     programs = device_programs(q.device, config.programs_per_sm)
     if queries <= 16 and q.itemsize == 2 and rules.takes_wide_tiles(items, programs):
@@ -45,7 +47,8 @@ def decode_config(q: Tensor, queries: int, items: int, rules: BitRules) -> Absor
 
 
 def absorbed_config(queries: int, itemsize: int) -> AbsorbedConfig:
-    """Choose sizes by the registers that the sums of 64 queries, and float32 operands, need."""
+    """Choose sizes by the registers needed: for the sums of 64 queries, and for float32
+    operands."""
     if itemsize == 4:
         return AbsorbedConfig(16, 16, num_warps=8, num_stages=1, programs_per_sm=1)
     if queries <= 16:

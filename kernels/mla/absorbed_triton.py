@@ -1,12 +1,13 @@
 """Absorbed latent attention in Triton: all heads attend to the paged latents themselves.
+`mla_attention.py` calls `latent_decode` and `latent_prefill`.
 
-A token's latent and rotated key are the key of one head, and the latent is also the value, so it is
-read once. Two kernels share a loop: one for decode steps, with the splits of `attention.decode`,
-and one for tiles of queries of rows of different lengths. Both read contexts' lengths on the
-device, so captured CUDA graphs stay right while contexts grow.
+A token's latent and rotated key together are the key of one shared head. The latent is also the
+value, so it is read once. Two kernels share a loop: one for decode steps, with the splits of
+`attention.decode`, and one for tiles of queries of rows of different lengths. Both read the
+contexts' lengths on the device, so captured CUDA graphs stay valid while contexts grow.
 
-A latent is taken in four quarters, whose products do not wait for each other as the steps of one
-long sum would; the compiler needs two thirds of the registers.
+A latent is processed in four quarters. Their products do not wait for each other, as the steps of
+one long sum would, and the compiler needs two thirds of the registers.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def latent_decode(
     """Compute softmax(q·kᵀ·scale)·latent for W queries per row over the rows' cached contexts.
 
     The plane already holds the queries' tokens, with finite latents (`prepare_latent`). The last
-    axes are contiguous. Returns [B · W, num_heads, L] in q's dtype; a query that sees a NaN key is
-    NaN, and no other is.
+    axes are contiguous. Returns [B · W, num_heads, L] in q's dtype. A query that attends to a NaN
+    key becomes NaN; other queries do not.
     """
     tokens, num_heads, size = q.shape
     rotated, width = turned.shape[2], plan.width
@@ -85,7 +86,7 @@ def latent_prefill(
     tile: int,  # the most tokens of a tile
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `latent_decode` does, [T, num_heads, L], for rows of different lengths."""
+    """Compute what `latent_decode` does for rows of different lengths: [T, num_heads, L]."""
     tokens, num_heads, size = q.shape
     assert plane.is_contiguous() and plane.shape[2] == size + turned.shape[2]
     assert q.stride(2) == turned.stride(2) == block_tables.stride(1) == 1
@@ -128,7 +129,8 @@ def _latent_decode(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one (unit, group of heads) of each round, as in `_decode_kernel`."""
+    """Each program takes one pair (unit, group of heads) per round, as in
+    `attention.decode._decode_kernel`."""
     programs = tl.num_programs(0)
     total = tl.load(count) * GROUPS
     query = tl.arange(0, QUERIES_PAD)
@@ -153,7 +155,7 @@ def _latent_decode(
                 QUERIES_PAD, SIZE, PART, ROTATED, ROTATED_PAD, BLOCK_SIZE, BLOCK_N, PRECISION,
                 INTERPRETED,
             )  # fmt: skip
-            # A query that sees no token of a unit gets the result 0 with weight 0.
+            # A query that attends to no token of a unit gets the result 0 with weight 0.
             unseen = weights == 0.0
             weights = tl.where(unseen, 1.0, weights)
             if partial_index < 0:
@@ -176,7 +178,7 @@ def _latent_prefill(
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes some of the queries, by token and then by head, of one tile."""
+    """Each program takes a run of the queries of one tile, ordered by token and then by head."""
     tile = tiles + tl.program_id(0) // PARTS * 3
     row = tl.load(tile).to(tl.int64)
     first = tl.load(tile + 1).to(tl.int64)
@@ -208,8 +210,8 @@ def _attend(
 ):  # fmt: skip
     """Attend to the positions from `start` to `stop` - 1, as `attention.decode._attend_unit` does.
 
-    `q` and `turned` [QUERIES_PAD] point to the two parts of each query. Returns the largest scores,
-    sums of weights and weighted sums of the latents' quarters.
+    `q` and `turned` [QUERIES_PAD] point to the two parts of each query. Returns the queries'
+    maximum scores, sums of weights, and weighted sums of the latents' quarters.
     """
     spin = tl.arange(0, ROTATED_PAD)
     lane = tl.arange(0, BLOCK_N)
@@ -257,7 +259,7 @@ def _attend(
         keys = tl.load(rotated, mask=cached[:, None] & turns, other=0.0)
         if scales is not None:
             key_scale = tl.load(scales + slot, mask=cached, other=0.0)
-            # Weights of 0 are multiplied by something finite.
+            # Weights of 0 must be multiplied by finite values.
             value_scale = tl.where(key_scale == key_scale, key_scale, 0.0) * SCALED_BY
             keys = keys.to(kept)
             if not INTERPRETED:  # where they are float32
@@ -265,7 +267,8 @@ def _attend(
                 latent1 = converted_apart(latent1, kept, INTERPRETED)
                 latent2 = converted_apart(latent2, kept, INTERPRETED)
                 latent3 = converted_apart(latent3, kept, INTERPRETED)
-        # The KV blocks of the next tile are loaded now, so its loads never wait for an address.
+        # Load the KV block numbers of the next tile now, so that its loads need not wait for an
+        # address.
         ahead = position + BLOCK_N
         block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
         if INTERPRETED:
@@ -278,7 +281,7 @@ def _attend(
         score = (score + (score0 + score1) + (score2 + score3)) * scale_log2
         if scales is not None:
             score *= key_scale[None, :]
-        # The score is replaced, not added to: the key of an unseen token may be NaN.
+        # Replace the score instead of adding -inf: the key of a masked token may be NaN.
         seen = cached[None, :] & (position[None, :] <= limit[:, None])
         score = tl.where(seen, score, -float("inf"))
         peak = tl.maximum(top, tl.max(score, 1))
@@ -307,7 +310,8 @@ def _quarter(
     rows, exists, INDEX: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Load PART values of rows of SIZE values, or 0; in float32 for Triton's interpreter."""
+    """Load PART values of rows of SIZE values, zeros where a row does not exist; in float32 for
+    Triton's interpreter."""
     dim = INDEX * PART + tl.arange(0, PART)
     mask = exists[:, None]
     if SIZE != 4 * PART:
@@ -324,7 +328,7 @@ def _largest(first, second):
 
 @triton.jit
 def _store(rows, exists, sum0, sum1, sum2, sum3, weights, SIZE: tl.constexpr, PART: tl.constexpr):
-    """Store the four quarters of sums, divided by the weights, in the rows pointed to."""
+    """Store the four quarters of sums, divided by the sums of weights, at the addresses `rows`."""
     _store_quarter(rows, exists, sum0, weights, 0, SIZE, PART)
     _store_quarter(rows, exists, sum1, weights, 1, SIZE, PART)
     _store_quarter(rows, exists, sum2, weights, 2, SIZE, PART)

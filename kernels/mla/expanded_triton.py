@@ -1,8 +1,9 @@
-"""Expanded latent attention in Triton, over keys and values made of the latents of the contexts.
+"""Expanded latent attention in Triton: attention over keys and values that are computed from the
+latents of the contexts. `mla_attention.py` calls it.
 
 The latents of all contexts are copied out of the pages and expanded by one matrix product. Then
-attention is FlashAttention-2 (Dao 2023) on rows of different lengths, with a key in two parts: one
-per head, and a rotated one that all heads share.
+FlashAttention-2 (Dao 2023) runs on rows of different lengths, with a key in two parts: one part per
+head, and a rotated part that all heads share.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from batchgen.kernels.attention.prefill_plan import cut_tiles
 from batchgen.kernels.row_indices import row_indices
 
 _MOST_CONTEXT = 4
-"""The context tokens per new token up to which expanding pays: it costs what it saves when some 170
-new tokens of each row share it, and its result needs memory."""
+"""The most context tokens per new token for which expanding pays. An expansion breaks even when
+some 170 new tokens of each row share it, and its result needs memory."""
 _LEAST_TOKENS = 256
-"""The new tokens from which an expansion pays. For fewer its launches cost more than it saves."""
+"""The fewest new tokens for which expanding pays. With fewer its launches cost more than it
+saves."""
 _MOST_BYTES = 512 * 2**20
-"""The most bytes of expanded keys and values."""
+"""The most bytes that expanded keys and values may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class ExpandedConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPlan:
-    """Where the contexts of B rows go, and how their queries are cut; all layers share it."""
+    """Where the contexts of B rows are expanded to, and the tiles of their queries; all layers
+    share it."""
 
     slots: Tensor  # [S] int64, the KV slots of all contexts, row by row
     row_starts: Tensor  # [B] int32, where each row's context begins among them
@@ -53,7 +56,8 @@ class ExpandedPlan:
 def does_expansion_pay(
     query_lens: Sequence[int], context_lens: Sequence[int], token_bytes: int
 ) -> bool:
-    """Whether a prefill is faster if its contexts are expanded, and whether there is room for that.
+    """Return whether a prefill is faster if its contexts are expanded, and the result fits into
+    memory.
 
     `token_bytes` is the size of one token's expanded key and value.
     """
@@ -66,8 +70,8 @@ def does_expansion_pay(
 
 
 def rows_at_once(context_lens: Sequence[int], token_bytes: int) -> list[slice]:
-    """Cut rows into runs whose contexts are expanded at once: as many as there is room for, at
-    least one."""
+    """Split rows into runs whose contexts are expanded together: as many rows as there is room for,
+    at least one."""
     runs, first, size = [], 0, 0
     for row, context in enumerate(context_lens):
         size += context * token_bytes
@@ -125,7 +129,7 @@ def expanded_attention(
 ) -> Tensor:
     """Compute softmax(q·kᵀ·scale)·v [T, num_heads, V] for rows of queries over expanded contexts.
 
-    A query that sees a NaN key is NaN.
+    A query that attends to a NaN key becomes NaN.
     """
     tokens, num_heads, query_size = q.shape
     rotated = keys.shape[1]
@@ -157,7 +161,8 @@ def _expanded_attention(
     ROTATED_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one tile of queries of one head. The heads of a tile are neighbours."""
+    """Each program takes one tile of queries of one head. Programs of adjacent indices share a
+    tile."""
     tile = tiles + tl.program_id(0) // HEADS * 3
     head = tl.program_id(0) % HEADS
     row = tl.load(tile)
@@ -178,14 +183,15 @@ def _expanded_attention(
         fixed = fixed.to(tl.float32)
         turned = turned.to(tl.float32)
     last_seen = tl.load(positions + first + m, mask=m < size, other=0).to(tl.int32)
-    # Every query of the tile sees the keys before `common`, and none sees those from `limit` on.
+    # Every query of the tile attends to the keys before `common`, and none to those from `limit`
+    # on.
     common = (tl.load(positions + first).to(tl.int32) + 1) // BLOCK_N * BLOCK_N
     limit = tl.max(last_seen, 0) + 1
     row_start = tl.load(row_starts + row).to(tl.int64)
     keys += row_start * key_stride
     key_values += (row_start * HEADS + head) * (FIXED + SIZE)
 
-    # Every query sees position 0, so its `top` is finite after the first tile of keys.
+    # Every query attends to position 0, so its `top` is finite after the first tile of keys.
     acc = tl.zeros([BLOCK_M, SIZE_PAD], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -214,8 +220,8 @@ def _attend_tile(
     ROTATED_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from `start` to start + BLOCK_N - 1 to a query tile; with MASKED a query sees
-    only those up to its `last_seen` [BLOCK_M]."""
+    """Add the keys from `start` to start + BLOCK_N - 1 to the sums of a query tile. With MASKED a
+    query attends only to keys up to its `last_seen` [BLOCK_M]."""
     fix, spin, dim = tl.arange(0, FIXED_PAD), tl.arange(0, ROTATED_PAD), tl.arange(0, SIZE_PAD)
     n = start + tl.arange(0, BLOCK_N)
     inside = (n < limit)[:, None]

@@ -1,5 +1,8 @@
-"""The linear map that expands a token's latent to keys and values, as attention needs it. A
-*latent* is the short vector that latent attention caches of each token (`mla_attention.py`)."""
+"""`Expansion`: the interface of the linear map that expands latents to keys and values.
+
+A *latent* is the short vector that latent attention caches for each token (`mla_attention.py`). The
+engine's attention layer implements the map.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,20 @@ from torch import Tensor
 
 
 class Expansion(Protocol):
-    """The linear map from a latent of L values to N values of a key and V of a value per head."""
+    """The linear map from a latent of L values to a key of N values and a value of V values per
+    head."""
 
     @property
     def value_size(self) -> int:
-        """V, the number of values of a head's value."""
+        """V, the length of a head's value."""
 
     def absorb(self, q: Tensor) -> Tensor:
-        """Turn queries [T, heads, N] of keys into queries [T, heads, L] of latents."""
+        """Multiply queries [T, heads, N] by the map's keys: return queries [T, heads, L] that
+        attend to latents."""
 
     def values(self, mixed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Turn mixtures [T, heads, L] of latents into mixtures [T, heads, V] of values."""
+        """Expand weighted sums of latents [T, heads, L] to weighted sums of values [T, heads,
+        V]."""
 
     def expand(self, latents: Tensor) -> Tensor:
         """Expand latents [S, L] to [S, heads, N + V], in each head the key and then the value."""

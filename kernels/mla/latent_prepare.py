@@ -1,5 +1,5 @@
-"""Prepares a token for latent attention: normalises its latent, rotates its key and queries, and
-writes the latent to the cache."""
+"""Prepares tokens for latent attention: normalises the latents, rotates keys and queries, and
+writes latents and keys to the cache. The attention layer calls it before `mla_attention`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ def prepare_latent(
     slots: Tensor,  # [T] int64
     scales: Tensor | None = None,  # [num_blocks, block_size] float32, of a plane in FP8
 ) -> Tensor:
-    """Rotate the queries, and store each token's normalised latent and rotated key.
+    """Rotate the queries, and store each token's normalised latent and rotated key in the cache.
 
-    A token with a value that is not finite in the cache's dtype is stored as a latent of all 0 and
-    a key of all NaN: a query that sees it becomes NaN, and one that does not is unharmed. Tokens
-    may share a slot, as padding does; any one of them is stored. In FP8 (e4m3) a token has a scale,
-    by which its latent and key are divided; what is not finite is stored as 0 with a scale of
-    NaN. Returns q with its last R values rotated; q may be overwritten.
+    A token with a value that is not finite in the cache's dtype is stored as a latent of zeros and
+    a key of NaN: queries that attend to it become NaN, others are unharmed. Tokens may share a
+    slot, as padding does; any one of them is stored.
+
+    In FP8 (e4m3) each token has a scale, by which its latent and key are divided. A token that is
+    not finite is stored as zeros with a scale of NaN.
+
+    Returns q with its last R values rotated; q may be overwritten.
     """
     run = prepare_latent_triton if q.is_cuda else prepare_latent_reference
     return run(q, latent, weight, eps, cos_sin, plane, slots, scales)
@@ -44,7 +47,7 @@ def prepare_latent_reference(
     slots: Tensor,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """`prepare_latent` in PyTorch; it leaves q as it is."""
+    """`prepare_latent` in PyTorch, which does not overwrite q."""
     size, rotated = len(weight), cos_sin.shape[1]
     values, key = latent.split([size, rotated], dim=1)
     kept = plane.dtype if scales is None else q.dtype

@@ -1,8 +1,5 @@
 """`latent_prepare.prepare_latent` in Triton: norm, rotation and the write to the cache in one
-launch.
-
-Each of T tokens has a latent of L values and one key of R values, which all heads share.
-"""
+launch."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ def prepare_latent_triton(
     slots: Tensor,  # [T], where each token goes in the cache
     scales: Tensor | None = None,  # [num_blocks, block_size] of a cache in FP8
 ) -> Tensor:
-    """Compute `latent_prepare.prepare_latent` in one launch, which rotates q in place and returns
-    it."""
+    """Compute `latent_prepare.prepare_latent` in one launch. q is rotated in place and returned."""
     num_tokens, num_heads, query_size = q.shape
     size, rotated = len(weight), cos_sin.shape[1]
     assert plane.shape[-1] == latent.shape[1] == size + rotated and plane.is_contiguous()
@@ -85,7 +81,7 @@ def _prepare_latent(
         dtype = plane_ptr.dtype.element_ty
         first, second = first.to(dtype), second.to(dtype)
     # A token with a value that is not finite is stored as a latent of 0 and a key (in FP8: a scale)
-    # of NaN: the queries that see it become NaN, and no others.
+    # of NaN, so that only queries that attend to it become NaN.
     broken = tl.max(not_finite(normed).to(tl.int32), 0)
     broken += tl.max((not_finite(first) | not_finite(second)).to(tl.int32), 0)
     if scales_ptr is not None:

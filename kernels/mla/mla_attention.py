@@ -1,18 +1,19 @@
 """Multi-head latent attention over the paged cache (DeepSeek-AI 2024, arXiv 2405.04434).
+`latent_attention` is the entry point.
 
-For each token the cache holds one latent of L values and a key of R rotated values that all heads
-share. A linear map expands the latent to a key and a value of each head. There are two ways to
+For each token the cache holds one latent of L values, and one key of R rotated values that all
+heads share. A linear map expands the latent to a key and a value per head. There are two ways to
 attend:
 
 - *absorbed*: the queries are multiplied by the map's keys, and attend to the latents as if these
   were keys and values of one head. It reads L + R values per token of context.
-- *expanded*: the latents are expanded first, which takes a third of the operations per query and
-  token of context, so it pays where many queries share the expansion.
+- *expanded*: the latents are expanded first. It takes a third of the operations per query and token
+  of context, so it pays where many queries share the expansion.
 
-On a GPU decode steps are absorbed, and so are, unless a rule says that all prompts are expanded,
-chunks of captured graphs and prefills of few tokens after long contexts. The PyTorch reference,
-which runs on CPUs, is absorbed, with the grouped-query reference for one key head, so a token's
-bits depend on its row alone.
+On a GPU decode steps are absorbed. So are chunks of captured graphs and prefills of few tokens
+after long contexts, unless a rule says that all prompts are expanded. The PyTorch reference, which
+runs on CPUs, is absorbed and uses the grouped-query reference with one key head, so a token's bits
+depend on its row alone.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def latent_attention_reference(
     fixed, turned = q.split([q.shape[2] - rotated, rotated], dim=2)
     queries = torch.cat((expansion.absorb(fixed), turned), 2)
     pages = plane.unsqueeze(0)
-    # The rotated keys are mixed as if they were values too, which saves a copy of the latents.
-    # What is not finite stands in them, and they are dropped.
+    # The rotated keys are weighted as if they were values too, which saves a copy of the latents.
+    # Values that are not finite are only in them, and they are dropped.
     of_heads = None if scales is None else scales[None, :, :, None]
     mixed = paged_attention(queries, KVCache(pages, pages, of_heads), parts, scale)
     return expansion.values(mixed[..., : plane.shape[2] - rotated])
@@ -95,7 +96,8 @@ def attend_part(
     out: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """`latent_attention` of one part with Triton, in `out` [T, num_heads, V] if that is given."""
+    """Compute `latent_attention` of one part with Triton, in `out` [T, num_heads, V] or a new
+    tensor."""
     if out is None:
         out = q.new_empty((*q.shape[:2], expansion.value_size))
     for index, form in in_forms(meta, plane.shape[1]):
@@ -144,7 +146,8 @@ def _attend_form(
 
 
 def _of_slots(plane: Tensor, slots: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Copy the latents and keys of slots out of the plane; those of FP8 are dequantised."""
+    """Copy the latents and keys of KV slots out of the plane, and dequantise them if they are
+    FP8."""
     flat = plane.flatten(0, 1)
     if scales is None:
         return flat.index_select(0, slots)
@@ -155,8 +158,12 @@ def _of_slots(plane: Tensor, slots: Tensor, scales: Tensor | None, dtype: torch.
 def _make_plan(
     q: Tensor, plane: Tensor, expansion: Expansion, rotated: int, meta: AttentionMetadata
 ) -> tuple[DecodePlan | list[tuple[slice, ExpandedPlan]] | tuple[Tensor, int], Tensor]:
-    """Plan a part: a decode step, an expanded prefill as the tokens of some rows each, or an
-    absorbed one as (tiles, tokens); and return the block tables of the rows that it is cut into."""
+    """Plan a part, and return the plan with the block tables of its rows.
+
+    The plan of a decode step is a `DecodePlan`. The plan of an expanded prefill is a list of runs
+    of tokens, each with its `ExpandedPlan`; that of an absorbed one is (tiles, most tokens of a
+    tile).
+    """
     width, num_heads, tables = meta.decode_width, q.shape[1], meta.block_tables
     block_size, head_dim = plane.shape[1:]
     tile = tile_tokens(num_heads, 1, head_dim, q.dtype)

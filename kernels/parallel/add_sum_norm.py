@@ -1,13 +1,14 @@
-"""Adds the sum of all ranks' tensors to the residual stream, and computes the RMSNorm of that, in
-one kernel.
+"""All-reduce fused with the residual addition and RMSNorm: adds the sum of all ranks' tensors to
+the residual stream, and computes its norm, in one kernel.
 
-All ranks run one kernel, in which they send each other their parts (`inbox`). A row's parts are
-added in the order of the ranks, in float32, and a program computes whole rows, so the norm needs no
-launch of its own. There are two forms, which compute the same bits:
+All ranks run the kernel at the same time and send each other their parts through inboxes
+(`inbox.py`). A row's parts are added in the order of the ranks, in float32. A program computes
+whole rows, so the norm needs no launch of its own. There are two forms, which compute the same
+bits:
 
-- one-shot: each rank sends all of its rows to all others and adds up every row itself;
-- two-shot: rank r adds up the rows r, r + size, … alone, and sends the others their sums. With more
-  than two ranks less goes over the links, but it goes one after the other.
+- one-shot: each rank sends all of its rows to all others, and adds up every row itself;
+- two-shot: rank r adds up only the rows r, r + size, …, and sends their sums to the others. With
+  more than two ranks less data goes over the links, but in two consecutive transfers.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from batchgen.kernels.parallel.inbox import (
 )
 
 _HOP_BYTES = 896 * 1024
-"""How many more bytes one-shot may send than two-shot does, for one arrival less to wait for: what
-a GPU sends in the two to three microseconds that an arrival takes (measured on four H200)."""
+"""How many more bytes one-shot may send than two-shot and still be faster, because it waits for one
+transfer less: what a GPU sends in the two to three microseconds of a transfer's latency (measured
+on four H200)."""
 
 
 def add_sum_norm(
@@ -44,11 +46,11 @@ def add_sum_norm(
     peers: PeerMemory,
     lane: int,  # of the inboxes, free (`PeerMemory`), and not `peers.spare`
 ) -> tuple[Tensor, Tensor]:
-    """Add Σ_r partial_r to residual, summed in float32 and rounded once, and compute the norm of
-    that.
+    """Add Σ_r partial_r to residual, summed in float32 and rounded once, and compute its RMSNorm.
 
     Returns the normed rows [T, H], a new tensor, and the residual stream, written over `residual`,
-    or else over `partial`. What is too large for a launch takes several."""
+    or else over `partial`. Tensors that are too large for one launch take several.
+    """
     stream = partial if residual is None else residual
     assert stream.is_contiguous() and stream.dtype == partial.dtype
     normed = torch.empty_like(stream)
@@ -64,14 +66,15 @@ def add_sum_norm(
 
 
 def sends_sums(rows: int, row_bytes: int, size: int) -> bool:
-    """Whether this number of rows is faster in two shots: ranks add up rows for each other."""
+    """Return whether this number of rows is faster in two shots, where ranks add up rows for each
+    other."""
     # One-shot sends (size - 1) times the tensor, two-shot twice the (size - 1) / size-th of it.
     # In two shots a rank with no row of its own would not send anything to the others.
     return rows >= size and (size - 1) * (size - 2) * rows * row_bytes > size * _HOP_BYTES
 
 
 def max_launch_rows(rows: int, row_bytes: int, peers: PeerMemory) -> int:
-    """Return how many of the rows one launch can add up."""
+    """Return the most rows that one launch can add up."""
     if sends_sums(rows, row_bytes, peers.size):
         return peers.size * (peers.inbox_bytes // 2 // row_bytes)
     return peers.inbox_bytes // row_bytes
@@ -103,7 +106,8 @@ def _launch(
 def add_sum_norm_reference(
     residual: Tensor | None, parts: list[Tensor], weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`add_sum_norm` in PyTorch, of parts [T, H] that are all here. It overwrites none of them."""
+    """Compute `add_sum_norm` in PyTorch from the parts [T, H] of all ranks, without overwriting
+    them."""
     total = torch.zeros_like(parts[0]).float() if residual is None else residual.float()
     for part in parts:
         total = total + part.float()
@@ -117,7 +121,8 @@ def _one_shot(
     eps, ADDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program sends its rows to all other ranks, and adds up those `AHEAD` rows before."""
+    """Each program sends its rows to all other ranks, and adds up the rows that it sent `AHEAD`
+    rows before."""
     column = tl.arange(0, BLOCK)
     mask = column < size
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -144,9 +149,12 @@ def _two_shot(
     eps, ADDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program takes groups of SIZE rows, one of which each rank adds up. It sends the others'
-    parts of a group, adds up its row of the group before, and receives the sums of the rest of the
-    one before that. The first half of an inbox is for parts, the second for sums."""
+    """A program takes groups of SIZE rows, of which each rank adds up one.
+
+    In each iteration it sends the other ranks their parts of a group, adds up its own row of the
+    previous group, and receives the other rows' sums of the group before that. The first half of an
+    inbox is for parts, the second half for sums.
+    """
     column = tl.arange(0, BLOCK)
     inside = column < size
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -195,8 +203,8 @@ def _row_sum(
     stream_ptr, partial_ptr, offsets, box, mask, addresses_ptr, start, inbox_bytes,
     ADDS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of a row, which arrive at the offsets `box` of the inboxes; return the bits
-    of the sum."""
+    """Return the bits of the sum of a row's parts, which arrive at the offsets `box` of the
+    inboxes."""
     dtype: tl.constexpr = stream_ptr.dtype.element_ty
     bits_dtype: tl.constexpr = partial_ptr.dtype.element_ty
     total = tl.zeros(offsets.shape, tl.float32)

@@ -1,5 +1,5 @@
-"""Gathers the columns of all ranks side by side: a kernel in which the ranks send each other theirs
-(`inbox`)."""
+"""All-gather of the ranks' columns in one kernel, in which the ranks send each other theirs
+(`inbox.py`). Vocabulary-parallel sampling uses it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _BLOCK = 4096
 
 
 def gather(x: Tensor, peers: PeerMemory, lane: int) -> Tensor:
-    """Return [R, size · C], the columns of all ranks' x [R, C] in the order of the ranks.
+    """Return [R, size · C]: the columns of all ranks' x [R, C] in the order of the ranks.
 
-    Minus zero becomes zero. x is contiguous, of 2 or 4 bytes per element, and the same size on all
-    ranks; the lane must be free (`PeerMemory`) and not `peers.spare`. What is too large for a
-    launch takes several.
+    Minus zero becomes zero. x is contiguous, has 2 or 4 bytes per element, and is the same size on
+    all ranks. The lane must be free (`PeerMemory`) and not `peers.spare`. A tensor that is too
+    large for one launch takes several.
     """
     out = x.new_empty((len(x), peers.size * x.shape[1]))
     max_rows = peers.inbox_bytes // (x.shape[1] * x.itemsize)
@@ -51,7 +51,8 @@ def _gather(
     x_ptr, out_ptr, addresses_ptr, start, inbox_bytes, rows, columns, RANK: tl.constexpr,
     SIZE: tl.constexpr, EMPTY: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program sends chunks of rows, and receives those `AHEAD` chunks before."""
+    """Each program sends chunks of rows, and receives the chunks that it sent `AHEAD` chunks
+    before."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     chunks = tl.cdiv(columns, BLOCK)
     tasks = rows * chunks

@@ -1,15 +1,17 @@
-"""Finding a row's likely tokens without a sort, by the maxima of small groups of columns.
+"""Finds a row's most likely tokens without a sort, by the maxima of small groups of columns.
+Filters (`filter_triton.py`) and log-probabilities (`top_logprobs_triton.py`) use it.
 
-One pass over the logits, by many programs per row, leaves the maximum and the weight of each group
-of columns. A token's weight is its probability relative to the most likely one's; a group's is the
-sum of its tokens'. Then one program per row works on a few thousand numbers: it picks a lower bound
-of the logits that it looks for, lists the groups whose maximum reaches it, and searches only their
-columns, its members. For example, the k-th largest group maximum is a lower bound of the k-th
-largest logit, and only about k groups reach it. Flat distributions only take longer.
+A first pass over the logits, by many programs per row, writes the maximum and the weight of each
+group of columns. A token's weight is its probability relative to that of the most likely token; a
+group's weight is the sum over its tokens. Then one program per row works on these few thousand
+numbers. It chooses a lower bound of the logits it looks for, lists the groups whose maximum reaches
+the bound, and searches only the columns of these groups, its *members*. For example, the k-th
+largest group maximum is a lower bound of the k-th largest logit, and only about k groups reach it.
+Flat distributions take longer but remain correct.
 
-A search is a bisection on images: integers that have the order of the float32 values. Each pass
-counts (or weighs) the values at or above several pivots at once, first at growing distances below
-the maximum, where thresholds tend to be, then evenly. 16-bit logits have 16-bit images, so three or
+A search is a bisection on *images*: integers in the order of the float32 values. Each pass counts
+(or weighs) the values at or above several pivots at once, first at growing distances below the
+maximum, where thresholds tend to be, then evenly. 16-bit logits have 16-bit images, so three or
 four passes find a value exactly; float32 takes up to eleven. Sums have a fixed order.
 """
 
@@ -24,17 +26,18 @@ import triton.language as tl
 from batchgen.kernels.sampling.sampling_triton import load_logits, processed_logit
 
 ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""How many of the low bits of a float32 are zero if it holds a value of the given dtype."""
+"""The number of low bits that are zero in a float32 which holds a value of the dtype."""
 LOWEST = tl.constexpr(-2139095041)
 """The image of -inf in float32."""
 _PIVOTS = tl.constexpr(8)
-"""Pivots of one pass."""
+"""Pivots per pass."""
 _COARSE = tl.constexpr(16)
-"""Low bits of the image that a bound leaves out."""
+"""Low bits of the image that `bound_of` ignores."""
 
 
 class CandidateTiles(NamedTuple):
-    """Sizes of the kernels, powers of two, fixed so that sums do not depend on the batch."""
+    """Sizes of the kernels, powers of two. They are fixed, so that sums do not depend on the
+    batch."""
 
     group: int = 32  # columns; 32 of 16 bits are two sectors of a GPU's memory
     chunk: int = 4096  # columns that a program of the first pass reads
@@ -49,8 +52,8 @@ def summarise_chunk(
     ptr, maxima_ptr, weights_ptr, chunk, vocab, limit, temperature,
     GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the maximum and the weight of each group of one chunk; the weight is relative to the
-    group's own maximum, and sums only the logits from `limit` on."""
+    """Write the maximum and the weight of each group of one chunk. The weight is relative to the
+    group's own maximum, and counts only logits from `limit` on."""
     groups: tl.constexpr = CHUNK // GROUP
     index = chunk * groups + tl.arange(0, groups)
     columns = index[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -65,14 +68,14 @@ def summarise_chunk(
 
 @triton.jit
 def weight(values, top, inverse_temperature):
-    """Compute the probability of tokens relative to that of a token with the logit `top`."""
+    """Return the probability of tokens relative to that of a token with the logit `top`."""
     shift = tl.where(top == -float("inf"), 0.0, top)
     return tl.where(values > -float("inf"), tl.exp((values - shift) * inverse_temperature), 0.0)
 
 
 @triton.jit
 def row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK: tl.constexpr):
-    """Compute the maximum of a row and the weight of all its tokens, relative to that maximum."""
+    """Return the maximum of a row, and the weight of all its tokens relative to that maximum."""
     tops = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, groups, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -94,10 +97,11 @@ def bound_of(
     maxima_ptr, weights_ptr, groups, target, total, top, temperature,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the largest logit, rounded down to 16 bits, that enough groups reach with their maxima;
+    """Return the largest value, rounded down to 16 bits, that the maxima of enough groups reach;
     -inf if there is none.
 
-    Enough is `target` groups, or with MASS groups that weigh the share `target` of `total`.
+    Enough is `target` groups, or with MASS, groups whose weights sum to the share `target` of
+    `total`.
     """
     image = _search(
         maxima_ptr, weights_ptr, groups, 0, tl.cast(LOWEST >> _COARSE, tl.int64), target, total,
@@ -113,12 +117,12 @@ def list_groups(
     maxima_ptr, listed_ptr, groups, minimum, high, log_total, top, temperature,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """List the groups, in ascending order, whose maximum has a log-probability of `minimum` or
-    above.
+    """List the groups, in ascending order, whose maximum has a log-probability of at least
+    `minimum`.
 
     `high` is the processed logit of the row's maximum `top`, and `log_total` the logarithm of the
-    row's weight; with 0 for both, `minimum` is a processed logit. A group that is left out has no
-    member at `minimum` or above. Returns the number of members.
+    row's weight. With 0 for both, `minimum` is a processed logit. Groups that are not listed have
+    no member that reaches `minimum`. Returns the number of members.
     """
     tl.debug_barrier()  # other threads may still read an earlier list
     count = 0
@@ -139,8 +143,8 @@ def list_groups(
 
 @triton.jit
 def load_members(ptr, listed_ptr, start, members, vocab, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the columns, ascending, and logits of BLOCK members from number `start` on; past the
-    last one these are `vocab` and -inf."""
+    """Load the columns (ascending) and logits of BLOCK members from number `start` on; past the
+    last member, `vocab` and -inf."""
     index = start + tl.arange(0, BLOCK)
     here = index < members
     groups = tl.load(listed_ptr + index // GROUP, mask=here, other=0)
@@ -153,10 +157,11 @@ def search_members(
     ptr, listed_ptr, members, vocab, base, target, total, top, temperature,
     MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the largest image t ≥ base such that enough members have an image of at least t.
+    """Return the largest image t ≥ base such that enough members have an image of at least t.
 
-    Enough is `target` members, or with MASS members that weigh the share `target` of `total`, which
-    0 makes the weight of all from `base` on. If not even these are enough, it is the image of -inf.
+    Enough is `target` members, or with MASS, members whose weights sum to the share `target` of
+    `total`. A `total` of 0 stands for the weight of all members from `base` on. If even these are
+    not enough, the result is the image of -inf.
     """
     return _search(
         ptr, listed_ptr, members, vocab, base, target, total, top, temperature,
@@ -166,7 +171,7 @@ def search_members(
 
 @triton.jit
 def value_of(image, BITS: tl.constexpr):
-    """Return the float32 value of an int64 image that lacks its BITS lowest bits."""
+    """Return the float32 value of an int64 image without its BITS lowest bits."""
     bits = image << BITS
     bits = tl.where(image < 0, (bits | ((1 << BITS) - 1)) ^ 0x7FFFFFFF, bits)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
@@ -183,7 +188,8 @@ def image_of(values, BITS: tl.constexpr):
 def _load_groups(
     maxima_ptr, weights_ptr, index, groups, top, inverse_temperature, MASS: tl.constexpr
 ):
-    """Load the maxima of groups and their weights relative to `top`; without MASS they weigh 1."""
+    """Load the maxima of groups and their weights relative to `top`; without MASS each weight is
+    1."""
     here = index < groups
     maxima = tl.load(maxima_ptr + index, mask=here, other=-float("inf"))
     weights = 1.0
@@ -199,7 +205,8 @@ def _search(
     MEMBERS: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Search as `search_members` says; without MEMBERS, search groups, by maxima and weights."""
+    """Search members as `search_members` describes; without MEMBERS search groups, by maxima and
+    weights."""
     inverse = 1 / temperature
     step = tl.arange(0, _PIVOTS)
     low = base

@@ -1,4 +1,5 @@
-"""The entropy of the distribution that a token is drawn from, in two passes over the logits."""
+"""The entropy of the distribution that a token is drawn from, in Triton, in two passes over the
+logits. `sampling.entropy_of` and the engine's sampler call it."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def _entropy(
     logits_ptr, temperature_ptr, threshold_ptr, out_ptr, stride, vocab,
     FILTERED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program adds up one row: with weights w = exp((logit - top) / temperature), the entropy
-    is log Σw - Σ w log w / Σw."""
+    """Each program computes the entropy of one row: log Σw - Σ w log w / Σw, with w = exp((logit -
+    top) / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     index = tl.arange(0, CHUNK)

@@ -1,5 +1,5 @@
 """Finds the thresholds of top-k, top-p and min-p without a sort, in Triton: the lowest logit of a
-row that these filters keep. `candidates_triton` describes the method."""
+row that the filters keep. `candidates_triton` describes the method."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def thresholds(
     *,
     tiles: CandidateTiles = TILES,
 ) -> Tensor:
-    """Find the lowest logit of each row, [R] float32, that top-k, top-p and min-p keep.
+    """Return the lowest logit of each row, [R] float32, that top-k, top-p and min-p keep; -inf for
+    rows without a filter.
 
-    The filters are `sampling.filter_top_k_top_p_min_p` after `apply_temperature`. Tokens equal to
-    the last kept one are kept too, even if only the division by the temperature rounds them to
-    that. The result has the scale of `logits`; -inf for rows without a filter.
+    The filters are those of `sampling.filter_top_k_top_p_min_p` after `apply_temperature`. Tokens
+    equal to the last kept one are kept too, even if they are equal only after the division by the
+    temperature. The result has the scale of `logits`.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and vocab < 2**24
@@ -110,8 +111,8 @@ def _thresholds(
             )
             cut = processed_logit(bound, top, temperature)
         elif nucleus:
-            # A guess, checked below: the groups that are not listed hold a quarter of what top-p
-            # may leave out. The other tokens of the listed groups hopefully leave enough room.
+            # A guess, checked below: the groups that are not listed hold a quarter of the mass that
+            # top-p may exclude. Usually the listed groups' other tokens leave enough room.
             share = 1 - (1 - top_p) * 0.25
             bound = bound_of(
                 maxima_ptr, weights_ptr, groups, share, total, top, temperature, True, BLOCK
@@ -153,7 +154,7 @@ def _lowest_from(
     ptr, listed_ptr, members, vocab, limit, top, temperature,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the lowest logit of the listed groups whose processed logit is at least `limit`."""
+    """Return the lowest logit of the listed groups whose processed logit is at least `limit`."""
     lowest = tl.full((BLOCK,), float("inf"), tl.float32)
     for start in range(0, members, BLOCK):
         _, values = load_members(ptr, listed_ptr, start, members, vocab, GROUP, BLOCK)

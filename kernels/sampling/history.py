@@ -1,4 +1,5 @@
-"""Writes new tokens into the token histories, from which penalties for repetition are computed."""
+"""Token histories on the device, from which repetition penalties are computed: appends new
+tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from torch import Tensor
 def append_tokens(
     history: Tensor, token_ids: Tensor, num_tokens: Tensor, positions: Tensor
 ) -> Tensor:
-    """Write new tokens into the token histories in place, and return these.
+    """Write new tokens into the token histories in place, and return the histories.
 
-    A row of `history` [B, H] int64 has token ids by absolute position; one that starts with -1
-    keeps none and is left as it is. The first `num_tokens` [B] of a row's `token_ids` [B, W] are
-    written from `positions` [B], at least 1, on; tokens at positions from H on are dropped.
+    A row of `history` [B, H] int64 has token ids by absolute position; a row that starts with -1
+    has no history and is not written. The first `num_tokens` [B] of a row's `token_ids` [B, W] are
+    written from `positions` [B] (at least 1) on. Tokens at positions from H on are dropped.
     """
     run = append_tokens_triton if history.is_cuda else append_tokens_reference
     return run(history, token_ids, num_tokens, positions)
@@ -27,7 +28,7 @@ def append_tokens_reference(
     """`append_tokens` in PyTorch."""
     offsets = torch.arange(token_ids.shape[1], device=token_ids.device)
     columns = positions.unsqueeze(1) + offsets
-    # For an entry that is not written, the row's first token is written over itself.
+    # An entry that must not be written gets position 0, whose token is written over itself.
     first = history[:, :1].clone()
     counts = (offsets < num_tokens.unsqueeze(1)) & (first >= 0) & (columns < history.shape[1])
     return history.scatter_(

@@ -1,8 +1,10 @@
-"""Penalties and bans on float32 logits in place: one program per row, linear in its history.
+"""Penalties and bans on float32 logits in place, in Triton: one program per row, linear in its
+history.
 
-Tokens repeat in a history but must be penalised once. A token's occurrences are counted in its own
-logit, as bit patterns that no penalised logit has. Then the penalised logit, computed from source
-and count, replaces the count. Each occurrence computes the same logit, in any order.
+A token may occur several times in a history but must be penalised once. So occurrences are first
+counted in the token's own logit, as bit patterns that no penalised logit has. Then the penalised
+logit, computed from source and count, replaces the count. Every occurrence computes the same logit,
+so their order does not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _BLOCK = 1024
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _ZERO = tl.constexpr(0x7F800001)
 """The bits that stand for a count of 0: the lowest float32 NaN of positive sign. The next 2²³ - 2
-patterns are NaN too, for counts from 1 on; a penalised logit is NaN only if its source is."""
+patterns are NaN too and stand for counts from 1 on. A penalised logit is NaN only if its source
+is."""
 
 
 def apply_penalties_triton(
@@ -70,7 +73,7 @@ def _apply_penalties(
 ):  # fmt: skip
     """Each program penalises one row in three passes between barriers.
 
-    The loads of the last one bypass the L1 cache, which atomic additions do not update.
+    The loads of the last pass bypass the L1 cache, which atomic additions do not update.
     """
     row = tl.program_id(0).to(tl.int64)
     bits_ptr += row * vocab
@@ -109,7 +112,7 @@ def _apply_penalties(
 
 @triton.jit
 def _tokens(history_ptr, index, end):
-    """Load entries of a history, and tell which of them are tokens."""
+    """Load entries of a history, and return which of them are tokens."""
     token = tl.load(history_ptr + index, mask=index < end, other=-1)
     return token, token >= 0
 

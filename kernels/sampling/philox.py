@@ -1,6 +1,6 @@
 """Counter-based random numbers: no generator, no state, the same words on every device.
 
-A random number is a pure function of what it is for: the row's seed, the position, and so on. So it
+A random number is a pure function of its purpose: the row's seed, the position, and so on. So it
 does not depend on batch mates, the order of work or restarts of the job.
 """
 
@@ -18,7 +18,7 @@ _ROUNDS = 10
 
 
 class Stream(IntEnum):
-    """What the random numbers of a position are used for; streams are independent of each other."""
+    """The purpose of a random number. Streams are independent of each other."""
 
     SAMPLE = 0  # the ordinary draw of the token
     ACCEPT = 1  # whether rejection sampling keeps the draft; column 0 alone
@@ -33,9 +33,12 @@ def philox(
     """Compute random 32-bit words, a pure function of (seed; position, draw, stream, column).
 
     This is Philox4x32-10 (Salmon et al. 2011). Triton's `tl.philox(seed, c0, c1, c2, c3)` with c0 =
-    column // 4, c1 = position, c2 = draw and c3 = stream gives the same words: a column's is output
-    number column % 4. Seeds [R] int64 are the key, the low and the high 32 bits; positions [R] and
-    draws, how many the stream has had before, are in [0, 2³²). Returns [R, num_columns] int64.
+    column // 4, c1 = position, c2 = draw and c3 = stream gives the same words: a column's word is
+    output number column % 4.
+
+    Seeds [R] int64 are the key, the low and the high 32 bits. Positions [R] are in [0, 2³²), and so
+    is `draw`, the number of earlier draws of the stream at the position. Returns [R, num_columns]
+    int64.
     """
     counters = torch.arange(-(-num_columns // 4), device=seeds.device).unsqueeze(0)
     words = _philox_words(seeds, positions, draw, stream, counters)
@@ -93,8 +96,11 @@ def uniform(words: Tensor) -> Tensor:
 def uniform_ids(
     seeds: Tensor, positions: Tensor, draws: Tensor, stream: int, vocab_size: int
 ) -> Tensor:
-    """Draw one token id of `vocab_size` for each entry, all equally likely up to 2⁻³² times their
-    number; seeds, positions and draws [R] are as for `philox`. Returns [R] int64."""
+    """Draw one token id below `vocab_size` per entry, [R] int64.
+
+    All ids are equally likely, up to an error of 2⁻³² · vocab_size. Seeds, positions and draws [R]
+    are those of `philox`.
+    """
     words = philox(seeds, positions, draws, stream, 1).squeeze(1)
     return words * vocab_size >> 32
 
@@ -104,8 +110,8 @@ def gumbel_noise(words: Tensor) -> Tensor:
 
     The noise is -log(E) with E = -log(1 - u) and u = `uniform`. Large noise, which decides the
     draw, then comes from small u, where float32 values are dense: it reaches 33·log 2 ≈ 22.9 in
-    fine steps. From E = -log(u) it would not exceed 16.6, in coarse steps. The series replaces
-    log1p, which Triton lacks; below u = 2⁻¹⁰ it is exact in float32.
+    fine steps. With E = -log(u) it would not exceed 16.6, in coarse steps. A series replaces log1p,
+    which Triton lacks; below u = 2⁻¹⁰ it is exact in float32.
     """
     u = uniform(words)
     small = u < 2.0**-10

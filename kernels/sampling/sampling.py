@@ -2,11 +2,11 @@
 
 A row's bits do not depend on other rows. That rules out `sum` and `logsumexp` over the vocabulary,
 whose order on a CPU depends on the number of rows; `softmax`, `log_softmax` and `cumsum` add in one
-order. Functions named `apply_…` and `filter_…` overwrite the logits that they are given, [R, V]
-float32 and contiguous, and return them. A logit is finite, or -inf if the token is excluded.
+order. Functions named `apply_…` and `filter_…` overwrite and return their logits, [R, V] float32
+and contiguous. A logit is finite, or -inf if the token is excluded.
 
-For CUDA tensors the functions run the Triton kernels beside this file. The engine's sampler calls
-kernels that do several of these steps at once.
+For CUDA tensors the functions run the Triton kernels in this folder. The engine's sampler calls
+fused kernels that do several of these steps at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from batchgen.kernels.sampling.philox import Stream, gumbel_noise, philox, philo
 _INF = float("inf")
 _LARGEST = torch.finfo(torch.float32).max
 _WORDS_IN_CACHE = 2**18
-"""Random words computed at a time on a CPU: so few that Philox's state stays in the L2 caches of
-two cores."""
+"""Random words that a CPU computes at a time: few enough that Philox's state stays in the L2 caches
+of two cores."""
 _ROWS_IN_CACHE = 16
-"""Rows whose entropies are added up at a time on a CPU."""
+"""Rows whose entropies a CPU computes at a time."""
 
 
 def sample(
@@ -43,7 +43,7 @@ def sample(
 ) -> Tensor:
     """Draw one token per row, [R] int64, from softmax(logits), as argmax(logits + Gumbel noise).
 
-    Greedy rows get no noise. Of equal scores the lowest id wins; a row in which every token is
+    Greedy rows get no noise. Of equal scores the lowest id wins. A row in which every token is
     excluded yields 0.
     """
     if logits.is_cuda:
@@ -56,8 +56,8 @@ def sample(
     plain = greedy.nonzero().squeeze(1)
     if len(plain):
         out[plain] = logits[plain].argmax(-1)
-    # The noise of a token does not depend on the other tokens, so rows with few tokens left compute
-    # the noise of those only.
+    # A token's noise does not depend on other tokens, so rows with few remaining tokens compute the
+    # noise of those only.
     counts = (logits > -_INF).sum(-1)
     sparse = counts * 16 <= logits.shape[1]
     dense = (~greedy & ~sparse).nonzero().squeeze(1)
@@ -78,7 +78,8 @@ def sample(
 
 
 def _columns_of(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """List, on a CPU, the columns where `keep` [R, V] is true, [R, S], and which are no filler."""
+    """List the columns where `keep` [R, V] is true, on a CPU: [R, S] columns, and [R, S] bool that
+    is false for filler."""
     rows, columns = keep.nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=len(keep))
     width = max(1, int(counts.max()))
@@ -101,10 +102,10 @@ def apply_penalties(
     """Apply the repetition penalty (CTRL, Keskar et al. 2019), then presence and frequency
     penalties.
 
-    The repetition penalty divides positive logits of tokens in the history and multiplies negative
-    ones. The others are subtracted from tokens of the output, once and for each occurrence. Row r
-    has the history r // (R / B); one that starts with -1 is none, and its rows are left as they
-    are.
+    For tokens in the history, the repetition penalty divides positive logits and multiplies
+    negative ones. For tokens of the output, the presence penalty is subtracted once and the
+    frequency penalty once per occurrence. Row r has the history r // (R / B); rows whose history
+    starts with -1 are not changed.
     """
     if not history.shape[1] or not len(logits):
         return logits
@@ -118,8 +119,8 @@ def apply_penalties(
     positions_of_tokens = torch.arange(min(history.shape[1], int(positions.max())))
     history = history[rows // repeats, : len(positions_of_tokens)]
     known = (history >= 0) & (positions_of_tokens < _of(positions, rows))
-    # Entries that are no tokens of the history repeat its first one: its logit is written several
-    # times with the same value.
+    # Entries that are not tokens of the history repeat its first token, whose logit is then written
+    # several times with the same value.
     tokens = torch.where(known, history, history[:, :1])
     generated = known & (positions_of_tokens >= _of(prompt_lens, rows))
     counts = torch.zeros(len(rows), logits.shape[1])
@@ -136,7 +137,8 @@ def apply_penalties(
 
 
 def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
-    """Exclude the given tokens of the rows `banned` [R], except where no token would be left.
+    """Exclude the given tokens in the rows where `banned` [R] is true, unless no token would
+    remain.
 
     `token_ids` is [R, S] int64; ids outside the vocabulary, such as the filler -1, are ignored.
     """
@@ -153,7 +155,7 @@ def apply_ban(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Compute (logits - row maximum) / temperature, in place; rows of temperature 1 are left alone.
+    """Compute (logits - row maximum) / temperature in place; rows of temperature 1 are not changed.
 
     Without the shift, a low temperature would make large logits overflow.
     """
@@ -163,13 +165,13 @@ def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def filter_top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Exclude unlikely tokens: by top-k, then by top-p of what top-k left, then by min-p.
+    """Exclude unlikely tokens: by top-k, then by top-p of the rest, then by min-p.
 
-    Each filter is a threshold on the logit: ties with the last kept token are kept, so no sort
+    Each filter is a threshold on the logit. Ties with the last kept token are kept, so no sort
     order matters, and the most likely token always stays. top_k [R] int64 keeps that many tokens
-    (0: off); top_p [R] keeps a token if the more likely ones sum to less (1: off); min_p [R] if its
-    probability is at least min_p times the highest (0: off). The logits are divided by the
-    temperature already.
+    (0: off). top_p [R] keeps a token if the probabilities of more likely ones sum to less than
+    top_p (1: off). min_p [R] keeps a token if its probability is at least min_p times the highest
+    (0: off). The logits have been divided by the temperature.
     """
     if logits.is_cuda:
         ones = torch.ones_like(min_p)
@@ -194,7 +196,8 @@ def _kth_largest(logits: Tensor, k: Tensor) -> Tensor:
 
 
 def _top_p_threshold(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Find the logit [R] at which top_p is reached, among 128 tokens first, with equal bits."""
+    """Return the logit [R] at which top_p is reached. The 128 most likely tokens are tried first;
+    the bits are the same."""
     vocab = logits.shape[1]
     out = torch.full_like(top_p, -_INF)
     probs = logits.softmax(-1)
@@ -228,7 +231,7 @@ def probability_of(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def entropy_of(logits: Tensor) -> Tensor:
-    """Return the entropy of softmax(logits) in nats, [R] float32; of a row without a token NaN."""
+    """Return the entropy of softmax(logits) in nats, [R] float32; NaN for a row without a token."""
     if logits.is_cuda:
         return entropy_triton.entropy_of_triton(logits, torch.ones_like(logits[:, 0]), None)
     out = torch.empty(len(logits), dtype=torch.float32)
@@ -240,10 +243,11 @@ def entropy_of(logits: Tensor) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k most likely tokens of each row, the most likely and then the lowest id first.
+    """Return the k most likely tokens of each row, ordered by descending logit and then by
+    ascending id.
 
-    Returns ids [R, k] int32 and log-probabilities [R, k] float32, filled up with -1 and -inf if
-    fewer tokens are not excluded.
+    Returns ids [R, k] int32 and log-probabilities [R, k] float32, padded with -1 and -inf if fewer
+    than k tokens are not excluded.
     """
     if logits.is_cuda:
         ones = torch.ones_like(logits[:, 0], dtype=torch.float32)

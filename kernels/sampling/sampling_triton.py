@@ -1,12 +1,13 @@
-"""The draw in one pass over the logits: temperature, noise, threshold, argmax and log-probability.
+"""The draw in one pass over the logits: temperature, noise, threshold, argmax and log-probability,
+in Triton. The engine's sampler calls `draw_triton`.
 
-A program of the first kernel reads one chunk of one row and leaves the chunk's best token and a few
-sums; a second, tiny kernel joins a row's chunks. A chunk's scores are shifted by its own maximum,
-so the second kernel computes the best tokens' scores again with the row's. Noise is computed only
-where it can matter: not in greedy rows, nor in chunks wholly below the threshold.
+A program of the first kernel reads one chunk of one row, and writes the chunk's best token and a
+few sums. A second, tiny kernel joins a row's chunks. A chunk's scores are shifted by its own
+maximum, so the second kernel computes the best tokens' scores again with the row's maximum. Noise
+is computed only where it can matter: not in greedy rows, nor in chunks wholly below the threshold.
 
-Ranks that have some of the columns each run the first kernel on their own, send each other what it
-leaves, and all join the chunks of all.
+With vocabulary-parallel logits each rank runs the first kernel on its own columns, the ranks gather
+the results, and all of them join all chunks.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ ROW_ARGUMENTS = [
         "top_p", "min_p", "banned", "prompt_lens", "repetition", "presence", "frequency", "given",
     )
 ]  # fmt: skip
-"""Kernel arguments that point to [R] values, which may be rows of one packed tensor, so that their
+"""Kernel arguments that point to [R] values. They may be rows of one packed tensor, so their
 alignment varies with R. Kernels do not specialise on it, or Triton would compile them again in the
 middle of a job."""
 
 CHUNK = 4096
 """Columns of a chunk. It is fixed, as the number of warps is, so that a row's sums do not depend on
-how many rows there are."""
+the number of rows."""
 _PLANES = tl.constexpr(6)
-"""Numbers that the first kernel leaves per chunk: the maxima of the logits and of the raw logits,
-the sums of the exponentials of the raw logits and of the processed ones, and the logit and the bits
-of the column of the best token."""
+"""Numbers that the first kernel writes per chunk: the maxima of the logits and of the raw logits;
+the sums of the exponentials of the raw logits and of the processed ones; and the logit and the
+column (as bits) of the best token."""
 
 
 def can_divide(vocab: int, columns: int, ranks: int) -> bool:
-    """Whether `ranks` that have `columns` each draw what one draws that has all, to the bit: they
-    have whole chunks, which are then joined in the same order."""
+    """Return whether `ranks` ranks with `columns` columns each draw the same tokens, to the bit, as
+    one rank with all columns: chunks must be whole, and joined in the same order."""
     whole, divided = triton.cdiv(vocab, CHUNK), ranks * triton.cdiv(columns, CHUNK)
     same_order = triton.next_power_of_2(whole) == triton.next_power_of_2(divided)
     return columns % CHUNK == 0 and same_order
 
 
 class Share(NamedTuple):
-    """Consecutive columns of logits that this rank has; others have as many each, in order
-    (`can_divide`)."""
+    """The consecutive columns of the logits that this rank has. Other ranks have as many each, in
+    the order of the ranks (`can_divide`)."""
 
     first: int  # the number of the first one
     vocab: int  # the columns of all ranks; this one's last ones may be past them
@@ -61,7 +62,8 @@ class Share(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """The drawn token of each of R rows; failed rows have no other defined values."""
+    """The drawn token of each of R rows. For failed rows only `token_ids` and `failed` are
+    defined."""
 
     token_ids: Tensor  # [R] int64, always ids of the vocabulary
     logprobs: Tensor | None  # [R] float32; None if not asked for
@@ -88,9 +90,11 @@ def draw_triton(
 
     A token's processed logit is `processed_logit` if its logit is at or above the threshold, else
     -inf. The processed distribution is the softmax of these. Greedy rows have temperature 1 and no
-    noise. `processed_logprobs` [R] chooses each row's log-probability: of the processed
-    distribution or of softmax(raw); None leaves them out. With a `share` all ranks call this with
-    equal options, of which they allow no other logits, threshold, confidence or given tokens.
+    noise. `processed_logprobs` [R] selects each row's log-probability: of the processed
+    distribution or of softmax(raw); None computes none.
+
+    With a `share` all ranks call this with equal options. Then `raw` must be `logits`, and
+    threshold, confidence and scored_ids are not supported.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and raw.stride(1) == 1 and raw.shape == logits.shape
@@ -149,15 +153,16 @@ def draw_triton(
 
 @triton.jit
 def processed_logit(logit, top, temperature):
-    """Compute (logit - row maximum) / temperature, as `apply_temperature` does, for draw, filters
-    and `top_logprobs` alike, whose values then agree to the bit."""
+    """Return (logit - row maximum) / temperature, as `apply_temperature` does. Draw, filters and
+    `top_logprobs` all call this function, so their values agree to the bit."""
     shift = tl.where((temperature == 1) | (tl.abs(top) == float("inf")), 0.0, top)
     return tl.div_rn(logit - shift, temperature)
 
 
 @triton.jit
 def load_logits(ptr, columns, size):
-    """Load logits as float32: NaN as +inf, which the maximum tells, and -inf from `size` on."""
+    """Load logits as float32: NaN as +inf, so that the maximum reveals it, and -inf from `size`
+    on."""
     values = tl.load(ptr + columns, mask=columns < size, other=-float("inf")).to(tl.float32)
     return tl.where(values != values, float("inf"), values)
 
@@ -234,7 +239,8 @@ def _join_chunks(
     GIVEN: tl.constexpr, SAME: tl.constexpr, NVIDIA: tl.constexpr, STREAM: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Each program joins one row's chunks, whose best tokens it scores with the row's maximum."""
+    """Each program joins the chunks of one row, and scores their best tokens with the row's
+    maximum."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     index = tl.arange(0, CHUNKS)

@@ -1,7 +1,8 @@
-"""Excludes from logits the tokens that a grammar does not allow.
+"""Excludes from logits the tokens that a grammar does not allow. The sampler calls
+`apply_token_mask` for constrained rows.
 
-A line of bits says which tokens are allowed. Each row of logits names its line, so rows in one
-state of a grammar can share it, and rows without a constraint need none.
+The allowed tokens are given as lines of bits. Each row of logits names its line, so rows in the
+same grammar state can share one, and rows without a constraint need none.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor
 
 _INF = float("inf")
 _CHUNK = 4096
-"""Logits that a program masks."""
+"""Logits per program."""
 
 
 class TokenMask(NamedTuple):
-    """Which tokens each of R logits rows may take, on the device of the logits."""
+    """The tokens that each of R rows of logits may take, on the device of the logits."""
 
     bits: Tensor  # [C, ceil(V / 32)] int32: bit v % 32 of word v // 32 allows token v
     lines: Tensor  # [R] int32, or -1 for a row without a constraint
@@ -30,10 +31,10 @@ def apply_token_mask(
 ) -> tuple[Tensor, Tensor]:
     """Set the logits of tokens that are not allowed to -inf.
 
-    `out` [R, V] is overwritten; it may be `logits` itself, and then rows without a constraint are
-    neither read nor written. Returns out, and [R] bool: constrained rows in which no allowed token
-    has a logit above -inf. NaN counts as above -inf, so such a row does not fail for its
-    constraint.
+    `out` [R, V] is overwritten. It may be `logits` itself; then rows without a constraint are
+    neither read nor written. Returns out, and [R] bool: the constrained rows in which no allowed
+    token has a logit above -inf. NaN counts as above -inf, so a row of NaN is not reported as a
+    violated constraint.
     """
     run = apply_token_mask_triton if logits.is_cuda else apply_token_mask_reference
     return run(logits, mask, out)
@@ -61,14 +62,15 @@ def apply_token_mask_reference(
 def apply_token_mask_triton(
     logits: Tensor, mask: TokenMask, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`apply_token_mask` in one pass over the logits, with one program per chunk of a row.
+    """Compute `apply_token_mask` in one pass over the logits, with one program per chunk of a row.
 
-    Words of 32 tokens are not read if none is allowed, nor written if all are and out is logits.
+    A word's 32 tokens are not read if none of them is allowed, and not written if all are allowed
+    and out is logits.
     """
     out = _check(logits, mask, out)
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, _CHUNK)
-    # Every program writes a flag of its own, so none waits for another and nothing must be zeroed.
+    # Every program writes a flag of its own, so no atomics are needed and nothing must be zeroed.
     empty = torch.empty((rows, chunks), dtype=torch.bool, device=logits.device)
     if rows:
         _apply_token_mask[(rows, chunks)](

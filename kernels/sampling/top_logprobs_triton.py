@@ -33,9 +33,9 @@ def top_logprobs_triton(
     *,
     tiles: CandidateTiles = TILES,
 ) -> tuple[Tensor, Tensor]:
-    """Find what `sampling.top_logprobs` does, for k in [1, 256].
+    """Compute `sampling.top_logprobs` for k in [1, 256].
 
-    Other arguments are as for `sampling_triton.draw_triton`; `processed_logprobs` is not None.
+    Other arguments are those of `sampling_triton.draw_triton`; `processed_logprobs` is not None.
     """
     rows, vocab = logits.shape
     assert 1 <= k <= 256 and vocab < 2**24
@@ -133,18 +133,18 @@ def _collect(
     ptr, maxima_ptr, weights_ptr, listed_ptr, vocab, groups, k, limit, temperature, ids_ptr,
     values_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the tokens above the k-th largest log-probability and the first k that equal it.
+    """Find the tokens above the k-th largest log-probability, and the first k tokens that equal it.
 
-    Tokens whose logit is below `limit` are left out. The former, k - 1 at most, are written from
-    the start of the row's [TILE] buffers on, the latter from the end backwards. Returns their
-    numbers.
+    Tokens whose logit is below `limit` are left out. The tokens above, at most k - 1, are written
+    from the start of the row's [TILE] buffers on, the equal ones from the end backwards. Returns
+    both counts.
     """
     top, total = row_totals(maxima_ptr, weights_ptr, groups, temperature, BLOCK)
     log_total = tl.log(total)
     high = processed_logit(top, top, temperature)
     wanted = tl.minimum(k, vocab).to(tl.float32)
     bound = bound_of(maxima_ptr, weights_ptr, groups, wanted, total, top, temperature, False, BLOCK)
-    # Tokens are compared as log-probabilities: rounding may make equal what differed as logits.
+    # Compare tokens as log-probabilities: rounding may make different logits equal.
     minimum = processed_logit(tl.maximum(bound, limit), top, temperature) - high - log_total
     members = list_groups(
         maxima_ptr, listed_ptr, groups, minimum, high, log_total, top, temperature, GROUP, BLOCK
@@ -181,7 +181,8 @@ def _collect(
 def _store_in_order(
     found_ids_ptr, found_values_ptr, above, ties, ids_ptr, values_ptr, k, TILE: tl.constexpr
 ):
-    """Write the first k found tokens by log-probability and then id, then -1 and -inf."""
+    """Write the first k of the tokens found, ordered by log-probability and then id, then -1 and
+    -inf."""
     index = tl.arange(0, TILE)
     filled = (index < above) | (index >= TILE - ties)
     ids = tl.load(found_ids_ptr + index, mask=filled, other=0)

@@ -1,8 +1,9 @@
-"""Chooses the masked positions that a denoise step of block diffusion unmasks.
+"""Chooses the masked positions that a denoising step of block diffusion unmasks. The strategy
+`dllm` calls it.
 
-A block here is positions that a diffusion model decodes together, not a KV block. Every rule is
-three numbers of a row and an order of its positions (`strategies/dllm/rules`), so rows of different
-rules share one launch.
+A block here is the positions that a diffusion model decodes together, not a KV block. Every rule is
+expressed by three numbers per row and a ranking of its positions (`strategies/dllm/rules`), so rows
+with different rules share one launch.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ _LOWEST = -1e38
 def unmask(
     masked: Tensor,  # [B, L] bool; L ≤ MAX_BLOCK_LENGTH
     counts: Tensor,  # [B] int: so many positions are unmasked in any case, the first by rank
-    # [B, L] float32: the largest comes first, of equal ones the first position, NaN last; None for
-    # the order of positions.
+    # [B, L] float32: ranks positions by descending key; ties by position, NaN last. None ranks by
+    # position.
     keys: Tensor | None = None,
     confidence: Tensor | None = None,  # [B, L] float32; with it goes the threshold
     threshold: Tensor | None = None,  # [B] float32: a larger confidence is enough
     entropy: Tensor | None = None,  # [B, L] float32, at least 0; with it goes the bound
-    # [B] float32: it is enough if the entropies of all positions before it by rank add up to no
-    # more. Negative: that is never enough.
+    # [B] float32: a position is unmasked if the entropies of all positions ranked before it sum to
+    # at most the bound. Negative: none is.
     bound: Tensor | None = None,
 ) -> Tensor:
-    """Choose the positions [B, L] of B blocks that this step unmasks, of which each is masked."""
+    """Return which positions [B, L] of B blocks this step unmasks; all of them are masked."""
     run = unmask_triton if masked.is_cuda else unmask_reference
     return run(masked, counts, keys, confidence, threshold, entropy, bound)
 
@@ -72,7 +73,8 @@ def unmask_triton(
     entropy: Tensor | None = None,
     bound: Tensor | None = None,
 ) -> Tensor:
-    """`unmask` in one launch: a position's rank counts the positions before it by key."""
+    """Compute `unmask` in one launch. A position's rank is the number of positions whose key comes
+    before its own."""
     _check(masked, keys, confidence, threshold, entropy, bound)
     rows, length = masked.shape
     arguments = (masked, counts, keys, confidence, threshold, entropy, bound)
@@ -138,7 +140,7 @@ def _unmask(
 
 @triton.jit
 def _load_keys(masked_ptr, keys_ptr, position, LENGTH: tl.constexpr, KEYED: tl.constexpr):
-    """Load masks and ranking keys: -1e38 for NaN, -inf for what is not masked."""
+    """Load masks and ranking keys: -1e38 for NaN, -inf for positions that are not masked."""
     masked = tl.load(masked_ptr + position, mask=position < LENGTH, other=0) != 0
     keys = tl.zeros_like(position).to(tl.float32)
     if KEYED:

@@ -1,8 +1,8 @@
-"""The bookkeeping of speculative decoding on the device: which drafts were accepted, and what the
-next step reads, in one launch for each part.
+"""The bookkeeping of speculative decoding on the device, one launch for each part: `place_drafts`
+lays out the next forward, `accept_drafts` counts the accepted drafts, `advance` moves the rows on.
 
-As dozens of small operations it would keep the host busy for longer than the device needs for a
-step of a small model.
+As dozens of small PyTorch operations this would keep the host busy for longer than the device needs
+for a step of a small model.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 128
-"""How many rows a program of each kernel works on."""
+"""Rows per program of each kernel."""
 
 
 def place_drafts(
     newest: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay out what the next forward reads: each of B rows' newest token [B] and then its drafts [B,
-    k].
+    """Lay out the inputs of the next forward: each of B rows' newest token [B], followed by its
+    drafts [B, k].
 
-    `positions` are the newest tokens', `limits` the last positions of the rows, which greater ones
-    become. Drafts beyond a row's count are read too, but their results are not used. Returns
-    input_ids and positions [B · (k + 1)] int64, and counts [B] int32 without drafts behind which
-    the row has no room for another token.
+    `positions` [B] are those of the newest tokens. `limits` [B] are the last positions of the rows;
+    greater positions are clamped to them. Drafts beyond a row's count are part of the forward too,
+    but their results are not used.
+
+    Returns input_ids and positions [B · (k + 1)] int64, and counts [B] int32, lowered so that a row
+    has room for another token after its drafts.
     """
     run = place_drafts_triton if newest.is_cuda else place_drafts_reference
     return run(newest, drafts, counts, positions, limits)
@@ -60,15 +62,15 @@ def place_drafts_triton(
 def accept_drafts(
     token_ids: Tensor, valid: Tensor, drafts: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Count the sampled tokens that each row keeps: a token is kept if each draft before it is the
-    token that was sampled in its place.
+    """Count the sampled tokens that each row keeps: a token is kept if every draft before it equals
+    the token that was sampled in its place.
 
     `token_ids` int64 and `valid` int32 have B · (k + 1) elements, for the tokens sampled after no
-    draft, after the first, and so on; `valid` is 0 where the logits held NaN or +inf or excluded
+    draft, after the first, and so on. `valid` is 0 where the logits held NaN or +inf or excluded
     every token. `drafts` is [B, k], `counts` [B].
 
-    Returns num_tokens [B] int32, the drafts that held plus one for the token after them, cut before
-    the first token that is not valid, and failed [B] bool: whether there is such a token.
+    Returns num_tokens [B] int32, the accepted drafts plus one for the token after them, cut before
+    the first token that is not valid; and failed [B] bool: whether there is such a token.
     """
     run = accept_drafts_triton if drafts.is_cuda else accept_drafts_reference
     return run(token_ids, valid, drafts, counts)
@@ -104,11 +106,12 @@ def accept_drafts_triton(
 def advance(
     token_ids: Tensor, num_tokens: Tensor, positions: Tensor, limits: Tensor, steps: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the newest tokens [B], their positions (at most the limits) and steps + 1 after a
-    step.
+    """Return the newest tokens [B] after a step, their positions (at most the limits), and steps +
+    1.
 
-    A row keeps the first `num_tokens` [B] of `token_ids` [B, W]. If it keeps none, the first
-    becomes its newest, at the old position. `positions` are the newest tokens' before the step.
+    A row keeps the first `num_tokens` [B] of `token_ids` [B, W]. If it keeps none, the first token
+    becomes its newest one, at the old position. `positions` are those of the newest tokens before
+    the step.
     """
     run = advance_triton if token_ids.is_cuda else advance_reference
     return run(token_ids, num_tokens, positions, limits, steps)

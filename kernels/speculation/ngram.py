@@ -1,8 +1,8 @@
-"""Drafts by looking up where the last tokens of a row stood before, with an index on the device.
+"""Prompt-lookup decoding (Saxena 2023): drafts are the tokens that followed the row's last n-gram
+at its most recent occurrence. The index is on the device.
 
-This is prompt-lookup decoding (Saxena 2023): text that repeats itself, or quotes its prompt, gives
-drafts without any model. No operation waits for the host, so an overlapped loop can draft from
-tokens that the host has not seen yet.
+Text that repeats itself, or quotes its prompt, gets drafts without any draft model. No operation
+waits for the host, so an overlapped loop can draft from tokens that the host has not seen yet.
 """
 
 from __future__ import annotations
@@ -16,40 +16,44 @@ from batchgen.kernels.speculation import ngram_triton
 from batchgen.kernels.speculation.ngram_table import EXTEND, FINISH, NgramTable
 
 _LOW31 = 2**31 - 1
-"""The bits that `>> 33` leaves of an unsigned word. The shift of an int64 copies the sign into the
-others."""
+"""Masks the bits that an unsigned `>> 33` would leave. The shift of an int64 copies the sign into
+the others."""
 
 
 @dataclass(frozen=True, eq=False)
 class NgramIndex(NgramTable):
-    """An `NgramTable` with its operations."""
+    """An `NgramTable` with its operations: `reset`, `append` and `propose`."""
 
     def reset(self, store_rows: Tensor) -> None:
         """Forget the tokens of the store rows [R] int64."""
         self.lengths.index_fill_(0, store_rows, 0)
 
     def append(self, store_rows: Tensor, starts: Tensor, token_ids: Tensor, counts: Tensor) -> None:
-        """Store new tokens of R rows, and index the n-grams before each of them.
+        """Store new tokens of R rows, and index the n-gram before each of them.
 
-        So a row's last n-gram is found only when the token after it is known. Tokens beyond max_len
-        are dropped. `store_rows`, `starts` and `counts` are [R], `token_ids` [R, W] int64 in [0,
-        2³¹) with contiguous columns. A start is the number of tokens that the row has, or less to
-        replace its last tokens. Rows of a count above 0 have different store rows; a row of count 0
-        changes nothing.
+        So a row's last n-gram is found only once the token after it is known. Tokens beyond max_len
+        are dropped.
+
+        Args:
+            store_rows: [R], different for all rows with a count above 0.
+            starts: [R], the number of tokens that the row has, or less to replace its last tokens.
+            token_ids: [R, W] int64 in [0, 2³¹) with contiguous columns.
+            counts: [R], how many of a row's tokens are stored; 0 changes nothing.
         """
         run = ngram_triton.append if self.tokens.is_cuda else append_reference
         run(self, store_rows, starts, token_ids, counts)
 
     def propose(self, store_rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Draft the next k tokens of B rows: what followed the row's last tokens before.
-
-        n goes from max_n down to min_n. For each n the table is asked where the row's last n tokens
-        occurred most recently, in the row itself and then, with `pool`, in any row; the first known
-        occurrence gives the drafts. In the row itself, drafts shorter than k go on with themselves,
-        so repeating text is drafted to go on repeating. In another row they end with its known
+        """Draft the next k tokens of B rows: what followed an earlier occurrence of the row's last
         tokens.
 
-        Returns drafts [B, k] int64, filled up with the row's last token (0 if it has none), and
+        n goes from max_n down to min_n. For each n the table looks up the most recent occurrence of
+        the row's last n tokens, in the row itself and then, with `pool`, in any row; the first hit
+        gives the drafts. If the hit is in the row itself and near its end, drafts continue with the
+        drafts themselves, so repeating text is drafted to go on repeating. In another row drafts
+        end with its known tokens.
+
+        Returns drafts [B, k] int64, padded with the row's last token (0 if it has none), and
         num_drafts [B] int32.
         """
         run = ngram_triton.propose if self.tokens.is_cuda else propose_reference
@@ -95,7 +99,7 @@ def propose_reference(table: NgramTable, store_rows: Tensor, k: int) -> tuple[Te
         store_rows.unsqueeze(1), (lengths.unsqueeze(1) - back).clamp(min=0)
     ].long()
 
-    # Candidates [keys, B]. The first one that holds is taken.
+    # Candidates [keys, B]; the first valid one is taken.
     key_lengths = _key_lengths(table, device).unsqueeze(1)
     entries = table.entries[_buckets(table, recent, store_rows)]
     positions = entries & ((1 << table.position_bits) - 1)
@@ -121,13 +125,14 @@ def propose_reference(table: NgramTable, store_rows: Tensor, k: int) -> tuple[Te
 
 
 def _key_lengths(table: NgramTable, device: torch.device) -> Tensor:
-    """Return each key's n in the order of preference: long first, a row's own before the shared."""
+    """Return each key's n in the order of preference: long n-grams first, the row's own before
+    shared ones."""
     sizes = torch.arange(table.max_n, table.min_n - 1, -1, device=device)
     return sizes.repeat_interleave(1 + table.pool)
 
 
 def _buckets(table: NgramTable, recent: Tensor, store_rows: Tensor) -> Tensor:
-    """Compute where in `entries` the keys of n-grams stand, [keys, *shape].
+    """Return the indices in `entries` of the keys of n-grams, [keys, *shape].
 
     `recent` [*shape, max_n] has the tokens before a position, the last first; `store_rows` can be
     broadcast to shape.

@@ -1,4 +1,5 @@
-"""The tensors of an n-gram index and how its hash table is laid out."""
+"""The tensors of an n-gram index, and the layout of its hash table. `NgramIndex` (`ngram.py`) adds
+the operations."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 EXTEND = 0x2545F4914F6CDD1D
-"""Multiplier of the hash when an n-gram grows by a token. It is that of xorshift64*."""
+"""Multiplier of the hash when a token is added to an n-gram; that of xorshift64*."""
 FINISH = 0x369DEA0F31A53F85
-"""Multiplier of the hash when an n-gram becomes a key. It is one of L'Ecuyer 1999. Both are odd and
-below 2⁶³."""
+"""Multiplier of the hash when an n-gram becomes a key; from L'Ecuyer 1999. Both multipliers are odd
+and below 2⁶³."""
 
 _LEAST_ENTRIES = 2**10
 _MOST_ENTRIES = 2**24
@@ -21,21 +22,21 @@ _LARGEST_N = 8
 
 @dataclass(frozen=True, eq=False)
 class NgramTable:
-    """The tokens of up to S rows, H at most of each, and where their n-grams occurred.
+    """The tokens of up to S rows, at most H of each, and where their n-grams occurred.
 
     A row has a *store row* from 0 to S - 1, which another row gets when it has ended. A hash table
     maps an n-gram to the position of its most recent occurrence, with one entry per hash and no
-    chains. What it says is compared with `tokens`, so stale entries need not be removed, and a
-    draft always continues a true occurrence.
+    chains. Every hit is compared with `tokens`, so stale entries need not be removed, and a draft
+    always continues a true occurrence.
 
-    An entry is, from the highest bit, a stamp, a store row and the position after the n-gram, or 0.
-    Of two entries the larger stays: of the later call, then of the larger store row and position.
-    With 31 bits for store row and position (512 rows of 4M tokens) stamps last for 2³² calls of
-    `append`; from then on all calls count as equally recent.
+    An entry is, from the highest bit, a stamp, a store row and the position after the n-gram; 0 is
+    empty. Of two entries the larger stays: that of the later call, then of the larger store row and
+    position. With 31 bits for store row and position (512 rows of 4M tokens) stamps last for 2³²
+    calls of `append`; from then on all calls count as equally recent.
 
-    Results are functions of the calls so far, on any device, since entries are written by an atomic
-    maximum. All calls belong on one stream, and none waits for the host. The tensors keep their
-    addresses, as CUDA graphs need.
+    Results are a function of the calls so far, on any device, since entries are written by an
+    atomic maximum. All calls must be on one stream, and none waits for the host. The tensors keep
+    their addresses, as CUDA graphs need.
     """
 
     tokens: Tensor  # [S, H] int32; undefined from a row's length on
@@ -61,7 +62,7 @@ class NgramTable:
 
         It has two entries for each n-gram that its S rows can hold when they are full: at least 4 ·
         S · H and 2¹⁰, at most 2²⁴ (128 MiB) or `most_entries`, a power of two. If that is too few,
-        recent n-grams displace older ones.
+        recent n-grams replace older ones.
         """
         assert 1 <= min_n <= max_n <= _LARGEST_N
         keys = (max_n - min_n + 1) * (1 + pool)
@@ -90,5 +91,5 @@ class NgramTable:
 
     @property
     def last_stamp(self) -> int:
-        """The largest stamp that an entry can hold. All calls from this one on have it."""
+        """The largest stamp that an entry can hold. All calls from that one on share it."""
         return int((1 << (63 - self.position_bits - self.row_bits)) - 1)

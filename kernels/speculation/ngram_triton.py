@@ -1,4 +1,5 @@
-"""The operations of `NgramIndex` in Triton, one launch each."""
+"""The operations of `NgramIndex` in Triton, one launch each. `ngram.py` calls `append` and
+`propose`."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from batchgen.kernels.speculation.ngram_table import EXTEND, FINISH, NgramTable
 _EXTEND = tl.constexpr(EXTEND)
 _FINISH = tl.constexpr(FINISH)
 _TOKENS = 128
-"""How many tokens a program of `_append` stores."""
+"""Tokens per program of `_append`."""
 _SIZES = ["width", "stride", "num_tokens", "max_len", "bucket_mask", "last_stamp"]
-"""Arguments whose values must not make Triton compile a kernel again."""
+"""Integer arguments that Triton must not specialise on, or it would compile kernels again."""
 _INPUTS = ["store_rows_ptr", "starts_ptr", "ids_ptr", "counts_ptr"]
-"""Arguments whose alignment must not, because they may be parts of larger tensors."""
+"""Pointers whose alignment Triton must not specialise on, because they may be parts of larger
+tensors."""
 
 
 def append(
@@ -57,7 +59,8 @@ def propose(table: NgramTable, store_rows: Tensor, k: int) -> tuple[Tensor, Tens
 
 @triton.jit
 def _extend(state, token):
-    """The hash of an n-gram, from the hash of its last n - 1 tokens and the token before them."""
+    """Return the hash of an n-gram, from the hash of its last n - 1 tokens and the token before
+    them."""
     state = (state + token + 1) * _EXTEND
     return state ^ ((state >> 33) & 0x7FFFFFFF)
 
@@ -71,7 +74,8 @@ def _bucket(state, salt, n, bucket_mask):
 
 @triton.jit
 def _take_stamp(clock_ptr, last_stamp):
-    """The stamp of this launch. The program that reads the clock last raises it for the next."""
+    """Return the stamp of this launch. The last program to read the clock raises it for the next
+    launch."""
     stamp = tl.load(clock_ptr)
     tl.debug_barrier()
     if tl.atomic_add(clock_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -87,7 +91,8 @@ def _append(
     MIN_N: tl.constexpr, MAX_N: tl.constexpr, POOL: tl.constexpr, POSITION_BITS: tl.constexpr,
     ROW_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program stores `BLOCK` tokens and n-grams; it reads only tokens that no program writes."""
+    """Each program stores `BLOCK` tokens and their n-grams. It reads only tokens that no program
+    writes."""
     stamp = _take_stamp(clock_ptr, last_stamp)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, step = lane // width, lane % width
@@ -125,7 +130,7 @@ def _propose(
     POOL: tl.constexpr, POSITION_BITS: tl.constexpr, ROW_BITS: tl.constexpr, KEYS: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """A program makes the drafts of one row, from the preferred of the keys that hit."""
+    """Each program drafts for one row, from the most preferred key that hits."""
     row = tl.program_id(0).to(tl.int64)
     store_row = tl.load(store_rows_ptr + row)
     length = tl.load(lengths_ptr + store_row)

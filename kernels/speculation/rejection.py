@@ -1,13 +1,13 @@
 """Speculative sampling by rejection (Leviathan et al. 2023; Chen et al. 2023).
 
-A draft drawn from the law q is accepted with probability min(1, p / q), where p is the model's law.
-The first rejected draft is replaced by a draw from (p - q)+, the positive part of p - q,
-normalised. If all are accepted, one more token is drawn, the bonus. The tokens then have exactly
-the law p, whatever q is.
+A draft drawn from the distribution q is accepted with probability min(1, p / q), where p is the
+target model's distribution. The first rejected draft is replaced by a draw from (p - q)+, the
+positive part of p - q, normalised. If all drafts are accepted, one more token is drawn, the bonus
+token. The tokens then have exactly the distribution p, whatever q is.
 
 Random numbers are keyed by the absolute position of the token that they decide (`philox`), so a row
-does not depend on its batch. Numbers at positions drafted in vain decided no kept token and can be
-used again. On CUDA the kernels of `rejection_triton` run.
+does not depend on its batch. Numbers at positions whose drafts were rejected decided no kept token,
+so they can be used again. On CUDA the kernels of `rejection_triton` run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INF = float("inf")
 
 
 class Verified(NamedTuple):
-    """What `verify` returns for B rows of up to k drafts."""
+    """The result of `verify` for B rows of up to k drafts."""
 
     num_tokens: Tensor  # [B] int32, accepted drafts plus one; 0 for rows that failed
     token_ids: Tensor  # [B, k + 1] int64, in the vocabulary; undefined from num_tokens on
@@ -41,13 +41,13 @@ def verify(
     positions: Tensor,  # [B] int64, of the token at j = 0
     greedy: Tensor,
 ) -> Verified:
-    """Accept the first drafts of each row, as many as hold, and draw the token that follows them.
+    """Accept the longest valid prefix of each row's drafts, and draw the token that follows it.
 
     p is softmax(logits). A row that is not greedy accepts a draft if u · q(draft) < p(draft), with
     u uniform in (0, 1). After the first rejection it draws from (p - q)+, or from p if rounding
-    left nothing of that. After no rejection it makes the draw of `sampling.sample`, to the bit. A
-    greedy row accepts drafts that are the argmax (of equal logits the lowest id), and ends with it.
-    Excluded tokens (logit -inf) are neither accepted nor drawn.
+    left (p - q)+ zero. After no rejection it makes the draw of `sampling.sample`, to the bit. A
+    greedy row accepts drafts that are the argmax (of equal logits the lowest id), and ends with the
+    argmax. Excluded tokens (logit -inf) are neither accepted nor drawn.
 
     Row b · (k + 1) + j of the logits is for the token after j drafts of row b; rows with j >
     num_drafts are not read.
@@ -91,7 +91,7 @@ def _accepts(
     positions: Tensor,
     greedy: Tensor,
 ) -> Tensor:
-    """Whether the draft of each row is accepted, [R]; `logits` and `q` are [R, V]."""
+    """Return whether the draft of each row is accepted, [R]; `logits` and `q` are [R, V]."""
     columns = drafts.unsqueeze(1)
     threshold = uniform(philox(seeds, positions, 0, Stream.ACCEPT, 1))
     if q is not None:
@@ -104,7 +104,8 @@ def _accepts(
 def _recover(
     logits: Tensor, drafts: Tensor, q: Tensor | None, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """Draw [R] from (p - q)+ by the Gumbel-max trick, or from p where that is zero everywhere."""
+    """Draw [R] from (p - q)+ by the Gumbel-max trick, or from p where (p - q)+ is zero
+    everywhere."""
     noise = gumbel_noise(philox(seeds, positions, 0, Stream.RECOVER, logits.shape[1]))
     plain = logits + noise
     if q is None:
@@ -118,11 +119,12 @@ def _recover(
 def draw_drafts(
     logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draw one draft for each row, as a proposer does, and tell the law q that `verify` must know.
+    """Draw one draft for each row, as a proposer does, and return it with its distribution q.
 
-    `logits` [B, V] are the draft model's, with all sampling options applied; `positions` [B] the
-    drafts'. Returns the drafts [B] int64 and q [B, V] float32: softmax(logits), or a point mass at
-    the draft for greedy rows and rows whose logits hold NaN or +inf or exclude every token.
+    `logits` [B, V] are the draft model's, with all sampling options applied; `positions` [B] are
+    the drafts'. Returns the drafts [B] int64 and q [B, V] float32, which `verify` needs:
+    softmax(logits), or a point mass at the draft for greedy rows and for rows whose logits hold NaN
+    or +inf or exclude every token.
     """
     if logits.is_cuda:
         return rejection_triton.draw_drafts_triton(logits, seeds, positions, greedy)

@@ -1,13 +1,12 @@
-"""Speculative sampling by rejection in three launches.
-
-As in `rejection`, p is the model's law, the softmax of the logits, and q the law of the drafts.
+"""Speculative sampling by rejection in Triton, in three launches. `rejection.py` calls it and
+defines p, the target model's distribution, and q, that of the drafts.
 
 The vocabulary is cut into chunks of a fixed size, so that a row's bits do not depend on its batch.
-The first launch reduces each chunk of each row of logits that is needed. The second has a program
-for each row of the batch and each chunk. It joins the results of all chunks to find the draft at
-which its row stops: that every program does this is cheaper than a launch of its own. Then it draws
-a candidate from its own chunk of the logits there. The third launch takes the best candidate of
-each row.
+The first launch reduces each chunk of each row of logits that is needed. The second launch has a
+program for each row of the batch and each chunk. A program joins the results of all chunks to find
+the first rejected draft of its row; that every program repeats this is cheaper than a launch of its
+own. It then draws a candidate from its own chunk of the logits at that draft. The third launch
+takes the best candidate of each row.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from batchgen.kernels.sampling.philox import Stream
 from batchgen.kernels.sampling.sampling_triton import ROW_ARGUMENTS, draw_triton, load_logits
 
 _ROW_ARGUMENTS = [*ROW_ARGUMENTS, "num_drafts_ptr", "drafts_ptr", "sums_ptr"]
-"""Arguments whose alignment must not make Triton compile a kernel again. The sums are the second
-plane of a tensor, so their alignment changes with the batch."""
+"""Pointers whose alignment Triton must not specialise on, or it would compile kernels again. The
+sums are the second plane of a tensor, so their alignment changes with the batch."""
 _CHUNK = 4096
-"""How many columns of the vocabulary make a chunk."""
+"""Columns of the vocabulary per chunk."""
 _SAMPLE = tl.constexpr(int(Stream.SAMPLE))
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 _RECOVER = tl.constexpr(int(Stream.RECOVER))
@@ -47,7 +46,8 @@ def verify_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute num_tokens, token_ids and failed of `rejection.verify` on CUDA.
 
-    Of q the probabilities of the drafts are read, and all those at a draft that is rejected.
+    Of q only the probabilities of the drafts are read, and the whole distribution at a rejected
+    draft.
     """
     batch, k = drafts.shape
     width, vocab = k + 1, logits.shape[1]
@@ -83,7 +83,7 @@ def verify_triton(
 def draw_drafts_triton(
     logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`rejection.draw_drafts` on CUDA: the ordinary draw, and then a launch that writes q."""
+    """Compute `rejection.draw_drafts` on CUDA: the ordinary draw, then a launch that writes q."""
     rows, vocab = logits.shape
     ones = torch.ones_like(seeds, dtype=torch.float32)
     drawn = draw_triton(logits, logits, ones, None, seeds, positions, greedy, greedy, Stream.DRAFT)
@@ -100,7 +100,8 @@ def _reduce_chunk(
     logits_ptr, num_drafts_ptr, tops_ptr, sums_ptr, highest_ptr, stride, vocab, width,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce a chunk of a row to its maximum, the first column of that, and Σ exp(logit - max)."""
+    """Reduce a chunk of a row to its maximum, the first column that has it, and Σ exp(logit -
+    max)."""
     logits_row = tl.program_id(0).to(tl.int64)
     if logits_row % width <= tl.load(num_drafts_ptr + logits_row // width):
         chunk = tl.program_id(1)
@@ -121,8 +122,8 @@ def _accept(
     stride, vocab, width, count, row, chunks,
     PROBS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Count the drafts that a row accepts. Also return for each step [WIDTH] the draft, the column
-    of the highest logit, that logit, and Σ exp(logit - highest)."""
+    """Return the number of drafts that a row accepts, and for each step [WIDTH] the draft, the
+    column of the highest logit, that logit, and Σ exp(logit - highest)."""
     step = tl.arange(0, WIDTH)
     chunk = tl.arange(0, CHUNKS)
     logits_rows = row * width + step
@@ -148,7 +149,7 @@ def _accept(
         q_row = row * (width - 1) + step
         threshold *= tl.load(probs_ptr + q_row * vocab + drafts, mask=drafted, other=0.0)
     kept = tl.where(greedy, drafts == highest, threshold < p)
-    # The step after the last draft is never kept, so the minimum is at most that one.
+    # The step after the last draft never accepts, so the minimum is at most that step.
     stop = tl.min(tl.where(drafted & finite & kept, WIDTH, step), axis=0)
     return stop, drafts, highest, top, total
 
@@ -164,7 +165,7 @@ def _draw_chunk(
     """Find where a row stops, and draw from one chunk there: the best token by (p - q)+ and the
     best by p, with the same Gumbel noise.
 
-    The first one's score is -inf if (p - q)+ is zero in the whole chunk or all drafts were
+    The score by (p - q)+ is -inf if (p - q)+ is zero in the whole chunk or all drafts were
     accepted. The program of chunk 0 also writes the accepted drafts, a greedy row's token,
     num_tokens and failed.
     """
@@ -232,7 +233,8 @@ def _join_chunks(
     greedy_ptr, scores_ptr, winners_ptr, num_tokens_ptr, token_ids_ptr, vocab, width, batch,
     chunks, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the last token of a row that is not greedy: the best by (p - q)+, or else by p."""
+    """Write the last token of a row that is not greedy: the best candidate by (p - q)+, or else by
+    p."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_tokens_ptr + row)
     if (tl.load(greedy_ptr + row) == 0) & (count > 0):
@@ -254,8 +256,8 @@ def _write_probs(
     logits_ptr, token_ids_ptr, logprobs_ptr, failed_ptr, greedy_ptr, probs_ptr, stride, vocab,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write one chunk of q, from the drawn token's probability and the differences of the logits
-    from its logit; for greedy and failed rows q is 1 at that token and 0 elsewhere."""
+    """Write one chunk of q, from the drawn token's probability and the differences between the
+    logits and its logit. For greedy and failed rows q is 1 at that token and 0 elsewhere."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     token = tl.load(token_ids_ptr + row)

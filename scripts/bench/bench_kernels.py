@@ -1,11 +1,11 @@
-"""Time kernels beside the floor of the bytes that they move and of their operations.
+"""Time kernels, and compare each with its floor: the time of its bytes or operations at full rate.
 
     python scripts/bench/bench_kernels.py experts [--shape 35b-a3b] [--tokens 1,256,8192]
     python scripts/bench/bench_kernels.py mxfp4 [--shape gpt-oss-120b] [--tokens 1,256]  # and ranks
     python scripts/bench/bench_kernels.py int4 [--tokens 1,32]     # and nvfp4
 
-Each time is that of a launch in a CUDA graph. On a CPU the kernels run under TRITON_INTERPRET=1 and
-`--tiny`, to try the benchmark itself.
+Launches are timed in a CUDA graph. To try the benchmark itself on a CPU, set TRITON_INTERPRET=1 and
+pass `--tiny`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from batchgen.kernels.four_bit.panels import Layout
 
 
 class Section(NamedTuple):
-    """The cases of a kind of kernel, and defaults of options."""
+    """One kind of kernel: a function that yields its cases, and the defaults of options."""
 
     cases: Callable[[argparse.Namespace], Iterator[Case]]
-    shape: str
-    tokens: str
+    shape: str  # of `--shape`
+    tokens: str  # of `--tokens`
 
 
 _EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
@@ -58,26 +58,26 @@ SECTIONS = {
 
 
 def timed(case: Case, rates: Rates | None) -> dict[str, Any]:
-    """Time a case, and print its line: microseconds, those of the floor and their share, GB/s and
-    TFLOP/s."""
+    """Time a case, print its line (µs, floor in µs, floor / µs, GB/s, TFLOP/s), and return its
+    figures, or the `error` of a case that this torch or GPU does not support."""
     try:
         time = microseconds([partial(case.launch, i) for i in range(case.count)])
     except (RuntimeError, ValueError, AttributeError) as error:  # an older torch, or GPU
         print(f"{case.name}: {str(error).splitlines()[0]}", flush=True)
         return {"name": case.name, "error": str(error)}
-    found: dict[str, Any] = {"name": case.name, "us": time}
+    figures: dict[str, Any] = {"name": case.name, "us": time}
     line = f"{case.name:64}{time:10.2f}"
     if rates and (case.num_bytes or case.flops):
         floor = 1e6 * max(case.num_bytes / rates.bandwidth, case.flops / rates.flops)
-        found |= {"floor_us": floor}
+        figures |= {"floor_us": floor}
         line += f"{floor:10.2f}{floor / time:7.2f}"
         line += f"{case.num_bytes / time / 1e3:8.0f}{case.flops / time / 1e6:8.0f}"
     print(line, flush=True)
-    return found
+    return figures
 
 
 def run_section(name: str, options: argparse.Namespace, rates: Rates | None) -> list[Any]:
-    """Time the cases of a section, with its defaults of options."""
+    """Time the cases of a section; options that were not given have the section's defaults."""
     section = SECTIONS[name]
     defaults: dict[str, Any] = {
         "shape": "tiny" if options.tiny else section.shape,
@@ -100,15 +100,15 @@ def main(arguments: list[str] | None = None) -> list[Any]:
     rates = measure_rates()
     print(f"{torch.cuda.get_device_name()}: {rates}" if rates else "no GPU")
     print(f"{'':64}{'µs':>10}{'floor':>10}{'share':>7}{'GB/s':>8}{'TFLOP/s':>8}")
-    found: list[Any] = []
+    results: list[Any] = []
     with torch.inference_mode():
         for name in options.sections:
-            found += run_section(name, options, rates)
+            results += run_section(name, options, rates)
             synchronize()
             if rates:
                 torch.cuda.empty_cache()
-    save_results(options.json, "kernels", found)
-    return found
+    save_results(options.json, "kernels", results)
+    return results
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class Mixers(NamedTuple):
         )
 
     def read_bytes(self, contexts: Sequence[int]) -> int:
-        """Bytes of keys and values that rows with so many tokens read in a step."""
+        """Bytes of keys and values that rows of this many tokens read in a step."""
         seen = sum(min(length, self.window) for length in contexts)
         return self.kv_bytes * sum(contexts) + self.window_bytes * seen
 

@@ -1,9 +1,10 @@
-"""The figures of IFEval for published answers, which its paper has (arXiv 2311.07911, table 3):
+"""Recompute the IFEval scores of published answers, to compare them with the paper's table 3
+(arXiv 2311.07911). This checks `batchgen.follows_instruction`:
 
     python scripts/check/check_ifeval.py input_data.jsonl input_response_data_gpt4.jsonl
 
-The files are those of google-research/instruction_following_eval/data: a prompt with
-`instruction_id_list` and `kwargs` on each line, and a `prompt` with its `response`.
+Both files are in google-research/instruction_following_eval/data. A line of the first has a prompt
+with its `instruction_id_list` and `kwargs`; a line of the second has a `prompt` and its `response`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from batchgen import follows_instruction
 
 
 def main(prompts: str, responses: str) -> None:
-    """Print the share of prompts and of instructions that are followed, strictly and loosely."""
+    """Print the share of prompts and of instructions that are followed, strictly and loosely.
+
+    A prompt is followed if all of its instructions are.
+    """
     answers = {row["prompt"]: row["response"] for row in _lines(responses)}
     for loose in (False, True):
         verdicts = [
@@ -27,10 +31,11 @@ def main(prompts: str, responses: str) -> None:
             ]
             for row in _lines(prompts)
         ]
-        every = [verdict for row in verdicts for verdict in row]
-        whole = sum(map(all, verdicts)) / len(verdicts)
-        each = sum(every) / len(every)
-        print(f"{'loose' if loose else 'strict'}: prompts {whole:.2%}, instructions {each:.2%}")
+        all_verdicts = [verdict for row in verdicts for verdict in row]
+        prompt_share = sum(map(all, verdicts)) / len(verdicts)
+        instruction_share = sum(all_verdicts) / len(all_verdicts)
+        mode = "loose" if loose else "strict"
+        print(f"{mode}: prompts {prompt_share:.2%}, instructions {instruction_share:.2%}")
 
 
 def _lines(path: str) -> list[dict[str, Any]]:

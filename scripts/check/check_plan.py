@@ -1,11 +1,11 @@
-"""Plans jobs, runs them, and prints what was predicted beside what it took.
+"""Plans jobs, runs them, and prints the predicted figures next to the measured ones.
 
     python scripts/check/check_plan.py --rows gsm8k.jsonl [--jobs demo,questions] \\
         [batchgen's arguments …]
 
-Each job is planned with nothing known, from a run of its first rows, and from itself. Other
-programs on the machine change its speed between a plan and its job, so the ratios say something on
-a quiet machine only; what the plans assumed stands beside them.
+Each job is planned three times: with nothing known, from a run of its first rows, and from its own
+run. Other programs on the machine change its speed between a plan and its job, so the ratios mean
+something only on a quiet machine. What the plans assumed is printed, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def check(name: str, arguments: list[str], folder: Path, first: int) -> None:
-    """Plan a job in three ways and run it, and print what each plan said beside what it took."""
+    """Plan a job in three ways and run it; print each forecast next to the measured figures."""
     whole, some = folder / "whole", folder / "first"
     run([*arguments, f"dataset.limit={first}", f"output.dir={some}"])
     plans = {
@@ -56,7 +56,7 @@ def check(name: str, arguments: list[str], folder: Path, first: int) -> None:
 
 
 def plan(arguments: list[str], out: Path) -> dict[str, Any]:
-    """The forecast of a job."""
+    """Return the forecast of a job."""
     planned = json.loads(run(["plan", *arguments, f"output.dir={out}", "--json"]))
     return dict(planned["forecast"])
 

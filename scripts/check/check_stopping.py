@@ -1,5 +1,5 @@
-"""What scores of rows that `sampling.until.width` ended are worth: the figures of
-docs/benchmarks/checks.md, by enumeration of all ends of a row, and by simulation of whole exams.
+"""Computes how good the scores of rows are that `sampling.until.width` stopped early: the figures
+of docs/benchmarks/checks.md. Ends of a row are enumerated, and whole exams are simulated.
 
     python scripts/check/check_stopping.py
 """
@@ -32,12 +32,12 @@ class End(NamedTuple):
     orders: float
 
     def chance(self, rate: float) -> float:
-        """The chance of it where a sample is valid at this rate."""
+        """Return the probability of this end if a sample is valid at this rate."""
         return float(self.orders * rate**self.valid * (1 - rate) ** (self.n - self.valid))
 
 
 def ends(rule: Enough) -> Iterator[End]:
-    """All ways in which a row can end."""
+    """Enumerate all ends of a row."""
     going = np.ones(1)
     for n in range(1, rule.most + 1):
         orders = np.zeros(n + 1)
@@ -90,7 +90,7 @@ def _holds(end: End, rate: float) -> bool:
 
 
 def exam(rule: Enough, rates: np.ndarray, rng: np.random.Generator) -> Marks:
-    """The marks of an exam whose questions are right at these rates."""
+    """Draw the marks of an exam whose questions are answered right at these rates."""
     shape = (len(rates), rule.most)
     right = rng.random(shape) < rates[:, None]
     every = np.ones(shape, np.bool_)
@@ -105,7 +105,7 @@ def exam(rule: Enough, rates: np.ndarray, rng: np.random.Generator) -> Marks:
 
 
 def simulated(rule: Enough, questions: int, exams: int, rng: np.random.Generator) -> list[str]:
-    """How often the intervals of an exam's score hold what they are for."""
+    """Return how often the confidence intervals of an exam's score contain the true value."""
     scores, passes, new, same = list[float](), list[float](), 0, 0
     for _ in range(exams):
         rates = rng.beta(0.8, 0.6, questions)

@@ -52,7 +52,7 @@ ROW_WAY = (
 
 
 def svg(title: str, width: int, height: int, parts: list[str]) -> str:
-    """Wrap drawn parts in a picture of so many pixels, with its own background."""
+    """Wrap drawn elements in an SVG image of the given size in pixels, with a background."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n"
@@ -70,7 +70,8 @@ def label(x: int, y: int, text: str, kind: str = "", anchor: str = "start") -> s
 
 
 def arrow(*points: tuple[int, int]) -> str:
-    """A line through points [pixels], horizontal or vertical, with a tip at its end."""
+    """Return a line through points in pixels, horizontal or vertical, with an arrowhead at its
+    end."""
     (x, y), (end_x, end_y) = points[-2:]
     if x == end_x:
         side = 6 if end_y > y else -6
@@ -83,7 +84,7 @@ def arrow(*points: tuple[int, int]) -> str:
 
 
 def groups_svg(overview: str) -> str:
-    """The groups in the table of the overview, above the three layers that they import."""
+    """Draw the groups of the overview's table, above the three layers that they import."""
     table = overview.partition("## Groups and rooms")[2]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
     parts = [label(24, 26, "batchgen", "name")]
@@ -102,7 +103,7 @@ def groups_svg(overview: str) -> str:
 
 
 def row_svg() -> str:
-    """A row's way in three lanes: the job, the engine, the job again."""
+    """Draw the way of a row in three lanes: the job, the engine, the job again."""
     width, height, gap = 176, 50, 24
     parts = []
     for lane, (kind, *stations) in enumerate(ROW_WAY):
@@ -128,7 +129,7 @@ def row_svg() -> str:
 
 
 def step_svg() -> str:
-    """A timeline: the host launches step t+1 while the device runs step t."""
+    """Draw a timeline: the host launches step t+1 while the device runs step t."""
     period, left = 250, 76
     names = ("t", "t+1", "t+2", "t+3")
     parts = [label(16, 51, "host", "name"), label(16, 131, "device", "name")]
@@ -157,7 +158,7 @@ def step_svg() -> str:
 
 
 def diagrams(overview: Path, images: Path) -> dict[Path, str]:
-    """Each picture's file and text."""
+    """Return each image's file name and text."""
     return {
         images / "groups.svg": groups_svg(overview.read_text(encoding="utf-8")),
         images / "row.svg": row_svg(),

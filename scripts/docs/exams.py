@@ -1,4 +1,4 @@
-"""The ready exams, as a page of the documentation."""
+"""Generates docs/reference/exams.md, the page of the ready exams, for `reference.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ The command that makes one, and the keys that read it:
 
 
 def exams_page() -> str:
-    """docs/reference/exams.md."""
+    """Return the text of docs/reference/exams.md."""
     about: Mapping[str, Mapping[str, str]] = yaml.safe_load(_ABOUT.read_text(encoding="utf-8"))
     heads = {name: (_EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8") for name in about}
     table = [_row(name, about[name], heads[name]) for name in sorted(about)]
@@ -48,7 +48,7 @@ def exams_page() -> str:
 
 
 def _row(name: str, said: Mapping[str, str], head: str) -> str:
-    """The line of an exam in the table; ValueError if its file names no licence."""
+    """Return an exam's row of the table. Raises ValueError if the exam's file names no licence."""
     found = _LICENCE.search(head)
     if found is None:
         raise ValueError(f"conf/experiment/{name}.yaml: say '# Licence: NAME, no gate'")
@@ -58,6 +58,6 @@ def _row(name: str, said: Mapping[str, str], head: str) -> str:
 
 
 def _copy(name: str, head: str) -> list[str]:
-    """The commands of an exam's file that make and read a local copy."""
+    """Return the commands in an exam's file that make and use a local copy of its data."""
     commands = _COMMAND.findall(head)
     return [f"# {name}", *commands] if commands else []

@@ -1,4 +1,5 @@
-"""What the steps that find answers give for texts, as a page of the documentation."""
+"""Generates docs/reference/extractions.md for `reference.py`: what the extraction steps return for
+sample texts, compared with the answers that a person finds."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ the 13, and what `[boxed, last_number]` finds in them:
 
 @dataclass
 class Tally:
-    """How often a step finds an answer in texts, and the right one."""
+    """How often a step extracts an answer from texts, and how often the right one."""
 
     texts: int = 0
     answered: int = 0
@@ -74,25 +75,26 @@ class Tally:
         self.right += found is not None and found == wanted
 
     def cells(self) -> list[str]:
-        """The figures as cells of a table."""
+        """Return the figures as table cells."""
         shares = [f"{self.right / of:.1%}" if of else "–" for of in (self.found, self.answered)]
         return [*map(str, (self.texts, self.answered, self.found, self.right)), *shares]
 
 
 def groups() -> list[dict[str, Any]]:
-    """The texts for each step with its options, each text with the answer that a person finds."""
+    """Return the texts for each step with its options; each text has the answer that a person
+    finds."""
     found: list[dict[str, Any]] = yaml.safe_load(_TEXTS.read_text(encoding="utf-8"))
     return found
 
 
 def model_answers() -> list[tuple[str, str | None]]:
-    """The answers of the model, each with the one that a person finds in it."""
+    """Return the model's answers, each with the final answer that a person finds in it."""
     rows = [json.loads(line) for line in _ANSWERS.read_text(encoding="utf-8").splitlines()]
     return [(row["text"], row["answer"]) for row in rows]
 
 
 def answers(group: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Each text of a group, and the part of it, or the value in it, that the step finds."""
+    """Return, for each text of a group, the part or value that the step extracts."""
     make, name = _STEPS[group["step"]]
     step = make(**group["options"])
     for text, _ in group["texts"]:
@@ -109,7 +111,7 @@ def _groups_of_model() -> Iterator[dict[str, Any]]:
 
 
 def tallies() -> Iterator[tuple[str, str, Tally]]:
-    """Each step with its options, where its texts come from, and how often it is right."""
+    """Return each step with its options, the source of its texts, and how often it is right."""
     sources = {"invented": groups(), "SmolLM2": [*_groups_of_model()]}
     for source, each in sources.items():
         for group in each:
@@ -120,7 +122,7 @@ def tallies() -> Iterator[tuple[str, str, Tally]]:
 
 
 def extractions_page() -> str:
-    """docs/reference/extractions.md."""
+    """Return the text of docs/reference/extractions.md."""
     counts = list(tallies())
     invented = sum(tally.texts for _, source, tally in counts if source == "invented")
     real = len(model_answers())
@@ -153,7 +155,7 @@ def _value(value: Any) -> str:
 
 
 def _cell(text: str | None) -> str:
-    """A text as code in a cell of a table."""
+    """Return a text as code in a table cell."""
     if not text:
         return "" if text is None else "empty"
     marks = "``" if "`" in text else "`"

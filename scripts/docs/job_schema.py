@@ -1,4 +1,5 @@
-"""The JSON Schema of job and pipeline files, for editors: keys, their types, comments of conf/."""
+"""Generates the JSON Schema of job and pipeline files, for editors: keys, their types, and the
+comments of conf/ as descriptions. `reference.py` calls `schema_text`."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _KINDS = ("_target_", "kind")
 
 
 def schema_text() -> str:
-    """docs/reference/job.schema.json."""
+    """Return the text of docs/reference/job.schema.json."""
     job = _job_properties()
     steps = {
         "type": "object",
@@ -82,7 +83,7 @@ def _job_properties() -> dict[str, Schema]:
 
 
 def _keys(group: str) -> dict[str, Schema]:
-    """The keys of all choices of a group, with what the first one that explains them says."""
+    """Return the keys of all choices of a group, each with the first comment that explains it."""
     found: dict[str, Schema] = {}
     for name in choices(group):
         for entry in read_choice(group, name).entries:
@@ -95,7 +96,8 @@ def _keys(group: str) -> dict[str, Schema]:
 
 
 def _of_type(hint: Any) -> Schema:
-    """The schema of values that a declared type takes, or of a reference to another key."""
+    """Return the schema of the values that a declared type accepts, or of a reference to another
+    key."""
     kinds, values = _alternatives(hint)
     if not kinds and not values:
         return {}
@@ -105,7 +107,8 @@ def _of_type(hint: Any) -> Schema:
 
 
 def _alternatives(hint: Any) -> tuple[set[str], set[Any]]:
-    """The JSON types and single values that a declared type takes; none if anything goes."""
+    """Return the JSON types and constants that a declared type accepts; empty if it accepts
+    anything."""
     origin = get_origin(hint)
     if origin is Annotated:
         return _alternatives(get_args(hint)[0])

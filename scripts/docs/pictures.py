@@ -37,7 +37,8 @@ SHOWN = 14
 
 
 def watch(command: list[str]) -> list[str]:
-    """Run a command in a terminal; its screen when its bar has come to 60%, and the rest of it."""
+    """Run a command in a terminal; return its screen when its progress bar has reached 60%, and the
+    rest of its output."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     process = subprocess.Popen(command, cwd=ROOT, stdout=follower, stderr=follower)
@@ -59,7 +60,7 @@ def watch(command: list[str]) -> list[str]:
 
 
 def screen_of(text: str) -> list[str]:
-    """What a terminal shows of a text with carriage returns and colours."""
+    """Return what a terminal shows after printing a text with carriage returns and colours."""
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     shown = []
     for line in text.replace("\r\n", "\n").split("\n"):
@@ -74,7 +75,7 @@ def screen_of(text: str) -> list[str]:
 
 
 def terminal_svg(command: str, lines: list[str]) -> str:
-    """A picture of a terminal with a command and what it has printed."""
+    """Draw a terminal with a command and its output."""
     typed_rows = wrap(command, COLUMNS - 4, break_long_words=False, break_on_hyphens=False)
     rows = ["$ " + " \\\n      ".join(typed_rows)]
     rows = [*rows[0].split("\n"), *lines]
@@ -96,7 +97,7 @@ def terminal_svg(command: str, lines: list[str]) -> str:
 
 
 def screenshot(page: Path, image: Path) -> None:
-    """A picture of the upper part of a page."""
+    """Save an image of the upper part of a web page."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), "chromium")
     subprocess.run(
         [

@@ -101,7 +101,8 @@ def config_page() -> str:
 
 
 def _choice(choice: GroupChoice, is_default: bool, told: dict[str, str]) -> Iterator[str]:
-    """A choice: what it is, and the keys that no choice before it explains in the same words."""
+    """Describe one choice of a group: what it is, and the keys that no earlier choice explains in
+    the same words."""
     yield f"### `{choice.group}={choice.name}`" + (" (the default)" if is_default else "")
     if choice.about:
         yield _prose(choice.about)
@@ -119,7 +120,7 @@ def _choice(choice: GroupChoice, is_default: bool, told: dict[str, str]) -> Iter
 
 
 def _prose(lines: tuple[str, ...]) -> str:
-    """Comment lines as Markdown: those that are indented are code."""
+    """Convert comment lines to Markdown; indented lines become code."""
     shown = [""]
     for line in lines:
         is_code = line.startswith("  ")
@@ -163,7 +164,7 @@ def models_page() -> str:
 
 
 def family_table() -> str:
-    """A row for each file of a model: what it is made of, and what runs it."""
+    """Return a table with a row per model file: its architectures, and what supports them."""
     lines = [
         "| family | models | layers | `strategy=` | drafts of its own head | GGUF |",
         "|---|---|---|---|---|---|",
@@ -202,7 +203,8 @@ def family_table() -> str:
 
 
 def touched_table() -> str:
-    """Which files name an example of each kind of addition; experiments and tests left out."""
+    """Return a table of the files that an example of each kind of addition touches, without
+    experiments and tests."""
     lines = ["| addition | example | files that name it |", "|---|---|---|"]
     files = [
         path
@@ -219,7 +221,7 @@ def touched_table() -> str:
 
 
 def with_tables(page: Path, **tables: str) -> str:
-    """A page with each table between the marks of its name."""
+    """Return a page with each generated table between the marks of its name."""
     text = page.read_text(encoding="utf-8")
     for name, table in tables.items():
         before, start, rest = text.partition(f"<!-- {name} -->\n")
@@ -230,7 +232,7 @@ def with_tables(page: Path, **tables: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the generated pages hold, and others with their tables."""
+    """Return the contents of all generated pages, and of pages that contain generated tables."""
     overview = ROOT / "docs/design/overview.md"
     return {
         ROOT / "docs/reference/config.md": f"{WRITTEN_BY}\n\n{config_page()}",

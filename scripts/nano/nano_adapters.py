@@ -48,7 +48,7 @@ output.dir: {out}/out
 
 
 class LowRankLinear(nn.Module):
-    """A linear layer that stays as it is, and what an adapter adds to it."""
+    """A frozen linear layer, plus the low-rank product that an adapter adds to its output."""
 
     def __init__(self, base: nn.Linear, generator: torch.Generator) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def doubles(split: str, seed: str) -> Iterator[tuple[str, str, int]]:
 
 
 def adapted(model: nn.Module, generator: torch.Generator) -> dict[str, LowRankLinear]:
-    """Put an adapter beside each of the modules TARGETS; returns them by their names."""
+    """Add a LoRA adapter to each of the modules TARGETS; return the adapters by module name."""
     model.requires_grad_(False)
     found = {}
     for name, module in list(model.named_modules()):

@@ -1,4 +1,5 @@
-"""nano_hybrid: a Qwen3.5-MoE that learns the next token and, with an MTP head, those behind it."""
+"""nano_hybrid: a Qwen3.5-MoE that learns to predict the next token and, with an MTP head, the
+tokens after it. `train_nano.py` trains it."""
 
 from __future__ import annotations
 
@@ -25,15 +26,19 @@ BALANCE_WEIGHT = 0.005
 
 
 def all_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute all E experts of each token x [T, H], since they are few and small, and add up those
-    of `ids` [T, K] by their `weights`. Products of groups in float32 do not compile."""
+    """Compute all E experts of each token x [T, H], and sum those of `ids` [T, K] by their
+    `weights`.
+
+    This is affordable because the experts are few and small. Grouped products in float32 do not
+    compile.
+    """
     chosen = x.new_zeros(len(x), len(module.down_proj)).scatter(1, ids, weights.to(x.dtype))
     inner = module._apply_gate(torch.einsum("th,eih->tei", x, module.gate_up_proj))
     return torch.einsum("tei,ehi->th", inner * chosen[..., None], module.down_proj)
 
 
 class MTP(nn.Module):
-    """The head's own weights; its embedding and its output embedding are the model's."""
+    """The MTP head's own weights. It shares the model's embedding and output embedding."""
 
     def __init__(self, config: Qwen3_5MoeTextConfig) -> None:
         super().__init__()
@@ -48,11 +53,13 @@ class MTP(nn.Module):
 
 
 class Hybrid:
-    """In a pass over a sequence the head computes at position i from the hidden state h(i) and the
-    token i + 1 a prediction of token i + 2. To draft more than one token it is applied to its own
-    output: pass d > 0 takes at position i what pass d - 1 gave at i - 1, as if that were h(i). It
-    sees there what it would see when it drafts behind position i - d: keys of pass 0 up to i - d,
-    and then one key of each later pass.
+    """The model with its MTP head, trained together.
+
+    In a pass over a sequence, the head computes at position i, from the hidden state h(i) and token
+    i + 1, a prediction of token i + 2. To draft more than one token, the head is applied to its own
+    output: pass d > 0 takes at position i the output of pass d - 1 at i - 1 in place of h(i). It
+    attends to what it would attend to when drafting after position i - d: the keys of pass 0 up to
+    i - d, then one key of each later pass.
     """
 
     def __init__(self, contents: dict[str, Any]) -> None:
@@ -86,7 +93,7 @@ class Hybrid:
         return loss + BALANCE_WEIGHT * (uneven[:-DRAFTS].mean() + uneven[-DRAFTS:].mean())
 
     def passes(self, hidden: Tensor, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the head's hidden states [B, N, hidden_size] in pass after pass."""
+        """Yield the head's hidden states [B, N, hidden_size], one pass after another."""
         head, base, length = self.module.mtp, self.module.model, ids.shape[1]
         embedded = head.pre_fc_norm_embedding(
             base.embed_tokens(F.pad(ids[:, 1:], (0, 1), value=IM_END_ID))
@@ -104,7 +111,7 @@ class Hybrid:
 
 
 def draft_mask(length: int, drafted: int, device: torch.device) -> Tensor:
-    """Make the mask [N, (drafted + 1)·N] bool of pass `drafted`: which keys it sees."""
+    """Return the mask [N, (drafted + 1)·N] bool of the keys that pass `drafted` attends to."""
     position = torch.arange(length, device=device)
     behind = position[:, None] - position[None, :]
     passes = [behind >= drafted, *(behind == drafted - i for i in range(1, drafted + 1))]

@@ -1,4 +1,5 @@
-"""What the nano models share: chats as tokens, batches, the loss of answers."""
+"""Shared code for training the nano models: chats as token ids, batches, and the loss over
+answers."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ IM_START_ID, IM_END_ID = 257, 258
 
 
 class Batch(NamedTuple):
-    """B rows of N tokens: a prompt, its answer, the <|im_end|> that ends it, padding of <|im_end|>.
+    """B rows of N tokens: a prompt, its answer, the <|im_end|> that ends it, and padding of
+    <|im_end|>.
 
     Attributes:
         ids: [B, N] int64.
-        prompt_lens: [B] int64, tokens of each prompt.
-        lens: [B] int64, tokens of each prompt and answer, with the answer's first <|im_end|>.
+        prompt_lens: [B] int64, the tokens of each prompt.
+        lens: [B] int64, the tokens of each prompt and answer, including the answer's <|im_end|>.
     """
 
     ids: Tensor
@@ -32,11 +34,12 @@ class Batch(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How a model is made.
+    """How a nano model is trained.
 
     Attributes:
-        learner: makes from the contents of config.json what has a `module` and its `loss(batch)`.
-        make_batch: draws the rows of a step from a seed, the step and the number of rows; other
+        learner: builds the trained object from the contents of config.json. The object has a
+            `module` and `loss(batch)`.
+        make_batch: draws the rows of a step from a seed, the step and the number of rows. Worker
             processes call it.
     """
 
@@ -57,15 +60,17 @@ def chat(content: Iterable[int], answer: str) -> tuple[list[int], int]:
 
 
 def pad(chats: Sequence[tuple[list[int], int]], length: int) -> Batch:
-    """Make a batch of `length` tokens a row, from chats with the lengths of their prompts."""
+    """Make a batch of `length` tokens per row from pairs of a chat and the length of its prompt."""
     ids = [[*tokens, *[IM_END_ID] * (length - len(tokens))] for tokens, _ in chats]
     lens = torch.tensor([len(tokens) for tokens, _ in chats])
     return Batch(torch.tensor(ids), torch.tensor([prompt for _, prompt in chats]), lens)
 
 
 def answer_loss(logits: Tensor, batch: Batch, ahead: int = 1, skip: int = 0) -> Tensor:
-    """The mean cross-entropy of the answers without their first `skip` tokens, from logits
-    [B, N, vocabulary] that predict at each position the token `ahead` behind it."""
+    """Return the mean cross-entropy of the answers without their first `skip` tokens.
+
+    The logits [B, N, vocabulary] predict, at each position, the token `ahead` positions later.
+    """
     positions = torch.arange(ahead, batch.ids.shape[1], device=batch.ids.device)
     counts = (positions >= batch.prompt_lens[:, None] + skip) & (positions < batch.lens[:, None])
     targets = batch.ids[:, ahead:].masked_fill(~counts, -100)

@@ -13,8 +13,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 class SDAR:
-    """A noised and a clean copy of every sequence go through one forward, in which a noised block
-    sees itself and the clean blocks before it, as it does when it is decoded."""
+    """The model, trained by block diffusion. A noised and a clean copy of every sequence go through
+    one forward. A noised block attends to itself and to the clean blocks before it, as in
+    decoding."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._block, self._mask_id = config["block_size"], config["mask_token_id"]
@@ -42,10 +43,10 @@ class SDAR:
 
 
 def training_mask(length: int, block_size: int, device: torch.device) -> Tensor:
-    """Make the mask [2N, 2N] bool for the noised copy followed by the clean one.
+    """Return the attention mask [2N, 2N] bool for the noised copy followed by the clean copy.
 
-    A noised block sees itself and the clean blocks before it. The clean copy sees itself, causal
-    over blocks, and nothing of the noised copy.
+    A noised block attends to itself and to the clean blocks before it. The clean copy attends to
+    itself, causally over blocks, and never to the noised copy.
     """
     block = torch.arange(length, device=device) // block_size
     itself = block[:, None] == block[None, :]

@@ -22,7 +22,8 @@ SEQUENCE_LENGTH = 192
 
 
 class Problem(NamedTuple):
-    """A problem; its kind is `add`, `subtract`, `multiply` or what it computes, as `a+b-c`."""
+    """An arithmetic problem. Its kind is `add`, `subtract`, `multiply`, or a formula such as
+    `a+b-c`."""
 
     kind: str
     question: str
@@ -30,7 +31,7 @@ class Problem(NamedTuple):
     final: int
 
     def texts(self, as_json: bool) -> tuple[str, str]:
-        """Return the user's message and the answer."""
+        """Return the user's message and the expected answer."""
         if not as_json:
             return self.question, f"{self.working} Answer: {self.final}"
         answer = json.dumps({"working": self.working, "answer": self.final}, separators=(",", ":"))
@@ -106,9 +107,9 @@ def problems(split: str, seed: str) -> Iterator[Problem]:
 
 
 def is_held_out(key: str) -> bool:
-    """Tell whether the problem with this key is held out, as one in eight is.
+    """Return whether the problem with this key is held out, as one in eight is.
 
-    The key is the kind of a problem and its numbers, those of a sum or a product in order of size.
+    The key is the problem's kind and its numbers; for a sum or a product the numbers are sorted.
     """
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 8 == 0
 
@@ -180,7 +181,7 @@ def _digits(a: int, b: int) -> Iterator[tuple[int, int]]:
 
 
 def make_batch(seed: int, step: int, rows: int) -> Batch:
-    """Draw the rows of a step, the two forms in turn."""
+    """Draw the rows of a step, alternating between the two forms of a problem."""
     stream = itertools.islice(problems("train", f"{seed}.{step}"), rows)
     texts = [problem.texts(as_json=index % 2 == 1) for index, problem in enumerate(stream)]
     return pad([chat(request.encode(), answer) for request, answer in texts], SEQUENCE_LENGTH)

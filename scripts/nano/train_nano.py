@@ -47,7 +47,7 @@ class Batches(Dataset[Batch]):
 
 
 def train(recipe: Recipe, config: dict[str, Any], seed: int) -> tuple[Any, float]:
-    """Train with AdamW, a warm-up and a cosine; returns the module and the last loss."""
+    """Train with AdamW, a warm-up and a cosine schedule; return the module and the last loss."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     learner = recipe.learner(config)
@@ -78,7 +78,7 @@ def train(recipe: Recipe, config: dict[str, Any], seed: int) -> tuple[Any, float
 
 
 def write_folder(out: Path, shipped: Path, module: Any, training: dict[str, Any]) -> None:
-    """Write the model, beside the small files of the shipped one."""
+    """Write the trained model, with the small files of the shipped model, into a new folder."""
     out.mkdir(parents=True, exist_ok=True)
     for file in [*shipped.glob("*.json"), *shipped.glob("*.jinja")]:
         shutil.copyfile(file, out / file.name)

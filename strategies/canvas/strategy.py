@@ -38,8 +38,11 @@ _STEPS_PER_CANVAS = "steps_per_canvas"
 
 
 class CanvasStrategy(Strategy):
-    """Denoises a canvas after the known tokens of a row, then reads its answer as context, and
+    """Denoises a canvas after the known tokens of a row, then computes its answer as context, and
     continues with the next canvas.
+
+    A canvas is *waiting* once it is denoised: its answer becomes context in a later step, whose
+    forward writes its KV cache. That step yields the answer's tokens.
 
     The arguments are those of `Renoising`, which rows may override (`RequestParams.decoding`).
     Raises ValueError if one is out of range.
@@ -152,8 +155,11 @@ class CanvasStrategy(Strategy):
         self._step_inputs = CanvasStepInputs(self._length, runner.model, self._rule)
 
     def propose(self, batch: DecodeBatch) -> None:
-        """Let finished canvases become part of the context: on a CPU all of them, elsewhere as many
-        as the newest step that was read had left."""
+        """Let waiting canvases become part of the context.
+
+        On a CPU these are all that wait. On a GPU the host must not wait for the device, so their
+        number is that of the newest step whose results have arrived.
+        """
         assert self._runner is not None
         state, waiting = self.step_inputs, self._waiting
         if self._runner.device.type == "cpu":
@@ -171,8 +177,8 @@ class CanvasStrategy(Strategy):
         return ModelOutput(Logits(logits, logits.shape[1]), state.positions.flatten(), hidden), None
 
     def decide(self, output: ModelOutput, guide: Guide | None) -> StepOutput:
-        """Draw tokens, and update the canvases. The step yields the answers that become part of the
-        context in it."""
+        """Draw tokens and update the canvases; return the answers that became context in this step,
+        as `StepOutput` with one canvas per row."""
         assert guide is None and self._runner is not None
         state, final, model = self.step_inputs, self.step_inputs.final, self._runner.model
         assert final is not None, "propose comes first"

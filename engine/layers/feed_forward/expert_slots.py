@@ -126,11 +126,11 @@ class RoundedExperts(WeightSlot):
         """
         ((name, tensor),) = tensors.items()
         assert self.combine is not None
-        own = self._plain(tensor)
+        rank_tensor = self._plain(tensor)
         if self.shard is not None:
-            own = take_part(name, own, self.shard)
-        self._check_shape(self.combine({name: own.to("meta")}), self.parameter)
-        for index, expert in enumerate(own.split(1)):
+            rank_tensor = take_part(name, rank_tensor, self.shard)
+        self._check_shape(self.combine({name: rank_tensor.to("meta")}), self.parameter)
+        for index, expert in enumerate(rank_tensor.split(1)):
             its = slice(index, index + 1)
             WeightSlot(
                 self.parameter[its],

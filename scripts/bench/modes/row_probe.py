@@ -228,7 +228,7 @@ class Probe:
         self.engine.add_request("probe", self.prompt, params, answer, images)
 
     def _company(self, length: int, draws: random.Random) -> tuple[list[int], list[Image]]:
-        """Draw a prompt of so many tokens, and in one of three a picture more."""
+        """Draw a prompt of this many tokens, and in one of three a picture more."""
         ids = [draws.randrange(self._vocab) for _ in range(length)]
         if self._pictures is None or draws.random() > 1 / 3:
             return ids, []
@@ -245,7 +245,7 @@ class Probe:
         return self.prompt[:length], images
 
     def _preempt(self, generated: int) -> bool:
-        """Preempt the row if it has generated so many tokens."""
+        """Preempt the row if it has generated this many tokens."""
         scheduler = self.engine.scheduler
         for seq in scheduler.running.rows:
             tokens = scheduler.running.num_tokens[seq.batch_slot]

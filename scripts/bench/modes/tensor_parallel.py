@@ -82,7 +82,7 @@ def serve(divided: Divided, ranks: int, results: Connection[Any, Any]) -> None:
 
 
 def measured(divided: Divided, ranks: int) -> dict[str, Any]:
-    """Measure with so many ranks, in processes of their own."""
+    """Measure with this many ranks, in processes of their own."""
     context = get_context("spawn")
     results, theirs = context.Pipe()
     process = context.Process(target=serve, args=(divided, ranks, theirs))
