@@ -48,6 +48,6 @@ class MLPAndExperts(nn.Module):
         it."""
         dense = self.mlp(self.mlp_norm(stream), torch.zeros_like(stream), ctx)
         # The MLP's sum over ranks is read before the experts' sum begins.
-        residual += self.mlp_post_norm.of_stream(dense)[0]
+        residual = self.mlp_post_norm.add_to(residual, dense)
         routed = self.moe(self.moe_norm(stream), torch.zeros_like(stream), ctx, router_input=stream)
-        return residual.add_(self.moe_post_norm.of_stream(routed)[0])
+        return self.moe_post_norm.add_to(residual, routed)
