@@ -43,6 +43,11 @@ class MLPAndExperts(nn.Module):
         self.mlp_norm, self.moe_norm = before
         self.mlp_post_norm, self.moe_post_norm = after
 
+    @property
+    def normed_parts(self) -> list[tuple[object, RMSNorm]]:
+        """The MLP and the experts, each with the norm before it."""
+        return [(self.mlp, self.mlp_norm), (self.moe, self.moe_norm)]
+
     def forward(self, stream: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
         """Add the result for the residual stream [T, hidden_size] to `residual` in place and return
         it."""
