@@ -4,21 +4,21 @@ A floating-point sum depends on its order. Matrix instructions add along K in on
 tile, so tile sizes do not matter. These choices do:
 
 - where a query's context is cut into splits (`Splits`), and how many queries a program of decode
-attention has;
+  attention has;
 - whether a token is computed by the prefill's or the decode step's form of an operation. A prefill
-uses the prefill's form even if each of its rows has one token. Whether generated tokens that are
-computed again use the form that computed them first is a rule (`BitRules.replay`);
+  uses the prefill's form even if each of its rows has one token. Whether generated tokens that are
+  computed again use the form that computed them first is a rule (`BitRules.replay`);
 - whether latent attention expands the latents of a prompt;
 - prefills never end inside an image whose tokens attend to each other, and each of these tokens
-reads the same keys wherever its part of the prefill begins;
+  reads the same keys wherever its part of the prefill begins;
 - chunks of recurrent layers begin at absolute multiples of 64, and their states are written back
-every `FOLDED` tokens after the prompt, in any batch;
+  every `FOLDED` tokens after the prompt, in any batch;
 - where cuBLAS (`kernels/library.py`) and the products of weights in FP8 and 4 bits
-(`BitRules.cut_sums`) cut a sum. Adapters' products cut it by the layer's input features alone and
-add the parts in their order, under any rule;
+  (`BitRules.cut_sums`) cut a sum. Adapters' products cut it by the layer's input features alone and
+  add the parts in their order, under any rule;
 - whether 4-bit weights are dequantised for a step of many tokens. Both forms multiply by the same
-values, except for NVFP4, which is exact in products and rounded where it is dequantised. So NVFP4
-experts are never dequantised, and NVFP4 linear layers are not under `BY_ROW`.
+  values, except for NVFP4, which is exact in products and rounded where it is dequantised. So NVFP4
+  experts are never dequantised, and NVFP4 linear layers are not under `BY_ROW`.
 
 `BY_BATCH` chooses what is fastest for a batch. Under `BY_ROW` a choice depends on the row and on
 the shapes of the model alone, so a row has the same bits in every batch.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from batchgen.engine.caches.cache_specs import CacheSpec
 from batchgen.engine.caches.forward_context import ForwardContext, OutputTokens
-from batchgen.engine.layers.feed_forward.mlp_and_experts import MLPAndExperts
 from batchgen.engine.layers.layer_inputs import LayerInput
 from batchgen.engine.layers.linear import Linear
 from batchgen.engine.layers.norm import RMSNorm
@@ -67,6 +66,14 @@ class HasInputProjection(Protocol):
     def input_projection(self) -> Linear: ...
 
 
+@runtime_checkable
+class HasNormedParts(Protocol):
+    """A feed-forward part of several parts, each of which reads the result of a norm of its own."""
+
+    @property
+    def normed_parts(self) -> list[tuple[object, RMSNorm]]: ...
+
+
 class DecoderLayer(nn.Module):
     """A mixer and a feed-forward part, each added to the residual stream.
 
@@ -117,11 +124,10 @@ class DecoderLayer(nn.Module):
 
     @property
     def normed_parts(self) -> list[tuple[object, RMSNorm]]:
-        """The parts of the layer that read what a norm yields, each with its norm."""
+        """The parts of the layer that read the result of a norm, each with this norm."""
         pairs = [(self.mixer, self.mixer_norm), (self.mlp, self.mlp_norm)]
-        if isinstance(self.mlp, MLPAndExperts):
-            pairs += [(self.mlp.mlp, self.mlp.mlp_norm), (self.mlp.moe, self.mlp.moe_norm)]
-        return [(part, norm) for part, norm in pairs if norm is not None]
+        normed = [(part, norm) for part, norm in pairs if norm is not None]
+        return normed + (self.mlp.normed_parts if isinstance(self.mlp, HasNormedParts) else [])
 
     @property
     def cache_spec(self) -> CacheSpec | None:

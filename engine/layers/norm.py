@@ -20,7 +20,7 @@ from batchgen.kernels.fp8.quantise import (
     rms_norm_both,
     rms_norm_quantised,
 )
-from batchgen.kernels.layers.rms_norm import rms_norm, rms_norm_of_sum
+from batchgen.kernels.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_of_sum
 from batchgen.kernels.layers.shared_part import SharedPart
 
 
@@ -90,6 +90,16 @@ class RMSNorm(nn.Module):
             return normed, x
         rows = quantise_rows(normed, powers_of_two=self._form.powers_of_two)
         return RoundedRows(normed, rows) if self._keeps else rows, x
+
+    def add_to(self, residual: Tensor, stream: Stream) -> Tensor:
+        """Add the norm of a residual stream [T, size] to `residual` in place, and return this: on
+        one GPU in one launch, with the bits of `of_stream` and a sum in 16-bit dtypes."""
+        assert self._form is None
+        if isinstance(stream, Tensor):
+            return add_rms_norm(residual, stream, self.weight, self.eps)
+        if isinstance(stream, PendingParts):
+            return add_rms_norm(residual, stream.residual, self.weight, self.eps, *stream.take())
+        return residual.add_(self.of_stream(stream)[0])
 
     def quantise_result(self, form: FP8Format | None, *, keep: bool = False) -> None:
         """Let `forward` return results [T, size] in FP8; with `keep`, as `RoundedRows` (in both

@@ -2,13 +2,13 @@
 format:
 
 - GPTQ: `qweight` [K/8, N], `qzeros` [G, N/8], `scales` [G, N] and `g_idx` [K], the group of each
-input;
+  input;
 - AWQ: `qweight` [K, N/8], `qzeros` [G, N/8] and `scales` [G, N], with the eight values of a word in
-the order 0, 2, 4, 6, 1, 3, 5, 7;
+  the order 0, 2, 4, 6, 1, 3, 5, 7;
 - compressed-tensors: `weight_packed` [N, K/8] with `weight_scale`, or `weight` in int8 or FP8 with
-`weight_scale`; NVFP4 also has `weight_global_scale`, a divisor;
+  `weight_scale`; NVFP4 also has `weight_global_scale`, a divisor;
 - ModelOpt and others: `weight` in FP8, or two values per byte, with `weight_scale`, and
-`weight_scale_2`, a factor.
+  `weight_scale_2`, a factor.
 
 A weight has N output features and K input features; G groups of inputs share scales.
 """

@@ -47,10 +47,10 @@ def sdar_config_class(model_type: Literal["sdar", "sdar_moe"]) -> type[Pretraine
     fields of Qwen3 or Qwen3-MoE, and fields of training, the file has:
 
     - block_size: the block length. The published JetLM/SDAR-* checkpoints give it only in their
-    name, if at all; checkpoints that were trained further have it.
+      name, if at all; checkpoints that were trained further have it.
     - mask_token_id: the id of tokens that are to be filled in.
     - use_regular_causal: true for derived models (I-DLM) with causal attention between tokens,
-    whose logits predict the next token.
+      whose logits predict the next token.
     - block_causal_prompt: false for derived models whose prompt tokens attend to later tokens.
     """
     from transformers import Qwen3Config, Qwen3MoeConfig

@@ -109,7 +109,7 @@ class BlockManager:
         The prefix ends early enough that a forward still computes all that is needed:
 
         - the last token, if the prefill must yield a token, and in the case of `tokens_ahead` the
-        tokens that the prefix's last entries depend on;
+          tokens that the prefix's last entries depend on;
         - the tokens whose logits score an answer.
 
         With recurrent layers or sliding windows, the prefix also ends within the prompt.

@@ -76,8 +76,8 @@ class FP8Experts(NamedTuple):
 
     def on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, epilogues: Epilogues) -> Tensor:
         """Compute `grouped_mlp` in PyTorch, as plainly as it can be written."""
-        products = (partial(self._product, weight) for weight in (self.gate_up, self.down))
-        return mlp_of_products(x, *products, self.sizes[0], ids, weights, epilogues)
+        gate_up, down = partial(self._product, self.gate_up), partial(self._product, self.down)
+        return mlp_of_products(x, gate_up, down, self.sizes[0], ids, weights, epilogues)
 
     def _product(self, weight: FP8Weight, rows: Tensor, expert: int) -> Tensor:
         """Multiply rows [R, K] by the weight [N, K] of one expert, to [R, N] in float32."""

@@ -6,9 +6,9 @@ heads share. A linear map expands the latent to a key and a value per head. Ther
 attend:
 
 - *absorbed*: the queries are multiplied by the map's keys, and attend to the latents as if these
-were keys and values of one head. It reads L + R values per token of context.
+  were keys and values of one head. It reads L + R values per token of context.
 - *expanded*: the latents are expanded first. It takes a third of the operations per query and token
-of context, so it pays where many queries share the expansion.
+  of context, so it pays where many queries share the expansion.
 
 On a GPU decode steps are absorbed. So are chunks of captured graphs and prefills of few tokens
 after long contexts, unless a rule says that all prompts are expanded. The PyTorch reference, which

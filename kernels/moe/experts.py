@@ -136,8 +136,8 @@ def grouped_mlp_reference(
     def product(weight: Tensor, rows: Tensor, expert: int) -> Tensor:
         return rows @ weight[expert].t()
 
-    products = (partial(product, weight) for weight in (gate_up, down))
-    return mlp_of_products(x, *products, len(gate_up), ids, weights, epilogues)
+    first, second = partial(product, gate_up), partial(product, down)
+    return mlp_of_products(x, first, second, len(gate_up), ids, weights, epilogues)
 
 
 def mlp_of_products(

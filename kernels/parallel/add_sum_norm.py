@@ -8,7 +8,7 @@ bits:
 
 - one-shot: each rank sends all of its rows to all others, and adds up every row itself;
 - two-shot: rank r adds up only the rows r, r + size, …, and sends their sums to the others. With
-more than two ranks less data goes over the links, but in two consecutive transfers.
+  more than two ranks less data goes over the links, but in two consecutive transfers.
 """
 
 from __future__ import annotations

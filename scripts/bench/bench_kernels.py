@@ -18,18 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from cases import experts, four_bits, mxfp4, ranks
-from measuring import (
-    Case,
-    Rates,
-    commas,
-    measure_rates,
-    microseconds,
-    save_results,
-    synchronize,
-)
+from measuring import Case, Rates, commas, measure_rates, microseconds, save_results, synchronize
 
 from batchgen.kernels.four_bit.fp4_layout import NVFP4
-from batchgen.kernels.four_bit.panels import Layout
 
 
 class Section(NamedTuple):
@@ -43,17 +34,12 @@ class Section(NamedTuple):
 _EXPERT_TOKENS = "1,4,32,64,128,256,512,1024,4096,8192,16384"
 _MXFP4_TOKENS = "1,8,32,128,256,1024,8192"
 
-
-def _linear_section(layout: Layout) -> Section:
-    return Section(partial(four_bits.linear_cases, layout), "qwen3-8b", _MXFP4_TOKENS)
-
-
 SECTIONS = {
     "experts": Section(experts.expert_cases, "30b-a3b", _EXPERT_TOKENS),
     "mxfp4": Section(mxfp4.mxfp4_cases, "gpt-oss-20b", _MXFP4_TOKENS),
     "ranks": Section(ranks.rank_cases, "30b-a3b", "8,64,256,2048,8192"),
-    "int4": _linear_section(four_bits.INT4),
-    "nvfp4": _linear_section(NVFP4),
+    "int4": Section(partial(four_bits.linear_cases, four_bits.INT4), "qwen3-8b", _MXFP4_TOKENS),
+    "nvfp4": Section(partial(four_bits.linear_cases, NVFP4), "qwen3-8b", _MXFP4_TOKENS),
 }
 
 

@@ -45,13 +45,9 @@ def _delta(key_heads: int, value_heads: int, head_dim: int, shared: int) -> dict
 
 
 _COMMON: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "torch_dtype": "bfloat16",
+    "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
 _QWEN3 = _COMMON | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -106,13 +102,9 @@ def _windows(layers: int, every: int, size: int) -> dict[str, Any]:
 
 
 _GEMMA: dict[str, Any] = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-}
+    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "attention_bias": False,
+    "torch_dtype": "bfloat16", "max_position_embeddings": 131072, "tie_word_embeddings": True,
+}  # fmt: skip
 _GEMMA3 = _GEMMA | {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -198,18 +190,11 @@ def _with_tower(text: dict[str, Any], sections: list[int], **tower: int | list[i
 
 
 _NEMOTRON: dict[str, Any] = {
-    "architectures": ["NemotronHForCausalLM"],
-    "model_type": "nemotron_h",
-    "head_dim": 128,
-    "mlp_hidden_act": "relu2",
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "layer_norm_epsilon": 1e-5,
-    "torch_dtype": "bfloat16",
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "head_dim": 128,
+    "mlp_hidden_act": "relu2", "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "layer_norm_epsilon": 1e-5, "torch_dtype": "bfloat16",
     "max_position_embeddings": 262144,
-}
+}  # fmt: skip
 _DIFFUSION = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
 _8B = _QWEN3 | _sizes(4096, 12288, 36, 32, 8)
 _30B = _QWEN3 | _sizes(2048, 6144, 48, 32, 4) | _experts(768, 128, 8)
@@ -234,17 +219,9 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"head_dim": 256, "vocab_size": 248320, "rope_theta": 1e7},
     "deepseek-v2-lite": _LATENT
     | _sizes(2048, 10944, 27, 16, 16)
-    | {
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "vocab_size": 102400,
-    },
+    | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    | {"moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2}
+    | {"num_experts_per_tok": 6, "vocab_size": 102400},
     "nemotron-30b-a3b": _NEMOTRON
     | {"hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2}
     | {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8}
@@ -320,15 +297,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"hybrid_override_pattern": "MEM*E", "max_position_embeddings": 4096},
     "tiny-latent": _LATENT
     | _sizes(64, 128, 3, 4, 4)
-    | {
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "vocab_size": 512,
-    },
+    | {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    | {"moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 1}
+    | {"num_experts_per_tok": 2, "vocab_size": 512},
 }

@@ -4,13 +4,13 @@ A constraint can say what may follow only when all tokens before are known. So a
 tokens of a row in this order, and stops at the first one that it must not take:
 
 - Tokens that the constraint forces at the first masked position are taken at once, whatever was
-drawn there.
+  drawn there.
 - The first position after them draws its token under the mask of the allowed tokens.
 - Later positions drew their tokens without the constraint. They are taken as long as the unmasking
-rule permits and the constraint allows them, together with forced tokens between them.
+  rule permits and the constraint allows them, together with forced tokens between them.
 - Then tokens that the rule replaces are tried one by one, from left to right: the matcher goes back
-to the replaced position and reads the block again. A replacement is taken if the block, up to the
-newest token, still begins a legal text.
+  to the replaced position and reads the block again. A replacement is taken if the block, up to the
+  newest token, still begins a legal text.
 
 The log-probabilities of a token describe the distribution that it was drawn from. After the
 position that draws under the mask, and where a token is replaced, that is the distribution without

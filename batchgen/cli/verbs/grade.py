@@ -88,11 +88,11 @@ def _grade(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _added_to(name: str | None) -> Iterator[Callable[[str], None] | None]:
-    """What adds texts to the end of a file; None without one.
+    """Yield a function that appends texts to a file; None without a file.
 
     Raises:
         ConfigError: the file cannot be opened.
-        JobError: in the body, it cannot be written.
+        JobError: in the body, if the file cannot be written.
     """
     if name is None:
         yield None

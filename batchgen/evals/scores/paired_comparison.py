@@ -24,7 +24,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class PairedQuestion:
-    """A question that both runs have marks for: the mean marks in A and B."""
+    """A question that has marks in both runs, with its mean mark in run A and in run B."""
 
     row_id: str
     a: float
@@ -33,27 +33,27 @@ class PairedQuestion:
 
 @dataclass(frozen=True)
 class Comparison:
-    """B minus A over the questions that both have marks for.
+    """The differences B − A of the questions that have marks in both runs.
 
-    A p value is below 0.05 exactly where the 95% interval beside it leaves out 0, because both are
-    read from one distribution.
+    A p value is below 0.05 exactly if its 95% interval leaves out 0, because both come from one
+    distribution.
 
     Attributes:
         difference: the mean difference, its paired standard error and its interval for new
             questions, see `paired_difference`.
-        p: of a two-sided test that the difference is 0 for new questions. It and the bounds are NaN
-            where there is one cluster.
-        same_questions: the same for the same questions sampled again: it tells whether anything but
-            chance changed in how these are answered. None if a run has one sample per question; the
-            error and the bounds are NaN if in one run all samples of each question have one mark,
-            as copies have.
-        same_questions_p: of a test with `same_questions`; None without it.
-        detectable: the smallest true difference that a comparison like this one would notice (at
-            5%) in four of five cases. NaN where there is one cluster, or no question differs: how
-            far differences scatter is then not known.
+        p: of a two-sided test that the difference is 0 for new questions. p and the bounds are NaN
+            if there is one cluster.
+        same_questions: the difference and its interval for the same questions sampled again, which
+            shows whether more than chance changed their answers. None if a run has one sample per
+            question; the error and the bounds are NaN if in one run all samples of each question
+            have equal marks, as copies have.
+        same_questions_p: of the test that belongs to `same_questions`; None without it.
+        detectable: the smallest true difference that such a comparison would find significant (at
+            5%) in four of five cases. NaN if there is one cluster or no question differs, because
+            the spread of the differences is then unknown.
         wins, ties, losses: the questions that B answers better, equally and worse than A; wins and
             losses with the largest difference first.
-        only_a, only_b: ids of questions that one run has no mark for.
+        only_a, only_b: ids of questions that have marks in one run only.
     """
 
     difference: Interval
@@ -69,7 +69,7 @@ class Comparison:
 
 
 def compare(a: Marks, b: Marks, *, bounded: bool = True) -> Comparison:
-    """Compare two runs by the ids of their rows. Clusters are those of A.
+    """Compare two runs, matching their questions by row id. The clusters are those of A.
 
     Args:
         bounded: whether marks are from 0 to 1; numbers of other columns are of any size.
@@ -110,8 +110,10 @@ class Tested:
     """A difference with its 95% interval, and the test that belongs to it.
 
     Attributes:
-        p: two-sided, that the difference is 0; below 0.05 exactly where the interval leaves out 0.
-        detectable: the smallest true difference that is noticed (at 5%) in four of five cases.
+        p: of the two-sided test that the difference is 0; below 0.05 exactly if the interval leaves
+            out 0.
+        detectable: the smallest true difference that is found significant (at 5%) in four of five
+            cases.
     """
 
     interval: Interval
@@ -122,21 +124,21 @@ class Tested:
 def paired_difference(differences: Floats, clusters: Ints, limit: float = 1.0) -> Tested:
     """The mean of paired differences [Q] in clusters [Q], for new questions.
 
-    It is the paired t test and its interval with C − 1 degrees of freedom, after two clusters of
-    mean size were added, one that B wins and one that A wins. For right and wrong answers of single
-    questions these are the pseudo-observations of Bonett and Price (2012, J. Educ. Behav. Stat. 37,
-    479; after Agresti and Min 2005). Without them the t test finds four questions of 250 that all
-    changed in one way significant, which happens by chance in one of eight such cases. What is
-    added differs as much as the clusters that do differ (their root mean square); where none does,
-    by `limit` for each question, so that equal runs do not make the difference certain.
+    The paired t test with C − 1 degrees of freedom, after two clusters of mean size were added: one
+    that B wins and one that A wins. For right and wrong answers of single questions these are the
+    pseudo-observations of Bonett and Price (2012, J. Educ. Behav. Stat. 37, 479; after Agresti and
+    Min 2005). Without them the t test calls four questions of 250 significant that all changed in
+    one direction, which happens by chance in one of eight such cases. The added clusters differ as
+    much as the differing clusters do (their root mean square). If no cluster differs, they differ
+    by `limit` per question, so that equal runs do not make the difference certain.
 
     Args:
-        limit: the largest difference that there can be; 0 if none is known.
+        limit: the largest possible difference; 0 if none is known.
 
     Returns:
-        The mean and its standard error as they are; what was added changes the bounds and p. The
-        error, the bounds and p are NaN if there is one cluster, and where no question differs and
-        `limit` is 0.
+        The mean and its standard error without the added clusters, which change only the bounds and
+        p. Error, bounds and p are NaN if there is one cluster; so are they if no question differs
+        and `limit` is 0.
     """
     mean, se = float(differences.mean()), cluster_se(differences, clusters)
     _, indices = np.unique(clusters, return_inverse=True)
@@ -157,10 +159,11 @@ def paired_difference(differences: Floats, clusters: Ints, limit: float = 1.0) -
 def unpaired_difference(a: Marks, b: Marks, *, bounded: bool = True) -> Tested:
     """The mean mark of B minus that of A, for two runs that share no question.
 
-    It is Welch's t test (1947, Biometrika 34, 28) on the means of `cluster_se`, with the degrees of
+    Welch's t test (1947, Biometrika 34, 28) on the means of `cluster_se`, with the degrees of
     freedom of Welch and Satterthwaite. If marks are `bounded` by 0 and 1, a cluster of mean size
-    that is right and one that is wrong are added to each run: for single questions the interval of
-    Agresti and Caffo (2000, Am. Stat. 54, 280). The estimate and its error are without these.
+    that is right and one that is wrong are added to each run: for single questions this is the
+    interval of Agresti and Caffo (2000, Am. Stat. 54, 280). The estimate and its error are without
+    the added clusters.
     """
     sides = [_one_side(run, bounded) for run in (a, b)]
     (mean_a, se_a, at_a, var_a, df_a), (mean_b, se_b, at_b, var_b, df_b) = sides
@@ -173,8 +176,8 @@ def unpaired_difference(a: Marks, b: Marks, *, bounded: bool = True) -> Tested:
 
 
 def _one_side(run: Marks, bounded: bool) -> tuple[float, float, float, float, float]:
-    """The mean of a run and its standard error; the mean, its variance and their degrees of freedom
-    with what is added."""
+    """The mean of a run and its standard error; then the mean, its variance and the degrees of
+    freedom after the clusters were added."""
     means = avg_at(run)
     known = np.isfinite(means)
     values, clusters = means[known], run.clusters[known]
@@ -205,7 +208,7 @@ def _tested(interval: Interval, centre: float, error: float, df: float) -> Teste
 
 @dataclass(frozen=True)
 class Exam:
-    """The exam of a run: for each row id a digest of its prompt, and its target.
+    """The exam of a run: row id → a digest of the prompt, and row id → target.
 
     Two runs are the same exam if these are equal for all rows that both have.
     """
@@ -215,7 +218,7 @@ class Exam:
 
 
 def row_differences(a: Exam, b: Exam) -> tuple[str, ...]:
-    """The differences between two exams, a sentence each.
+    """The differences between two exams, one sentence each.
 
     Rows that only one run has are no difference: `Comparison` lists them.
     """

@@ -27,7 +27,7 @@ _ANSWER_KEY = "answer_key"
 _CHOICES = "choices"
 _ROWS = ("row_id", "sample_index", "finish_reason", "error")
 _MOST_KEPT = 2_000_000
-"""Samples that are kept in memory (about 60 bytes each) while a job is graded."""
+"""The most samples that are kept in memory (about 60 bytes each) while a job is graded."""
 
 
 class Samples:
@@ -39,11 +39,11 @@ class Samples:
     Attributes:
         grades: the grades of the job.
         config: the options of scoring.
-        by: a further column of `table`.
+        by: a further column of `table`, None for none.
     """
 
     def __init__(self, job: Path, config: ScoreConfig, *, by: str | None = None) -> None:
-        """Open the samples; `by` is a column that `table` has besides, as texts."""
+        """Open the samples; `by` names a column that `table` has in addition, as texts."""
         self.config, self.by = config, by
         witness = Witness(tuple(self.columns), self._keep) if config.column == MARK else None
         self.grades = JobGrades(job, witness)
@@ -51,7 +51,7 @@ class Samples:
 
     @property
     def have_marks(self) -> bool:
-        """Whether rows or grades have the column of which scores are made."""
+        """Whether rows or grades have the column from which scores are computed."""
         column, schema = self.config.column, self.grades.schema()
         if schema is not None and column in schema.names:
             return True
@@ -59,15 +59,16 @@ class Samples:
         return any(column in read_schema(part.shard).names for part in parts)
 
     def table(self) -> pa.Table:
-        """The samples of all rows, with the columns `SAMPLES`, and `by` where that was given.
+        """The samples of all rows, with the columns `SAMPLES`, and `by` if that was given.
 
-        Of rows with `sampling.until.valid` these are the first `valid` ones, which every row has.
-        When the last samples come depends on their marks, so that scores of all would be biased. Of
-        rows with `sampling.until.width` these are all, and the table's metadata have the rule.
+        With `sampling.until.valid`, only the first `valid` samples of each row are taken, which
+        every row has: when the last samples come depends on their marks, so scores of all samples
+        would be biased. With `sampling.until.width`, all samples are taken, and the table's
+        metadata have the rule.
 
         Raises:
-            ConfigError: rows lack grades, no step gave marks, or there is no column of a name in
-                `config`.
+            ConfigError: rows lack grades, no step gave marks, or a column named in `config` does
+                not exist.
             JobError: a file is damaged.
         """
         grades = self.grades
@@ -97,7 +98,7 @@ class Samples:
 
     @cached_property
     def _choices(self) -> str | None:
-        """The column with the choices of a question, if the job is marked by the choice."""
+        """The column with the choices of a question, if answers are marked by the chosen letter."""
         if self.config.choices is not None or self.config.column != MARK:
             return self.config.choices
         steps = json.loads(self.grades.steps or "[]")
@@ -113,7 +114,7 @@ class Samples:
             self._kept[part] = self.joined(rows, grades)
 
     def part(self, part: GradePart, *, graded: bool = True) -> pa.Table:
-        """The samples of a shard, `graded` or with numbers of its rows alone."""
+        """The samples of a shard: `graded`, or with numbers of the rows alone."""
         names, config = read_schema(part.shard).names, self.config
         for key, name in {
             "score.subset": config.subset,
@@ -135,13 +136,14 @@ class Samples:
 
     @staticmethod
     def _valid_of(part: GradePart) -> str | None:
-        """The column that says which samples are valid, where a rule by width reads it."""
+        """The column that says which samples are valid; None unless the rows ended by a rule about
+        the width of an interval."""
         enough = Enough.of(read_schema(part.shard).metadata)
         return None if enough is None or enough.width is None else VALID
 
     def joined(self, rows: pa.Table, grades: pa.Table, valid: str | None = None) -> pa.Table:
-        """The samples of some rows, given their grades, as `table` has them; `valid` is the column
-        that says which are valid, if rows end by that."""
+        """The samples of some rows with their grades, in the form of `table`. `valid` is the column
+        that says which samples are valid, if a rule reads it."""
         values = self._values(rows, grades)
         # A judge's score has no answer to vote with, but a row that has one is not without answer.
         is_key = self.config.column == MARK and _ANSWER_KEY in grades.column_names
@@ -165,7 +167,7 @@ class Samples:
         return pa.table(table | ({} if self.by is None else {self.by: _names(rows, self.by)}))
 
     def _values(self, rows: pa.Table, grades: pa.Table) -> pa.ChunkedArray:
-        """The marks, or the numbers in their place; null for those that are not finite."""
+        """The marks, or the numbers of the chosen column; null for numbers that are not finite."""
         column = self.config.column
         # A mark that rows have themselves is of the job that they were copied from.
         tables = (grades,) if column == MARK else (grades, rows)
@@ -189,7 +191,7 @@ class Samples:
         return values if column == MARK else pc.if_else(pc.is_finite(values), values, None)
 
     def _num_choices(self, rows: pa.Table) -> pa.Array | pa.ChunkedArray:
-        """How many choices each question has; null where that is not known."""
+        """The number of choices of each question; null if it is not known."""
         name = self._choices
         if name is None or name not in rows.column_names:
             return pa.nulls(len(rows), pa.int64())
@@ -214,10 +216,10 @@ def grades_of(part: GradePart, rows: pa.Table) -> pa.Table:
     """The grades of a shard with all their columns.
 
     Args:
-        rows: of the shard.
+        rows: the rows of the shard.
 
     Raises:
-        JobError: the part has other rows, or is damaged.
+        JobError: the grades are of other rows, or damaged.
     """
     grades = read_columns(part.path, read_schema(part.path).names)
     if not grades["row_id"].equals(rows["row_id"]):
@@ -226,7 +228,7 @@ def grades_of(part: GradePart, rows: pa.Table) -> pa.Table:
 
 
 def _names(rows: pa.Table, column: str | None) -> pa.Array | pa.ChunkedArray:
-    """The names of subsets or clusters; all null without a column for them."""
+    """The names of subsets or clusters, from a column; all null if there is no such column."""
     if column is None:
         return pa.nulls(len(rows), pa.string())
     if pa.types.is_string(rows[column].type):
@@ -236,13 +238,14 @@ def _names(rows: pa.Table, column: str | None) -> pa.Array | pa.ChunkedArray:
 
 
 def _first_score(grades: pa.Table) -> str:
-    """The first column of grades that is neither a position in a text nor a column of all rows."""
+    """The first column of grades with floating-point numbers; otherwise a column that all rows
+    have."""
     floats = (f.name for f in grades.schema if pa.types.is_floating(f.type))
     return next(floats, "num_generated_tokens")
 
 
 def _numeric(table: pa.Table) -> list[str]:
-    """The columns of a table that hold numbers, or true and false."""
+    """The columns of a table that hold numbers or booleans."""
     kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
 
     def is_number(kind: pa.DataType) -> bool:
@@ -254,7 +257,8 @@ def _numeric(table: pa.Table) -> list[str]:
 
 
 def _single(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column of lists of one number each, such as a reward model's score, as these numbers."""
+    """A column of numbers, made from a column of lists of one number, such as a reward model's
+    score."""
     if not pa.types.is_fixed_size_list(column.type):
         return column
     return pc.list_element(column, 0)

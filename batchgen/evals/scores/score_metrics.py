@@ -2,9 +2,9 @@
 
 A sample counts as passed if its mark is 1. Samples without a mark (errors of the row or of the
 grader) are left out, because they say nothing about the model. Each function returns one value for
-each question [Q], NaN if fewer than k samples have a mark; the metric is their mean. If questions
-ended by a rule about the width of an interval (`Marks.stopped`), the values are unbiased under that
-rule, and NaN for k above the fewest samples that a question can have.
+each question [Q], NaN if fewer than k samples have a mark; the metric is the mean of these values.
+If rows ended by a rule about the width of an interval (`Marks.stopped`), the values are unbiased
+under that rule, and NaN for k above the fewest samples that a row can have.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ def pass_all(marks: Marks, k: int) -> Floats:
 def maj_at(marks: Marks, k: int) -> Floats:
     """The mark of the answer that most of k samples give. [Q]
 
-    Samples without an answer do not vote; where none votes, the mark is 0. Of answers with equally
-    many votes the mean counts, and of one answer the mean of its marks. Of more than k samples each
-    full run of k (0 to k−1, k to 2k−1, …) is one vote, and the votes' mean counts. Of rows that a
-    rule by width ended these are runs of the samples that every row has.
+    Samples without an answer do not vote; if no sample votes, the mark is 0. If answers have
+    equally many votes, the mean of their marks counts; the mark of one answer is the mean over its
+    samples. Of more than k samples, each full run of k (0 to k−1, k to 2k−1, …) is one vote, and
+    the mean over the votes counts. If a rule about the width of an interval ended the rows, only
+    the samples that every row has are taken.
     """
     assert k >= 1
     if marks.marks.shape[1] == k == 1:  # one vote
@@ -71,20 +72,20 @@ def maj_at(marks: Marks, k: int) -> Floats:
 
 
 def _vote(pairs: Sequence[tuple[float, int]]) -> float:
-    """The mark of the answer that most samples give, of (mark, answer) of each."""
-    of_answer: dict[int, list[float]] = {}
+    """The mark of the answer that most samples give, from pairs of mark and answer."""
+    by_answer: dict[int, list[float]] = {}
     for mark, key in pairs:
         if key != NO_KEY:
-            of_answer.setdefault(key, []).append(mark)
-    if not of_answer:
+            by_answer.setdefault(key, []).append(mark)
+    if not by_answer:
         return 0.0
-    highest = max(map(len, of_answer.values()))
-    winners = [sum(marks) / highest for marks in of_answer.values() if len(marks) == highest]
+    highest = max(map(len, by_answer.values()))
+    winners = [sum(marks) / highest for marks in by_answer.values() if len(marks) == highest]
     return sum(winners) / len(winners)
 
 
 def _passed(marks: Marks) -> tuple[Ints, Ints]:
-    """How many samples passed and how many have a mark. [Q], [Q]"""
+    """The number of samples that passed, and of those that have a mark. [Q], [Q]"""
     return (marks.marks == 1).sum(1), marks.num_samples
 
 

@@ -1,4 +1,4 @@
-"""The scores of a job as rows of a table, for CSV and Markdown."""
+"""The scores of a job as rows of a table, for CSV and Markdown. `batchgen score` uses it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def header(scores: JobScores) -> tuple[str, ...]:
 
 
 def score_table_rows(scores: JobScores) -> list[dict[str, Any]]:
-    """A row for each metric of the job, or of each of its adapters, and of its subsets: with the
-    bounds of its 95% interval for new questions, and how many questions have a value."""
+    """A row for each metric of the job (or of each adapter) and of its subsets, with the bounds of
+    the 95% interval for new questions, and the number of questions that have a value."""
     rows = [] if scores.score is None else list(_all_rows(scores.score))
     for name, values in scores.adapters.items():
         rows += [{_ADAPTER: name, **row} for row in _all_rows(values)]

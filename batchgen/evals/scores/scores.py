@@ -25,8 +25,8 @@ RATES = ("no_answer", "truncated", "error", "grade_error")
 
 
 def default_ks(marks: Marks) -> tuple[int, ...]:
-    """1, 2, 4, … up to the largest number of samples of a question, and that number; up to the
-    fewest that a question can have where a rule by width ended them."""
+    """1, 2, 4, … up to the largest number of samples of a question, and that number. If a rule
+    about the width of an interval ended the rows, up to the fewest samples that a row can have."""
     largest = int(marks.present.sum(1).max())
     if marks.stopped is not None:
         largest = min(largest, marks.stopped.rule.fewest)
@@ -40,27 +40,29 @@ def compute_scores(
     cut_texts: CutTexts = "as_marked",
     column: str = MARK,
 ) -> dict[str, Any]:
-    """All metrics of a job and of its subsets, as JSON can hold them (null for NaN).
+    """All metrics of a job and of its subsets, as values for JSON (null for NaN).
 
-    - `questions` and `samples`: how many there are; `marked`: samples with a mark.
+    - `questions`, `samples`: their numbers; `marked`: the number of samples with a mark.
     - `avg`: the mean mark, with `population` (new questions of the same kind) and `same_questions`
-      (the same questions sampled again; its values are null where they are unknown).
-    - `pass@k`, `pass^k` and `maj@k` for each k, with the interval `population`; null where no
-      question has k marks. `questions` says how many have.
-    - `chance`: the mean mark of guesses, where the choices of all questions are known.
-    - `rates`: of all samples, how many have no_answer, truncated, error and grade_error. Of a text
-      that was truncated the answer may be no more than the last number before the cut:
-      `truncated_with_answer` says how many have one, and `cut_texts` what they count as.
+      (the same questions sampled again; its values are null if they are unknown).
+    - `pass@k`, `pass^k` and `maj@k` for each k, with the interval `population`; null if no question
+      has k marks. `questions` is the number of questions that have.
+    - `chance`: the mean mark of guesses, if the choices of all questions are known.
+    - `rates`: the shares of all samples that are no_answer, truncated, error and grade_error. In a
+      truncated text the answer may be just the last number before the cut: `truncated_with_answer`
+      is the share of samples that are truncated and have an answer. `cut_texts` says how truncated
+      texts count.
     - `bounds`: the mean mark if all samples without a mark were wrong, or right.
-    - `subsets`: the same for each subset, by name.
+    - `subsets`: the same entries for each subset, by name.
 
-    Numbers of another column than mark have no pass@k, pass^k, maj@k, chance and bounds: nobody
-    knows which of them is right. `column` names it, and `range` has the least and the largest.
+    Numbers of another column than mark have no pass@k, pass^k, maj@k, chance and bounds, because no
+    number is known to be right. `column` is then the name of the column, and `range` has the least
+    and the largest number.
 
     Args:
         ks: the sizes k; None takes `default_ks`.
-        cut_texts: what texts that were truncated count as.
-        column: the column that the marks are of.
+        cut_texts: how truncated texts count.
+        column: the column from which `marks` come.
 
     Raises:
         ConfigError: a k is below 1.
@@ -76,19 +78,19 @@ def compute_scores(
 
 
 def _score(marks: Marks, sizes: tuple[int, ...], column: str) -> dict[str, Any]:
-    of_marks = column == MARK
+    has_marks = column == MARK
     mean = avg_at(marks)
-    values: dict[str, Any] = {} if of_marks else {"column": column}
+    values: dict[str, Any] = {} if has_marks else {"column": column}
     values |= {
         "questions": len(marks.row_ids),
         "samples": int(marks.present.sum()),
         "marked": int(marks.num_samples.sum()),
         "avg": {
-            **_metric(mean, marks, bounded=of_marks),
-            "same_questions": _plain(same_questions_interval(marks, bounded=of_marks)),
+            **_metric(mean, marks, bounded=has_marks),
+            "same_questions": _plain(same_questions_interval(marks, bounded=has_marks)),
         },
     }
-    if of_marks:
+    if has_marks:
         for name, function in (("pass@", pass_at), ("pass^", pass_all), ("maj@", maj_at)):
             for k in sizes:
                 values[f"{name}{k}"] = _metric(function(marks, k), marks)
@@ -99,7 +101,7 @@ def _score(marks: Marks, sizes: tuple[int, ...], column: str) -> dict[str, Any]:
     unanswered = marks.has("no_answer") | marks.has("error") | marks.has("grade_error")
     answered = marks.has("truncated") & ~unanswered
     values["rates"]["truncated_with_answer"] = int(answered.sum()) / total
-    if of_marks:
+    if has_marks:
         values["bounds"] = [_filled_mean(marks, 0.0), _filled_mean(marks, 1.0)]
     elif values["marked"]:
         values["range"] = [float(np.nanmin(marks.marks)), float(np.nanmax(marks.marks))]
@@ -116,7 +118,7 @@ def _metric(values: Floats, marks: Marks, *, bounded: bool = True) -> dict[str, 
 
 
 def _filled_mean(marks: Marks, mark: float) -> float:
-    """The mean over questions of their mean marks, with `mark` for those that are not known."""
+    """The mean over questions of their mean marks, if every unknown mark were `mark`."""
     filled = np.where(np.isfinite(marks.marks) | ~marks.present, marks.marks, mark)
     return float(avg_at(replace(marks, marks=filled)).mean())
 

@@ -1,14 +1,16 @@
 """Unbiased scores of rows that were sampled until the interval of their valid share was narrow.
 
-Such a row gets more samples if they disagree, and it ends at a sample that depends on which were
-valid. So the plain share of valid samples is biased (by up to three points at a width of 0.3,
-docs/design/stopped_rows.md). What is unbiased follows from one fact: of a row that ended with n
-samples of which K are valid, all orders of these that do not end before are equally likely (each
-has the chance p^K (1−p)^(n−K)). The share of these orders whose first sample is valid is therefore
-an unbiased estimate of p (Girshick, Mosteller and Savage 1946, Ann. Math. Stat. 17, 13), and the
-chance of what the first k samples are, for any k up to the fewest samples that a row can have,
-likewise. Marks may be others than validity: given the order, those of valid samples can be
-exchanged with each other, and those of the rest, too.
+A row gets more samples if its samples disagree, so the number of samples depends on which are
+valid. The plain share of valid samples is therefore biased (by up to three points at a width of
+0.3, docs/design/stopped_rows.md).
+
+The unbiased estimates follow from one fact. Take a row that ended with n samples, K of them valid.
+All orders of these samples that do not end earlier are equally likely (each has probability p^K
+(1−p)^(n−K)). The share of these orders whose first sample is valid is therefore an unbiased
+estimate of p (Girshick, Mosteller and Savage 1946, Ann. Math. Stat. 17, 13). In the same way, the
+orders give an unbiased estimate for anything about the first k samples, for any k up to the fewest
+samples that a row can have. Marks may differ from validity: given the order, the marks of valid
+samples are exchangeable, and so are those of the other samples.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ from batchgen.storage.shards.enough import Bools, Enough, Floats
 
 @lru_cache(maxsize=4096)
 def first_valid(rule: Enough, n: int, valid: int) -> tuple[Floats, ...]:
-    """How many of the first k samples are valid, in a row that ended with `n` samples of which
-    `valid` are: for each k up to the fewest that a row can have, and up to n, the chances of
-    0, 1, …, k [k+1]. NaN if no order of the samples ends there."""
+    """The distribution of the number of valid samples among the first k, for a row that ended with
+    `n` samples of which `valid` are valid.
+
+    Returns:
+        For each k up to n and up to the fewest samples that a row can have: the probabilities of 0,
+        1, …, k [k+1]. NaN if no order of the samples ends at n.
+    """
     ways: Floats = np.zeros(n + 1)
     ways[valid] = 1.0
     results = list[Floats]()
@@ -49,42 +55,49 @@ def first_valid(rule: Enough, n: int, valid: int) -> tuple[Floats, ...]:
 
 @dataclass(frozen=True)
 class _Run:
-    """The samples of one row of one job: marks [n], NaN where they are not known, and which samples
-    are valid [n]."""
+    """The samples of one row of one job.
+
+    Attributes:
+        rule: the rule that ended the row.
+        marks: [n], NaN if unknown.
+        valid: [n] whether each sample is valid.
+    """
 
     rule: Enough
     marks: Floats
     valid: Bools
 
     def drawn(self, k: int) -> Floats:
-        """The chances that 0, 1, …, k of the first k samples are valid. [k+1]"""
+        """The probabilities that 0, 1, …, k of the first k samples are valid. [k+1]"""
         return first_valid(self.rule, len(self.marks), int(self.valid.sum()))[k]
 
     def mean(self) -> float:
-        """An unbiased estimate of the mean mark; marks that are not known are left out."""
-        of_valid = float(self.drawn(1)[1])
+        """An unbiased estimate of the mean mark; unknown marks are left out."""
+        valid_share = float(self.drawn(1)[1])
         num_valid = int(self.valid.sum())
         others = len(self.valid) - num_valid
         weights = np.where(
-            self.valid, of_valid / max(num_valid, 1), (1 - of_valid) / max(others, 1)
+            self.valid, valid_share / max(num_valid, 1), (1 - valid_share) / max(others, 1)
         )
         known = np.isfinite(self.marks)
         total = float(weights[known].sum())
         return float((weights * self.marks)[known].sum()) / total if total else np.nan
 
     def variance(self) -> float:
-        """An unbiased estimate of the variance of `mean`: its square, less an unbiased estimate of
-        the squared mean mark, which is the mean product of two samples' marks. It can be negative;
-        NaN if it is unknown."""
+        """An unbiased estimate of the variance of `mean`. It can be negative; NaN if it is unknown.
+
+        It is the square of `mean` minus an unbiased estimate of the squared mean mark: the mean
+        product of the marks of two samples.
+        """
         if len(self.marks) < 2:
             return np.nan
         sums = [_sums(self.marks[group]) for group in (~self.valid, self.valid)]
         (count, total, square), (own_count, own_total, own_square) = sums
         products = (total**2 - square, total * own_total, own_total**2 - own_square)
         pairs = (count * (count - 1), count * own_count, own_count * (own_count - 1))
-        of = [int((~self.valid).sum()), int(self.valid.sum())]
-        every = (of[0] * (of[0] - 1), of[0] * of[1], of[1] * (of[1] - 1))
-        chances = [c / max(n, 1) for c, n in zip(self.drawn(2).tolist(), every, strict=True)]
+        sizes = [int((~self.valid).sum()), int(self.valid.sum())]
+        num_pairs = (sizes[0] * (sizes[0] - 1), sizes[0] * sizes[1], sizes[1] * (sizes[1] - 1))
+        chances = [c / max(n, 1) for c, n in zip(self.drawn(2).tolist(), num_pairs, strict=True)]
         known = sum(chance * n for chance, n in zip(chances, pairs, strict=True))
         product_mean = sum(
             chance * product for chance, product in zip(chances, products, strict=True)
@@ -92,8 +105,9 @@ class _Run:
         return float(self.mean() ** 2 - product_mean / known) if known else np.nan
 
     def all_of(self, hits: Bools, k: int) -> float:
-        """The chance that all of the first k samples are `hits` if the marks of all k are known;
-        NaN if k is above the fewest samples that a row can have, or too few marks are known."""
+        """The probability that all of the first k samples are `hits`, given that the marks of all k
+        are known. NaN if k is above the fewest samples that a row can have, or too few marks are
+        known."""
         if k > min(self.rule.fewest, len(self.marks)):
             return np.nan
         known = np.isfinite(self.marks)
@@ -105,7 +119,7 @@ class _Run:
         return weighted / total if total else np.nan
 
     def _chance(self, chosen: Bools, j: int, k: int) -> float:
-        """The chance that k samples are all `chosen`, if j of them are valid."""
+        """The probability that k samples are all `chosen`, if j of them are valid."""
         groups = (self.valid, j), (~self.valid, k - j)
         return float(
             np.prod([comb(int((chosen & g).sum()), m) / comb(int(g.sum()), m) for g, m in groups])
@@ -114,11 +128,14 @@ class _Run:
 
 @dataclass(frozen=True, eq=False)
 class StoppedRows:
-    """Which samples of Q rows are there and are valid, where a rule by width ended the rows.
+    """The samples of Q rows that a rule about the width of an interval ended.
 
     Attributes:
-        present, valid: [Q, K].
-        starts: where the samples of each job begin along K, where those of several count together.
+        rule: the rule.
+        present: [Q, K] whether the row has the sample.
+        valid: [Q, K] whether it is valid.
+        starts: the index along K where the samples of each job begin; several jobs can count
+            together.
     """
 
     rule: Enough
@@ -127,11 +144,12 @@ class StoppedRows:
     starts: tuple[int, ...] = (0,)
 
     def select(self, questions: npt.NDArray[np.int64]) -> StoppedRows:
-        """Those of these questions only."""
+        """Only the rows of these questions."""
         return replace(self, present=self.present[questions], valid=self.valid[questions])
 
     def means(self, marks: Floats) -> Floats:
-        """Unbiased estimates of mean marks, from marks [Q, K]; NaN where none is known. [Q]"""
+        """Unbiased estimates of mean marks, from marks [Q, K]; NaN if no mark of a row is known.
+        [Q]"""
         return np.array([_mean([run.mean() for run in runs]) for runs in self._rows(marks)])
 
     def variances(self, marks: Floats) -> Floats:
@@ -143,7 +161,7 @@ class StoppedRows:
         return np.array(variances)
 
     def all_of(self, hits: Bools, marks: Floats, k: int) -> Floats:
-        """The chance that all of k samples of a row are `hits` [Q, K], of those with marks. [Q]"""
+        """The probability that all of k samples of a row with marks are `hits` [Q, K]. [Q]"""
         chances = []
         for index, runs in enumerate(self._rows(marks)):
             row_hits = hits[index, self.present[index]]
@@ -151,7 +169,7 @@ class StoppedRows:
         return np.array(chances)
 
     def _rows(self, marks: Floats) -> Iterator[list[_Run]]:
-        """The jobs' samples of each row that have a mark."""
+        """Yield for each row the samples of each job, if some have a mark."""
         parts = [slice(a, b) for a, b in pairwise((*self.starts, marks.shape[1]))]
         for row, present, valid in zip(marks, self.present, self.valid, strict=True):
             yield [
@@ -166,6 +184,6 @@ def _mean(values: Sequence[float] | Floats) -> float:
 
 
 def _sums(marks: Floats) -> tuple[int, float, float]:
-    """How many marks are known, their sum, and that of their squares."""
+    """The number of known marks, their sum, and the sum of their squares."""
     known = marks[np.isfinite(marks)]
     return len(known), float(known.sum()), float(np.square(known).sum())

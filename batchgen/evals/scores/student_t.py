@@ -1,4 +1,4 @@
-"""Quantiles of Student's t distribution, in plain Python."""
+"""Quantiles of Student's t distribution, in plain Python, for the intervals of scores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from functools import lru_cache
 
 _NORMAL = 1e7
-"""Degrees of freedom from which on the normal distribution is nearer than the arithmetic."""
+"""From this many degrees of freedom, the normal distribution is more exact than the continued
+fraction."""
 
 
 def t_cdf(t: float, df: float) -> float:
@@ -20,7 +21,8 @@ def t_cdf(t: float, df: float) -> float:
 
 @lru_cache(maxsize=256)
 def t_quantile(p: float, df: float) -> float:
-    """The t with P(T ≤ t) = p, for 0 < p < 1. It has 8 digits at least, except near p = 0.5."""
+    """The t with P(T ≤ t) = p, for 0 < p < 1. It has at least 8 correct digits, except near p =
+    0.5."""
     assert 0 < p < 1 and df > 0
     if p < 0.5:
         return -t_quantile(1 - p, df)

@@ -1,4 +1,5 @@
-"""Repeats each row of a source once for each of several adapters (`model.lora`)."""
+"""Repeats each row of a source once for each of several adapters (`model.lora_grid`). `open_job`
+uses it."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ class GridRow(Row):
 
 
 class GridSource(SourceOver):
-    """A `Source` of which each row comes once for each adapter, one after the other.
+    """A source that repeats each row of another source once for each adapter, one after the other.
 
-    All of these have the id of the row, so that their random numbers are equal and answers of
-    adapters can be compared question by question; the column `adapter` tells them apart. Row i of
-    the source has the indices from i · G on, for G adapters.
+    The copies have the id of the original row, so their random numbers are equal, and answers of
+    adapters can be compared question by question. The column `adapter` tells the copies apart. With
+    G adapters, row i of the original source becomes the rows i·G to i·G + G − 1.
     """
 
     def __init__(self, source: Source, adapters: Sequence[str]) -> None:
@@ -65,7 +66,7 @@ class GridSource(SourceOver):
 
     @property
     def data(self) -> Source:
-        """That of the source."""
+        """The data set below the original source."""
         return self._source.data
 
     def rows(self, start: int = 0) -> Iterator[Row]:

@@ -36,6 +36,7 @@ class Forecast:
         start_s: the part of `seconds` before the first step.
         generated_tokens: tokens of all answers.
         prompt_tokens: tokens of all prompts; a prompt counts once for each of its samples.
+        computed_tokens: the part of `prompt_tokens` that is not in the prefix cache.
         device: the name of the device.
         assumptions: sentences without their full stop.
     """
@@ -44,6 +45,7 @@ class Forecast:
     start_s: float
     generated_tokens: Range
     prompt_tokens: int
+    computed_tokens: int
     device: str
     assumptions: tuple[str, ...]
 
@@ -67,6 +69,7 @@ def forecast(cost: StepCost, work: Work) -> Forecast:
         start_s=start.likely,
         generated_tokens=Range(*generated),
         prompt_tokens=round(float(work.prompts.mean()) * work.answers.likely),
+        computed_tokens=round(work.computed_tokens * work.answers.likely),
         device=cost.device.name,
         assumptions=tuple(
             filter(None, (_speed_text(cost, work, factor), lengths_text, forwards_text))

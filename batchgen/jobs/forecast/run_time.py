@@ -32,7 +32,7 @@ class Work:
         rows, kv_tokens: the most rows, and tokens of the cache, that are in use at the same time.
         batched_tokens: the most tokens of a prefill.
         weight_bytes: bytes of the weights that are loaded.
-        prefix: the number of tokens at the start of every prompt that are always in the cache.
+        prefix: the mean number of tokens at the start of a prompt that are in the cache.
         samples: answers of each prompt, which share its tokens in the cache.
         block: tokens of a block of the cache; only whole blocks are shared.
         seen: measurements of an earlier job.
@@ -48,10 +48,18 @@ class Work:
     kv_tokens: int
     batched_tokens: int
     weight_bytes: int
-    prefix: int = 0
+    prefix: float = 0
     samples: int = 1
     block: int = 16
     seen: Calibration | None = None
+
+    @property
+    def computed_tokens(self) -> float:
+        """The mean tokens of a prompt that are computed for an answer. The others are in the cache:
+        they are shared with earlier prompts, or with earlier samples of the same row."""
+        whole = max(float(self.prompts.mean()) - self.prefix, 1.0)
+        again = min(whole, (self.block + 1) / 2)  # a block that is not full is read again
+        return (whole + again * (self.samples - 1)) / self.samples
 
 
 def run_time(
@@ -82,10 +90,7 @@ def run_time(
 
 def _prefill_time(cost: StepCost, work: Work, total: int, rows: int) -> float:
     """Seconds of reading the prompts, without the tokens that are in the cache already."""
-    prompt = float(work.prompts.mean())
-    whole = max(prompt - work.prefix, 1.0)
-    again = min(whole, (work.block + 1) / 2)  # a block that is not full is read again
-    new = (whole + again * (work.samples - 1)) / work.samples
+    prompt, new = float(work.prompts.mean()), work.computed_tokens
     pairs = total * new * (prompt - new / 2)
     refills = 1 + (total - rows) / max(rows / _REFILL_SHARE, 1)
     steps = max(total * new / work.batched_tokens, refills)

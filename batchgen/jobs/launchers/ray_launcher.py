@@ -1,10 +1,10 @@
-"""`launcher=ray`: the workers of a job on the nodes of a Ray cluster.
+"""`launcher=ray`: runs the workers of a job on the nodes of a Ray cluster.
 
-Each worker is a child process of an actor, so that it has exit codes, signals and crashes of its
-own. Each actor has one bundle of a placement group. A bundle lies on one node, so all GPUs of a
-worker are on that node. When a node dies, Ray looks for another place for its bundles, and new
-actors wait until there is one. The workers agree on who computes what in the job's folder, not
-through Ray.
+Each worker is a child process of an actor, so its exit code, signals and crashes are those of a
+normal process. Each actor has one bundle of a placement group. A bundle lies on one node, so all
+GPUs of a worker are on one node. When a node dies, Ray looks for another node for its bundles, and
+new actors wait until there is one. The workers divide the rows between them through the job's
+folder, not through Ray.
 """
 
 from __future__ import annotations
@@ -34,7 +34,17 @@ _PATIENCE_SECONDS = 60.0  # for workers that were asked to stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayLauncher(Launcher):
-    """The launcher `ray`: workers in actors of a Ray cluster; see `conf/launcher/ray.yaml`."""
+    """The launcher `ray`: workers in actors of a Ray cluster; see `conf/launcher/ray.yaml`.
+
+    Attributes:
+        workers: the number of workers; None for as many as fit the cluster.
+        address: the address of the cluster; None for RAY_ADDRESS, or a new cluster on this machine.
+        gpus_per_worker: None for as many as the engine needs.
+        cpus_per_worker: the CPUs that Ray reserves for a worker.
+        placement: whether workers are spread over nodes or packed on few.
+        restarts: how often a worker that crashed is started again.
+        runtime_env: Ray's runtime environment.
+    """
 
     name = "ray"
     package = "ray"

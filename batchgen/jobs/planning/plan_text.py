@@ -57,6 +57,9 @@ def _time(plan: Plan) -> Entries:
     assert expected is not None and hours is not None
     yield "", ""
     yield "", f"{'low':>14}{'likely':>14}{'bound':>14}"
+    if cached := expected.prompt_tokens - expected.computed_tokens:
+        text = f"{expected.computed_tokens:,} tokens to compute, about {cached:,} from the cache"
+        yield "prefixes", text
     yield "tokens", _columns(expected.generated_tokens, lambda tokens: f"{tokens:,.0f}")
     yield "time", _columns(expected.seconds, lambda seconds: duration(seconds, 0))
     if plan.memory is not None and plan.memory.total is not None:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -33,7 +33,7 @@ from batchgen.util.errors import ConfigError
 from batchgen.util.paths import is_url
 
 _COMPARED = 50
-"""The most prompts that are compared to find their common prefix."""
+"""The most prompts that are compared, each with the one before, to find what they share."""
 _SAME_SPEED = ("model", "strategy", "engine", "constraint")
 """The groups of the configuration that decide a job's speed."""
 
@@ -116,9 +116,10 @@ class _Planner:
         sampling, samples = config.sampling, self._outline.samples
         prompts = [read.request.prompt for read in scan.sample[:_COMPARED]]
         block, cached = settings.block_size, settings.prefix_caching
-        # Prompts that begin alike share the whole blocks of that beginning in the cache.
-        equal = takewhile(lambda tokens: len({*tokens}) == 1, zip(*prompts, strict=False))
-        prefix = len([*equal]) // block * block
+        # Prompts that begin alike share the whole blocks of that beginning in the cache: examples
+        # that all rows have, or the text of a document in several rows one after another.
+        shared = [_common(*pair) // block * block for pair in pairwise(prompts)]
+        prefix = sum(shared) / max(len(shared), 1)
         likely = samples.number.likely
         # The rows that still need an answer, without those that will have an error.
         rows = self._outline.answers / likely - self._outline.rows * scan.bad_share
@@ -133,7 +134,7 @@ class _Planner:
             kv_tokens=memory.kv_tokens,
             batched_tokens=settings.max_batched_tokens,
             weight_bytes=engine.weight_bytes,
-            prefix=prefix if cached and len(prompts) > 1 else 0,
+            prefix=prefix if cached else 0,
             samples=max(round(likely), 1) if cached else 1,
             block=block,
             seen=self._calibration(device),
@@ -190,3 +191,8 @@ class _Planner:
             self._errors.append("the output will probably not fit on the disk of output.dir")
         elif disk.output.bound > disk.free:
             self._warnings.append("the output may not fit on the disk of output.dir")
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,4 +1,5 @@
-"""The funnel of a pipeline: how many rows each step read, made and kept."""
+"""The funnel of a pipeline: the number of rows that each step read, made and kept. The pipeline's
+summary and its page use it."""
 
 from __future__ import annotations
 
@@ -25,10 +26,13 @@ class StepCounts:
     """The row counts of a step.
 
     Attributes:
+        name: the name of the step.
         folder: the name of the step's folder.
         state: the status in metrics.json, or that the step has not begun.
-        left: the number of rows that were read, and after each filter, in order.
-        answers: the number of finished answers, including errors.
+        left: (filter, number of rows after it), in order; the first entry is the number of rows
+            that were read.
+        answers: the number of finished answers, errors included.
+        errors: the number of answers with an error.
         device_s: seconds of device time.
         price_per_hour: the price of an hour of its devices, if it is known.
     """
@@ -48,22 +52,22 @@ class StepCounts:
 
     @property
     def read(self) -> int | None:
-        """How many rows or answers there were to choose from."""
+        """The number of rows or answers that the step read."""
         return self.left[0][1] if self.left else None
 
     @property
     def rows(self) -> int | None:
-        """How many rows the step has."""
+        """The number of rows that the step has after all filters."""
         return self.left[-1][1] if self.left else None
 
     @property
     def made(self) -> Sequence[tuple[str, int]]:
-        """The filters or steps that added rows, and how many."""
+        """The filters or row steps that added rows, each with the number of added rows."""
         return [(what, more) for what, more in self._changes() if more > 0]
 
     @property
     def dropped(self) -> Sequence[tuple[str, int]]:
-        """The filters that left rows out, and how many."""
+        """The filters that left rows out, each with the number of dropped rows."""
         return [(what, -more) for what, more in self._changes() if more < 0]
 
     def _changes(self) -> Iterator[tuple[str, int]]:
@@ -72,7 +76,7 @@ class StepCounts:
 
     @property
     def kept(self) -> int:
-        """How many answers are no errors."""
+        """The number of answers without an error."""
         return self.answers - self.errors
 
     def cells(self) -> tuple[str, ...]:
@@ -88,12 +92,13 @@ class StepCounts:
 
 
 def funnel(out: str, folders: Mapping[str, str]) -> list[StepCounts]:
-    """The counts of all steps, given the names of their folders in the pipeline's."""
+    """The counts of all steps. `folders` maps step names to the names of their folders in the
+    pipeline's folder."""
     return [_counts(name, f"{out.rstrip('/')}/{at}", at) for name, at in folders.items()]
 
 
 def funnel_table(steps: Sequence[StepCounts]) -> str:
-    """The counts as lines for people."""
+    """The counts as lines of text."""
     lines = columns([HEADER, *(step.cells() for step in steps)])
     for step in steps:
         for verb, changes in (("made", step.made), ("dropped", step.dropped)):
@@ -106,8 +111,8 @@ def funnel_table(steps: Sequence[StepCounts]) -> str:
 
 
 def costs(steps: Sequence[StepCounts]) -> str | None:
-    """The costs of the steps, and their sum for each row that the last step has kept; None if
-    nothing was measured or no row is kept yet."""
+    """The costs of the steps, and their sum per row that the last step has kept. None if nothing
+    was measured or no row is kept yet."""
     known = [JobCost(step.name, step.device_s, step.answers) for step in steps if step.device_s]
     prices = {step.price_per_hour for step in steps if step.device_s}
     # Steps whose hours cost differently have no price in common.
@@ -134,7 +139,7 @@ def _counts(name: str, folder: str, at: str) -> StepCounts:
 
 
 def _answers_left(reader: JobFolderReader, metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """The number of rows that were read, and after each filter."""
+    """The number of rows that were read, and the number after each filter."""
     steps = [(str(what), int(rows)) for what, rows in metrics.get("funnel", ())]
     facts = reader.row_facts
     rows = reader.manifest["growing"].get(ROWS) if facts is None else facts.read_rows

@@ -1,4 +1,5 @@
-"""Pieces of SVG charts: elements, scales and axes. Colours and type are classes of `report.css`."""
+"""Pieces of the SVG charts of a report: elements, scales and axes. Classes of `report.css` set
+colours and fonts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from markupsafe import Markup, escape
 from batchgen.util.hidden import visible
 
 WIDTH, HEIGHT = 440, 232
-"""Size of a chart in its own units; the page makes it as wide as there is room."""
+"""The size of a chart in SVG units; the page scales the chart to its width."""
 LEFT, RIGHT, TOP, BOTTOM = 60, 12, 10, 42
 """Margins around what is drawn."""
 
@@ -26,13 +27,14 @@ def svg_tag(name: str, content: str = "", /, **attributes: str | float) -> Marku
 
 
 def text(content: str, x: float, y: float, class_: str = "", anchor: str = "") -> Markup:
-    """A text that starts at a point, or has its `middle` or `end` there."""
+    """A text element. `anchor` says which part of the text is at (x, y): the start, the `middle` or
+    the `end`."""
     options = {"text_anchor": anchor} if anchor else {}
     return svg_tag("text", visible(content), x=x, y=y, class_=class_, **options)
 
 
 def axis_names(x_name: str, y_name: str, bottom: float = HEIGHT - BOTTOM) -> list[Markup]:
-    """The names of both axes; `bottom` is where the horizontal one lies."""
+    """The names of both axes; `bottom` is the y coordinate of the horizontal axis."""
     middle = (TOP + bottom) / 2
     turned = {"text_anchor": "middle", "transform": f"rotate(-90 10 {middle:.0f})"}
     return [
@@ -48,14 +50,14 @@ def _value(value: str | float) -> Markup:
 
 
 def drawing(content: Sequence[str], label: str, height: float = HEIGHT) -> Markup:
-    """A whole chart; its label says what it shows to those who cannot see it."""
+    """A whole chart. `label` describes it for screen readers."""
     box = f"0 0 {WIDTH} {height:.0f}"
     return svg_tag("svg", Markup("").join(content), viewBox=box, role="img", aria_label=label)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A line from values to places in the drawing."""
+    """A linear map from values `low` … `high` to coordinates `start` … `end`."""
 
     low: float
     high: float
@@ -68,7 +70,7 @@ class Scale:
 
 
 def ticks(low: float, high: float, limit: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`."""
+    """Round numbers from `low` to `high`, about `limit` of them."""
     span = (high - low) or 1.0
     rough = span / limit
     power = 10.0 ** math.floor(math.log10(rough))
@@ -86,7 +88,7 @@ def short_number(value: float) -> str:
 
 
 def whole(value: float) -> str:
-    """A count in a few characters; empty for what is no whole number."""
+    """A count in a few characters; empty for a number that is not whole."""
     return short_number(value) if value == round(value) else ""
 
 
@@ -96,18 +98,19 @@ def percent(value: float) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """The axes of a chart."""
+    """The axes of a chart: the scales of x and y."""
 
     x: Scale
     y: Scale
 
     @staticmethod
     def of(x: tuple[float, float], y: tuple[float, float]) -> Frame:
-        """Axes that hold these ranges of values."""
+        """Axes for values in the ranges x and y."""
         return Frame(Scale(*x, LEFT, WIDTH - RIGHT), Scale(*y, HEIGHT - BOTTOM, TOP))
 
     def column(self, low: float, high: float, value: float) -> Markup:
-        """A column over a range of values of x, which is seen however low it is."""
+        """A bar from x=`low` to x=`high` with the height `value`; at least one unit high, so that
+        it is visible."""
         x, y = self.x(low), min(self.y(value), self.y(0) - 1)
         width = max(self.x(high) - x, 0.5)
         return svg_tag("rect", x=x, y=y, width=width, height=self.y(0) - y, class_="bar")
@@ -119,7 +122,8 @@ class Frame:
         x_text: Callable[[float], str] = short_number,
         y_text: Callable[[float], str] = short_number,
     ) -> list[Markup]:
-        """Lines, numbers and names of the axes; numbers without a text are left out."""
+        """The lines, numbers and names of the axes. Values for which `y_text` returns an empty text
+        have no line."""
         bottom, parts = HEIGHT - BOTTOM, []
         for value in ticks(self.y.low, self.y.high, 4):
             if not y_text(value):

@@ -25,7 +25,15 @@ MOST_SHARDS = 24
 
 @dataclass(frozen=True)
 class FolderDigests:
-    """The digests of all shards of a folder, and of its grades."""
+    """The digests of all shards of a folder, and of its grades.
+
+    Attributes:
+        shard_roots: the Merkle root of the rows of each shard.
+        files: digests of the bytes of each shard.
+        rows: the number of rows.
+        columns: a digest of the names and types of the columns.
+        grades: the Merkle root of the grades; None without any.
+    """
 
     shard_roots: list[Digest]
     files: list[str]
@@ -39,8 +47,12 @@ class FolderDigests:
 
 
 def folder_digests(folder: Path) -> FolderDigests:
-    """The digests of a folder's files as they are; every row is read. JobError for a damaged file,
-    ConfigError if there are no shards."""
+    """Compute the digests of a folder's files; every row is read.
+
+    Raises:
+        JobError: a file is damaged.
+        ConfigError: there are no shards.
+    """
     roots, rows = list[Digest](), 0
     files = list(shard_files(folder / "data").values()) if (folder / "data").is_dir() else []
     if not files:

@@ -29,17 +29,17 @@ class StepProof:
     """Digests of one step, as hex digits.
 
     Attributes:
-        fingerprints: those of the manifest: models, dtype, constraint, steps and the files that
-            these read.
+        fingerprints: the fingerprints in the manifest: models, dtype, constraint, row steps and the
+            files that row steps read.
         dataset: the last digest of the rows that were read; None if it cannot be known.
-        dataset_rows: how many rows were read; None for a stream.
+        dataset_rows: the number of rows that were read; None for a stream.
         columns: a digest of the names and types of the output columns.
-        rows: the output rows.
+        rows: the number of output rows.
         shards: the number of shards.
         root: the Merkle root over all rows.
-        shard_roots: the root of each shard, if there are few.
-        files: digests of the bytes of each shard, if there are few.
-        grades: the root over the grades; None without any.
+        shard_roots: the Merkle root of each shard; empty if there are many.
+        files: digests of the bytes of each shard; empty if there are many.
+        grades: the Merkle root over the grades; None without any.
     """
 
     fingerprints: Mapping[str, str]
@@ -59,11 +59,11 @@ class LockFile:
     """The content of a lock file.
 
     Attributes:
-        steps: the values of each step as a pipeline file has them, in topological order; `${` is
-            escaped, as in every file with keys.
-        proof: of each step.
-        versions: the packages with which the rows were made.
-        locations: where each key stands in the file, for messages.
+        steps: the values of each step in the form of a pipeline file, in topological order; `${` is
+            escaped.
+        proof: step name → the digests of the step.
+        versions: package → the version with which the rows were made.
+        locations: key → its line in the file, for messages.
     """
 
     steps: Mapping[str, Mapping[str, Any]]
@@ -83,7 +83,11 @@ class LockFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The lock in a file. Raises ConfigError if it is none."""
+        """Read a lock file.
+
+        Raises:
+            ConfigError: the file is not a lock file, or has another format version.
+        """
         if path.is_file() and path.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{path} is not a lock file: it has more than {MOST_BYTES >> 20} MiB")
         values, locations = read_job_file(path)

@@ -10,12 +10,12 @@ Everything that the rewritten schema allows is valid under the user's schema, ac
 `jsonschema` with its format checker. Not everything valid is allowed:
 
 - Properties come in the order of the schema. Properties that the schema does not name are allowed
-only if `additionalProperties` or `unevaluatedProperties` ask for them, or if it names none.
+  only if `additionalProperties` or `unevaluatedProperties` ask for them, or if it names none.
 - A schema without `type` stands for the types that its keywords are about. After `prefixItems`,
-further items are allowed only if `items` or `minItems` ask for them.
+  further items are allowed only if `items` or `minItems` ask for them.
 - Numbers with bounds have at most 6 decimals and no exponent. Integers have no fraction.
 - A pattern matches the whole string. Formats have their common forms. A string with a pattern or a
-length contains quotes, backslashes and line ends only where the pattern requires them.
+  length contains quotes, backslashes and line ends only where the pattern requires them.
 """
 
 import json

@@ -43,11 +43,16 @@ class MLPAndExperts(nn.Module):
         self.mlp_norm, self.moe_norm = before
         self.mlp_post_norm, self.moe_post_norm = after
 
+    @property
+    def normed_parts(self) -> list[tuple[object, RMSNorm]]:
+        """The MLP and the experts, each with the norm before it."""
+        return [(self.mlp, self.mlp_norm), (self.moe, self.moe_norm)]
+
     def forward(self, stream: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
         """Add the result for the residual stream [T, hidden_size] to `residual` in place and return
         it."""
         dense = self.mlp(self.mlp_norm(stream), torch.zeros_like(stream), ctx)
         # The MLP's sum over ranks is read before the experts' sum begins.
-        residual += self.mlp_post_norm.of_stream(dense)[0]
+        residual = self.mlp_post_norm.add_to(residual, dense)
         routed = self.moe(self.moe_norm(stream), torch.zeros_like(stream), ctx, router_input=stream)
-        return residual.add_(self.moe_post_norm.of_stream(routed)[0])
+        return self.moe_post_norm.add_to(residual, routed)

@@ -44,12 +44,8 @@ SHAPES = {
     "v2-lite": Shape(64, 6, 2048, 1408),
     "gpt-oss-20b": Shape(32, 4, 2880, 2880),
     "gpt-oss-120b": Shape(128, 4, 2880, 2880),
+    "tiny": Shape(4, 1, 128, 128),
 }
-_TINY = Shape(4, 1, 128, 128)
-
-
-def shape_of(options: argparse.Namespace) -> Shape:
-    return _TINY if options.tiny else SHAPES[options.shape]
 
 
 class Layer(NamedTuple):
@@ -96,7 +92,7 @@ class Batch:
 
 def expert_cases(options: argparse.Namespace) -> Iterator[Case]:
     """A layer with everything from the router's logits on, and each of its launches."""
-    shape = shape_of(options)
+    shape = SHAPES[options.shape]
     layer = make_layer(shape)
     for tokens in options.tokens:
         batch = Batch(shape, tokens)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases.experts import Batch, Layer, Shape, products, random, shape_of
+from cases.experts import SHAPES, Batch, Layer, Shape, products, random
 from measuring import DEVICE, Case
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def _random_panels(*shape: int) -> FourBitPanels:
 def mxfp4_cases(options: argparse.Namespace) -> Iterator[Case]:
     """A layer in MXFP4 from the ids on, as its table cuts it and with weights that are dequantised
     before; in bfloat16; and each launch."""
-    shape = shape_of(options)
+    shape = SHAPES[options.shape]
     layer, weights = make_layer(shape), 3 * shape.hidden * shape.inner
     dequantised = PlainExperts(*map(dequantise_panels, layer.experts))
     for tokens in options.tokens:

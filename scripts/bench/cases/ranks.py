@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 from cases import experts, mxfp4
-from cases.experts import ROUTINGS, Batch, Shape, shape_of
+from cases.experts import ROUTINGS, SHAPES, Batch, Shape
 from measuring import Case, Launch
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from batchgen.kernels.moe.tiled_layout import PANEL
 
 def rank_cases(options: argparse.Namespace) -> Iterator[Case]:
     """All experts, cut in width up to whole panels; or fewer, on the mean and the busiest rank."""
-    shape = shape_of(options)
+    shape = SHAPES[options.shape]
     for ranks, tokens in product((2, 4), options.tokens):
         batch, own = Batch(shape, tokens), shape.experts // ranks
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from measuring import resident_mib
+from measuring import anonymous_mib
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -121,7 +121,7 @@ def run(engine: LLMEngine) -> tuple[list[float], Counter[str]]:
         if added // _SCHEMAS > passes or not engine.has_unfinished():
             passes = added // _SCHEMAS
             gc.collect()
-            memory.append(resident_mib())
+            memory.append(anonymous_mib())
     return memory, counts
 
 

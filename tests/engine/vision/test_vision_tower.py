@@ -95,7 +95,8 @@ def _features_on(device: torch.device, kind: str, dtype: torch.dtype) -> torch.T
     model = load_model(vision_folder(kind), device=device, dtype=dtype, vision=True)
     model.pack()
     assert model.visual is not None
-    return model.visual([pixels(i, kind).to(device) for i in range(3)]).cpu().float()
+    features: torch.Tensor = model.visual([pixels(i, kind).to(device) for i in range(3)])
+    return features.cpu().float()
 
 
 @pytest.mark.gpu

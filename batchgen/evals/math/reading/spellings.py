@@ -33,10 +33,11 @@ _REWRITTEN = (
     (re.compile(r"\\p?mod\s*\{?\s*([0-9a-z]+)\s*\}?"), r" mod \1"),
     (re.compile(r"\(\s*(?:\\text\s*\{\s*)?mod\s*\}?\s*([0-9a-z]+)\s*\)"), r" mod \1"),
 )
+"""Pairs of a variant spelling and its replacement, which are applied in this order."""
 
 
 def usual(text: str) -> str:
-    """The text with the usual spelling of every construct that has several."""
+    """Return the text with the usual spelling of every construct that has several spellings."""
     if text.isdigit():
         return text
     if "\\" in text:
@@ -48,13 +49,14 @@ def usual(text: str) -> str:
 
 
 def _unit_fraction(match: re.Match[str]) -> str:
+    """A fraction of two units (km over h) as `km/h`; other fractions stay as they are."""
     above, below = match.groups()
     is_unit = above in UNITS and below in UNITS and match[0].count("{") == match[0].count("}")
     return rf" {above}/{below}" if is_unit else match[0]
 
 
 def _system(match: re.Match[str]) -> str:
-    """The equations of a system, with commas between them. A matrix stays as it is."""
+    """The equations of a system, separated by commas; a matrix stays as it is."""
     if match[1] in ("array", "matrix") and not match[0].startswith("\\{"):
         return match[0]
     rows = re.split(r"\\\\", match[2].replace("&", " "))

@@ -48,8 +48,13 @@ _VERB = "batchgen audit"
 
 @dataclass(frozen=True)
 class Audited:
-    """The result of an audit: the rows that were computed again, out of `total`, and remarks on why
-    rows may differ."""
+    """The result of an audit.
+
+    Attributes:
+        rows: the rows that were computed again.
+        total: the number of rows of the job or set.
+        remarks: reasons why rows may differ.
+    """
 
     rows: Sequence[AuditedRow]
     total: int
@@ -65,11 +70,14 @@ def audit_steps(
     *,
     operations: bool = False,
 ) -> Iterator[tuple[str | None, Audited]]:
-    """Audit a folder, or one after the other the steps of a pipeline that have shards.
+    """Audit a folder, or all steps of a pipeline that have shards, one after the other.
 
-    Yields the name of each step (None for a job or a set) and the result of `audit_folder`. Each
-    step gets its share of `rows`, at least one. The arguments are those of `audit_folder`; among
-    the overrides of a pipeline STEP.KEY=VALUE is for one step.
+    Args:
+        rows: the number of rows; each step gets its share, at least one.
+        overrides: see `audit_folder`; for a pipeline, STEP.KEY=VALUE is for one step.
+
+    Yields:
+        The name of each step (None for a job or a set) and the result of `audit_folder`.
     """
     if is_set(job_path) or not is_pipeline(
         out := str(user_path(folder_here(job_path, _VERB), "OUT"))
@@ -96,7 +104,7 @@ def _has_shards(folder: Path) -> bool:
 
 
 def _of_step(overrides: Sequence[str], name: str, record: PipelineRecord) -> Iterator[str]:
-    """The arguments that are meant for a step. Those about the data set do not apply to steps that
+    """The arguments that apply to a step. Arguments about the data set do not apply to steps that
     read other steps."""
     step = record.steps[name]
     assert step.current is not None
@@ -118,14 +126,14 @@ def audit_folder(
     *,
     operations: bool = False,
 ) -> Audited:
-    """Compute some rows of a job's folder, or of a set, again, and compare them with the stored
-    ones. `seed` decides which.
+    """Compute some rows of a job or of a set again, and compare them with the stored ones. `seed`
+    decides which rows.
 
     Args:
-        overrides: arguments `key=value` besides the folder's configuration.
-        trusted: what the user trusts, see `--trust`.
-        operations: instead of comparing with stored rows, compare the engine's operations between
-            rows computed together and one by one.
+        overrides: arguments `key=value`, added to the folder's configuration.
+        trusted: the values of `--trust`.
+        operations: compare the engine's operations between rows computed together and one by one,
+            instead of comparing with stored rows.
 
     Raises:
         ConfigError: the folder lacks what is needed, or the model or the data set has changed.
@@ -158,19 +166,19 @@ def _audit_set(
     for row in chosen_rows_of_set(finished, rows, seed):
         by_job.setdefault(row.job, []).append(row)
     audited, remarks = list[AuditedRow](), list[str]()
-    for job, of_job in by_job.items():
+    for job, job_rows in by_job.items():
         values, manifest = job_of_set(finished, job)
         config = configured(values, {}, path, overrides, trusted)
         config = _with_jobs_beside(config, finished.storage.path)
         text_as = str(finished.facts["text_column"])
-        audited += audit_set_rows(config, manifest, of_job, finished.user_path, text_as)
+        audited += audit_set_rows(config, manifest, job_rows, finished.user_path, text_as)
         remarks += audit_remarks(config, manifest)
     return Audited(audited, finished.total, list(dict.fromkeys(remarks)))
 
 
 def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
-    """The configuration of a job, whose input jobs are looked for next to its folder if the folder
-    was copied together with them."""
+    """The configuration of a job. If its folder was copied together with the jobs that it reads,
+    their paths are those of the copies."""
     if config.dataset.kind != "job":
         return config
     paths = tuple(places_beside(config.dataset.paths, folder))
@@ -181,8 +189,11 @@ def _with_jobs_beside(config: JobConfig, folder: Path) -> JobConfig:
 def config_of(
     reader: JobFolderReader, user_path: str, overrides: Sequence[str], trusted: Sequence[str]
 ) -> JobConfig:
-    """The configuration of a job's folder, with the typed arguments. Raises ConfigError if it is
-    not there, or names code that the user does not trust."""
+    """The configuration of a job's folder, with the user's arguments.
+
+    Raises:
+        ConfigError: there is no configuration, or it names code that the user does not trust.
+    """
     path = reader.path / CONFIG
     if not path.is_file():
         raise ConfigError(
@@ -200,6 +211,6 @@ def configured(
     overrides: Sequence[str],
     trusted: Sequence[str],
 ) -> JobConfig:
-    """Compose a job from the values of a file at `path` and the typed arguments."""
+    """Compose a job from the values of a file at `path` and the user's arguments."""
     groups = compose_groups(values, overrides, locations=locations).groups
     return load_config(groups, Trust.of([path], trusted, overrides))

@@ -29,8 +29,13 @@ _ROW, _SAMPLE = KEYS
 
 @dataclass(frozen=True)
 class AuditedRow:
-    """An input row whose samples were computed again. `samples` is their number, and `difference` a
-    text about the first value that differs, None if all are equal to the bit."""
+    """An input row whose samples were computed again.
+
+    Attributes:
+        row_id: its id.
+        samples: the number of its samples.
+        difference: the first value that differs, in words; None if all are equal to the bit.
+    """
 
     row_id: str
     samples: int
@@ -38,8 +43,12 @@ class AuditedRow:
 
 
 def open_parts(config: JobConfig, stored: Manifest, display_name: str) -> ResolvedJob:
-    """Open the model and the data set of a configuration, if they are those of the job that
-    `stored` describes. Raises ConfigError, which says what differs, if they are not."""
+    """Open the model and the data set of a configuration, and check that `stored` describes the
+    same ones.
+
+    Raises:
+        ConfigError: they differ; the message says how.
+    """
     parts = resolve_job(config)
     try:
         manifest = job_manifest(config, parts, output_schema(config, parts))
@@ -75,14 +84,14 @@ def audit_rows(
     stored: Mapping[int, pa.Table],
     storage: Storage | None,
 ) -> list[AuditedRow]:
-    """Compute input rows again, and compare their samples with those that the job stored.
+    """Compute input rows again, and compare their samples with the stored ones.
 
-    All columns that are stored are compared, to the bit, except those whose values do not depend on
-    the row alone (`Strategy.by_schedule`).
+    All stored columns are compared, to the bit, except those whose values do not depend on the row
+    alone (`Strategy.by_schedule`).
 
     Args:
         stored: `row_index` of an input row → its stored samples.
-        storage: the job's storage, in which its row index is, if it has one.
+        storage: the job's storage, which may have a row index.
     """
     numbers = list(stored)
     with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
@@ -111,7 +120,7 @@ def _audited(again: pa.Table, stored: pa.Table, by_schedule: frozenset[str]) -> 
 
 
 def audit_remarks(config: JobConfig, manifest: Manifest) -> Sequence[str]:
-    """Sentences that say why rows may differ although the job was made as its folder says."""
+    """Sentences that say why rows may differ although the folder describes the job correctly."""
     remarks = []
     if manifest.contract and not config.engine.deterministic:
         remarks.append(

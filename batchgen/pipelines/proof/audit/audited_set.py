@@ -1,5 +1,5 @@
-"""Audits rows of a set that `batchgen select` has written, with the facts that it keeps of its
-jobs."""
+"""Audits rows of a set that `batchgen select` wrote, with the facts about its jobs that the set
+keeps. `audited_folder` calls it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,18 @@ from batchgen.util.errors import ConfigError
 
 _ID = "id"
 _GROUPS = ("output", "engine")
-"""Groups of the configuration that a job's manifest has and a set's copy of it lacks."""
+"""Groups of the configuration that a set keeps in each job's manifest, and not in its copy of the
+configuration."""
 
 
 class SetRow(NamedTuple):
-    """A row of a set: its id there, job, row and sample that it came from, and its columns."""
+    """A row of a set.
+
+    Attributes:
+        id: its id in the set.
+        job, row_id, sample: its origin.
+        stored: its columns, a table of one row.
+    """
 
     id: str
     job: str
@@ -52,33 +59,38 @@ def chosen_rows_of_set(rows: FinishedRows, count: int, seed: int) -> list[SetRow
             continue
         for table, _ in rows.tables(number, rows.schema.names, indices=np.array(here)):
             for at in range(table.num_rows):
-                one = table.slice(at, 1)
-                names = [name for name in (_ID, SOURCE) if name in one.schema.names]
-                (values,) = one.select(names).to_pylist()
+                row = table.slice(at, 1)
+                names = [name for name in (_ID, SOURCE) if name in row.schema.names]
+                (values,) = row.select(names).to_pylist()
                 job, row_id, sample = origin_in_set(rows, values)
-                chosen.append(SetRow(values[_ID], job, row_id, sample, one))
+                chosen.append(SetRow(values[_ID], job, row_id, sample, row))
     return chosen
 
 
 def job_of_set(rows: FinishedRows, folder: str) -> tuple[dict[str, Any], Manifest]:
-    """The configuration of a job by group, as far as it decides rows, and its manifest, as the set
-    has them. Raises ConfigError if the set does not hold enough."""
+    """The configuration of a job by group, as far as it decides rows, and its manifest. Both come
+    from the set.
+
+    Raises:
+        ConfigError: the set does not hold enough.
+    """
     assert rows.facts is not None
-    jobs = {Path(one["path"]).name: one for one in rows.facts["jobs"]}
-    known = jobs.get(Path(folder).name)
-    if known is None or not isinstance(known.get("config"), dict):
+    jobs = {Path(job["path"]).name: job for job in rows.facts["jobs"]}
+    entry = jobs.get(Path(folder).name)
+    if entry is None or not isinstance(entry.get("config"), dict):
         raise ConfigError(
             f"{rows.user_path} does not say how the rows of {folder} were made: audit that job"
         )
-    manifest = known["manifest"]
-    groups = {**known["config"], **{name: manifest["identity"][name] for name in _GROUPS}}
+    manifest = entry["manifest"]
+    groups = {**entry["config"], **{name: manifest["identity"][name] for name in _GROUPS}}
     return {**groups, "output": {**groups["output"], "dir": "."}}, Manifest(**manifest)
 
 
 def audit_set_rows(
     config: JobConfig, manifest: Manifest, rows: Sequence[SetRow], user_path: str, text_as: str
 ) -> list[AuditedRow]:
-    """Compute rows of one job again, and compare them with the columns that the set has."""
+    """Compute rows of one job again, and compare them with the set's columns. `text_as` is the
+    set's name of the text column."""
     with closing(open_parts(config, manifest, user_path)) as parts:
         numbers = _numbers(parts, {row.row_id for row in rows})
         with tempfile.TemporaryDirectory(prefix="batchgen-audit-") as folder:
@@ -111,16 +123,16 @@ def _audited(row: SetRow, again: pa.Table, text: str, text_as: str) -> AuditedRo
     names = [name for name in names if name not in left_out]
     difference: str | None = "the recomputed row has no such sample"
     for at in range(computed.num_rows):
-        one = computed.slice(at, 1)
-        if row.sample in (None, one[KEYS[1]][0].as_py()):
-            difference = first_difference(one, row.stored, names)
+        sample = computed.slice(at, 1)
+        if row.sample in (None, sample[KEYS[1]][0].as_py()):
+            difference = first_difference(sample, row.stored, names)
             if difference is None:
                 break
     return AuditedRow(row.id, 1, difference)
 
 
 def _is_copied(expected: pa.Table, stored: pa.Table) -> bool:
-    """Whether the column `source` of a set is that of the job itself."""
+    """Whether the column `source` of a set was copied from the job."""
     return all(SOURCE in t.schema.names for t in (expected, stored)) and (
         expected.schema.field(SOURCE).type == stored.schema.field(SOURCE).type
     )

@@ -6,8 +6,8 @@ from hashlib import blake2b
 
 
 def drawn_rows(total: int, count: int, seed: int) -> list[int]:
-    """Draw `count` numbers below `total` without repetition, ascending; all of them if there are no
-    more. They depend on the arguments alone."""
+    """Draw `count` different numbers below `total`, ascending; all numbers if there are no more.
+    They depend on the arguments alone."""
     if count >= total:
         return list(range(total))
     indices: set[int] = set()

@@ -11,20 +11,20 @@ from batchgen.storage.shards.row_order import KEYS
 from batchgen.util.shorten import both_ends
 
 _FIRST = "token_ids"
-"""The column that is compared first: if the tokens differ, everything that follows from them does
-too."""
+"""The column that is compared first: if tokens differ, the columns that follow from them differ as
+well."""
 _MOST = 60
 
 
 def first_difference(again: pa.Table, stored: pa.Table, names: Sequence[str]) -> str | None:
-    """Describe the first difference between a row that was computed again and the stored one, each
-    a table of one row; None if all columns with these names are equal to the bit."""
+    """Describe the first difference between a recomputed row and the stored one, each a table of
+    one row. None if all columns with these names are equal to the bit."""
     for name in _ordered(names):
-        one, other = (pa.concat_arrays(table[name].chunks) for table in (again, stored))
-        if one.type != other.type:
-            return f"{name} is {one.type} here, and {other.type} there"
-        if array_digest(one) != array_digest(other):
-            return _difference_text(name, one, other)
+        here, there = (pa.concat_arrays(table[name].chunks) for table in (again, stored))
+        if here.type != there.type:
+            return f"{name} is {here.type} here, and {there.type} there"
+        if array_digest(here) != array_digest(there):
+            return _difference_text(name, here, there)
     return None
 
 
@@ -34,12 +34,12 @@ def _ordered(names: Sequence[str]) -> Iterator[str]:
     yield from (name for name in names if name not in (_FIRST, KEYS[0]))
 
 
-def _difference_text(name: str, one: pa.Array, other: pa.Array) -> str:
+def _difference_text(name: str, computed: pa.Array, stored: pa.Array) -> str:
     """Describe the first entry in which two unequal values differ."""
-    is_list = pa.types.is_list(one.type) or pa.types.is_large_list(one.type)
-    if not is_list or not (one[0].is_valid and other[0].is_valid):
-        return f"{name} is {_short(one[0])} here, and {_short(other[0])} there"
-    values, others = one.flatten(), other.flatten()
+    is_list = pa.types.is_list(computed.type) or pa.types.is_large_list(computed.type)
+    if not is_list or not (computed[0].is_valid and stored[0].is_valid):
+        return f"{name} is {_short(computed[0])} here, and {_short(stored[0])} there"
+    values, others = computed.flatten(), stored.flatten()
     for index in range(min(len(values), len(others))):
         pair = values.slice(index, 1), others.slice(index, 1)
         if array_digest(pair[0]) != array_digest(pair[1]):

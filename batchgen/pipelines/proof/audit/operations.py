@@ -1,6 +1,8 @@
-"""Finds the first operation of the engine in which a row's result depends on the other rows.
+"""Finds the first operation of the engine in which a row's result depends on the other rows of its
+batch.
 
-It is the diagnosis behind `batchgen audit --operations`: rows are computed together and one by one.
+`batchgen audit --operations` calls `compare_operations`, which computes rows together and one by
+one.
 """
 
 from __future__ import annotations
@@ -28,8 +30,13 @@ from batchgen.util.errors import ConfigError
 
 
 class _Sample(NamedTuple):
-    """The tokens of a sample, the length of its prompt, and the digests [operations, tokens] of its
-    KV slots."""
+    """A sample.
+
+    Attributes:
+        tokens: prompt and answer.
+        prompt: the number of prompt tokens.
+        digests: [operations, tokens] digests of its KV slots.
+    """
 
     tokens: Sequence[int]
     prompt: int
@@ -37,18 +44,17 @@ class _Sample(NamedTuple):
 
 
 Samples = Mapping[tuple[int, int], _Sample]
-"""Samples by the index of their row among those that were computed together, and the sample's
-number."""
+"""(index of the row among those that were computed together, sample number) → the sample."""
 
 
 def compare_operations(
     config: JobConfig, parts: ResolvedJob, numbers: Sequence[int], storage: Storage | None
 ) -> list[AuditedRow]:
-    """Compute input rows with these numbers all at once, and then one by one with their samples,
-    and compare what each operation made of each token.
+    """Compute input rows in one batch, and then each row alone with its samples, and compare the
+    result of each operation for each token.
 
-    The first operation that differs, in the order of the layers, is the cause, as all that it read
-    was equal. CUDA graphs are off.
+    The first operation that differs, in the order of the layers, is the cause, because all its
+    inputs were equal. CUDA graphs are off.
 
     Raises:
         ConfigError: the weights are divided between ranks.
@@ -69,7 +75,7 @@ def compare_operations(
 
 
 class _Watch:
-    """The weights of a job, and the recorder of the operations of engines that use them."""
+    """The weights of a job, and a recorder of the operations of the engines that use them."""
 
     def __init__(self, parts: OpenedJob) -> None:
         self._parts, self._recipe = parts, parts.recipe(parts.config)
@@ -79,7 +85,7 @@ class _Watch:
         self._samples: dict[tuple[int, int], _Sample] = {}
 
     def run(self, config: JobConfig, numbers: Sequence[int], storage: Storage | None) -> Samples:
-        """Compute rows in one batch."""
+        """Compute rows in one batch, and return their samples."""
         self._samples = {}
         parts = replace(self._parts, port=self._engine)
         with (

@@ -1,4 +1,5 @@
-"""Computes some rows of a job again, exactly as a job does, into a temporary folder."""
+"""Computes some rows of a job again, exactly as the job computed them, into a temporary folder.
+Audits call `compute_again`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class SampledRows(Source):
     funnel: tuple[Left, ...] = ()
 
     def __init__(self, source: Source, indices: Sequence[int], storage: Storage | None) -> None:
-        """Read the rows; `storage` is where their job may have its row index.
+        """Read the rows. `storage` is the job's storage, which may have a row index.
 
         Raises:
             ConfigError: the source has no such rows.
@@ -69,7 +70,8 @@ class SampledRows(Source):
         return self._source.passthrough(_base_row(row))
 
     def tables(self, stop: int, size: int) -> Iterator[pa.Table]:
-        """The ids of the rows: nobody compares the job of this source with another one."""
+        """The ids of the rows. Other columns are not needed, because the job of this source is
+        never compared with another."""
         for start in range(0, stop, size):
             ids = [row.id for row in self._rows[start : min(start + size, stop)]]
             yield pa.table({"row_id": pa.array(ids, pa.string())})
@@ -115,7 +117,7 @@ class _PromptOfTaken(Prompt):
 
 @dataclasses.dataclass(frozen=True)
 class _AnswerOfTaken:
-    """The answers of rows as the job scored them."""
+    """The answers of rows that the job scored."""
 
     answer: Answer
 
@@ -135,19 +137,19 @@ def compute_again(
     folder: Path,
     storage: Storage | None,
 ) -> pa.Table:
-    """Compute the rows of a job with these indices, all samples of each, and return them as shards
-    have them, but with `row_index` counted from 0 in the order of `indices`.
+    """Compute the rows of a job with these indices, all samples of each. Return them with the
+    columns of shards, except that `row_index` counts from 0 in the order of `indices`.
 
     Args:
         folder: an empty folder, which the job fills.
-        storage: where the job may have its row index.
+        storage: the job's storage, which may have a row index.
 
     Raises:
         ConfigError: there are no such rows, or the configuration does not fit them.
         JobError: a signal came, or the rows cannot be written.
     """
     taken = SampledRows(parts.source, indices, storage)
-    audit_config = dataclasses.replace(
+    audit_parts = dataclasses.replace(
         parts,
         source=taken,
         prompt=_PromptOfTaken(parts.prompt),
@@ -158,7 +160,7 @@ def compute_again(
     )
     output = dataclasses.replace(output, reuse=None)  # copied rows would prove nothing
     again = dataclasses.replace(config, output=output, launcher=None, budget=BudgetConfig())
-    result = execute_job(again, audit_config)
+    result = execute_job(again, audit_parts)
     if result.stopped_by is not None:
         raise JobError("stopped before the rows were computed")
     reader = JobFolderReader(folder)

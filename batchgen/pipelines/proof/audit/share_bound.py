@@ -1,4 +1,5 @@
-"""Bounds the share of differing rows in a whole job by what a random sample shows."""
+"""Bounds the share of differing rows in a whole job, from a random sample. `batchgen audit` prints
+it."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ LEVEL = 0.95
 
 
 def most_different(different: int, looked_at: int) -> float:
-    """The greatest share of rows that differ which a random sample leaves possible at 95%.
+    """The upper 95% bound of the share of rows that differ.
 
     It is the share p for which `different` or fewer of `looked_at` rows would differ with
-    probability 5% (Clopper and Pearson 1934, one side). Without a difference that is
-    1 − 0.05^(1/n). Drawing without repetition only makes the true bound smaller.
+    probability 5% (Clopper and Pearson 1934, one side). Without a difference that is 1 −
+    0.05^(1/n). Drawing without repetition only makes the true bound smaller.
     """
     if different >= looked_at:
         return 1.0
@@ -27,7 +28,8 @@ def most_different(different: int, looked_at: int) -> float:
 
 
 def _at_most(different: int, looked_at: int, share: float) -> float:
-    """The probability that at most this number of a sample differ if this share of all does."""
+    """The probability that at most `different` rows of a sample differ, if this `share` of all rows
+    differs."""
     if share in (0.0, 1.0):
         return float(share == 0.0)
     logs = (

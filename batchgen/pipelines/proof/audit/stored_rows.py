@@ -18,11 +18,15 @@ class StoredRows:
     """The rows in the published shards of a job's folder.
 
     Attributes:
-        count: how many input rows have their answers there.
+        count: the number of input rows with published answers.
     """
 
     def __init__(self, reader: JobFolderReader) -> None:
-        """Raise ConfigError if no shard is there."""
+        """Open the shards.
+
+        Raises:
+            ConfigError: there is none.
+        """
         self._reader = reader
         self._rows_per_shard = int(reader.manifest["identity"]["output"]["rows_per_shard"])
         data = reader.path / "data"
@@ -36,8 +40,8 @@ class StoredRows:
         self.count: int = (len(self._shards) - 1) * self._rows_per_shard + in_last
 
     def choose(self, rows: int, seed: int) -> list[int]:
-        """The numbers of some input rows, drawn at random without repetition, ascending; of all
-        rows if there are no more."""
+        """The numbers of some input rows, drawn at random without repetition, ascending; all rows
+        if there are no more."""
         drawn = drawn_rows(self.count, rows, seed)
         return sorted(self._number(index) for index in drawn)
 

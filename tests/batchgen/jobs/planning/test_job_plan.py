@@ -257,6 +257,25 @@ def test_json_has_everything(
     assert found["errors"] == [] and found["bad_rows"] == {} and found["launcher"] is None
 
 
+def test_a_plan_says_what_comes_from_the_prefix_cache(model: Path, tmp_path: Path) -> None:
+    """Two documents of four blocks, with three questions of six tokens about each."""
+    documents = [[5 + (first + 7 * i) % 80 for i in range(64)] for first in (0, 1)]
+    prompts = [[*text, *range(5 + q, 11 + q)] for text in documents for q in range(3)]
+    rows = tmp_path / "tokens.jsonl"
+    rows.write_text("".join(json.dumps({"id": i, "ids": p}) + "\n" for i, p in enumerate(prompts)))
+    given = overrides(model, rows, tmp_path / "out", "sampling.n=1", "engine.block_size=16")
+    given = [each for each in given if "prompt.user" not in each]
+    given += ["prompt=tokens", "prompt.token_ids_column=ids"]
+    plan = planned(compose({}, given))
+    assert plan.forecast is not None and plan.forecast.prompt_tokens == 6 * 70
+    # Each row but the first of each document shares four blocks with the row before.
+    assert plan.forecast.computed_tokens == round(6 * (70 - 4 * 64 / 5))
+    assert "113 tokens to compute, about 307 from the cache" in plan_text(plan)
+    without = planned(compose({}, [*given, "engine.prefix_caching=false"]))
+    assert without.forecast is not None and without.forecast.computed_tokens == 6 * 70
+    assert "from the cache" not in plan_text(without)
+
+
 def test_a_job_file_is_planned(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
