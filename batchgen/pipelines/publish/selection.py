@@ -42,8 +42,6 @@ def select(
     A folder that already has these rows is left unchanged. A killed process leaves no folder.
 
     Args:
-        jobs: the jobs.
-        choice: which rows to take, and in which order.
         out: the folder to write.
         columns: the columns to take; None for the default ones.
         text_as: the name of the generated text's column in the set.
